@@ -1,0 +1,26 @@
+"""Attaches the patch set to the installed SGLang; the only code that knows which classes it replaces.
+
+``python -m sglang.srt.patchset`` shows what is replaced and whether it is active.
+"""
+
+from sglang.srt.patchset.status import (
+    PatchsetError,
+    RowState,
+    RowStatus,
+    State,
+    require_active,
+    state,
+)
+from sglang.srt.patchset.table import BASE_VERSION, TABLE, Replacement
+
+__all__ = [
+    "BASE_VERSION",
+    "TABLE",
+    "PatchsetError",
+    "Replacement",
+    "RowState",
+    "RowStatus",
+    "State",
+    "require_active",
+    "state",
+]

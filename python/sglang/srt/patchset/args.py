@@ -1,0 +1,75 @@
+"""The flags of the patch set, as a mixin for SGLang's ``ServerArgs``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from sglang.srt.patchset import compat
+from sglang.srt.patchset.status import require_active
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs as _Base
+else:
+    _Base = object
+
+
+@dataclasses.dataclass
+class DisaggArgs(_Base):
+    """Adds ``--disaggregation-decode-enable-radix-cache``; without it every method is the stock one."""
+
+    disaggregation_decode_enable_radix_cache: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        wanted = self.disaggregation_decode_enable_radix_cache
+        if wanted:
+            # Here disable_radix_cache is still what the user passed, and the checks also reach the
+            # model paths ("dummy") for which SGLang skips the rest.
+            require_active(compat.FLAG)
+            compat.check_explicit_disable(self)
+            compat.check_decode_radix_args(self)
+        super().__post_init__()
+        if wanted:
+            # Once more on the values that SGLang has filled in or changed.
+            compat.check_decode_radix_args(self)
+            compat.check_still_enabled(self)
+
+    @override
+    def _handle_model_specific_adjustments(self) -> None:
+        # The first handler that has the model's configuration at hand.
+        if self.disaggregation_decode_enable_radix_cache:
+            compat.check_decode_radix_model(self.get_model_config())
+        super()._handle_model_specific_adjustments()
+
+    @override
+    def _handle_pd_disaggregation(self) -> None:
+        # All that SGLang does here for a decode server is to turn the tree off (and to check the
+        # staging buffer, which the flag refuses altogether).
+        if not self.disaggregation_decode_enable_radix_cache:
+            super()._handle_pd_disaggregation()
+
+    @staticmethod
+    @override
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        _upstream().add_cli_args(parser)
+        group = parser.add_argument_group("sglang-disagg-patchset")
+        group.add_argument(
+            compat.FLAG,
+            action="store_true",
+            help="Decode server only: keep the KV of finished requests in a radix tree, and have the "
+            "prefill server send only the pages that the tree does not hold. Needs "
+            f"--disaggregation-transfer-backend {' or '.join(compat.DELTA_BACKENDS)}.",
+        )
+
+
+def _upstream() -> type[_Base]:
+    """What comes after the mixin: a static method has no ``super()``."""
+    from sglang.srt import server_args
+
+    combined = server_args.ServerArgs
+    order = combined.__mro__
+    return order[order.index(DisaggArgs) + 1]

@@ -1,0 +1,135 @@
+"""What ``--disaggregation-decode-enable-radix-cache`` can be combined with.
+
+Pure checks on anything that has the attributes of ``ServerArgs`` or ``ModelConfig``. Every refusal
+names both settings and a way out, and comes before any memory or weights are touched: the same conflict
+found later would end a running server at its first request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+
+#: Transfer backends whose sender and receiver of ours move only the missing pages.
+DELTA_BACKENDS: tuple[str, ...] = ("nixl",)
+
+#: Other settings that own or shape the KV pool in a way that the decode tree does not follow:
+#: (attribute, how the user wrote it, why not).
+_EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
+    ("enable_hisparse", "--enable-hisparse", "it keeps only a part of a request's KV in the device pool"),
+    ("speculative_algorithm", "--speculative-algorithm", "the KV of draft tokens is not transferred"),
+    (
+        "disaggregation_decode_enable_offload_kvcache",
+        "--disaggregation-decode-enable-offload-kvcache",
+        "it frees the pages of finished requests, which the radix cache keeps",
+    ),
+    ("enable_hierarchical_cache", "--enable-hierarchical-cache", "a decode server does not drive its copies"),
+    ("enable_lmcache", "--enable-lmcache", "it brings a tree of its own"),
+    ("enable_streaming_session", "--enable-streaming-session", "it wraps the tree and keeps pages itself"),
+)
+_EXCLUSIVE_ENV: tuple[tuple[str, str], ...] = (
+    ("SGLANG_DISAGG_STAGING_BUFFER", "it always receives whole prompts"),
+    ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "it replaces the radix tree"),
+)
+
+
+def check_decode_radix_args(args: Any) -> None:
+    """Raise ``ValueError`` at the first setting that the flag cannot be combined with."""
+    for problem in _problems(args):
+        raise ValueError(problem)
+    if args.enable_dp_attention:
+        logger.warning(
+            "%s with --enable-dp-attention: every data parallel rank has a tree of its own, so requests "
+            "hit only where the router sends one prefix to one rank.",
+            FLAG,
+        )
+
+
+def check_explicit_disable(args: Any) -> None:
+    """Refuse ``--disable-radix-cache``; only meaningful before SGLang has set it by itself."""
+    if args.disable_radix_cache:
+        raise ValueError(_conflict("--disable-radix-cache", "one turns on what the other turns off"))
+
+
+def check_still_enabled(args: Any) -> None:
+    """SGLang turns the tree off for some models and backends: do not run on without it silently."""
+    if args.disable_radix_cache:
+        raise ValueError(
+            f"{FLAG} was given, but SGLang set --disable-radix-cache for this model or attention backend "
+            f"(its log says why). Choose another, or remove {FLAG}."
+        )
+
+
+def check_decode_radix_model(config: Any) -> None:
+    """Raise ``ValueError`` for a model whose KV is not one plain pool of pages."""
+    kind = _unsupported_kind(config)
+    if kind:
+        raise ValueError(
+            f"{FLAG} does not support {kind}, given with --model-path "
+            f"{getattr(config, 'model_path', '')}. Remove {FLAG} to serve it."
+        )
+
+
+def _problems(args: Any) -> Iterator[str]:
+    mode, backend = args.disaggregation_mode, args.disaggregation_transfer_backend
+    if mode != "decode":
+        yield (
+            f"{FLAG} is for decode servers, but --disaggregation-mode is {mode}. "
+            f"Give it to the decode server only; a prefill server needs no flag to take part."
+        )
+    if backend not in DELTA_BACKENDS:
+        yield (
+            f"{FLAG} needs a transfer backend that can send a part of a prompt, and "
+            f"--disaggregation-transfer-backend {backend} cannot. "
+            f"Use --disaggregation-transfer-backend {' or '.join(DELTA_BACKENDS)}."
+        )
+    for attribute, written, why in _EXCLUSIVE:
+        if getattr(args, attribute):
+            yield _conflict(written, why)
+    for name, why in _EXCLUSIVE_ENV:
+        if _env_true(name):
+            yield _conflict(f"{name}=1", why)
+    if args.pp_size > 1:
+        yield _conflict(
+            "--pipeline-parallel-size above 1",
+            "the stages would each match their own tree, without agreeing on a length",
+        )
+    reserved, page_size = args.num_reserved_decode_tokens, args.page_size
+    if page_size is not None and reserved < page_size:
+        yield (
+            f"{FLAG} needs --num-reserved-decode-tokens ({reserved}) to be at least "
+            f"--page-size ({page_size}), or the admission budget ignores the rounding to pages. "
+            f"Use --num-reserved-decode-tokens {page_size} or more."
+        )
+
+
+def _unsupported_kind(config: Any) -> str:
+    """What is special about the model's KV; empty for plain multi-head and latent attention."""
+    text_config = getattr(config, "hf_text_config", None)
+    hf_configs = [c for c in (getattr(config, "hf_config", None), text_config) if c is not None]
+    if getattr(config, "is_hybrid_swa", False):
+        return "models with a separate pool for sliding-window layers"
+    if any(_has_state_layers(c) for c in hf_configs):
+        return "models with state-space or linear-attention layers"
+    if any(getattr(c, "index_topk", None) is not None for c in hf_configs):
+        return "models with sparse attention (NSA)"
+    return ""
+
+
+def _has_state_layers(hf_config: Any) -> bool:
+    # SGLang's configurations of such models all offer this; look at the class, the value is computed.
+    return hasattr(type(hf_config), "mamba2_cache_params")
+
+
+def _conflict(other: str, why: str) -> str:
+    return f"{FLAG} cannot be combined with {other}: {why}. Remove one of them."
+
+
+def _env_true(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")

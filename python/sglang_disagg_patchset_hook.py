@@ -1,0 +1,152 @@
+"""Runs at the start of every interpreter of the environment, from ``sglang_disagg_patchset.pth``.
+
+It puts one finder on ``sys.meta_path`` and does nothing else until SGLang is looked up, so that an
+interpreter that never imports SGLang pays well under a millisecond. What the finder does then:
+
+* ``sglang``: lets our sources be found beside SGLang's own, for an editable install;
+* ``sglang.srt.*``: hands modules of the replacement table to ``sglang.srt.patchset.attach``;
+* with ``SGLANG_CPU_STANDIN=1``: starts the CPU stand-in before torch or SGLang are imported.
+
+Rules that keep it harmless: it only uses what the interpreter has loaded anyway, it asks the other
+finders for every spec (so that it can stand beside any other import hook), and whatever goes wrong
+costs one line on stderr, never the interpreter.
+"""
+
+import os
+import sys
+from _thread import get_ident
+
+_OFF = ("0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
+_STANDIN = "sglang.srt.hardware_backend.cpu_standin"
+# The stand-in must be there before the first of these is executed.
+_STANDIN_TRIGGERS = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
+
+
+def _say(message):
+    sys.stderr.write("sglang-disagg-patchset: %s\n" % message)
+
+
+def _env_in(name, values):
+    return os.environ.get(name, "").strip().lower() in values
+
+
+def _own_folders():
+    """Folders named ``sglang`` on the path that hold our sources (one, unless installed twice)."""
+    for entry in sys.path:
+        folder = os.path.join(entry, "sglang")
+        if os.path.isfile(os.path.join(folder, "srt", "patchset", "__init__.py")):
+            yield folder
+
+
+class Finder:
+    """The one meta path finder. Holds no table: that is loaded with SGLang."""
+
+    def __init__(self):
+        self._busy = set()
+        self._attachment = None
+        self._enabled = not _env_in("SGLANG_PATCHSET", _OFF)
+        self._standin_wanted = _env_in("SGLANG_CPU_STANDIN", _ON)
+
+    def find_spec(self, name, path=None, target=None):
+        """Answer for ``sglang``, for table modules, and for what the stand-in has to precede."""
+        if name == "sglang" or (self._standin_wanted and name in _STANDIN_TRIGGERS):
+            work = self._find_early
+        elif self._enabled and name.startswith("sglang.srt.") and not _is_ours(name):
+            work = self._find_target
+        else:
+            return None
+        # Another hook may ask us back while we ask it: the second question is not ours to answer.
+        key = (get_ident(), name)
+        if key in self._busy:
+            return None
+        self._busy.add(key)
+        try:
+            return work(name, path, target)
+        finally:
+            self._busy.discard(key)
+
+    def _find_early(self, name, path, target):
+        if name == "sglang":
+            self._move_to_front()
+        if self._standin_wanted:
+            self._standin_wanted = False
+            _start_standin()
+        spec = self._ask(list(sys.meta_path), name, path, target)
+        if name == "sglang" and spec is not None and spec.submodule_search_locations is not None:
+            known = {os.path.realpath(p) for p in spec.submodule_search_locations}
+            for folder in _own_folders():
+                if os.path.realpath(folder) not in known:
+                    spec.submodule_search_locations.append(folder)
+        return spec
+
+    def _find_target(self, name, path, target):
+        attachment = self._load_attachment()
+        if attachment is None or not attachment.has_rows(name):
+            return None
+        finders = list(sys.meta_path)
+        spec = self._ask(finders[finders.index(self) + 1 :], name, path, target)
+        if spec is not None:
+            attachment.watch(spec)
+        return spec
+
+    def _load_attachment(self):
+        if self._enabled and self._attachment is None:
+            try:
+                from sglang.srt.patchset.attach import activate
+
+                self._attachment = activate()
+            except Exception as error:
+                self._enabled = False
+                _say("inert: the replacement table did not load: %r" % error)
+        return self._attachment
+
+    def _move_to_front(self):
+        """Whoever came later may answer for a table module without asking us: be asked first."""
+        if sys.meta_path[0] is not self:
+            sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
+
+    def _ask(self, finders, name, path, target):
+        for finder in finders:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def _is_ours(name):
+    """Loading the table must not ask the table."""
+    return name == "sglang.srt.patchset" or name.startswith("sglang.srt.patchset.")
+
+
+def _start_standin():
+    """Execute the stand-in's package from its file: importing it by name would import SGLang."""
+    try:
+        from importlib.util import module_from_spec, spec_from_file_location
+
+        for folder in _own_folders():
+            package = os.path.join(folder, *_STANDIN.split(".")[1:])
+            spec = spec_from_file_location(
+                _STANDIN, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+            )
+            module = sys.modules[_STANDIN] = module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[_STANDIN]
+                raise
+            module.install()
+            return
+        _say("SGLANG_CPU_STANDIN is set, but the stand-in is not installed")
+    except Exception as error:
+        _say("CPU stand-in not active: %s" % error)
+
+
+def install():
+    """Put the finder on the meta path, once for an interpreter."""
+    if not any(type(f).__module__ == __name__ for f in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+install()
