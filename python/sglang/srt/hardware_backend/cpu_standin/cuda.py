@@ -1,0 +1,21 @@
+"""torch without CUDA: the second refusal, and the CUDA calls that SGLang makes unconditionally."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import StandinRefused
+
+
+def edit(torch: ModuleType) -> None:
+    """Refuse where torch sees a device; else make waiting for the device a no-op.
+
+    SGLang synchronizes around the CPU copy of a retracted request's KV on every device.
+    """
+    if torch.cuda.is_available():
+        raise StandinRefused("torch sees a CUDA device")
+
+    def synchronize(device: object = None) -> None:
+        """Wait for no device."""
+
+    torch.cuda.synchronize = synchronize
