@@ -12,28 +12,35 @@ finders for every spec (so that it can stand beside any other import hook), and 
 costs one line on stderr, never the interpreter.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from _thread import get_ident
 
-_OFF = ("0", "false", "no", "off")
-_ON = ("1", "true", "yes", "on")
+TYPE_CHECKING = False  # as typing's, without importing it
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    from sglang.srt.patchset.attach import Attachment
+
+    _Path = Sequence[str] | None
+
 _STANDIN = "sglang.srt.hardware_backend.cpu_standin"
-# The stand-in must be there before the first of these is executed.
-_STANDIN_TRIGGERS = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
+# SGLang, and what the stand-in has to be there before.
+_EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
 
 
-def _say(message):
-    sys.stderr.write("sglang-disagg-patchset: %s\n" % message)
+def _say(message: str) -> None:
+    sys.stderr.write(f"sglang-disagg-patchset: {message}\n")
 
 
-def _env_in(name, values):
-    return os.environ.get(name, "").strip().lower() in values
-
-
-def _own_folders():
+def _own_folders() -> Iterator[str]:
     """Folders named ``sglang`` on the path that hold our sources (one, unless installed twice)."""
-    for entry in sys.path:
+    for entry in [entry for entry in sys.path if isinstance(entry, str)]:
         folder = os.path.join(entry, "sglang")
         if os.path.isfile(os.path.join(folder, "srt", "patchset", "__init__.py")):
             yield folder
@@ -42,17 +49,20 @@ def _own_folders():
 class Finder:
     """The one meta path finder. Holds no table: that is loaded with SGLang."""
 
-    def __init__(self):
-        self._busy = set()
-        self._attachment = None
-        self._enabled = not _env_in("SGLANG_PATCHSET", _OFF)
-        self._standin_wanted = _env_in("SGLANG_CPU_STANDIN", _ON)
+    def __init__(self) -> None:
+        self._busy: set[tuple[int, str]] = set()
+        self._attachment: Attachment | None = None
+        self._broken = False
+        self._standin_started = False
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: _Path = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Answer for ``sglang``, for table modules, and for what the stand-in has to precede."""
-        if name == "sglang" or (self._standin_wanted and name in _STANDIN_TRIGGERS):
+        work: Callable[[str, _Path, ModuleType | None], ModuleSpec | None]
+        if name in _EARLY:
             work = self._find_early
-        elif self._enabled and name.startswith("sglang.srt.") and not _is_ours(name):
+        elif name.startswith("sglang.srt.") and not _is_ours(name):
             work = self._find_target
         else:
             return None
@@ -66,12 +76,14 @@ class Finder:
         finally:
             self._busy.discard(key)
 
-    def _find_early(self, name, path, target):
+    def _find_early(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
         if name == "sglang":
             self._move_to_front()
-        if self._standin_wanted:
-            self._standin_wanted = False
+        if not self._standin_started and os.environ.get("SGLANG_CPU_STANDIN") == "1":
+            self._standin_started = True
             _start_standin()
+        elif name != "sglang":
+            return None
         spec = self._ask(list(sys.meta_path), name, path, target)
         if name == "sglang" and spec is not None and spec.submodule_search_locations is not None:
             known = {os.path.realpath(p) for p in spec.submodule_search_locations}
@@ -80,54 +92,57 @@ class Finder:
                     spec.submodule_search_locations.append(folder)
         return spec
 
-    def _find_target(self, name, path, target):
+    def _find_target(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
         attachment = self._load_attachment()
         if attachment is None or not attachment.has_rows(name):
             return None
         finders = list(sys.meta_path)
-        spec = self._ask(finders[finders.index(self) + 1 :], name, path, target)
+        behind = finders.index(self) + 1 if self in finders else 0
+        spec = self._ask(finders[behind:], name, path, target)
         if spec is not None:
             attachment.watch(spec)
         return spec
 
-    def _load_attachment(self):
-        if self._enabled and self._attachment is None:
+    def _load_attachment(self) -> Attachment | None:
+        if self._attachment is None and not self._broken:
             try:
                 from sglang.srt.patchset.attach import activate
 
                 self._attachment = activate()
             except Exception as error:
-                self._enabled = False
-                _say("inert: the replacement table did not load: %r" % error)
+                self._broken = True
+                _say(f"inert: the replacement table did not load: {error!r}")
         return self._attachment
 
-    def _move_to_front(self):
+    def _move_to_front(self) -> None:
         """Whoever came later may answer for a table module without asking us: be asked first."""
         if sys.meta_path[0] is not self:
             sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
 
-    def _ask(self, finders, name, path, target):
+    def _ask(
+        self, finders: list[Any], name: str, path: _Path, target: ModuleType | None
+    ) -> ModuleSpec | None:
         for finder in finders:
             if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
+                spec: ModuleSpec | None = finder.find_spec(name, path, target)
                 if spec is not None:
                     return spec
         return None
 
 
-def _is_ours(name):
+def _is_ours(name: str) -> bool:
     """Loading the table must not ask the table."""
     return name == "sglang.srt.patchset" or name.startswith("sglang.srt.patchset.")
 
 
-def _start_standin():
+def _start_standin() -> None:
     """Execute the stand-in's package from its file: importing it by name would import SGLang."""
     try:
         from importlib.util import module_from_spec, spec_from_file_location
 
         for folder in _own_folders():
             package = os.path.join(folder, *_STANDIN.split(".")[1:])
-            spec = spec_from_file_location(
+            spec: Any = spec_from_file_location(
                 _STANDIN, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
             )
             module = sys.modules[_STANDIN] = module_from_spec(spec)
@@ -140,10 +155,10 @@ def _start_standin():
             return
         _say("SGLANG_CPU_STANDIN is set, but the stand-in is not installed")
     except Exception as error:
-        _say("CPU stand-in not active: %s" % error)
+        _say(f"CPU stand-in not active: {error}")
 
 
-def install():
+def install() -> None:
     """Put the finder on the meta path, once for an interpreter."""
     if not any(type(f).__module__ == __name__ for f in sys.meta_path):
         sys.meta_path.insert(0, Finder())

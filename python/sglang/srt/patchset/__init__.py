@@ -1,4 +1,4 @@
-"""Attaches the patch set to the installed SGLang; the only code that knows which classes it replaces.
+"""Attaches the patch set to the installed SGLang: the only code that knows what it replaces.
 
 ``python -m sglang.srt.patchset`` shows what is replaced and whether it is active.
 """

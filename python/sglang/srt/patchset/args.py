@@ -19,7 +19,7 @@ else:
 
 @dataclasses.dataclass
 class DisaggArgs(_Base):
-    """Adds ``--disaggregation-decode-enable-radix-cache``; without it every method is the stock one."""
+    """Adds the flags; where none is given, every method is the stock one."""
 
     disaggregation_decode_enable_radix_cache: bool = False
 
@@ -60,8 +60,8 @@ class DisaggArgs(_Base):
         group.add_argument(
             compat.FLAG,
             action="store_true",
-            help="Decode server only: keep the KV of finished requests in a radix tree, and have the "
-            "prefill server send only the pages that the tree does not hold. Needs "
+            help="Decode server only: keep the KV of finished requests in a radix tree, and have "
+            "the prefill server send only the pages that the tree does not hold. Needs "
             f"--disaggregation-transfer-backend {' or '.join(compat.DELTA_BACKENDS)}.",
         )
 
@@ -70,6 +70,6 @@ def _upstream() -> type[_Base]:
     """What comes after the mixin: a static method has no ``super()``."""
     from sglang.srt import server_args
 
-    combined = server_args.ServerArgs
-    order = combined.__mro__
-    return order[order.index(DisaggArgs) + 1]
+    order = server_args.ServerArgs.__mro__
+    following: type[_Base] = order[order.index(DisaggArgs) + 1]
+    return following

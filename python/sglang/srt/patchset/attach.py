@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang.srt.patchset import status
-from sglang.srt.patchset.base_version import installed_version, why_inert
+from sglang.srt.patchset.base_version import installed_version, turned_off, why_inert
 from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches
 from sglang.srt.patchset.status import RowState, RowStatus
@@ -46,7 +46,8 @@ class Attachment:
     def start(self) -> None:
         """Report if inert; else catch up with targets that were imported before the hook ran."""
         if self.inert:
-            _report("inert", f"inert, SGLang runs unpatched: {self.inert}")
+            if not turned_off():
+                _report("inert", f"inert, SGLang runs unpatched: {self.inert}")
             return
         for name in self._modules:
             module = sys.modules.get(name)

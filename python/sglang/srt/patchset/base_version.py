@@ -18,15 +18,15 @@ def installed_version() -> str:
         return "none"
 
 
-def why_off() -> str:
-    """Why the patch set was turned off by the user; empty if it was not."""
-    if os.environ.get("SGLANG_PATCHSET", "").strip().lower() in _OFF:
-        return "turned off by SGLANG_PATCHSET=0"
-    return ""
+def turned_off() -> bool:
+    """Whether the user turned the patch set off."""
+    return os.environ.get("SGLANG_PATCHSET", "").strip().lower() in _OFF
 
 
 def why_inert(found: str) -> str:
     """Why the patch set stays out of SGLang ``found``; empty if it may attach."""
+    if turned_off():
+        return "turned off by SGLANG_PATCHSET=0"
     if found != BASE_VERSION:
         return f"made for SGLang {BASE_VERSION}, found {found}"
-    return why_off()
+    return ""

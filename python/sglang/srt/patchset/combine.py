@@ -9,9 +9,9 @@ from typing import Any
 def combine(base: type, mixin: type) -> type:
     """Return ``class base.__name__(mixin, base)`` under the upstream identity.
 
-    Module, name and qualified name stay upstream's, so that pickling by reference finds the class that
-    is bound under that name (also in a process without the hook), and log lines and metric labels keep
-    their text.
+    Module, name and qualified name stay upstream's, so that pickling by reference finds the class
+    that is bound under that name (also in a process without the hook), and log lines and metric
+    labels keep their text.
     """
     identity: dict[str, Any] = {
         "__module__": base.__module__,

@@ -1,8 +1,8 @@
 """What ``--disaggregation-decode-enable-radix-cache`` can be combined with.
 
 Pure checks on anything that has the attributes of ``ServerArgs`` or ``ModelConfig``. Every refusal
-names both settings and a way out, and comes before any memory or weights are touched: the same conflict
-found later would end a running server at its first request.
+names both settings and a way out, and comes before any memory or weights are touched: the same
+conflict found later would end a running server at its first request.
 """
 
 from __future__ import annotations
@@ -22,16 +22,32 @@ DELTA_BACKENDS: tuple[str, ...] = ("nixl",)
 #: Other settings that own or shape the KV pool in a way that the decode tree does not follow:
 #: (attribute, how the user wrote it, why not).
 _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
-    ("enable_hisparse", "--enable-hisparse", "it keeps only a part of a request's KV in the device pool"),
-    ("speculative_algorithm", "--speculative-algorithm", "the KV of draft tokens is not transferred"),
+    (
+        "enable_hisparse",
+        "--enable-hisparse",
+        "it keeps only a part of a request's KV in the device pool",
+    ),
+    (
+        "speculative_algorithm",
+        "--speculative-algorithm",
+        "the KV of draft tokens is not transferred",
+    ),
     (
         "disaggregation_decode_enable_offload_kvcache",
         "--disaggregation-decode-enable-offload-kvcache",
         "it frees the pages of finished requests, which the radix cache keeps",
     ),
-    ("enable_hierarchical_cache", "--enable-hierarchical-cache", "a decode server does not drive its copies"),
+    (
+        "enable_hierarchical_cache",
+        "--enable-hierarchical-cache",
+        "a decode server does not drive its copies",
+    ),
     ("enable_lmcache", "--enable-lmcache", "it brings a tree of its own"),
-    ("enable_streaming_session", "--enable-streaming-session", "it wraps the tree and keeps pages itself"),
+    (
+        "enable_streaming_session",
+        "--enable-streaming-session",
+        "it wraps the tree and keeps pages itself",
+    ),
 )
 _EXCLUSIVE_ENV: tuple[tuple[str, str], ...] = (
     ("SGLANG_DISAGG_STAGING_BUFFER", "it always receives whole prompts"),
@@ -45,8 +61,8 @@ def check_decode_radix_args(args: Any) -> None:
         raise ValueError(problem)
     if args.enable_dp_attention:
         logger.warning(
-            "%s with --enable-dp-attention: every data parallel rank has a tree of its own, so requests "
-            "hit only where the router sends one prefix to one rank.",
+            "%s with --enable-dp-attention: every data parallel rank has a tree of its own, so "
+            "requests hit only if the router sends one prefix to one rank (prefix-aware routing).",
             FLAG,
         )
 
@@ -54,15 +70,17 @@ def check_decode_radix_args(args: Any) -> None:
 def check_explicit_disable(args: Any) -> None:
     """Refuse ``--disable-radix-cache``; only meaningful before SGLang has set it by itself."""
     if args.disable_radix_cache:
-        raise ValueError(_conflict("--disable-radix-cache", "one turns on what the other turns off"))
+        raise ValueError(
+            _conflict("--disable-radix-cache", "one turns on what the other turns off")
+        )
 
 
 def check_still_enabled(args: Any) -> None:
     """SGLang turns the tree off for some models and backends: do not run on without it silently."""
     if args.disable_radix_cache:
         raise ValueError(
-            f"{FLAG} was given, but SGLang set --disable-radix-cache for this model or attention backend "
-            f"(its log says why). Choose another, or remove {FLAG}."
+            f"{FLAG} was given, but SGLang set --disable-radix-cache for this model or attention "
+            f"backend (its log says why). Choose another, or remove {FLAG}."
         )
 
 
@@ -123,7 +141,7 @@ def _unsupported_kind(config: Any) -> str:
 
 
 def _has_state_layers(hf_config: Any) -> bool:
-    # SGLang's configurations of such models all offer this; look at the class, the value is computed.
+    # All configurations of such models offer this; look at the class, the value is computed.
     return hasattr(type(hf_config), "mamba2_cache_params")
 
 

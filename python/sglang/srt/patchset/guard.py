@@ -16,7 +16,7 @@ _ABSENT: Any = object()
 
 def mismatches(base: type, mixin: type) -> list[str]:
     """Everything in which ``mixin`` does not fit ``base``; empty if it fits."""
-    found = []
+    found: list[str] = []
     for name, member in _own_members(mixin):
         stock = inspect.getattr_static(base, name, _ABSENT)
         if _function(member) is None:
@@ -42,7 +42,7 @@ def _compare(base: type, name: str, stock: Any, member: Any) -> Iterator[str]:
     elif stock_function is None or _kind(stock) != _kind(member):
         yield f"{label} is a {_kind(stock)}, the override a {_kind(member)}"
     elif _shape(stock_function) != _shape(function):
-        expected, actual = inspect.signature(function), inspect.signature(stock_function)  # type: ignore[arg-type]
+        expected, actual = inspect.signature(function), inspect.signature(stock_function)
         yield f"{label}{_bare(actual)} was expected to be {_bare(expected)}"
 
 

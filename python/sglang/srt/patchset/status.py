@@ -7,6 +7,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.srt.patchset.base_version import installed_version
 from sglang.srt.patchset.table import BASE_VERSION, TABLE, Replacement
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class State:
-    """The whole patch set in this process; ``inert`` says why it is, and is empty where it is active."""
+    """The patch set in this process; ``inert`` says why it is that, and is empty if active."""
 
     expected: str
     found: str
@@ -59,12 +60,10 @@ class State:
 
 def state() -> State:
     """Report without importing anything of SGLang."""
-    from sglang.srt.patchset.base_version import installed_version, why_off
-
     if attachment is not None:
         return State(BASE_VERSION, attachment.found, attachment.inert, attachment.row_states())
     pending = tuple(RowState(row, RowStatus.PENDING) for row in TABLE)
-    inert = why_off() or "the import hook did not run in this interpreter (is the .pth installed?)"
+    inert = "the import hook did not run in this interpreter (is the .pth file installed?)"
     return State(BASE_VERSION, installed_version(), inert, pending)
 
 
@@ -78,8 +77,8 @@ def load_all() -> State:
 def require_active(flag: str, *, load: bool = False) -> None:
     """Raise :class:`PatchsetError` unless ``flag`` can rely on the patch set.
 
-    ``load`` imports the modules of pending rows first; a scheduler, which needs them all, can afford
-    that, argument parsing leaves them pending.
+    ``load`` imports the modules of pending rows first; a scheduler, which needs them all, can
+    afford that, argument parsing leaves them pending.
     """
     now = load_all() if load else state()
     if now.inert:

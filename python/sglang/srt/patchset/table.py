@@ -2,19 +2,19 @@
 
 To add a row, write a *mixin*: a plain class, not a subclass of the upstream one, whose methods call
 ``super()``. The hook builds ``class Name(Mixin, UpstreamName)`` right after the upstream module has
-executed and binds it in that module under the upstream name, so that everything that imports the name
-later gets it. What a mixin has to keep to is checked by :mod:`sglang.srt.patchset.guard`:
+executed and binds it in that module under the upstream name, so that everything that imports the
+name later gets it. What a mixin has to keep to is checked by :mod:`sglang.srt.patchset.guard`:
 
 * mark every method that overrides an upstream one with ``typing_extensions.override`` (innermost,
   below ``staticmethod`` and the like), and give it the upstream parameters and defaults;
 * a method that is not marked must be new;
 * a mixin for a dataclass is a dataclass; its fields come after the upstream ones and have defaults;
-* a mixin module must not import a name from its own target module at its top: it would get the class
-  that is about to be replaced. Import inside the method, or under ``TYPE_CHECKING``.
+* a mixin module must not import a name from its own target module at its top: it would get the
+  class that is about to be replaced. Import inside the method, or under ``TYPE_CHECKING``.
 
 Rows for one name stack in table order, the last one outermost. Name the module whose *global* the
-consumer reads: ``managers.scheduler`` and ``RadixCache`` replaces the tree that the scheduler builds
-and leaves every other user of ``RadixCache`` with the stock one.
+consumer reads: ``managers.scheduler`` and ``RadixCache`` replaces the tree that the scheduler
+builds and leaves every other user of ``RadixCache`` with the stock one.
 """
 
 from __future__ import annotations

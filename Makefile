@@ -1,0 +1,59 @@
+# `make demo` and `make test` create what they need; nothing outside this folder but the missing system
+# libraries (as root) is touched.
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest
+STAMP := $(VENV)/.installed
+
+# Without a CUDA device everything runs on the CPU stand-in.
+ifeq ($(wildcard /dev/nvidia[0-9]*),)
+export SGLANG_CPU_STANDIN := 1
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env lint format test test-unit test-component test-e2e check-patchset demo serve wheel clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
+
+env: $(STAMP) ## create or update .venv
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup_env.sh python/sglang_disagg_patchset.pth
+	scripts/setup_env.sh $(VENV)
+	touch $@
+
+demo: env ## prefill + decode + router on this machine, with and without the decode radix cache
+	$(PY) -m benchmark.demo
+
+serve: env ## the same pair, left running for your own requests
+	$(PY) -m benchmark.demo --serve
+
+test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs
+
+test-unit: env ## no engine, seconds
+	$(PYTEST) test/srt/unit
+
+test-component: env ## real trees, pools and transfers on the CPU
+	$(PYTEST) test/srt/component
+
+test-e2e: env ## real servers
+	$(PYTEST) test/srt/e2e
+
+check-patchset: env ## import every replaced module and see each row of the table bound
+	$(PY) -m sglang.srt.patchset --check
+
+lint: env ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: env ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+wheel: env ## dist/*.whl
+	$(PY) -m build --wheel --no-isolation --outdir dist
+
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) dist build out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find python test benchmark -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Creates or updates .venv from constraints.txt: everything that tests, demo and benchmarks need on a CPU.
+# Usage: scripts/setup_env.sh [venv folder]; PYTHON=... names the interpreter to build on.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+
+# Shared libraries of the transfer backends, and the Debian packages that hold them.
+declare -A system_libs=(
+    [libnuma.so.1]=libnuma1
+    [libibverbs.so.1]=libibverbs1
+    [librdmacm.so.1]=librdmacm1
+    [liburing.so.2]=liburing2
+    [libcurl.so.4]=libcurl4
+)
+
+say() { printf 'env: %s\n' "$*" >&2; }
+
+runs() { command -v "$1" >/dev/null && "$@" >/dev/null 2>&1; } # a shim may exist and not run
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.12 python3.11 python3.10 python3.13 python3 python; do
+        if runs "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))'; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    say "no Python from 3.10 to 3.13 was found; install one, or name it: make env PYTHON=/path/to/python"
+    exit 1
+}
+
+missing_packages() {
+    local known lib
+    known=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null) || return 0
+    for lib in "${!system_libs[@]}"; do
+        grep -qF "$lib " <<<"$known" || echo "${system_libs[$lib]}"
+    done
+}
+
+install_packages() {
+    [[ $# -eq 0 ]] && return
+    if [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null; then
+        say "installing $*"
+        if { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } >&2; then
+            return
+        fi
+    fi
+    say "system libraries are missing, without which Mooncake does not load: apt-get install $*"
+}
+
+make_venv() {
+    [[ -x $venv/bin/python ]] && return
+    local python
+    python=$(find_python)
+    say "creating $venv with $python"
+    if runs uv --version; then
+        uv venv --quiet --python "$python" "$venv"
+    elif ! "$python" -m venv "$venv" >/dev/null; then
+        rm -rf "$venv"
+        install_packages "python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
+        "$python" -m venv "$venv"
+    fi
+}
+
+install_python_packages() {
+    local uv=(uv)
+    if ! runs uv --version; then
+        [[ -x $venv/bin/uv ]] || "$venv/bin/python" -m pip install --quiet uv
+        uv=("$venv/bin/uv")
+    fi
+    "${uv[@]}" pip install --python "$venv/bin/python" --constraint constraints.txt --editable '.[cpu,test,bench]'
+}
+
+mapfile -t packages < <(missing_packages)
+install_packages "${packages[@]}"
+make_venv
+install_python_packages
