@@ -62,7 +62,8 @@ class Finder:
         work: Callable[[str, _Path, ModuleType | None], ModuleSpec | None]
         if name in _EARLY:
             work = self._find_early
-        elif name.startswith("sglang.srt.") and not _is_ours(name):
+        elif name.startswith("sglang.srt.") and not _is_table(name) and "sglang" in sys.modules:
+            # (The stand-in's files are imported below sglang.srt before SGLang itself.)
             work = self._find_target
         else:
             return None
@@ -130,7 +131,7 @@ class Finder:
         return None
 
 
-def _is_ours(name: str) -> bool:
+def _is_table(name: str) -> bool:
     """Loading the table must not ask the table."""
     return name == "sglang.srt.patchset" or name.startswith("sglang.srt.patchset.")
 
