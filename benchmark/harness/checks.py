@@ -1,0 +1,73 @@
+"""After a scenario: both servers idle, balanced, alive.
+
+SGLang checks its pools whenever its scheduler has nothing to do, and kills the process when they
+do not add up (the strict idle memory check, on by default). So it is enough to make sure that a
+server was idle for at least one whole turn of its loop, and then that it is alive.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from benchmark.harness.process import ServerFailed, ServerProcess
+
+LEAK_MARKS = ("memory leak detected", "Mem Leak Detected", "count_memory_leak_warnings")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server holds: requests running or waiting, and tokens they take."""
+
+    requests: int
+    tokens: int
+
+
+def load(url: str, timeout_s: float = 30.0) -> Load:
+    """The scheduler's own answer, given between two turns of its loop."""
+    with urllib.request.urlopen(f"{url}/get_load", timeout=timeout_s) as answer:
+        ranks = json.loads(answer.read())
+    return Load(sum(r["num_reqs"] for r in ranks), sum(r["num_tokens"] for r in ranks))
+
+
+def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:
+    """Blocks until the server has passed its idle memory check.
+
+    Several empty answers in a row are asked for: requests are read at the start of a turn and the
+    check comes at its end, so that all but the last turn between the answers have ended with one.
+    More than two, because prefill's queue of running transfers is not part of the load.
+
+    Raises:
+        ServerFailed: it died, as it does when the check fails.
+        TimeoutError: it is still busy after ``timeout_s``, which a stuck request shows as.
+    """
+    deadline = time.monotonic() + timeout_s
+    empty_answers = 0
+    last = Load(-1, -1)
+    while empty_answers < 5:
+        if not server.alive:
+            raise server.failure()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{server.name} is not idle after {timeout_s:.0f} s: {last}")
+        try:
+            last = load(url)
+        except (urllib.error.URLError, OSError):
+            empty_answers = 0
+            time.sleep(0.2)  # it may be going down: the next turn tells
+            continue
+        # The decode server's running batch empties one turn after its last request has ended.
+        empty_answers = empty_answers + 1 if last.requests == 0 else 0
+        time.sleep(0.05)
+
+
+def assert_healthy(server: ServerProcess) -> None:
+    """Raises ServerFailed where the server died or reported a leak."""
+    text = server.log_text()
+    if not server.alive or any(mark in text for mark in LEAK_MARKS):
+        error = server.failure()
+        if server.alive:
+            error = ServerFailed(server.name, "it reported a leak", server.log, error.tail)
+        raise error

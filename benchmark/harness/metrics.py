@@ -1,0 +1,39 @@
+"""SGLang's Prometheus counters, and what they gained between two scrapes."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+HIT_TOKENS = "sglang:decode_prefix_hit_tokens_total"
+PROMPT_TOKENS = "sglang:decode_prefix_prompt_tokens_total"
+REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
+SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
+SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
+TRANSFER_FAILURES = "sglang:num_transfer_failed_reqs_total"
+STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
+"""What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
+STOCK_TRANSFERS = "sglang:kv_transfer_total_mb_count"
+
+
+def parse(text: str) -> dict[str, float]:
+    """Sample name -> value, summed over its label sets. Histogram buckets are left out."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def scrape(url: str, timeout_s: float = 30.0) -> dict[str, float]:
+    """The counters of the server at ``url`` now."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
+        return parse(answer.read().decode())
+
+
+def gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What each sample gained; one that appeared in between counts from zero."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}

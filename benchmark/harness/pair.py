@@ -1,0 +1,269 @@
+"""A prefill and a decode server, and a load balancer where asked, as one object.
+
+with Pair(PairConfig(model=..., radix=True), log_folder) as pair:
+    results = pair.generate([[1, 2, 3], ...], max_new_tokens=16)
+    pair.check()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from benchmark.harness import checks, metrics, servers
+from benchmark.harness.client import Request, Result, Target, send_all
+from benchmark.harness.ports import allocate_ports
+from benchmark.harness.process import ServerProcess
+from benchmark.harness.servers import DEFAULT_SIZES, HOST, ServerConfig, Sizes
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """One arm: a model, the switches, the sizes."""
+
+    model: Path | str
+    stock: bool = False
+    """Both servers run the stock release, whatever is installed."""
+    radix: bool = False
+    """The decode server gets --disaggregation-decode-enable-radix-cache."""
+    stock_prefill: bool = False
+    """Only the prefill server runs the stock release."""
+    prefill_sizes: Sizes = field(default_factory=lambda: Sizes(pool_tokens=64_000))
+    decode_sizes: Sizes = field(default_factory=Sizes)
+    backend: str = "nixl"
+    router: bool = False
+    """Start SGLang's PD load balancer too and send requests through it."""
+    router_port: int | None = None
+    """None takes a free one."""
+    skip_warmup: bool = False
+    """Start without SGLang's warm-up request; the first real request is slower then."""
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """For both servers."""
+    prefill_env: Mapping[str, str] = field(default_factory=dict)
+    decode_env: Mapping[str, str] = field(default_factory=dict)
+
+    def layout(self) -> list[ServerConfig]:
+        """Prefill, decode and perhaps router, on ports reserved for them now."""
+        p_http, p_nccl, p_boot, d_http, d_nccl, r_http, r_metrics = allocate_ports(7)
+        common = ("--skip-server-warmup",) if self.skip_warmup else ()
+        prefill = servers.prefill(
+            self.model,
+            (p_http, p_nccl, p_boot),
+            self.prefill_sizes,
+            backend=self.backend,
+            stock=self.stock or self.stock_prefill,
+            extra_args=common + self.prefill_args,
+            env={**self.env, **self.prefill_env},
+        )
+        decode = servers.decode(
+            self.model,
+            (d_http, d_nccl),
+            self.decode_sizes,
+            backend=self.backend,
+            stock=self.stock,
+            radix=self.radix,
+            extra_args=common + self.decode_args,
+            env={**self.env, **self.decode_env},
+        )
+        if not self.router:
+            return [prefill, decode]
+        ports = (self.router_port or r_http, r_metrics)
+        return [prefill, decode, servers.router(ports, prefill, decode)]
+
+
+def start(config: ServerConfig, log_folder: Path) -> ServerProcess:
+    """Starts the server of a configuration; its log is ``ROLE.log`` in the folder."""
+    return ServerProcess(
+        config.role,
+        config.command,
+        config.environment(),
+        log_folder / f"{config.role}.log",
+        config.ready_url,
+    )
+
+
+class Pair:
+    """A running pair. A context manager: servers start on entry, in parallel, and end on exit."""
+
+    def __init__(
+        self, config: PairConfig, log_folder: Path | str, start_timeout_s: float = 240.0
+    ) -> None:
+        self.config = config
+        self.layout = config.layout()
+        self._log_folder = Path(log_folder)
+        self._timeout_s = start_timeout_s
+        self.processes: dict[str, ServerProcess] = {}
+        self.startup_s: dict[str, float] = {}
+        """Seconds from start to ready, by role."""
+
+    def __enter__(self) -> Pair:
+        engines, balancers = self.layout[:2], self.layout[2:]
+        try:
+            # The load balancer drops servers that are not up yet, so it comes after them.
+            for group in (engines, balancers):
+                for config in group:
+                    self.processes[config.role] = start(config, self._log_folder)
+                self._wait([config.role for config in group])
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _wait(self, roles: Sequence[str]) -> None:
+        """Waits for all at once, so that the first one to fail ends the wait."""
+        if not roles:
+            return
+        with ThreadPoolExecutor(len(roles)) as pool:
+            waits = {r: pool.submit(self.processes[r].wait_ready, self._timeout_s) for r in roles}
+            try:
+                for role, wait in waits.items():
+                    self.startup_s[role] = wait.result()
+            except BaseException:
+                self.stop()  # ends the other waits too
+                raise
+
+    def stop(self) -> None:
+        """Ends all servers. Safe to call twice."""
+        for process in reversed(list(self.processes.values())):
+            process.stop()
+
+    @property
+    def prefill_url(self) -> str:
+        return self.layout[0].url
+
+    @property
+    def decode_url(self) -> str:
+        return self.layout[1].url
+
+    @property
+    def target(self) -> Target:
+        """The load balancer if there is one, else both servers directly."""
+        if self.config.router:
+            return Target(self.layout[2].url)
+        prefill = self.layout[0]
+        return Target(self.decode_url, prefill.url, HOST, prefill.bootstrap_port)
+
+    def send(self, requests: Sequence[Request], concurrency: int | None = None) -> list[Result]:
+        """Sends requests, all at once by default; results in their order."""
+        return asyncio.run(send_all(self.target, requests, concurrency))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        concurrency: int | None = None,
+    ) -> list[list[int]]:
+        """Greedy answers as token ids, in the prompts' order.
+
+        Raises:
+            RuntimeError: any of the requests failed.
+        """
+        requests = [
+            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
+            for i, prompt in enumerate(prompts)
+        ]
+        return output_ids(self.send(requests, concurrency))
+
+    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The counters of prefill and of decode, now."""
+        return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
+
+    def check(self, timeout_s: float = 60.0) -> None:
+        """Waits until both servers are idle and asserts that they passed SGLang's memory check."""
+        for role, url in (("decode", self.decode_url), ("prefill", self.prefill_url)):
+            checks.wait_idle(self.processes[role], url, timeout_s)
+        for process in self.processes.values():
+            checks.assert_healthy(process)
+
+    def peak_running(self) -> int:
+        """The largest decode batch so far, from the decode server's log.
+
+        The log has a line for each batch only with ``--decode-log-interval 1``.
+        """
+        return peak_running(self.processes["decode"].log_text())
+
+
+def peak_running(decode_log: str) -> int:
+    """The largest ``#running-req`` in the log of a decode server."""
+    return max(map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log)), default=0)
+
+
+def output_ids(results: Sequence[Result]) -> list[list[int]]:
+    """The token ids of results, all of which must have succeeded."""
+    if errors := [f"request {r.label}: {r.error}" for r in results if r.error]:
+        raise RuntimeError("; ".join(errors[:5]))
+    return [r.output_ids for r in results]
+
+
+class Aggregated:
+    """One server that does both: the reference for equality. Used like ``Pair``."""
+
+    def __init__(
+        self,
+        model: Path | str,
+        log_folder: Path | str,
+        sizes: Sizes = DEFAULT_SIZES,
+        *,
+        stock: bool = True,
+        extra_args: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        http, nccl = allocate_ports(2)
+        self.config = servers.aggregated(
+            model, (http, nccl), sizes, stock=stock, extra_args=extra_args, env=env
+        )
+        self._log_folder = Path(log_folder)
+
+    def __enter__(self) -> Aggregated:
+        self.process = start(self.config, self._log_folder)
+        try:
+            self.process.wait_ready()
+        except BaseException:
+            self.process.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.stop()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        concurrency: int | None = None,
+    ) -> list[list[int]]:
+        """As ``Pair.generate``."""
+        requests = [
+            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
+            for i, prompt in enumerate(prompts)
+        ]
+        return output_ids(asyncio.run(send_all(Target(self.config.url), requests, concurrency)))
+
+    def check(self, timeout_s: float = 60.0) -> None:
+        """As ``Pair.check``."""
+        checks.wait_idle(self.process, self.config.url, timeout_s)
+        checks.assert_healthy(self.process)

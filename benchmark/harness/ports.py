@@ -1,0 +1,66 @@
+"""TCP ports that two runs on one machine never share.
+
+Asking the kernel for a free port and closing it again leaves a gap in which somebody else takes it.
+Two measures close most of that gap: ports come from below the kernel's own range for outgoing
+connections, and each one is held by a lock file for as long as this process lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import socket
+import tempfile
+from pathlib import Path
+from typing import IO
+
+# Linux hands out 32768-60999 to outgoing connections (NIXL and ZMQ sockets among them).
+PORT_RANGE = range(20000, 32000)
+
+_LOCK_FOLDER = Path(tempfile.gettempdir()) / "sglang-disagg-ports"
+_held: dict[int, IO[str]] = {}
+
+
+def allocate_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Returns ``count`` different free ports, reserved until this process ends.
+
+    The reservation binds every process that uses this function; others can still take a port
+    between this call and the server's start, and the server then says so.
+    """
+    ports: list[int] = []
+    candidates = random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE))
+    for port in candidates:
+        if len(ports) == count:
+            break
+        if port not in _held and _reserve(port, host):
+            ports.append(port)
+    if len(ports) < count:
+        raise RuntimeError(f"no {count} free ports in {PORT_RANGE.start}-{PORT_RANGE.stop - 1}")
+    return ports
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on the port at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _reserve(port: int, host: str) -> bool:
+    _LOCK_FOLDER.mkdir(exist_ok=True)
+    _LOCK_FOLDER.chmod(0o777)
+    lock = open(_LOCK_FOLDER / str(port), "w")  # noqa: SIM115 - held until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return False
+    if not is_free(port, host):
+        lock.close()
+        return False
+    _held[port] = lock
+    return True

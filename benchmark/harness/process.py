@@ -1,0 +1,134 @@
+"""A server process with a log file, a readiness check, and an end that takes its children along."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from benchmark.harness.watchdog import Watchdog, kill_session
+
+_watchdog = Watchdog()
+
+# What the log says -> what to tell the user. The first match wins.
+_DIAGNOSES: tuple[tuple[str, str], ...] = (
+    (r"address already in use|Port \S+ is already in use|Errno 98", "a port is taken"),
+    (
+        r"Not enough memory|Cannot allocate memory|MemoryError|not enough memory|"
+        r"OutOfMemoryError|can't allocate memory",
+        "memory is short",
+    ),
+    (
+        r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object file",
+        "a system library is missing: {0}",
+    ),
+    (r"No module named '([\w.]+)'", "a Python package is missing: {0}"),
+    (r"unrecognized arguments: (.+)", "the server does not know an argument: {0}"),
+    (r"memory leak detected|Mem Leak Detected", "SGLang's memory check found a leak"),
+)
+
+
+class ServerFailed(RuntimeError):
+    """A server died or did not become ready. ``diagnosis`` is the one line for the user."""
+
+    def __init__(self, name: str, diagnosis: str, log: Path, tail: str) -> None:
+        self.name, self.diagnosis, self.log, self.tail = name, diagnosis, log, tail
+        super().__init__(f"{name}: {diagnosis} (log: {log})\n{tail}")
+
+
+def diagnose(log_text: str, returncode: int | None) -> str:
+    """One line on why a server ended, from its log and exit status (None: still running)."""
+    for pattern, message in _DIAGNOSES:
+        if found := re.search(pattern, log_text):
+            return message.format(*found.groups())
+    if returncode == -9:
+        return "memory is short: the kernel killed the process"
+    if returncode is None:
+        return "it did not become ready in time"
+    lines = [line for line in log_text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
+    return f"it ended with status {returncode}" + (f": {lines[-1]}" if lines else "")
+
+
+class ServerProcess:
+    """One server, in a session of its own, so that its children can be found and ended with it."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, ready_url: str
+    ) -> None:
+        self.name, self.log, self._ready_url = name, log, ready_url
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.started_at = time.monotonic()
+        with log.open("wb") as out:
+            self._popen = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        _watchdog.guard(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of its session."""
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 25, width: int = 300) -> str:
+        """The last lines of the log, each cut to ``width`` characters."""
+        return "\n".join(line[:width] for line in self.log_text().splitlines()[-lines:])
+
+    def failure(self) -> ServerFailed:
+        """The error that describes this server as it is now, dead or not ready."""
+        text = self.log_text()
+        return ServerFailed(
+            self.name, diagnose(text, self._popen.poll()), self.log, self.log_tail()
+        )
+
+    def wait_ready(self, timeout_s: float = 240.0) -> float:
+        """Blocks until the ready URL answers 200; returns the seconds since the start.
+
+        Raises:
+            ServerFailed: the process ended first, or ``timeout_s`` passed.
+        """
+        deadline = self.started_at + timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive:
+                raise self.failure()
+            try:
+                with urllib.request.urlopen(self._ready_url, timeout=30) as answer:
+                    if answer.status == 200:
+                        return time.monotonic() - self.started_at
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.2)
+        raise self.failure()
+
+    def stop(self) -> None:
+        """Ends the server and all its children. Safe to call twice."""
+        kill_session(self.pid)
+        self._popen.wait()
+        _watchdog.release(self.pid)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

@@ -1,0 +1,143 @@
+"""From results to numbers: percentiles, a JSON line a request, a summary, a short table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmark.harness.client import Result
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Percentiles of a quantity; the unit is that of its values."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm's load. Times in seconds; ``itl`` is the gap between one token and the next."""
+
+    requests: int
+    failed: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_s: Spread
+    itl_s: Spread
+    latency_s: Spread
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """The ``p``-th percentile (0-100), interpolated between neighbours; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * p / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(*(percentile(values, p) for p in (50, 90, 99)))
+
+
+def summarize(results: Sequence[Result]) -> Summary:
+    """Numbers over the successful requests, from the first one sent to the last one finished."""
+    good = [r for r in results if r.error is None]
+    began = min((r.started_at for r in results), default=0.0)
+    ended = max((r.finished_at for r in results), default=0.0)
+    duration = max(ended - began, 1e-9)
+    return Summary(
+        requests=len(results),
+        failed=len(results) - len(good),
+        duration_s=duration,
+        requests_per_s=len(good) / duration,
+        output_tokens_per_s=sum(r.completion_tokens for r in good) / duration,
+        ttft_s=spread([r.ttft_s for r in good]),
+        itl_s=spread([gap for r in good for gap in r.gaps_s]),
+        latency_s=spread([r.latency_s for r in good]),
+    )
+
+
+def same_answers(arms: Sequence[Sequence[Result]]) -> bool:
+    """Whether every arm answered every request, and all arms with the same tokens."""
+    if any(r.error is not None for arm in arms for r in arm):
+        return False
+    answers = [{r.label: r.answer for r in arm} for arm in arms]
+    return all(a == answers[0] for a in answers[1:])
+
+
+def write_requests(path: Path, arm: str, results: Sequence[Result]) -> None:
+    """Appends one JSON line a request."""
+    began = min((r.started_at for r in results), default=0.0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        for r in results:
+            row = {
+                "arm": arm,
+                "label": r.label,
+                "sent_s": round(r.started_at - began, 4),
+                "ttft_s": round(r.ttft_s, 4),
+                "latency_s": round(r.latency_s, 4),
+                "itl_p50_s": _number(percentile(r.gaps_s, 50)),
+                "prompt_tokens": r.prompt_tokens,
+                "cached_tokens": r.cached_tokens,
+                "completion_tokens": r.completion_tokens,
+                "error": r.error,
+            }
+            out.write(json.dumps(row) + "\n")
+
+
+def write_summary(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes JSON; dataclasses inside become objects, NaN becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_plain(content), indent=2) + "\n")
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
+) -> None:
+    """One row a quantity, one column an arm."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def megabytes(count: float) -> str:
+    """Bytes as MB (10^6)."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.0f} ms"
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 4)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return _plain(asdict(value))
+    if isinstance(value, float):
+        return _number(value)
+    return value

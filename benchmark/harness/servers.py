@@ -1,0 +1,166 @@
+"""Configuration -> command line and environment, for each role. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HOST = "127.0.0.1"
+
+# SGLang on a machine with no GPU; the CPU stand-in provides the names it misses there.
+_CPU_ARGS = (
+    *("--device", "cpu", "--dtype", "float32"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides how many requests fit; the same on every arm of a comparison."""
+
+    pool_tokens: int = 8000
+    """KV pool of the server, tokens (``--max-total-tokens``)."""
+    page_size: int = 1
+    """Tokens a page."""
+    chunked_prefill_tokens: int | None = None
+    """Tokens a prefill chunk; None leaves SGLang's choice."""
+    max_running: int = 64
+    """Requests a batch at most (``--max-running-requests``). It also sizes per-request tables."""
+    reserved_decode_tokens: int | None = None
+    """``--num-reserved-decode-tokens`` of the decode server; None leaves SGLang's 512."""
+
+    def arguments(self) -> list[str]:
+        args = ["--max-total-tokens", str(self.pool_tokens), "--page-size", str(self.page_size)]
+        args += ["--max-running-requests", str(self.max_running)]
+        if self.chunked_prefill_tokens is not None:
+            args += ["--chunked-prefill-size", str(self.chunked_prefill_tokens)]
+        return args
+
+
+DEFAULT_SIZES = Sizes()
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server: its role (aggregated, prefill, decode or router) and how to run it."""
+
+    role: str
+    port: int
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What the process gets on top of this one's environment; see ``environment``."""
+    bootstrap_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def ready_url(self) -> str:
+        return f"{self.url}/health"
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the process."""
+        env = {**os.environ, **_BASE_ENV, **self.env}
+        # Without cached bytecode each of a server's processes compiles SGLang anew: +15 s of CPU.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        return env
+
+
+_BASE_ENV = {
+    "OMP_NUM_THREADS": "1",  # several servers share few cores
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "SGLANG_CPU_STANDIN": "1",
+}
+
+
+def patchset_env(stock: bool) -> dict[str, str]:
+    """The switch of the patch set: off gives the stock release (the CPU stand-in stays)."""
+    return {"SGLANG_PATCHSET": "0" if stock else "1"}
+
+
+def _engine(model: Path | str, port: int, nccl_port: int, sizes: Sizes) -> list[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", HOST, "--port", str(port), "--nccl-port", str(nccl_port)]
+    return [*command, *_CPU_ARGS, "--enable-metrics", *sizes.arguments()]
+
+
+def aggregated(
+    model: Path | str,
+    ports: tuple[int, int],
+    sizes: Sizes = DEFAULT_SIZES,
+    *,
+    stock: bool = True,
+    extra_args: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """A server that does prefill and decode itself: the reference for equality of output.
+
+    ``ports``: HTTP and torch.distributed.
+    """
+    command = [*_engine(model, *ports, sizes), *extra_args]
+    return ServerConfig(
+        "aggregated", ports[0], tuple(command), {**patchset_env(stock), **(env or {})}
+    )
+
+
+def prefill(
+    model: Path | str,
+    ports: tuple[int, int, int],
+    sizes: Sizes = DEFAULT_SIZES,
+    *,
+    backend: str = "nixl",
+    stock: bool = False,
+    extra_args: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """``ports``: HTTP, torch.distributed, bootstrap (where decode asks for prefill's addresses)."""
+    http, nccl, bootstrap = ports
+    command = _engine(model, http, nccl, sizes)
+    command += ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", backend]
+    command += ["--disaggregation-bootstrap-port", str(bootstrap), *extra_args]
+    return ServerConfig(
+        "prefill", http, tuple(command), {**patchset_env(stock), **(env or {})}, bootstrap
+    )
+
+
+def decode(
+    model: Path | str,
+    ports: tuple[int, int],
+    sizes: Sizes = DEFAULT_SIZES,
+    *,
+    backend: str = "nixl",
+    stock: bool = False,
+    radix: bool = False,
+    extra_args: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """``ports``: HTTP and torch.distributed. ``radix`` passes the decode radix cache flag."""
+    command = _engine(model, *ports, sizes)
+    command += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", backend]
+    if sizes.reserved_decode_tokens is not None:
+        command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
+    if radix:
+        command.append("--disaggregation-decode-enable-radix-cache")
+    return ServerConfig(
+        "decode", ports[0], (*command, *extra_args), {**patchset_env(stock), **(env or {})}
+    )
+
+
+def router(
+    ports: tuple[int, int], prefill_server: ServerConfig, decode_server: ServerConfig
+) -> ServerConfig:
+    """SGLang's own load balancer in front of the pair. ``ports``: HTTP and its metrics."""
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+    command += ["--prefill", prefill_server.url, str(prefill_server.bootstrap_port)]
+    command += ["--decode", decode_server.url, "--host", HOST, "--port", str(ports[0])]
+    command += ["--prometheus-port", str(ports[1]), "--policy", "round_robin"]
+    return ServerConfig("router", ports[0], tuple(command))

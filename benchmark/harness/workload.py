@@ -1,0 +1,117 @@
+"""Seeded loads as token ids. Pure functions: the same arguments give the same prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of a shared-prefix load and the group whose prefix it starts with."""
+
+    label: str
+    group: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The user's side of a conversation: the token ids of each turn, in order."""
+
+    label: str
+    turns: tuple[tuple[int, ...], ...]
+
+
+def token_range(model: Path | str, first: int = 16) -> range:
+    """Ordinary token ids of a model folder, those below ``first`` left out as likely special."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    return range(first, int(config["vocab_size"]))
+
+
+def kv_bytes_per_token(model: Path | str, bytes_per_value: int = 4) -> int:
+    """Bytes of KV a token takes in all layers of a model folder (4 bytes a value: float32)."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return int(config["num_hidden_layers"] * 2 * heads * bytes_per_value)
+
+
+def shared_prefix(
+    vocabulary: range,
+    *,
+    groups: int,
+    requests: int,
+    prefix_tokens: int,
+    suffix_tokens: int,
+    seed: int = 0,
+) -> list[Prompt]:
+    """``requests`` prompts over ``groups`` prefixes, in turn: group 0, 1, ..., 0, 1, ...
+
+    Two prompts of a group share their prefix and not one token more, and prompts of different
+    groups share nothing, so that what a cache can save is known exactly.
+    """
+    rng = random.Random(seed)
+    prefix_starts = rng.sample(vocabulary, groups)
+    prefixes = [_ids(rng, vocabulary, start, prefix_tokens) for start in prefix_starts]
+    members = -(-requests // groups)
+    suffix_starts = [rng.sample(vocabulary, members) for _ in range(groups)]
+    prompts = []
+    for i in range(requests):
+        member, group = divmod(i, groups)
+        suffix = _ids(rng, vocabulary, suffix_starts[group][member], suffix_tokens)
+        prompts.append(Prompt(f"g{group}-{member}", group, prefixes[group] + suffix))
+    return prompts
+
+
+def multi_turn(
+    vocabulary: range,
+    *,
+    conversations: int,
+    turns: int,
+    first_tokens: int,
+    turn_tokens: int,
+    seed: int = 0,
+) -> list[Conversation]:
+    """Conversations that share nothing: a first turn of ``first_tokens``, then ``turn_tokens``."""
+    rng = random.Random(seed)
+    starts = rng.sample(vocabulary, conversations)
+    return [
+        Conversation(
+            f"c{i}",
+            tuple(
+                _ids(
+                    rng,
+                    vocabulary,
+                    start if turn == 0 else rng.choice(vocabulary),
+                    first_tokens if turn == 0 else turn_tokens,
+                )
+                for turn in range(turns)
+            ),
+        )
+        for i, start in enumerate(starts)
+    ]
+
+
+def next_prompt(
+    prompt: Sequence[int], answer: Sequence[int], user_turn: Sequence[int]
+) -> tuple[int, ...]:
+    """The prompt of the next turn: all that was said, then the user's new turn."""
+    return (*prompt, *answer, *user_turn)
+
+
+def ideal_moved_tokens(prompts: Sequence[Prompt], prefix_tokens: int) -> int:
+    """Tokens to move when each group's prefix is moved once and each suffix once."""
+    groups = {prompt.group for prompt in prompts}
+    return len(groups) * prefix_tokens + sum(len(p.ids) - prefix_tokens for p in prompts)
+
+
+def pages_bytes(prompt_lengths: Sequence[int], page_size: int, bytes_per_token: int) -> int:
+    """Bytes of the pages that whole prompts fill: what moves when nothing is skipped."""
+    return sum(-(-n // page_size) * page_size * bytes_per_token for n in prompt_lengths)
+
+
+def _ids(rng: random.Random, vocabulary: range, first: int, count: int) -> tuple[int, ...]:
+    return (first, *rng.choices(vocabulary, k=count - 1))
