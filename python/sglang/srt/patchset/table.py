@@ -40,11 +40,100 @@ class Replacement:
         return f"{self.module}:{self.name}"
 
 
+_DISAGG = "sglang.srt.disaggregation"
+
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         module="sglang.srt.server_args",
         name="ServerArgs",
         mixin="sglang.srt.patchset.args:DisaggArgs",
         why="the flags of the patch set, and their validation",
+    ),
+    # What both sides share: the delta protocol.
+    Replacement(
+        module=f"{_DISAGG}.common.conn",
+        name="CommonKVManager",
+        mixin=f"{_DISAGG}.delta.common:DeltaManager",
+        why="decode asks which prefill servers take a prefix; a failed room stays failed",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.common.conn",
+        name="CommonKVBootstrapServer",
+        mixin=f"{_DISAGG}.delta.common:DeltaBootstrapServer",
+        why="prefill says that it takes a prefix",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.common.conn",
+        name="CommonKVReceiver",
+        mixin=f"{_DISAGG}.delta.common:DeltaReceiver",
+        why="decode announces its prefix in a frame of its own",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.common.conn",
+        name="CommonKVSender",
+        mixin=f"{_DISAGG}.delta.common:DeltaSender",
+        why="prefill checks the announcement and expects only the delta's pages",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.prefill",
+        name="SchedulerDisaggregationPrefillMixin",
+        mixin=f"{_DISAGG}.delta.prefill:DeltaPrefill",
+        why="the send cursor starts at the prefix; a full hit sends its metadata alone",
+    ),
+    # NIXL.
+    Replacement(
+        module=f"{_DISAGG}.nixl.conn",
+        name="TransferInfo",
+        mixin=f"{_DISAGG}.nixl_async.endpoints:DeltaTransferInfo",
+        why="reads the delta frame; no pages no longer means a dummy",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.nixl.conn",
+        name="NixlKVManager",
+        mixin=f"{_DISAGG}.nixl_async.manager:DeltaNixlManager",
+        why="full prefix hits, failure notices, counted bytes, no entries of cleared rooms",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.nixl.conn",
+        name="NixlKVSender",
+        mixin=f"{_DISAGG}.nixl_async.endpoints:DeltaNixlSender",
+        why="an error fails its own room and not the scheduler",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.nixl.conn",
+        name="NixlKVReceiver",
+        mixin=f"{_DISAGG}.nixl_async.endpoints:DeltaNixlReceiver",
+        why="a finished or failed room leaves no table entries",
+    ),
+    # The decode scheduler.
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="RadixCache",
+        mixin=f"{_DISAGG}.decode_radix.tree:DecodeRadixTree",
+        why="only committed KV enters the tree; admission's match is final",
+    ),
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_DISAGG}.decode_radix.scheduler:DisaggScheduler",
+        why="start-up checks, retracted requests count as busy, counters and log fields",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.decode",
+        name="DecodePreallocQueue",
+        mixin=f"{_DISAGG}.decode_radix.prealloc:RadixPreallocQueue",
+        why="match, lock, budget, delta pages, announcement",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.decode",
+        name="DecodeTransferQueue",
+        mixin=f"{_DISAGG}.decode_radix.transfer:RadixTransferQueue",
+        why="a committed transfer is shared from then on",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.decode_schedule_batch_mixin",
+        name="ScheduleBatchDisaggregationDecodeMixin",
+        mixin=f"{_DISAGG}.decode_radix.prebuilt:RadixPrebuiltBatch",
+        why="the prebuilt batch continues after the shared prefix",
     ),
 )

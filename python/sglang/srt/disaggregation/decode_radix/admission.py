@@ -1,0 +1,74 @@
+"""The token budget of decode admission: pure arithmetic, all results in tokens of whole pages.
+
+Stock reserves ``--num-reserved-decode-tokens`` (512 by default) for every request in sight. With a
+pool full of shared prefixes that reserve, and not the KV, decides how many requests run; so here a
+request reserves what it can still generate, and at most that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One request's claim on the pool: ``allocated`` tokens now, ``final`` when it has ended."""
+
+    allocated: int
+    final: int
+
+
+def growth(claim: Claim, cap: int, page: int) -> int:
+    """New pages, in tokens, that the next ``cap`` generated tokens of a request can need."""
+    upto = min(max(claim.final, claim.allocated), claim.allocated + cap)
+    return page_ceil(upto, page) - page_ceil(claim.allocated, page)
+
+
+def reserved(claims: Iterable[Claim], cap: int, page: int) -> int:
+    """What all admitted requests together may still need before anybody is retracted."""
+    return sum(growth(claim, cap, page) for claim in claims)
+
+
+def entry_cost(prefix: int, length: int, final: int, cap: int, page: int) -> int:
+    """What admitting one request takes: its delta pages and its own reserve.
+
+    ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
+    lease), ``length`` tokens must be there to start.
+    """
+    return page_ceil(length, page) - prefix + growth(Claim(length, final), cap, page)
+
+
+def can_finish_alone(final: int, shared_with_pinned: int, pinned: int, total: int, page: int) -> bool:
+    """Whether a request could run to its end if every other running request were retracted.
+
+    ``pinned`` tokens belong to requests that cannot be retracted (their transfer is under way);
+    ``shared_with_pinned`` of them are the request's own prefix as well. Where this does not hold,
+    admitting one more transfer could leave the last running request without memory, and SGLang
+    would abort it.
+    """
+    return page_ceil(final, page) - shared_with_pinned <= total - pinned
+
+
+@dataclass
+class BlockedHead:
+    """Remembers why the head of the queue did not fit, to not match it again on every step.
+
+    Matching costs O(prompt), and refreshes the prefix in the LRU order by mere polling.
+    """
+
+    rid: str
+    cost: int
+    #: (free + evictable, protected, reserved) when it was refused.
+    pool: tuple[int, int, int]
+    #: Inserts into the tree until then: a later one may have made the head cheaper.
+    inserts: int
+
+    def still_blocked(self, rid: str, pool: tuple[int, int, int], inserts: int) -> bool:
+        """Whether trying again is pointless."""
+        if rid != self.rid or inserts != self.inserts:
+            return False
+        free, _, held_back = pool
+        return pool == self.pool or free - held_back < self.cost

@@ -1,0 +1,129 @@
+"""The decode scheduler: start-up checks, one idle predicate, metrics and log fields."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.decode_radix import inflight, invariants
+from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+logger = logging.getLogger(__name__)
+FLAG = "--disaggregation-decode-enable-radix-cache"
+#: A room may be announced shortly before its request arrives; later than this it is a leak.
+ROOMS_GRACE_S = 5.0
+STATS_LOGGER = "sglang.srt.observability.scheduler_metrics_mixin"
+
+
+class DecodeLineFields(logging.Filter):
+    """Adds what the tree saved since the last line to the end of SGLang's "Decode batch" lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = dict(STATS.totals)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always lets the record pass."""
+        if isinstance(record.msg, str) and record.msg.startswith("Decode batch"):
+            since = {name: total - self._last[name] for name, total in STATS.totals.items()}
+            self._last = dict(STATS.totals)
+            record.msg += (
+                f", #prefix-hit-token: {since['decode_prefix_hit_tokens']}"
+                f", #prefix-miss-token: "
+                f"{since['decode_prefix_prompt_tokens'] - since['decode_prefix_hit_tokens']}"
+                f", kv requested (MB): {since['kv_transfer_requested_bytes'] / 1e6:.2f}"
+            )
+        return True
+
+
+class DisaggScheduler(Scheduler):
+    """Attaches the decode tree and the counters to SGLang's scheduler."""
+
+    _checked: tuple[Any, ...] | None = None
+    _leftover_since: float | None = None
+
+    @property
+    def _radix_on_decode(self) -> bool:
+        args = self.server_args
+        return bool(
+            args.disaggregation_mode == "decode"
+            and getattr(args, "disaggregation_decode_enable_radix_cache", False)
+        )
+
+    @override
+    def init_cache_with_memory_pool(self) -> None:
+        super().init_cache_with_memory_pool()
+        if not self._radix_on_decode:
+            return
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if hasattr(pool, "get_state_buf_infos"):
+            raise ValueError(
+                f"{FLAG} does not support models whose KV pool has per-request state "
+                f"({type(pool).__name__}: sliding window, state space or sparse index); remove the flag."
+            )
+        if not hasattr(self.tree_cache, "serve_decode"):
+            raise ValueError(
+                f"{FLAG} needs SGLang's plain radix tree, but this server built a "
+                f"{type(self.tree_cache).__name__}; remove the flag, or the option that chose that cache."
+            )
+        inflight.window_tokens(self.page_size)  # wrong values are refused at start
+        inflight.wait_seconds()
+        self.tree_cache.serve_decode()
+
+    @override
+    def init_disaggregation(self) -> None:
+        super().init_disaggregation()
+        mode = self.server_args.disaggregation_mode
+        if self._radix_on_decode:
+            logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
+        if self.current_scheduler_metrics_enabled:
+            if self._radix_on_decode:
+                STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
+            elif mode == "prefill":
+                STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
+
+    @override
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        idle = bool(super().is_fully_idle(for_health_check))
+        if idle and self._radix_on_decode and not for_health_check:
+            # Stock forgets retracted requests; a flush would take the tree from under them.
+            return not self.disagg_decode_prealloc_queue.retracted_queue
+        return idle
+
+    @override
+    def self_check_during_idle(self) -> None:
+        super().self_check_during_idle()
+        if os.environ.get(invariants.ENV) == "1" and self.is_fully_idle():
+            self._check_invariants()
+
+    def _check_invariants(self) -> None:
+        """Once after each change: this runs in the idle loop, and walks the whole tree."""
+        queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
+            self, "disagg_prefill_bootstrap_queue", None
+        )
+        if queue is None or not hasattr(self.tree_cache, "inserts"):
+            return
+        state = (*STATS.totals.values(), self.tree_cache.inserts)
+        if state == self._checked:
+            return
+        rooms = invariants.idle_rooms(queue.kv_manager)
+        if not rooms:
+            self._leftover_since = None
+        elif self._leftover_since is None:
+            self._leftover_since = time.monotonic()
+        if rooms and time.monotonic() - self._leftover_since < ROOMS_GRACE_S:
+            return
+        problems = rooms + invariants.idle_problems(self)
+        if problems:
+            raise invariants.InvariantError("; ".join(problems))
+        self._checked = state
+        logger.info("idle and balanced: all invariants hold")

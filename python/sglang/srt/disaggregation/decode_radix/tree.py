@@ -1,0 +1,88 @@
+"""The radix tree as a decode server uses it. Rebound for the scheduler's own tree only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from sglang.srt.disaggregation.decode_radix.eligibility import mark_committed, may_insert
+from sglang.srt.disaggregation.delta.pages import page_floor
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+else:
+    RadixCache = object
+
+
+class DecodeRadixTree(RadixCache):
+    """Stock behaviour until ``serve_decode`` is called; then only committed KV enters the tree."""
+
+    #: Set by the decode scheduler when the flag is on.
+    serves_decode: bool = False
+    #: Inserts so far; lets a blocked request see that the tree may hold more of it by now.
+    inserts: int = 0
+
+    def serve_decode(self) -> None:
+        """Switch to the rules of a decode server."""
+        self.serves_decode = True
+
+    @override
+    def insert(self, params: Any) -> Any:
+        self.inserts += 1
+        return super().insert(params)
+
+    @override
+    def match_prefix(self, params: Any) -> Any:
+        req = params.req
+        if not self.serves_decode or req is None or req.req_pool_idx is None:
+            return super().match_prefix(params)
+        # The request got its slots at admission. Matching again could find a longer prefix that
+        # others inserted meanwhile, and would overwrite which slots are shared and which node is
+        # locked (HAZARDS 6). So the answer is what it holds.
+        from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+        held = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.cache_protected_len]
+        return MatchResult(
+            device_indices=held.to(torch.int64),
+            last_device_node=req.last_node,
+            last_host_node=req.last_node,
+            cache_protected_len=req.cache_protected_len,
+        )
+
+    def adopt(self, req: Any) -> None:
+        """The transfer of ``req`` was committed: share its prompt from now on.
+
+        Waiting until the request runs, or ends, would let followers move the same KV again.
+        """
+        mark_committed(req)
+        self.cache_unfinished_req(req)
+
+    @override
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        if not self.serves_decode:
+            return super().cache_unfinished_req(req, chunked)
+        if not may_insert(req):
+            return None
+        committed = req.kv_committed_len
+        if page_floor(committed, self.page_size) <= req.cache_protected_len:
+            return None  # all of it is in the tree already
+        # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
+        # it would put an unwritten slot into the tree (HAZARDS 17).
+        fill_ids = req.fill_ids
+        req.fill_ids = fill_ids[:committed]
+        try:
+            super().cache_unfinished_req(req, chunked)
+        finally:
+            req.fill_ids = fill_ids
+        return None
+
+    @override
+    def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+        if self.serves_decode:
+            is_insert = is_insert and may_insert(req)
+            if req.last_node is None:
+                # Never matched, or retracted since: nothing is locked.
+                req.last_node = self.root_node
+        super().cache_finished_req(req, is_insert)

@@ -1,0 +1,72 @@
+"""Negotiation: a decode server sends a prefix only to a prefill server that says it understands one.
+
+The prefill's bootstrap server answers ``GET /pd_capabilities``. It is a route of its own because a
+stock decode server builds its ``PrefillServerInfo`` from every key of the stock answer, and would
+refuse a new one. A stock prefill answers 404, and is then served as today: prefix 0, whole prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import requests
+
+from sglang.srt.disaggregation.delta.wire import VERSION
+
+logger = logging.getLogger(__name__)
+
+ROUTE = "/pd_capabilities"
+_TIMEOUT_S = 5
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a prefill server understands. ``delta`` is the version of its delta frame, 0 for none."""
+
+    delta: int = 0
+
+    @property
+    def takes_delta(self) -> bool:
+        """Whether a decode server of this version may send a prefix length."""
+        return self.delta == VERSION
+
+
+OURS = Capabilities(delta=VERSION)
+STOCK = Capabilities()
+
+
+def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
+    """Ask the bootstrap server at ``bootstrap_addr`` (host:port). One attempt.
+
+    Returns None where it could not be asked; the caller tries again later. An answer that cannot
+    be understood counts as a stock server: prefix 0 is always right.
+    """
+    try:
+        response = requests.get(f"http://{bootstrap_addr}{ROUTE}", timeout=_TIMEOUT_S)
+    except requests.RequestException as error:
+        logger.error("could not ask prefill server %s for its capabilities: %s", bootstrap_addr, error)
+        return None
+    if response.status_code == 404:
+        logger.warning(
+            "prefill server %s does not understand decode_prefix_len (stock SGLang?): "
+            "whole prompts will be moved from it",
+            bootstrap_addr,
+        )
+        return STOCK
+    if response.status_code != 200:
+        logger.error("prefill server %s answered %s for %s", bootstrap_addr, response.status_code, ROUTE)
+        return None
+    try:
+        capabilities = msgspec.json.decode(response.content, type=Capabilities)
+    except msgspec.DecodeError as error:
+        logger.error("prefill server %s sent unreadable capabilities: %s", bootstrap_addr, error)
+        return STOCK
+    if not capabilities.takes_delta:
+        logger.warning(
+            "prefill server %s speaks delta protocol %d, this decode server %d: whole prompts will "
+            "be moved from it",
+            bootstrap_addr,
+            capabilities.delta,
+            VERSION,
+        )
+    return capabilities

@@ -1,0 +1,60 @@
+"""The delta frame: what a decode server adds to SGLang's transfer metadata message.
+
+SGLang's message is a multipart of eight positional frames, and a stock prefill ignores frames after
+them. Ours is one more frame: a magic, then a msgpack map with named fields, so that fields can be
+added without breaking a peer. A changed *meaning* raises ``VERSION``, and a peer that speaks
+another version fails the room with an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+VERSION = 1
+_MAGIC = b"sglang-delta:"
+
+
+class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """One room's announcement to one prefill rank."""
+
+    version: int = VERSION
+    #: Tokens at the start of the prompt that decode already holds; a whole number of pages.
+    decode_prefix_len: int
+    #: Destination pages listed in the message; zero for a full prefix hit, which is not a dummy.
+    num_pages: int
+    #: This prefill rank is to send nothing, not even metadata (MLA with more prefill ranks).
+    is_dummy: bool
+    #: Prefill ranks that will write for this room to this decode rank.
+    num_writers: int = 1
+
+
+class DeltaFrameError(ValueError):
+    """A frame that carries our magic but cannot be understood."""
+
+
+def encode_frame(frame: DeltaFrame) -> bytes:
+    """The frame as bytes for the wire."""
+    return _MAGIC + msgspec.msgpack.encode(frame)
+
+
+def find_frame(frames: Sequence[bytes]) -> DeltaFrame | None:
+    """The delta frame of a metadata message, or None where the peer sent none.
+
+    Raises:
+        DeltaFrameError: the frame is malformed or of another version.
+    """
+    for raw in reversed(frames):
+        if not raw.startswith(_MAGIC):
+            continue
+        try:
+            frame = msgspec.msgpack.decode(raw[len(_MAGIC) :], type=DeltaFrame)
+        except msgspec.DecodeError as error:
+            raise DeltaFrameError(f"malformed delta frame: {error}") from error
+        if frame.version != VERSION:
+            raise DeltaFrameError(
+                f"the decode server speaks delta protocol {frame.version}, this prefill server {VERSION}"
+            )
+        return frame
+    return None

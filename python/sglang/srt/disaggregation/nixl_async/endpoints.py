@@ -1,0 +1,126 @@
+"""The thin overrides of SGLang's NIXL transfer info, sender and receiver."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self, override
+
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.common import is_failed
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferInfo
+else:
+    NixlKVReceiver = NixlKVSender = TransferInfo = object
+
+
+@dataclasses.dataclass
+class DeltaTransferInfo(TransferInfo):
+    """A decode rank's announcement, with its delta frame where it sent one."""
+
+    delta: wire.DeltaFrame | None = None
+    #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
+    #: would end the thread that reads every room's announcement.
+    delta_error: str | None = None
+
+    @classmethod
+    @override
+    def from_zmq(cls, msg: list[bytes]) -> Self:
+        info: Self = super().from_zmq(msg)
+        try:
+            info.delta = wire.find_frame(msg)
+        except wire.DeltaFrameError as error:
+            info.delta_error = str(error)
+        return info
+
+    @override
+    def is_dummy(self) -> bool:
+        if self.delta is not None:
+            # No pages is a full prefix hit, not a dummy: it still gets its metadata.
+            return self.delta.is_dummy
+        return self.delta_error is None and bool(super().is_dummy())
+
+
+class DeltaNixlSender(NixlKVSender):
+    """Fails its own room, never the scheduler, and not before posted transfers have settled."""
+
+    @override
+    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
+        if self._stopped:
+            return
+        try:
+            super().send(kv_indices, state_indices)
+        except Exception as error:  # the binding raises bare exceptions of several kinds
+            self.fail(f"NIXL could not post the transfer: {error!r}")
+
+    @property
+    def _stopped(self) -> bool:
+        """Failed or aborted: nothing more is to be posted. (Stock forgets the room's status once
+        everything is posted, so a missing status is no failure.)"""
+        return getattr(self, "conclude_state", None) is not None or is_failed(
+            self.kv_mgr.request_status.get(self.bootstrap_room)
+        )
+
+    @override
+    def poll(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        states = [self.kv_mgr.agent.check_xfer_state(handle) for handle in self.xfer_handles]
+        if not self._stopped and "ERR" in states:
+            self.fail("NIXL reported an error for a posted transfer")
+        settled = all(state in ("DONE", "ERR") for state in states)
+        if self._stopped and not self._completed(states):
+            # Pages under a transfer that still reads them must not be freed.
+            return KVPoll.Failed if settled else KVPoll.Transferring
+        if not self.has_sent:
+            return self.kv_mgr.check_status(self.bootstrap_room)
+        return KVPoll.Success if settled else KVPoll.WaitingForInput
+
+    def _completed(self, states: list[str]) -> bool:
+        """Everything was delivered before the abort arrived: decode has it all, so it is a success."""
+        return bool(self.has_sent) and all(state == "DONE" for state in states)
+
+    @override
+    def abort(self) -> None:
+        super().abort()
+        if not self.has_sent:
+            self.fail("aborted on the prefill server")
+
+    @override
+    def failure_exception(self) -> None:
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
+        self.clear()
+        raise RuntimeError(reason)
+
+    def clear(self) -> None:
+        """Forget the room: called by the scheduler once the request left the in-flight queue."""
+        self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+        self.kv_mgr.transfer_infos.pop(self.bootstrap_room, None)
+        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        self.xfer_handles = []  # the wrappers release what they hold
+
+
+class DeltaNixlReceiver(NixlKVReceiver):
+    """Leaves nothing of its room behind."""
+
+    @override
+    def failure_exception(self) -> None:
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
+        self.clear()
+        raise RuntimeError(reason)
+
+    @override
+    def clear(self) -> None:
+        room = self.bootstrap_room
+        manager = self.kv_mgr
+        manager.request_status.pop(room, None)
+        manager.required_prefill_response_num_table.pop(room, None)
+        manager.transfer_statuses.pop(room, None)
+        manager.failure_records.pop(room, None)
+        rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
+        if rooms is not None:
+            rooms.discard(room)
