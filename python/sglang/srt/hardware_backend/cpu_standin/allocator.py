@@ -84,7 +84,8 @@ def _decode_kernel(
 
 
 def _ints(tensor: torch.Tensor) -> Ints:
-    return tensor.numpy().astype(np.int64, copy=False)
+    array: Ints = tensor.numpy().astype(np.int64, copy=False)
+    return array
 
 
 def _write(out_indices: torch.Tensor, slots: Ints | None) -> None:

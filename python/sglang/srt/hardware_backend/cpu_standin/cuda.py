@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 from . import StandinRefused
 
 
-def edit(torch: ModuleType) -> None:
+def edit(torch: Any) -> None:
     """Refuse where torch sees a device; else make waiting for the device a no-op.
 
     SGLang synchronizes around the CPU copy of a retracted request's KV on every device.

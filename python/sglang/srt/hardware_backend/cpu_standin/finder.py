@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -14,29 +15,41 @@ from types import ModuleType
 
 from .names import NamesLoader
 
-#: Module of SGLang, torch or NIXL -> file of this package whose ``edit(module)`` runs after it.
-EDITS = {
-    "torch": "cuda",
-    "nixl._api": "nixl",
-    "nixl_cu12._api": "nixl",
-    "nixl_cu13._api": "nixl",
-    "sglang.srt.mem_cache.allocator": "allocator",
-    "sglang.srt.mem_cache.memory_pool_host": "host_pool",
+Edit = Callable[[ModuleType], None]
+
+#: Module of SGLang, torch or NIXL -> files of this package whose ``edit(module)`` runs after it.
+EDIT_FILES = {
+    "torch": ("cuda", "eager"),
+    "nixl._api": ("nixl",),
+    "nixl_cu12._api": ("nixl",),
+    "nixl_cu13._api": ("nixl",),
+    "sglang.srt.entrypoints.engine": ("start_method",),
+    "sglang.srt.mem_cache.allocator": ("allocator",),
+    "sglang.srt.mem_cache.memory_pool_host": ("host_pool",),
 }
 
-#: Modules made of names only. ``sgl_kernel`` is shadowed where it is installed, since it cannot
-#: be imported without libcuda; ``vllm._custom_ops`` is imported, and never called, for the rotary
+#: Packages made of names only, all submodules included. ``sgl_kernel`` is shadowed where it is
+#: installed, since it cannot be imported without libcuda. ``flashinfer`` could be imported; on a
+#: CPU nothing of it is ever called, and it is a quarter of a process's start-up.
+NAMES_ONLY_PACKAGES = ("sgl_kernel", "flashinfer")
+
+#: Modules made of names only. ``vllm._custom_ops`` is imported, and never called, for the rotary
 #: and norm layers of a CPU without AMX. Other submodules of ``vllm`` stay missing: SGLang takes
 #: their absence into account.
-NAMES_ONLY = ("sgl_kernel", "vllm", "vllm._custom_ops")
+NAMES_ONLY = ("vllm", "vllm._custom_ops")
 
 #: The one module of kernels that has to work: the copies of HiCache's ``direct`` I/O backend.
 KVCACHEIO = "sgl_kernel.kvcacheio"
 
 
-def load_edit(module: ModuleType, file: str) -> None:
-    """Run the edit in ``file`` of this package on ``module``."""
-    importlib.import_module(f".{file}", __package__).edit(module)
+def _run_files(files: Sequence[str], module: ModuleType) -> None:
+    for file in files:
+        importlib.import_module(f".{file}", __package__).edit(module)
+
+
+def default_edits() -> dict[str, Edit]:
+    """``EDIT_FILES`` as functions; a file is imported when its first module is."""
+    return {name: partial(_run_files, files) for name, files in EDIT_FILES.items()}
 
 
 class StandinFinder(MetaPathFinder):
@@ -44,37 +57,40 @@ class StandinFinder(MetaPathFinder):
 
     A spec for an edited module comes from the finders behind this one, so that another finder
     of the same kind, in front or behind, has its own edit of the same module applied as well.
+    Modules that are already imported are edited at once.
     """
 
     is_cpu_standin = True
 
-    def __init__(self) -> None:
+    def __init__(self, edits: Mapping[str, Edit] | None = None) -> None:
+        self._edits = default_edits() if edits is None else edits
         self._asking = threading.local()
-        for name, file in EDITS.items():
+        for name, edit in self._edits.items():
             if name in sys.modules:
-                load_edit(sys.modules[name], file)
+                edit(sys.modules[name])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """The spec of a provided or edited module; None for all others."""
         if fullname == KVCACHEIO:
             return spec_from_file_location(KVCACHEIO, Path(__file__).with_name("kvcacheio.py"))
-        if fullname in NAMES_ONLY or fullname.startswith("sgl_kernel."):
+        if fullname in NAMES_ONLY or fullname.partition(".")[0] in NAMES_ONLY_PACKAGES:
             return ModuleSpec(fullname, NamesLoader(), is_package=True)
-        if fullname in EDITS:
-            spec = self._ask_the_others(fullname, path, target)
+        if fullname in self._edits:
+            spec = self._ask_those_behind(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                _run_after(spec.loader, EDITS[fullname])
+                _run_after(spec.loader, self._edits[fullname])
             return spec
         return None
 
-    def _ask_the_others(
+    def _ask_those_behind(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         asking: set[str] = self._asking.__dict__.setdefault("names", set())
         if fullname in asking:
-            # A finder behind us asks all the others in its turn; without this we would ask each
-            # other for ever.
+            # A finder behind us asks all the others in its turn; without this the two would ask
+            # each other for ever.
             return None
         asking.add(fullname)
         try:
@@ -88,13 +104,13 @@ class StandinFinder(MetaPathFinder):
         return None
 
 
-def _run_after(loader: Loader, file: str) -> None:
-    """Have ``loader`` run our edit once it has executed a module."""
+def _run_after(loader: Loader, edit: Edit) -> None:
+    """Have ``loader`` run ``edit`` once it has executed a module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        load_edit(module, file)
+        edit(module)
 
     # On the instance, and not in a loader of our own: tools that look at the loader's type
     # (resources, inspect, zipimport) keep seeing the real one.

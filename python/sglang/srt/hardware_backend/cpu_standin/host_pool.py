@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import ModuleType
 from typing import Any
 
 
-def edit(module: ModuleType) -> None:
+def edit(module: Any) -> None:
     """Construct every host pool with ``pin_memory=False``, whatever the caller asks for."""
     # The two bases that keep the argument; MHA, MLA and NSA pools reach the first.
     for base in (module.HostKVCache, module.MambaPoolHost):

@@ -8,11 +8,10 @@ there covers every call, present and future, without wrapping any.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 
-def edit(module: ModuleType) -> None:
+def edit(module: Any) -> None:
     """Have each new ``nixl_agent`` read ``VRAM`` as ``DRAM``."""
     agent = module.nixl_agent
     construct = agent.__init__

@@ -1,0 +1,103 @@
+"""Paged allocation of the CPU stand-in, against a reference that goes token by token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.hardware_backend.cpu_standin import allocator
+
+PAGE_SIZES = st.sampled_from([1, 2, 16, 64])
+
+
+def slots_one_by_one(prefix, seq, last, free, page_size):
+    """Walk every token; None where the free pages run out."""
+    free, slots = iter(free), []
+    for begin, end, slot in zip(prefix, seq, last, strict=True):
+        for position in range(begin, end):
+            if position % page_size == 0:
+                page = next(free, None)
+                if page is None:
+                    return None
+                slot = page * page_size
+            else:
+                slot += 1
+            slots.append(slot)
+    return slots
+
+
+@st.composite
+def batches(draw, decode=False):
+    """Page size, prefix and sequence lengths, last slots, free pages (sometimes too few)."""
+    page_size = draw(PAGE_SIZES)
+    size = draw(st.integers(1, 6))
+    prefix = draw(st.lists(st.integers(0, 200), min_size=size, max_size=size))
+    added = st.just(1) if decode else st.integers(0, 150)
+    seq = [p + draw(added) for p in prefix]
+    # A prefix's last slot lies in a page of its own, at the place that its length asks for.
+    last = [(1000 + i) * page_size + (p - 1) % page_size if p else -1 for i, p in enumerate(prefix)]
+    need = sum(-(-s // page_size) - -(-p // page_size) for p, s in zip(prefix, seq, strict=True))
+    count = draw(st.sampled_from([need, need + 5, max(need - 1, 0)]))
+    free = draw(st.permutations(range(1, count + 1)))
+    return page_size, prefix, seq, last, free
+
+
+def same(result, expected):
+    return (result is None) == (expected is None) and (
+        expected is None or result.tolist() == expected
+    )
+
+
+@given(batches())
+def test_extend(batch) -> None:
+    """Guards against slots of another page or another request, for every mix of partial pages,
+    empty extends and full pools."""
+    page_size, prefix, seq, last, free = batch
+    result = allocator.extend_slots(*map(ints, (prefix, seq, last, free)), page_size)
+    assert same(result, slots_one_by_one(prefix, seq, last, free, page_size))
+
+
+@given(batches(decode=True))
+def test_decode(batch) -> None:
+    """Guards against the same for one more token a request."""
+    page_size, prefix, seq, last, free = batch
+    result = allocator.decode_slots(*map(ints, (seq, last, free)), page_size)
+    assert same(result, slots_one_by_one(prefix, seq, last, free, page_size))
+
+
+def ints(values):
+    return np.asarray(values, dtype=np.int64)
+
+
+def test_kernels_take_the_calls_of_the_allocator() -> None:
+    """Guards against a launch form, dtype or argument order that SGLang does not use."""
+
+    class Module:
+        __name__ = "allocator"
+        alloc_extend_kernel = alloc_decode_kernel = None
+
+    module = Module()
+    allocator.edit(module)
+    out = torch.empty(5, dtype=torch.int64)
+    module.alloc_extend_kernel[(2,)](
+        torch.tensor([2, 0]),
+        torch.tensor([5, 2]),
+        torch.tensor([41, -1], dtype=torch.int32),
+        torch.tensor([7, 3, 9]),
+        out,
+        2,
+        4,
+    )
+    assert out.tolist() == [42, 43, 28, 12, 13]
+    out = torch.empty(2, dtype=torch.int64)
+    module.alloc_decode_kernel[(2,)](
+        torch.tensor([6, 9]), torch.tensor([28, 31]), torch.tensor([5, 6]), out, 2, 4
+    )
+    assert out.tolist() == [29, 20]
+
+
+def test_edit_needs_the_kernels() -> None:
+    """Guards against another SGLang release, where the Triton kernels would silently stay."""
+    with pytest.raises(ImportError, match="alloc_extend_kernel"):
+        allocator.edit(type("Module", (), {"__name__": "allocator"})())
