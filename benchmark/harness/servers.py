@@ -61,7 +61,8 @@ class ServerConfig:
 
     @property
     def ready_url(self) -> str:
-        return f"{self.url}/health"
+        """Answers 200 once the server serves; for a router, once it has both workers."""
+        return f"{self.url}/{'readiness' if self.role == 'router' else 'health'}"
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the process."""
@@ -163,4 +164,5 @@ def router(
     command += ["--prefill", prefill_server.url, str(prefill_server.bootstrap_port)]
     command += ["--decode", decode_server.url, "--host", HOST, "--port", str(ports[0])]
     command += ["--prometheus-port", str(ports[1]), "--policy", "round_robin"]
+    command += ["--worker-startup-check-interval", "1"]
     return ServerConfig("router", ports[0], tuple(command))
