@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
@@ -19,6 +20,14 @@ class Claim:
 
     allocated: int
     final: int
+
+
+class PoolState(NamedTuple):
+    """The pool in tokens: ``free`` counts the evictable, ``reserved`` is promised."""
+
+    free: int
+    protected: int
+    reserved: int
 
 
 def growth(claim: Claim, cap: int, page: int) -> int:
@@ -41,7 +50,9 @@ def entry_cost(prefix: int, length: int, final: int, cap: int, page: int) -> int
     return page_ceil(length, page) - prefix + growth(Claim(length, final), cap, page)
 
 
-def can_finish_alone(final: int, shared_with_pinned: int, pinned: int, total: int, page: int) -> bool:
+def can_finish_alone(
+    final: int, shared_with_pinned: int, pinned: int, total: int, page: int
+) -> bool:
     """Whether a request could run to its end if every other running request were retracted.
 
     ``pinned`` tokens belong to requests that cannot be retracted (their transfer is under way);
@@ -61,14 +72,13 @@ class BlockedHead:
 
     rid: str
     cost: int
-    #: (free + evictable, protected, reserved) when it was refused.
-    pool: tuple[int, int, int]
+    #: The pool when it was refused.
+    pool: PoolState
     #: Inserts into the tree until then: a later one may have made the head cheaper.
     inserts: int
 
-    def still_blocked(self, rid: str, pool: tuple[int, int, int], inserts: int) -> bool:
+    def still_blocked(self, rid: str, pool: PoolState, inserts: int) -> bool:
         """Whether trying again is pointless."""
         if rid != self.rid or inserts != self.inserts:
             return False
-        free, _, held_back = pool
-        return pool == self.pool or free - held_back < self.cost
+        return pool == self.pool or pool.free - pool.reserved < self.cost

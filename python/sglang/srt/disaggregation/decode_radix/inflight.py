@@ -1,9 +1,10 @@
 """Prompts on their way to this decode server.
 
-When a burst of requests with one new prefix arrives, none of them hits: the first one's KV is still
-being moved. Admitting them all would move the prefix once for each and fill the pool with duplicates.
-So a request whose *next* tokens after its match are just arriving for another one, from the same
-prefill server, waits for those to land. Prefill computes them first in any case, so little is lost.
+When a burst of requests with one new prefix arrives, none of them hits: the first one's KV is
+still being moved. Admitting them all would move the prefix once for each and fill the pool with
+duplicates. So a request whose *next* tokens after its match are just arriving for another one, from
+the same prefill server, waits for those to land. Prefill computes them first in any case, so little
+is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def wait_seconds() -> float:
 
 
 def prefix_key(prefill: str, req: Any, node: Any, prefix: int, window: int) -> PrefixKey | None:
-    """Where in the tree ``req`` will add KV, and which: None if it adds less than ``window`` tokens.
+    """Where in the tree ``req`` will add KV, and which; None if less than ``window``.
 
     The node that a match ended at keeps its identity when others split the path above it, so two
     requests with a common continuation have equal keys.

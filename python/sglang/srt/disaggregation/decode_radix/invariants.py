@@ -67,7 +67,9 @@ def tree_problems(tree: Any, holders: Iterable[Any]) -> list[str]:
     return problems
 
 
-def pool_problems(tree: Any, allocator: Any, rows: torch.Tensor, holders: list[Any], total: int) -> list[str]:
+def pool_problems(
+    tree: Any, allocator: Any, rows: torch.Tensor, holders: list[Any], total: int
+) -> list[str]:
     """Every page is free, in the tree, or private to one request: exactly one of them.
 
     ``rows``: the request-to-slot table; ``total``: the pool's size in tokens.
@@ -83,7 +85,9 @@ def pool_problems(tree: Any, allocator: Any, rows: torch.Tensor, holders: list[A
         if row[: req.cache_protected_len] != shared:
             problems.append(f"request {req.rid}: its shared slots are not those of its tree path")
         if req.cache_protected_len % page:
-            problems.append(f"request {req.rid}: protected length {req.cache_protected_len} is no whole page")
+            problems.append(
+                f"request {req.rid}: protected length {req.cache_protected_len} is no whole page"
+            )
         private += {slot // page for slot in row[req.cache_protected_len :]}
     owners = Counter(free) + Counter(in_tree) + Counter(private)
     twice = [p for p, count in owners.items() if count > 1]
@@ -106,13 +110,17 @@ def idle_problems(scheduler: Any) -> list[str]:
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     pool = scheduler.req_to_token_pool
     problems = tree_problems(tree, [])
-    problems += pool_problems(tree, allocator, pool.req_to_token, [], scheduler.max_total_num_tokens)
+    problems += pool_problems(
+        tree, allocator, pool.req_to_token, [], scheduler.max_total_num_tokens
+    )
     size = pool.size + getattr(pool, "pre_alloc_size", 0)
     if sorted(pool.free_slots) != list(range(size)):
         problems.append(f"{len(pool.free_slots)} of {size} request rows are free, or some twice")
     metadata = scheduler.req_to_metadata_buffer_idx_allocator
     if sorted(metadata.free_slots) != list(range(metadata.size)):
-        problems.append(f"{len(metadata.free_slots)} of {metadata.size} metadata slots are free, or some twice")
+        problems.append(
+            f"{len(metadata.free_slots)} of {metadata.size} metadata slots are free, or some twice"
+        )
     return problems
 
 

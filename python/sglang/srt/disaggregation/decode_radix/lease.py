@@ -10,8 +10,8 @@ import torch
 class PrefixLease:
     """One match and one lock on a tree node; released once, or handed over to a request once.
 
-    ``indices`` are the pool slots of the prefix (1-D int64, on the pool's device), a whole number of
-    pages, since a paged tree matches whole pages only. The lock covers the whole path to ``node``.
+    ``indices`` are the pool slots of the prefix (1-D int64, on the pool's device), a whole number
+    of pages, since a paged tree matches whole pages only. The lock covers the path to ``node``.
     A lease on the root is empty and harmless.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import admission, inflight
+from sglang.srt.disaggregation.decode_radix import inflight
+from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
 from sglang.srt.disaggregation.decode_radix.eligibility import is_fake, may_match
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
 from sglang.srt.disaggregation.delta.events import Admitted, event_log, now
-from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.stats import STATS
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Verdict(enum.Enum):
     """What became of one candidate in one scheduler step."""
 
     ADMITTED = enum.auto()
-    #: No room: it stays, and everybody behind it waits (FIFO, so that large requests get their turn).
+    #: No room: it stays, and everybody behind it waits (FIFO: large requests get their turn).
     NO_ROOM = enum.auto()
     #: Its prefix is just arriving for another request: it stays, the next one is tried.
     PREFIX_ARRIVING = enum.auto()
@@ -41,7 +42,14 @@ class Verdict(enum.Enum):
 class RadixPreallocQueue(DecodePreallocQueue):
     """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag."""
 
-    _blocked: admission.BlockedHead | None = None
+    # Owned by the upstream class; named for the type checker.
+    queue: list[Any]
+    pending_reqs: list[Any]
+    retracted_queue: list[Any]
+
+    @cached_property
+    def _budget(self) -> DecodeBudget:
+        return DecodeBudget(self)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -104,7 +112,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if (
                 self.req_to_token_pool.available_size() <= 0
                 or self.req_to_metadata_buffer_idx_allocator.available_size() <= 0
-                or self._still_blocked(decode_req.req, new)
+                or self._budget.still_blocked(decode_req.req, new)
             ):
                 break
             if arriving is None:
@@ -130,7 +138,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             key = self._arriving_key(req, lease) if shares else None
             if self._agree_to_wait(decode_req, key, arriving):
                 return Verdict.PREFIX_ARRIVING
-            slots = self._reserve(req, lease, length, new)
+            slots = self._budget.reserve(req, lease, length, new)
             if slots is None:
                 return Verdict.NO_ROOM
             self._bind(req, lease, slots, length)
@@ -181,110 +189,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
             since = decode_req.waits_for_prefix_since = time.monotonic()
         in_time = time.monotonic() - since < inflight.wait_seconds()
         return bool(self._minimum([int(in_time)])[0])
-
-    # ---- memory ----
-
-    def _claims(self, new: list[Any]) -> list[admission.Claim]:
-        """What every request that holds pages may still need."""
-        scheduler = self.scheduler
-        holders = [*scheduler.running_batch.reqs, *scheduler.waiting_queue, *self._in_transfer(new)]
-        last_batch = scheduler.last_batch
-        if last_batch and last_batch.forward_mode.is_prebuilt():
-            # Just left the waiting queue and not yet merged into the running batch.
-            holders += last_batch.reqs
-        unique = {id(req): req for req in holders}
-        return [
-            admission.Claim(req.kv_allocated_len, _final_length(req))
-            for req in unique.values()
-            if not req.finished()
-        ]
-
-    def _in_transfer(self, new: list[Any]) -> list[Any]:
-        """Requests that hold pages and do not run yet: in transfer, or given pages in this step."""
-        return [*(decode_req.req for decode_req in self.transfer_queue.queue), *new]
-
-    def _pool(self, new: list[Any]) -> tuple[int, int, int]:
-        """(free + evictable, protected, reserved), in tokens, as they are now."""
-        held_back = admission.reserved(
-            self._claims(new), self.num_reserved_decode_tokens, self._page
-        )
-        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
-        return free, self.tree_cache.protected_size(), held_back
-
-    def _still_blocked(self, req: Any, new: list[Any]) -> bool:
-        blocked = self._blocked
-        return blocked is not None and blocked.still_blocked(
-            req.rid, self._pool(new), self.tree_cache.inserts
-        )
-
-    def _reserve(
-        self, req: Any, lease: PrefixLease, length: int, new: list[Any]
-    ) -> torch.Tensor | None:
-        """Slots for the tokens after the lease (1-D int64), or None where they do not fit.
-
-        Called with the lease held: locking takes the prefix out of what can be evicted, and a
-        budget from before it would count the same tokens twice (HAZARDS 14).
-        """
-        free, protected, held_back = self._pool(new)
-        final = _final_length(req)
-        cost = admission.entry_cost(
-            lease.length, length, final, self.num_reserved_decode_tokens, self._page
-        )
-        if cost > free - held_back or not self._everyone_can_finish(req, lease, length, new):
-            self._blocked = admission.BlockedHead(
-                req.rid, cost, (free, protected, held_back), self.tree_cache.inserts
-            )
-            return None
-        self._blocked = None
-        return self._allocate(req, lease.length, length)
-
-    def _allocate(self, req: Any, prefix: int, length: int) -> torch.Tensor | None:
-        """Evict exactly what is missing, then allocate whole pages for tokens ``prefix`` to ``length``."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        allocator = self.token_to_kv_pool_allocator
-        needed = page_ceil(length, self._page) - prefix
-        if needed == 0:
-            return torch.empty(0, dtype=torch.int64, device=allocator.device)
-        shortfall = needed - allocator.available_size()
-        if shortfall > 0:
-            self.tree_cache.evict(EvictParams(num_tokens=shortfall))
-        slots = allocator.alloc(needed)
-        if slots is None:
-            logger.warning(
-                "request %s stays queued: %d tokens wanted, %d free after evicting, %d evictable",
-                req.rid,
-                needed,
-                allocator.available_size(),
-                self.tree_cache.evictable_size(),
-            )
-            return None
-        return slots[: length - prefix]
-
-    def _everyone_can_finish(
-        self, candidate: Any, lease: PrefixLease, length: int, new: list[Any]
-    ) -> bool:
-        """Admitting ``candidate`` must leave every request able to end, if the others are retracted.
-
-        Requests in transfer cannot be retracted, so what they hold is out of reach until they run.
-        """
-        running = [req for req in self.scheduler.running_batch.reqs if not req.finished()]
-        if not running:
-            return True  # nobody to starve, and the candidate itself fits: the budget says so
-        page = self._page
-        tree_tokens = _path_tokens(self.tree_cache, lease.node)
-        pinned = page_ceil(length, page) - lease.length
-        for req in (*self._in_transfer(new), *self.scheduler.waiting_queue):
-            tree_tokens |= _path_tokens(self.tree_cache, req.last_node)
-            pinned += page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
-        pinned += sum(tree_tokens.values())
-        total = self.max_total_num_tokens
-        for req in running:
-            path = _path_tokens(self.tree_cache, req.last_node)
-            shared = sum(tokens for node, tokens in path.items() if node in tree_tokens)
-            if not admission.can_finish_alone(_final_length(req), shared, pinned, total, page):
-                return False
-        return True
 
     def _bind(self, req: Any, lease: PrefixLease, slots: torch.Tensor, length: int) -> None:
         """Write the request's row and make it the owner of its slots and of the lock."""
@@ -345,7 +249,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         for req in self.retracted_queue:
             if (
                 self.req_to_token_pool.available_size() <= 0
-                or self._still_blocked(req, back)
+                or self._budget.still_blocked(req, back)
                 or not self._resume(req, back)
             ):
                 break
@@ -354,11 +258,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
         return back
 
     def _resume(self, req: Any, new: list[Any]) -> bool:
-        """Give a retracted request its memory back: shared from the tree, the rest from its copy."""
+        """Give a retracted request its memory back: from the tree, and the rest from its copy."""
         token_ids = (req.origin_input_ids + req.output_ids)[:-1]
         lease = self._lease(req, token_ids, may_match(req))
         try:
-            slots = self._reserve(req, lease, len(token_ids), new)
+            slots = self._budget.reserve(req, lease, len(token_ids), new)
             if slots is None:
                 return False
             self._bind(req, lease, slots, len(token_ids))
@@ -374,21 +278,3 @@ def _bootstrap_addr(req: Any) -> str:
 
     address: str = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
     return address
-
-
-def _final_length(req: Any) -> int:
-    """The longest that a request's KV can become, in tokens."""
-    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
-
-    return len(req.origin_input_ids) + min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKEN)
-
-
-def _path_tokens(tree: Any, node: Any) -> dict[int, int]:
-    """The nodes from ``node`` up to the root, with the tokens of each."""
-    found = {}
-    while node is not None and node is not tree.root_node:
-        found[node.id] = len(node.key)
-        node = node.parent
-    return found
-
-

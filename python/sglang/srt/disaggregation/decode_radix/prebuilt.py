@@ -27,12 +27,13 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             # The round input was just rebuilt with the first generated token, which has no KV yet.
             req.fill_ids = req.fill_ids[: req.kv_committed_len]
             req.set_extend_input_len(len(req.fill_ids) - len(req.prefix_indices))
-            # Clients see the cached tokens that prefill reported; stock would add the decode prefix.
+            # Clients see the cached tokens that prefill reported; stock would add our prefix.
             req.already_computed = len(req.prefix_indices)
         super().prepare_for_prebuilt()
         # Stock copies each row from its start, which would list shared slots as outputs.
         rows = self.req_to_token_pool.req_to_token
         owned = [
-            rows[req.req_pool_idx, len(req.prefix_indices) : req.kv_committed_len] for req in self.reqs
+            rows[req.req_pool_idx, len(req.prefix_indices) : req.kv_committed_len]
+            for req in self.reqs
         ]
         self.out_cache_loc = torch.cat(owned).to(torch.int64)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 
-def without_leading(copy: list[list[Any]], chunk: int, skip: int) -> tuple[list[list[Any]], list[list[Any]]]:
+def without_leading(
+    copy: list[list[Any]], chunk: int, skip: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
     """Split a CPU copy of KV at ``skip`` tokens.
 
     SGLang keeps the copy as one list a layer of chunks of ``chunk`` tokens; a chunk is a tensor
@@ -28,7 +30,7 @@ def _tail(chunk: Any, start: int) -> Any:
 
 
 def restore_private(req: Any, slots: torch.Tensor, allocator: Any) -> None:
-    """Copy the tokens that are not shared from the request's CPU copy to ``slots``, and drop the copy.
+    """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy.
 
     Shared pages are never written: other requests read them, and their content is the same.
     """

@@ -68,12 +68,14 @@ class DisaggScheduler(Scheduler):
         if hasattr(pool, "get_state_buf_infos"):
             raise ValueError(
                 f"{FLAG} does not support models whose KV pool has per-request state "
-                f"({type(pool).__name__}: sliding window, state space or sparse index); remove the flag."
+                f"({type(pool).__name__}: sliding window, state space, sparse index); "
+                "remove the flag."
             )
         if not hasattr(self.tree_cache, "serve_decode"):
             raise ValueError(
                 f"{FLAG} needs SGLang's plain radix tree, but this server built a "
-                f"{type(self.tree_cache).__name__}; remove the flag, or the option that chose that cache."
+                f"{type(self.tree_cache).__name__}; remove the flag, or the option that "
+                "chose that cache."
             )
         inflight.window_tokens(self.page_size)  # wrong values are refused at start
         inflight.wait_seconds()
@@ -116,11 +118,8 @@ class DisaggScheduler(Scheduler):
         if state == self._checked:
             return
         rooms = invariants.idle_rooms(queue.kv_manager)
-        if not rooms:
-            self._leftover_since = None
-        elif self._leftover_since is None:
-            self._leftover_since = time.monotonic()
-        if rooms and time.monotonic() - self._leftover_since < ROOMS_GRACE_S:
+        since = self._leftover_since = (self._leftover_since or time.monotonic()) if rooms else None
+        if since is not None and time.monotonic() - since < ROOMS_GRACE_S:
             return
         problems = rooms + invariants.idle_problems(self)
         if problems:

@@ -62,12 +62,13 @@ class DecodeRadixTree(RadixCache):
     @override
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         if not self.serves_decode:
-            return super().cache_unfinished_req(req, chunked)
+            super().cache_unfinished_req(req, chunked)
+            return
         if not may_insert(req):
-            return None
+            return
         committed = req.kv_committed_len
         if page_floor(committed, self.page_size) <= req.cache_protected_len:
-            return None  # all of it is in the tree already
+            return  # all of it is in the tree already
         # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
         # it would put an unwritten slot into the tree (HAZARDS 17).
         fill_ids = req.fill_ids
@@ -76,7 +77,6 @@ class DecodeRadixTree(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             req.fill_ids = fill_ids
-        return None
 
     @override
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Negotiation: a decode server sends a prefix only to a prefill server that says it understands one.
+"""Negotiation: decode sends a prefix only to a prefill server that says it understands one.
 
 The prefill's bootstrap server answers ``GET /pd_capabilities``. It is a route of its own because a
 stock decode server builds its ``PrefillServerInfo`` from every key of the stock answer, and would
@@ -21,7 +21,7 @@ _TIMEOUT_S = 5
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a prefill server understands. ``delta`` is the version of its delta frame, 0 for none."""
+    """What a prefill server understands. ``delta``: the version of its delta frame, or 0."""
 
     delta: int = 0
 
@@ -44,7 +44,9 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
     try:
         response = requests.get(f"http://{bootstrap_addr}{ROUTE}", timeout=_TIMEOUT_S)
     except requests.RequestException as error:
-        logger.error("could not ask prefill server %s for its capabilities: %s", bootstrap_addr, error)
+        logger.error(
+            "could not ask prefill server %s for its capabilities: %s", bootstrap_addr, error
+        )
         return None
     if response.status_code == 404:
         logger.warning(
@@ -54,7 +56,9 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         )
         return STOCK
     if response.status_code != 200:
-        logger.error("prefill server %s answered %s for %s", bootstrap_addr, response.status_code, ROUTE)
+        logger.error(
+            "prefill server %s answered %s for %s", bootstrap_addr, response.status_code, ROUTE
+        )
         return None
     try:
         capabilities = msgspec.json.decode(response.content, type=Capabilities)

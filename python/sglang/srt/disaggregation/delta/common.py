@@ -1,6 +1,6 @@
 """Thin overrides of SGLang's common connector classes (``disaggregation/common/conn.py``).
 
-Every backend that derives from them gets the delta protocol; only how bytes move is the backend's own.
+Every backend that derives from them gets the delta protocol; only how bytes move is its own.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ class _FrameAppender:
 class DeltaReceiver(CommonKVReceiver):
     """Decode's side of a room: announces the prefix that it already holds."""
 
-    #: Tokens at the start of the prompt that need not be sent; set by the prealloc queue. None until
-    #: a peer that takes a delta is about to be told (then 0 is announced as well).
+    _connect_to_bootstrap_server: Any
+
+    #: Tokens at the start of the prompt that need not be sent. None until a peer that takes a delta
+    #: is told (0 is announced as well).
     decode_prefix_len: int | None = None
 
     def announce(
@@ -121,7 +123,9 @@ class DeltaReceiver(CommonKVReceiver):
         self.decode_prefix_len = prefix_len
         connect = self._connect_to_bootstrap_server
 
-        def connect_with_frame(bootstrap_info: dict[str, Any]) -> tuple[_FrameAppender, threading.Lock]:
+        def connect_with_frame(
+            bootstrap_info: dict[str, Any],
+        ) -> tuple[_FrameAppender, threading.Lock]:
             socket, lock = connect(bootstrap_info)
             is_dummy = bool(bootstrap_info["is_dummy"])
             frame = wire.DeltaFrame(

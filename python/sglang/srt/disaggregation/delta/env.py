@@ -1,4 +1,4 @@
-"""Environment variables of the delta layer, read where they are used and refused when they are wrong."""
+"""Environment variables of the delta layer: read where they are used, refused when wrong."""
 
 from __future__ import annotations
 

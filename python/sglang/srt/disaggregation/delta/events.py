@@ -1,6 +1,6 @@
 """The event log: one JSON line for each admission on decode and each send on prefill.
 
-Off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; then every scheduler process appends to
+Off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
 ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
 on one host can be joined by room.
 """
@@ -54,7 +54,7 @@ class EventLog:
 
 @cache
 def event_log(side: str) -> EventLog | None:
-    """This process's log, or None where the variable is not set. ``side``: "prefill" or "decode"."""
+    """This process's log; None where the variable is not set. ``side``: prefill or decode."""
     folder = os.environ.get(ENV)
     if not folder:
         return None

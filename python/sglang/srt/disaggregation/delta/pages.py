@@ -60,7 +60,9 @@ class DeltaPlan:
     num_pages: int
 
 
-def plan_delta(room: int, announced: Iterable[Announced], prompt_pages: int, page: int) -> DeltaPlan:
+def plan_delta(
+    room: int, announced: Iterable[Announced], prompt_pages: int, page: int
+) -> DeltaPlan:
     """Check what the real (non-dummy) destinations of ``room`` announced, and derive the plan.
 
     ``prompt_pages`` is the number of pages of the whole prompt on the prefill server.
@@ -73,11 +75,13 @@ def plan_delta(room: int, announced: Iterable[Announced], prompt_pages: int, pag
     destinations = list(announced)
     prefixes = sorted({d.decode_prefix_len for d in destinations})
     if len(prefixes) > 1:
-        raise DeltaMismatch(f"room {room}: decode ranks announced different prefix lengths {prefixes}")
+        raise DeltaMismatch(
+            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
+        )
     prefix = prefixes[0] if prefixes else 0
     if prefix < 0 or prefix % page:
         raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is not a whole number of pages of {page} tokens"
+            f"room {room}: decode_prefix_len {prefix} is no whole number of pages of {page} tokens"
         )
     left = prompt_pages - prefix // page
     if left < 0:

@@ -25,7 +25,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         prefix: int = getattr(sender, "decode_prefix_len", 0)
         if prefix:
             req.start_send_idx = max(req.start_send_idx, prefix)
-            computed = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
+            computed = (
+                min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
+            )
             end = chunk_end(computed, self.token_to_kv_pool_allocator.page_size, last_chunk)
             if end <= req.start_send_idx:
                 # Decode holds all of this chunk. The cursor stays: moving it back to ``end`` would

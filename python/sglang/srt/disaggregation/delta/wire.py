@@ -54,7 +54,7 @@ def find_frame(frames: Sequence[bytes]) -> DeltaFrame | None:
             raise DeltaFrameError(f"malformed delta frame: {error}") from error
         if frame.version != VERSION:
             raise DeltaFrameError(
-                f"the decode server speaks delta protocol {frame.version}, this prefill server {VERSION}"
+                f"decode speaks delta protocol {frame.version}, this prefill server {VERSION}"
             )
         return frame
     return None

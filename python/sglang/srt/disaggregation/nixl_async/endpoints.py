@@ -49,7 +49,9 @@ class DeltaNixlSender(NixlKVSender):
     """Fails its own room, never the scheduler, and not before posted transfers have settled."""
 
     @override
-    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
         if self._stopped:
             return
         try:
@@ -81,7 +83,7 @@ class DeltaNixlSender(NixlKVSender):
         return KVPoll.Success if settled else KVPoll.WaitingForInput
 
     def _completed(self, states: list[str]) -> bool:
-        """Everything was delivered before the abort arrived: decode has it all, so it is a success."""
+        """All was delivered before the abort arrived: decode has it, so it is a success."""
         return bool(self.has_sent) and all(state == "DONE" for state in states)
 
     @override
@@ -101,7 +103,7 @@ class DeltaNixlSender(NixlKVSender):
         self.kv_mgr.request_status.pop(self.bootstrap_room, None)
         self.kv_mgr.transfer_infos.pop(self.bootstrap_room, None)
         self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
-        self.xfer_handles = []  # the wrappers release what they hold
+        self.xfer_handles: list[Any] = []  # the wrappers release what they hold
 
 
 class DeltaNixlReceiver(NixlKVReceiver):

@@ -126,7 +126,10 @@ class DeltaNixlManager(NixlKVManager):
         peer that cannot be told finds out by its own deadline.
         """
         for info in self.transfer_infos.pop(bootstrap_room, {}).values():
-            if getattr(info, "delta", None) is None or info.agent_name not in self.decode_kv_args_table:
+            if (
+                getattr(info, "delta", None) is None
+                or info.agent_name not in self.decode_kv_args_table
+            ):
                 continue
             try:
                 self.agent.send_notif(

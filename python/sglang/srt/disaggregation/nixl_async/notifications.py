@@ -43,7 +43,9 @@ def parse(raw: bytes) -> Notification:
     room = int(room_text)
     if kind == "kv":
         chunk, is_last, *pp_rank = detail.split("_")
-        return Notification(room, kind, int(chunk), bool(int(is_last)), int(pp_rank[0]) if pp_rank else 0)
+        return Notification(
+            room, kind, int(chunk), bool(int(is_last)), int(pp_rank[0]) if pp_rank else 0
+        )
     if kind == "aux":
         return Notification(room, kind)
     if kind == "state":

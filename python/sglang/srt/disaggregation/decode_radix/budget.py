@@ -1,0 +1,145 @@
+"""Whether a request fits into the decode pool now, read from the scheduler's live queues."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang.srt.disaggregation.decode_radix import admission
+from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeBudget:
+    """Counts claims, evicts, and allocates for the prealloc queue.
+
+    The queue is the owner of all state but one: why the head of the queue was refused. ``new``
+    arguments are requests that got pages in this scheduler step and are in no queue yet.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._scheduler = queue.scheduler
+        self._tree = queue.tree_cache
+        self._allocator = queue.token_to_kv_pool_allocator
+        self._page: int = queue.token_to_kv_pool_allocator.page_size
+        self._cap: int = queue.num_reserved_decode_tokens
+        self._blocked: admission.BlockedHead | None = None
+
+    def reserve(
+        self, req: Any, lease: PrefixLease, length: int, new: list[Any]
+    ) -> torch.Tensor | None:
+        """Slots for the tokens from the lease to ``length`` (1-D int64), or None: they do not fit.
+
+        Called with the lease held: locking takes the prefix out of what can be evicted, and a
+        budget from before it would count the same tokens twice.
+        """
+        pool = self.pool(new)
+        cost = admission.entry_cost(lease.length, length, final_length(req), self._cap, self._page)
+        fits = cost <= pool.free - pool.reserved
+        if not fits or not self._everyone_can_finish(lease, length, new):
+            self._blocked = admission.BlockedHead(req.rid, cost, pool, self._tree.inserts)
+            return None
+        self._blocked = None
+        return self._allocate(
+            req, page_ceil(length, self._page) - lease.length, length - lease.length
+        )
+
+    def still_blocked(self, req: Any, new: list[Any]) -> bool:
+        """Whether ``req`` was refused before and nothing changed that could help it."""
+        blocked = self._blocked
+        return blocked is not None and blocked.still_blocked(
+            req.rid, self.pool(new), self._tree.inserts
+        )
+
+    def pool(self, new: list[Any]) -> admission.PoolState:
+        """The pool as it is now."""
+        return admission.PoolState(
+            free=self._allocator.available_size() + self._tree.evictable_size(),
+            protected=self._tree.protected_size(),
+            reserved=admission.reserved(self._claims(new), self._cap, self._page),
+        )
+
+    def _claims(self, new: list[Any]) -> list[admission.Claim]:
+        """What every request that holds pages may still need."""
+        scheduler = self._scheduler
+        holders = [*self._running(), *self._not_running(new)]
+        last_batch = scheduler.last_batch
+        if last_batch and last_batch.forward_mode.is_prebuilt():
+            # Just left the waiting queue and not yet merged into the running batch.
+            holders += [req for req in last_batch.reqs if not req.finished()]
+        unique = {id(req): req for req in holders}
+        return [admission.Claim(req.kv_allocated_len, final_length(req)) for req in unique.values()]
+
+    def _running(self) -> list[Any]:
+        return [req for req in self._scheduler.running_batch.reqs if not req.finished()]
+
+    def _not_running(self, new: list[Any]) -> list[Any]:
+        """Requests that hold pages and cannot be retracted: in transfer, waiting, or new."""
+        in_transfer = [decode_req.req for decode_req in self._queue.transfer_queue.queue]
+        return [*in_transfer, *self._scheduler.waiting_queue, *new]
+
+    def _allocate(self, req: Any, needed: int, used: int) -> torch.Tensor | None:
+        """``used`` slots of ``needed`` tokens of whole pages; evicts exactly what is missing."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        if needed == 0:
+            return torch.empty(0, dtype=torch.int64, device=self._allocator.device)
+        shortfall = needed - self._allocator.available_size()
+        if shortfall > 0:
+            self._tree.evict(EvictParams(num_tokens=shortfall))
+        slots: torch.Tensor | None = self._allocator.alloc(needed)
+        if slots is None:
+            logger.warning(
+                "request %s stays queued: %d tokens wanted, %d free after evicting, %d evictable",
+                req.rid,
+                needed,
+                self._allocator.available_size(),
+                self._tree.evictable_size(),
+            )
+            return None
+        return slots[:used]
+
+    def _everyone_can_finish(self, lease: PrefixLease, length: int, new: list[Any]) -> bool:
+        """Admitting one more must leave every running request able to end, the others retracted.
+
+        Requests that do not run yet cannot be retracted, so what they hold is out of reach.
+        """
+        running = self._running()
+        if not running:
+            return True  # nobody to starve, and the candidate fits: the budget says so
+        page = self._page
+        in_tree = path_tokens(self._tree, lease.node)
+        pinned = page_ceil(length, page) - lease.length
+        for req in self._not_running(new):
+            in_tree |= path_tokens(self._tree, req.last_node)
+            pinned += page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
+        pinned += sum(in_tree.values())
+        total = self._queue.max_total_num_tokens
+        for req in running:
+            path = path_tokens(self._tree, req.last_node)
+            shared = sum(tokens for node, tokens in path.items() if node in in_tree)
+            if not admission.can_finish_alone(final_length(req), shared, pinned, total, page):
+                return False
+        return True
+
+
+def final_length(req: Any) -> int:
+    """The longest that a request's KV can become, in tokens."""
+    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
+
+    new_tokens: int = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKEN)
+    return len(req.origin_input_ids) + new_tokens
+
+
+def path_tokens(tree: Any, node: Any) -> dict[int, int]:
+    """The nodes from ``node`` up to the root, by id, with the tokens of each."""
+    found = {}
+    while node is not None and node is not tree.root_node:
+        found[node.id] = len(node.key)
+        node = node.parent
+    return found
