@@ -37,6 +37,7 @@ class DisaggArgs(_Base):
             # Once more on the values that SGLang has filled in or changed.
             compat.check_decode_radix_args(self)
             compat.check_still_enabled(self)
+            compat.warn_dp_attention(self)
 
     @override
     def _handle_model_specific_adjustments(self) -> None:

@@ -59,12 +59,6 @@ def check_decode_radix_args(args: Any) -> None:
     """Raise ``ValueError`` at the first setting that the flag cannot be combined with."""
     for problem in _problems(args):
         raise ValueError(problem)
-    if args.enable_dp_attention:
-        logger.warning(
-            "%s with --enable-dp-attention: every data parallel rank has a tree of its own, so "
-            "requests hit only if the router sends one prefix to one rank (prefix-aware routing).",
-            FLAG,
-        )
 
 
 def check_explicit_disable(args: Any) -> None:
@@ -81,6 +75,16 @@ def check_still_enabled(args: Any) -> None:
         raise ValueError(
             f"{FLAG} was given, but SGLang set --disable-radix-cache for this model or attention "
             f"backend (its log says why). Choose another, or remove {FLAG}."
+        )
+
+
+def warn_dp_attention(args: Any) -> None:
+    """Data parallel attention works, but it needs a router that knows prefixes to be worth it."""
+    if args.enable_dp_attention:
+        logger.warning(
+            "%s with --enable-dp-attention: every data parallel rank has a tree of its own, so "
+            "requests hit only if the router sends one prefix to one rank (prefix-aware routing).",
+            FLAG,
         )
 
 
@@ -137,12 +141,19 @@ def _unsupported_kind(config: Any) -> str:
         return "models with state-space or linear-attention layers"
     if any(getattr(c, "index_topk", None) is not None for c in hf_configs):
         return "models with sparse attention (NSA)"
+    if getattr(config, "is_multimodal", False) and _on_transformers(config):
+        return "multimodal models with --model-impl transformers (SGLang turns their tree off)"
     return ""
 
 
 def _has_state_layers(hf_config: Any) -> bool:
     # All configurations of such models offer this; look at the class, the value is computed.
     return hasattr(type(hf_config), "mamba2_cache_params")
+
+
+def _on_transformers(config: Any) -> bool:
+    chosen = getattr(config, "model_impl", None)
+    return str(getattr(chosen, "value", chosen)) == "transformers"
 
 
 def _conflict(other: str, why: str) -> str:

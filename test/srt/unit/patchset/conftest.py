@@ -1,0 +1,129 @@
+"""A miniature SGLang to attach to: interpreters that start fast, and tables of our choice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import sglang.srt.patchset as patchset
+
+ENGINE = """
+import dataclasses
+
+class Engine:
+    "Stock engine."
+    def run(self, steps=1):
+        return ["stock"] * steps
+
+@dataclasses.dataclass
+class Options:
+    size: int = 1
+    def __post_init__(self):
+        self.checked = ["stock"]
+"""
+CONSUMER = "from sglang.srt.engine import Engine, Options\n"
+MIXINS = """
+import dataclasses
+from typing_extensions import override
+
+class Loud:
+    @override
+    def run(self, steps=1):
+        return super().run(steps) + ["loud"]
+
+class Louder:
+    @override
+    def run(self, steps=1):
+        return super().run(steps) + ["louder"]
+
+class Drifted:
+    @override
+    def run(self, steps=2, *, fast=False):
+        return super().run(steps)
+
+@dataclasses.dataclass
+class MoreOptions:
+    colour: str = "red"
+    @override
+    def __post_init__(self):
+        super().__post_init__()
+        self.checked.append("mixin")
+"""
+ROW = 'Replacement("sglang.srt.engine", "{name}", "sglang.srt.mixins:{mixin}", "test")'
+LOUD = (("Engine", "Loud"), ("Options", "MoreOptions"))
+
+
+@dataclass
+class FakeSglang:
+    """A folder that shadows the installed SGLang, with the real patchset package beside it."""
+
+    folder: Path
+
+    def write(self, path: str, text: str) -> Path:
+        """Write one file below the folder."""
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    def set_version(self, version: str) -> None:
+        """Change what the package metadata says."""
+        shutil.rmtree(next(self.folder.glob("sglang-*.dist-info")), ignore_errors=True)
+        self.write(
+            f"sglang-{version}.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n",
+        )
+
+    def set_table(self, rows: tuple[tuple[str, str], ...]) -> None:
+        """Replace the rows of the table: (class of sglang.srt.engine, mixin) each."""
+        file = self.folder / "sglang/srt/patchset/table.py"
+        head = file.read_text().split("TABLE: tuple")[0]
+        lines = "".join(f"    {ROW.format(name=n, mixin=m)},\n" for n, m in rows)
+        file.write_text(f"{head}TABLE: tuple[Replacement, ...] = (\n{lines})\n")
+
+    def run(
+        self, code: str, *options: str, check: bool = True, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``code`` in a fresh interpreter that finds this SGLang first."""
+        result = subprocess.run(
+            [sys.executable, *options, "-c", textwrap.dedent(code)],
+            env=clean_environment(PYTHONPATH=str(self.folder), **env),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=self.folder,
+        )
+        assert not check or result.returncode == 0, result.stderr
+        return result
+
+
+def clean_environment(**env: str) -> dict[str, str]:
+    """Our environment without what other tests or the user set for the patch set."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTHONPATH"))}
+    return kept | env
+
+
+@pytest.fixture
+def fake_sglang(tmp_path: Path) -> FakeSglang:
+    """A miniature SGLang of the expected version, with one plain and one dataclass row."""
+    fake = FakeSglang(tmp_path)
+    fake.write("sglang/__init__.py", "from sglang.srt import settings\n")
+    fake.write("sglang/srt/settings.py", "")
+    fake.write("sglang/srt/engine.py", ENGINE)
+    fake.write("sglang/srt/consumer.py", CONSUMER)
+    fake.write("sglang/srt/mixins.py", MIXINS)
+    own = Path(patchset.__file__).parent
+    shutil.copytree(
+        own, tmp_path / "sglang/srt/patchset", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    fake.write("sglang-0.dist-info/METADATA", "")
+    fake.set_version(patchset.BASE_VERSION)
+    fake.set_table(LOUD)
+    return fake
