@@ -1,0 +1,71 @@
+"""Stock SGLang parts on the CPU stand-in, each in an interpreter of its own.
+
+The stand-in is installed at interpreter start, by the hook, as in a server; a program is judged by
+the line that it prints last, since NIXL may crash an interpreter while it exits.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
+
+pytestmark = pytest.mark.skipif(gpu_device_node() is not None, reason="refused beside a GPU")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the stand-in on."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"SGLANG_CPU_STANDIN": "1", "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def check(program: str, **environment: str) -> None:
+    """Run one of the programs beside this file."""
+    done = run(str(Path(__file__).with_name(program)), **environment)
+    assert done.stdout.rstrip().endswith("CHECKED"), done.stdout + done.stderr
+
+
+def test_paged_allocator_and_retraction_copies() -> None:
+    """Guards against a scheduler that cannot be imported without a driver, a real paged allocator
+    that mixes up slots, and the retraction copy that calls CUDA."""
+    check("program_allocator.py")
+
+
+def test_hicache_host_pools() -> None:
+    """Guards against pinning, and against KV that differs after a round trip through the host,
+    in both layouts of the direct I/O backend, with and without MLA."""
+    check("program_host_pool.py")
+
+
+def test_nixl_moves_cpu_tensors() -> None:
+    """Guards against a transfer engine that looks for a GPU behind the word VRAM."""
+    check("program_nixl.py", UCX_TLS="tcp,self")
+
+
+def test_without_the_patch_set() -> None:
+    """Guards against a stand-in that only works beside the patch set: stock servers are what
+    results are compared with."""
+    done = run(
+        "-c",
+        "import sglang.srt.mem_cache.allocator as a; print(type(a.alloc_extend_kernel).__name__)",
+        SGLANG_PATCHSET="0",
+    )
+    assert done.stdout.strip() == "Launch", done.stderr
+
+
+def test_off_by_default() -> None:
+    """Guards against a stand-in that is on where nobody asked for it."""
+    done = run(
+        "-c",
+        "import sys, torch; print([f for f in sys.meta_path if hasattr(f, 'is_cpu_standin')])",
+        SGLANG_CPU_STANDIN="0",
+    )
+    assert done.stdout.strip() == "[]", done.stderr
