@@ -1,0 +1,156 @@
+"""What the decode radix flag refuses, and that every refusal says what to do instead."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from sglang.srt.patchset import compat
+
+
+def args(**changes):
+    """Server arguments of a decode server that may use the flag."""
+    accepted = {
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "nixl",
+        "disable_radix_cache": False,
+        "disaggregation_decode_enable_offload_kvcache": False,
+        "enable_hisparse": False,
+        "speculative_algorithm": None,
+        "enable_hierarchical_cache": False,
+        "enable_lmcache": False,
+        "enable_streaming_session": False,
+        "enable_dp_attention": False,
+        "pp_size": 1,
+        "num_reserved_decode_tokens": 512,
+        "page_size": None,
+    }
+    assert changes.keys() <= accepted.keys()
+    return SimpleNamespace(**accepted | changes)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name, _ in compat._EXCLUSIVE_ENV:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64, 512])
+def test_accepted(page_size):
+    """The plain case, before and after SGLang has chosen a page size."""
+    compat.check_decode_radix_args(args(page_size=page_size))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode is prefill"),
+        ({"disaggregation_mode": "null"}, "--disaggregation-mode is null"),
+        *(
+            ({"disaggregation_transfer_backend": b}, f"--disaggregation-transfer-backend {b}")
+            for b in ("mori", "ascend", "fake")
+        ),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+        (
+            {"disaggregation_decode_enable_offload_kvcache": True},
+            "--disaggregation-decode-enable-offload-kvcache",
+        ),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
+        ({"pp_size": 2}, "--pipeline-parallel-size"),
+        ({"page_size": 16, "num_reserved_decode_tokens": 15}, "--num-reserved-decode-tokens (15)"),
+    ],
+    ids=str,
+)
+def test_refused(changes, named):
+    """Accepted silently, each of these corrupts KV or ends the server at its first request."""
+    with pytest.raises(ValueError) as error:
+        compat.check_decode_radix_args(args(**changes))
+    message = str(error.value)
+    assert message.startswith(compat.FLAG) and named in message
+    assert any(way in message for way in ("Use ", "Remove one", "Give it to"))
+
+
+@pytest.mark.parametrize(
+    "name", ["SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"]
+)
+@pytest.mark.parametrize(
+    ("value", "refused"), [("1", True), ("true", True), ("0", False), ("", False)]
+)
+def test_environment_settings(monkeypatch, name, value, refused):
+    """Two of SGLang's switches are environment variables; they conflict just the same."""
+    monkeypatch.setenv(name, value)
+    if not refused:
+        return compat.check_decode_radix_args(args())
+    with pytest.raises(ValueError, match=f"{compat.FLAG} cannot be combined with {name}=1"):
+        compat.check_decode_radix_args(args())
+
+
+def test_explicit_disable_radix_cache():
+    """Asking for both is a mistake; neither may win silently."""
+    compat.check_explicit_disable(args())
+    with pytest.raises(ValueError, match=f"{compat.FLAG} .* --disable-radix-cache"):
+        compat.check_explicit_disable(args(disable_radix_cache=True))
+
+
+def test_a_tree_that_sglang_turned_off():
+    """SGLang disables the tree for some models with only a log line: that must not go unseen."""
+    compat.check_still_enabled(args())
+    with pytest.raises(ValueError, match=f"{compat.FLAG} .* --disable-radix-cache"):
+        compat.check_still_enabled(args(disable_radix_cache=True))
+
+
+@pytest.mark.parametrize(("enabled", "warnings"), [(True, 1), (False, 0)])
+def test_dp_attention_warns(caplog, enabled, warnings):
+    """It works, but without a prefix-aware router it never hits: the user has to know."""
+    with caplog.at_level(logging.WARNING):
+        compat.warn_dp_attention(args(enable_dp_attention=enabled))
+    assert len(caplog.records) == warnings
+    assert all("--enable-dp-attention" in record.getMessage() for record in caplog.records)
+
+
+class StateSpaceConfig:
+    """As SGLang's configurations of models with state layers."""
+
+    @property
+    def mamba2_cache_params(self):
+        """Must not be computed by a mere check."""
+        raise AssertionError
+
+
+def model(hf_config=None, **changes):
+    """A model configuration with plain attention."""
+    plain = SimpleNamespace(index_topk=None, sliding_window=4096)
+    return SimpleNamespace(
+        model_path="m", hf_config=hf_config or plain, hf_text_config=plain, **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (model(is_hybrid_swa=True), "sliding-window"),
+        (model(StateSpaceConfig()), "state-space"),
+        (model(SimpleNamespace(index_topk=2048)), "sparse attention"),
+        (model(is_multimodal=True, model_impl="transformers"), "--model-impl transformers"),
+    ],
+    ids=str,
+)
+def test_refused_models(config, named):
+    """Their KV is more than one pool of pages; found later, after the weights, it costs minutes."""
+    with pytest.raises(ValueError, match=named) as error:
+        compat.check_decode_radix_model(config)
+    assert compat.FLAG in str(error.value) and "--model-path" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "config", [model(), model(is_multimodal=True, model_impl="auto"), model(is_hybrid_swa=False)]
+)
+def test_accepted_models(config):
+    """A window in the configuration alone says nothing about the pool."""
+    compat.check_decode_radix_model(config)
