@@ -1,0 +1,61 @@
+"""Every process of a server is patched, however it was started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+# A sitecustomize for the processes of the test: while the scheduler's module is being imported, it
+# writes down what became of the table so far.
+OBSERVER = """
+import os, sys
+class Observer:
+    def find_spec(self, name, path=None, target=None):
+        if name == "sglang.srt.managers.scheduler_output_processor_mixin":
+            from sglang.srt.patchset import state
+            now = state()
+            bound = sum(item.status.value == "bound" for item in now.rows)
+            with open(os.environ["OBSERVED"], "a") as out:
+                out.write(f"{os.getpid()} {os.getppid()} {now.active} {bound} {len(now.failed)}\\n")
+        return None
+sys.meta_path.insert(0, Observer())
+"""
+PROGRAM = """
+import sys
+import sglang
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], dp_size=2, load_format="dummy",
+        skip_tokenizer_init=True, device="cpu", attention_backend="torch_native",
+        sampling_backend="pytorch", disable_cuda_graph=True, disable_piecewise_cuda_graph=True,
+        max_total_tokens=2048, mem_fraction_static=0.1, log_level="error",
+    )
+    out = engine.generate(
+        input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 2, "temperature": 0}
+    )
+    print("generated", len(out["output_ids"]))
+    engine.shutdown()
+"""
+
+
+def test_engine_in_a_program(model_config, tmp_path):
+    """``sglang.Engine`` with two data parallel ranks: program, controller and two schedulers."""
+    (tmp_path / "sitecustomize.py").write_text(OBSERVER)
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    observed = tmp_path / "observed"
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", program, model_config()],
+        env=os.environ | {"PYTHONPATH": path, "OBSERVED": str(observed)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "generated 2" in result.stdout, result.stdout + result.stderr
+    lines = [line.split() for line in observed.read_text().splitlines()]
+    assert len({pid for pid, *_ in lines}) == 4, lines
+    for _, _, active, bound, failed in lines:
+        assert (active, failed) == ("True", "0") and int(bound) > 0, lines
