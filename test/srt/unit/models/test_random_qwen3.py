@@ -1,0 +1,123 @@
+"""The random model: every token of a long context matters, and rounding noise does not."""
+
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache, Qwen3ForCausalLM
+
+from models.random_qwen3 import build
+
+PROMPT_TOKENS = 1000
+NEW_TOKENS = 48
+SOON = 16
+"""After so many new tokens a changed context must show."""
+POSITIONS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 500, 610, 700, 800, 900, 990)
+"""Where a token is changed, one a trial."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("random_qwen3"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompt(model: Any) -> torch.Tensor:
+    """Ids [1, PROMPT_TOKENS]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def continuations(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    """Greedy ids [1 + trials, NEW_TOKENS] of the prompt and of each changed one."""
+    rng = random.Random(0)
+    rows = prompt.repeat(1 + len(POSITIONS), 1)
+    for row, position in enumerate(POSITIONS, start=1):
+        old = int(prompt[0, position])
+        new = [i for i in range(3, model.config.vocab_size) if i != old]
+        rows[row, position] = rng.choice(new)
+    return greedy(model, rows)
+
+
+def greedy(model: Any, ids: torch.Tensor, chunk: int = 0) -> torch.Tensor:
+    """Greedy continuation [rows, NEW_TOKENS]; the prompt is run in chunks of so many tokens."""
+    cache = DynamicCache(config=model.config)
+    written: list[torch.Tensor] = []
+    with torch.no_grad():
+        for part in ids.split(chunk or ids.shape[1], dim=1):
+            logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+        while len(written) < NEW_TOKENS:
+            written.append(logits[:, -1].argmax(-1, keepdim=True))
+            logits = model(written[-1], past_key_values=cache).logits
+    return torch.cat(written, dim=1)
+
+
+def test_every_token_matters(continuations: torch.Tensor) -> None:
+    """Guards against a model on which tests pass with wrong KV: one other token anywhere in a
+    prompt of 1,000 must lead to another text."""
+    same = (continuations[1:, :SOON] == continuations[0, :SOON]).all(dim=1)
+    assert [POSITIONS[i] for i in same.nonzero().flatten().tolist()] == []
+
+
+def test_output_is_no_cycle(continuations: torch.Tensor) -> None:
+    """Guards against output that falls into one token or a short cycle: it would hide from tests
+    what happens after the first few tokens."""
+    for row in continuations.tolist():
+        assert len(set(row)) > NEW_TOKENS // 2
+        tail = row[-24:]
+        assert all(tail[period:] != tail[:-period] for period in range(1, 13))
+
+
+def test_summation_order_does_not_matter(
+    model: Any, prompt: torch.Tensor, continuations: torch.Tensor
+) -> None:
+    """Guards against ties that rounding decides: alone or in a batch, at once or in chunks, the
+    text must be the same, as it must be in a server with any batching."""
+    assert greedy(model, prompt).tolist() == continuations[:1].tolist()
+    assert greedy(model, prompt, chunk=272).tolist() == continuations[:1].tolist()
+
+
+def test_short_prompts_lead_apart(model: Any) -> None:
+    """Guards against scales that fit long contexts only: most tests send short prompts."""
+    prompts = torch.tensor([[10 + i, 50, 60, 70, 80, 90, 100, 110] for i in range(8)])
+    rows = greedy(model, prompts).tolist()
+    assert len({tuple(row) for row in rows}) == len(rows)
+    assert statistics.median(len(set(row)) for row in rows) > NEW_TOKENS // 2
+
+
+def test_never_ends_its_turn(model: Any, continuations: torch.Tensor) -> None:
+    """Guards against random stops: tests ask for a number of tokens and count on it."""
+    ends = [model.config.eos_token_id, model.config.pad_token_id]
+    assert not torch.isin(continuations, torch.tensor(ends)).any()
+
+
+def test_build_is_deterministic_and_idempotent(tmp_path: Path) -> None:
+    """Guards against weights that differ between two servers of a test, and against builds that
+    trust what an interrupted or different one left behind."""
+    shape = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "hidden": 32}
+    one, two = (build(tmp_path / name, seed=3, **shape) for name in ("one", "two"))
+    weights = "model.safetensors"
+    assert (one / weights).read_bytes() == (two / weights).read_bytes()
+    before = (one / weights).stat().st_mtime_ns
+    build(one, seed=3, **shape)
+    assert (one / weights).stat().st_mtime_ns == before
+    build(one, seed=4, **shape)
+    assert (one / weights).read_bytes() != (two / weights).read_bytes()
+
+
+def test_shape_is_as_asked(tmp_path: Path) -> None:
+    """Guards against shapes that tensor parallelism cannot split as a test asked for."""
+    folder = build(tmp_path, layers=2, heads=8, kv_heads=4, head_dim=16, hidden=64)
+    config = Qwen3ForCausalLM.from_pretrained(folder).config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (2, 8)
+    assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 16, 64)
+    assert len(AutoTokenizer.from_pretrained(folder)) == config.vocab_size
