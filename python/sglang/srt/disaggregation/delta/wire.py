@@ -30,6 +30,12 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     num_writers: int = 1
 
 
+class _AnyVersion(msgspec.Struct, frozen=True):
+    """The one field that every version has."""
+
+    version: int = VERSION
+
+
 class DeltaFrameError(ValueError):
     """A frame that carries our magic but cannot be understood."""
 
@@ -48,13 +54,15 @@ def find_frame(frames: Sequence[bytes]) -> DeltaFrame | None:
     for raw in reversed(frames):
         if not raw.startswith(_MAGIC):
             continue
+        content = raw[len(_MAGIC) :]
         try:
-            frame = msgspec.msgpack.decode(raw[len(_MAGIC) :], type=DeltaFrame)
+            # On its own: another version may name and type all other fields differently.
+            theirs = msgspec.msgpack.decode(content, type=_AnyVersion).version
+            if theirs != VERSION:
+                raise DeltaFrameError(
+                    f"decode speaks delta protocol {theirs}, this prefill server {VERSION}"
+                )
+            return msgspec.msgpack.decode(content, type=DeltaFrame)
         except msgspec.DecodeError as error:
             raise DeltaFrameError(f"malformed delta frame: {error}") from error
-        if frame.version != VERSION:
-            raise DeltaFrameError(
-                f"decode speaks delta protocol {frame.version}, this prefill server {VERSION}"
-            )
-        return frame
     return None
