@@ -1,0 +1,132 @@
+"""Page arithmetic, and the plan of a delta transfer: exact, or refused with both numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.disaggregation.delta.pages import (
+    DeltaMismatch,
+    chunk_end,
+    page_ceil,
+    page_count,
+    page_floor,
+    plan_delta,
+)
+
+PAGES = st.sampled_from([1, 4, 16, 64])
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One destination's announcement."""
+
+    decode_prefix_len: int
+    num_pages: int
+
+
+@given(tokens=st.integers(0, 10_000), page=PAGES)
+def test_rounding(tokens: int, page: int) -> None:
+    """Guards against page arithmetic that is off by one at a page border."""
+    assert page_floor(tokens, page) <= tokens <= page_ceil(tokens, page)
+    assert page_floor(tokens, page) % page == page_ceil(tokens, page) % page == 0
+    assert page_ceil(tokens, page) - page_floor(tokens, page) == (page if tokens % page else 0)
+    assert page_count(tokens, page) * page == page_ceil(tokens, page)
+
+
+@pytest.mark.parametrize(
+    ("computed", "page", "last", "end"),
+    [
+        (40, 16, False, 32),
+        (40, 16, True, 40),
+        (32, 16, False, 32),
+        (15, 16, False, 0),
+        (7, 1, False, 7),
+        (0, 16, True, 0),
+    ],
+)
+def test_chunk_end(computed: int, page: int, last: bool, end: int) -> None:
+    """Guards against a half-computed page that is sent, or a last page that is not."""
+    assert chunk_end(computed, page, last) == end
+
+
+@pytest.mark.parametrize(
+    ("prefix", "listed", "prompt", "page"),
+    [
+        (0, 3, 3, 16),  # cold
+        (32, 1, 3, 16),  # partial hit
+        (48, 0, 3, 16),  # full hit, whole pages
+        (7, 3, 10, 1),
+        (64, 1, 2, 64),
+    ],
+)
+def test_plan_accepts(prefix: int, listed: int, prompt: int, page: int) -> None:
+    """Guards against a plan that starts elsewhere than where decode's pages start."""
+    plan = plan_delta(7, [Listed(prefix, listed)] * 2, prompt, page)
+    assert (plan.prefix_len, plan.num_pages) == (prefix, prompt - prefix // page)
+
+
+@pytest.mark.parametrize(
+    ("announced", "prompt", "page", "numbers"),
+    [
+        ([(-16, 3)], 2, 16, ["-16", "16 tokens"]),
+        ([(17, 1)], 3, 16, ["17", "16 tokens"]),
+        ([(64, 0)], 3, 16, ["64", "3 pages"]),
+        ([(16, 3)], 3, 16, ["3 destination pages", "2 of the prompt's 3"]),
+        ([(16, 1)], 3, 16, ["1 destination pages", "2 of the prompt's 3"]),
+        ([(0, 0)], 3, 16, ["0 destination pages", "3 of the prompt's 3"]),
+        ([(16, 2), (32, 1)], 3, 16, ["[16, 32]"]),
+        ([(16, 2), (16, 1)], 3, 16, ["1 destination pages", "2 of"]),
+    ],
+    ids=[
+        "negative",
+        "unaligned",
+        "longer than the prompt",
+        "too many pages",
+        "too few pages",
+        "no pages where some are left",
+        "ranks disagree about the prefix",
+        "ranks disagree about the pages",
+    ],
+)
+def test_plan_refuses(
+    announced: list[tuple[int, int]], prompt: int, page: int, numbers: list[str]
+) -> None:
+    """Guards against a mismatch that is cut to fit, which writes the start of a prompt into the
+    pages of its tail; the message has to name the room and both numbers."""
+    with pytest.raises(DeltaMismatch) as error:
+        plan_delta(41, [Listed(*pair) for pair in announced], prompt, page)
+    message = str(error.value)
+    assert "room 41" in message
+    for number in numbers:
+        assert number in message
+
+
+def test_plan_of_a_room_with_dummies_only() -> None:
+    """Guards against a rank whose receivers are all dummies and that therefore fails."""
+    assert plan_delta(1, [], 5, 16).prefix_len == 0
+
+
+@given(
+    page=PAGES,
+    prompt=st.integers(1, 12),
+    announced=st.lists(st.tuples(st.integers(-70, 800), st.integers(0, 13)), max_size=3),
+)
+def test_plan_accepts_exactly_the_right_combination(
+    page: int, prompt: int, announced: list[tuple[int, int]]
+) -> None:
+    """Guards against any accepted combination that would move a page to a wrong place."""
+    right = len({prefix for prefix, _ in announced}) <= 1 and all(
+        prefix >= 0 and prefix % page == 0 and prefix // page + pages == prompt
+        for prefix, pages in announced
+    )
+    destinations = [Listed(*pair) for pair in announced]
+    if right:
+        plan = plan_delta(1, destinations, prompt, page)
+        assert plan.prefix_len // page + plan.num_pages == prompt
+    else:
+        with pytest.raises(DeltaMismatch):
+            plan_delta(1, destinations, prompt, page)
