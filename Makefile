@@ -11,6 +11,7 @@ export SGLANG_CPU_STANDIN := 1
 endif
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL: # servers and two cores do not share well
 .PHONY: help env lint format test test-unit test-component test-e2e check-patchset demo serve wheel clean
 
 help: ## list the targets
