@@ -80,6 +80,11 @@ class DisaggScheduler(Scheduler):
         inflight.window_tokens(self.page_size)  # wrong values are refused at start
         inflight.wait_seconds()
         self.tree_cache.serve_decode()
+        logger.info(
+            "decode radix cache is on: page size %d, at most %d reserved tokens a request",
+            self.page_size,
+            self.server_args.num_reserved_decode_tokens,
+        )
 
     @override
     def init_disaggregation(self) -> None:

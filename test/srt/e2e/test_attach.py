@@ -1,0 +1,58 @@
+"""The flag reaches schedulers however they start: by ``Engine`` in a program, for each DP rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmark.harness import metrics
+from benchmark.harness.pair import Pair
+from benchmark.harness.ports import allocate_ports
+from e2e.support import Reference, pair_config, prompt_maker, settle
+
+ATTACHED = "decode radix cache is on"
+
+ENGINE = """
+import sys
+import sglang
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], device="cpu", dtype="float32", attention_backend="torch_native",
+        sampling_backend="pytorch", disable_cuda_graph=True, disable_piecewise_cuda_graph=True,
+        max_total_tokens=2000, disaggregation_mode="decode", disaggregation_transfer_backend="nixl",
+        disaggregation_decode_enable_radix_cache=True, nccl_port=int(sys.argv[2]),
+        skip_server_warmup=True,
+    )
+    print("ENGINE IS UP", flush=True)
+    engine.shutdown()
+"""
+
+
+def test_engine_in_a_program(model: Path, tmp_path: Path) -> None:
+    """Engine spawns its scheduler from the user's own program, where no launcher of ours runs."""
+    script = tmp_path / "program.py"
+    script.write_text(ENGINE)
+    (port,) = allocate_ports(1)
+    run = subprocess.run(
+        [sys.executable, str(script), str(model), str(port)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    output = run.stdout + run.stderr
+    assert "ENGINE IS UP" in run.stdout, output[-3000:]
+    assert ATTACHED in output
+
+
+def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs: Path) -> None:
+    """The DP controller spawns its schedulers itself; each must have the tree, and a request must
+    be answered right whichever rank gets it."""
+    tokens = prompt_maker(model, seed=7)
+    shared = tokens(120)
+    prompts = [[*shared, *tokens(5 + i)] for i in range(8)]
+    config = pair_config(model, logs, page_size=16, decode_args=("--dp-size", "2"))
+    with Pair(config, logs) as pair:
+        for _ in range(2):
+            assert pair.generate(prompts, 12) == reference.answers(prompts, 12)
+        settle(pair)
+        assert pair.processes["decode"].log_text().count(ATTACHED) == 2
+        assert pair.metrics()[1][metrics.HIT_TOKENS] > 0

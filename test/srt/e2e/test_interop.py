@@ -1,0 +1,93 @@
+"""Patched and stock servers together, and a patched server without the flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmark.harness import metrics
+from benchmark.harness.pair import Pair
+from e2e.support import Ids, Reference, pair_config, prompt_maker, settle
+
+NEW_METRICS = (
+    metrics.HIT_TOKENS,
+    metrics.PROMPT_TOKENS,
+    metrics.REQUESTED_BYTES,
+    metrics.SENT_BYTES,
+    metrics.SKIPPED_TOKENS,
+)
+
+
+def two_turns(pair: Pair, reference: Reference, prompts: list[Ids]) -> None:
+    """Two rounds with a common prefix, equal to the reference."""
+    answers = reference.answers(prompts, 12)
+    assert pair.generate(prompts, 12) == answers
+    follow_up = [[*p, *a, *p[:9]] for p, a in zip(prompts, answers, strict=True)]
+    assert pair.generate(follow_up, 12) == reference.answers(follow_up, 12)
+    pair.check()
+
+
+def some_prompts(model: Path) -> list[Ids]:
+    tokens = prompt_maker(model, seed=9)
+    shared = tokens(300)
+    return [[*shared, *tokens(10 * i + 1)] for i in range(4)]
+
+
+def log_shapes(pair: Pair) -> Mapping[str, set[str]]:
+    """The kinds of lines that the schedulers logged, numbers taken out."""
+    found = {}
+    for role in ("prefill", "decode"):
+        lines = re.findall(r"(?:Prefill|Decode) batch.*", pair.processes[role].log_text())
+        found[role] = {re.sub(r"[\d.]+|True|False", "N", line) for line in lines}
+    return found
+
+
+def metric_names(pair: Pair) -> tuple[set[str], set[str]]:
+    prefill, decode = pair.metrics()
+    return set(prefill), set(decode)
+
+
+def test_stock_and_patched_servers_serve_each_other(
+    model: Path, reference: Reference, logs: Path
+) -> None:
+    """A stock prefill cannot read a prefix length: it would write the prompt's start into pages
+    meant for its tail. So it must be sent none, and the other way round a stock decode server must
+    be served its whole prompts. Then, with no flag at all, a patched server must look like stock:
+    the same log lines and the same metrics."""
+    prompts = some_prompts(model)
+    interval = ("--decode-log-interval", "1")
+    mixed = pair_config(model, logs, stock_prefill=True, page_size=16, decode_args=interval)
+    with Pair(mixed, logs / "stock-prefill") as pair:
+        two_turns(pair, reference, prompts)
+        settle(pair)
+        counters = pair.metrics()[1]
+        assert counters[metrics.PROMPT_TOKENS] > 0
+        assert counters[metrics.HIT_TOKENS] == 0
+        log = pair.processes["decode"].log_text()
+        assert "does not understand decode_prefix_len" in log
+        stock_prefill_names = metric_names(pair)[0]
+        stock_prefill_lines = log_shapes(pair)["prefill"]
+
+    mixed = pair_config(model, logs, page_size=16, stock=False, radix=False, decode_args=interval)
+    with Pair(mixed, logs / "no-flag") as pair:
+        two_turns(pair, reference, prompts)
+        settle(pair)
+        patched_names = metric_names(pair)
+        patched_lines = log_shapes(pair)
+
+    stock_decode = pair_config(
+        model, logs, page_size=16, radix=False, decode_args=interval,
+        decode_env={"SGLANG_PATCHSET": "0"},
+    )  # fmt: skip
+    with Pair(stock_decode, logs / "stock-decode") as pair:
+        two_turns(pair, reference, prompts)
+        settle(pair)
+        stock_decode_names = metric_names(pair)[1]
+        stock_decode_lines = log_shapes(pair)["decode"]
+
+    assert patched_names[0] - stock_prefill_names <= set(NEW_METRICS)
+    assert patched_names[1] == stock_decode_names
+    assert stock_prefill_lines and stock_decode_lines
+    assert patched_lines["prefill"] == stock_prefill_lines
+    assert patched_lines["decode"] == stock_decode_lines
