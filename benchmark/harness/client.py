@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,8 @@ class Result:
     """Prompt tokens that prefill found in its cache, as the server reports them."""
     completion_tokens: int = 0
     finished_at: float = 0.0
+    http_bytes: int = 0
+    """Bodies of all requests and answers, bytes; headers are not counted."""
     error: str | None = None
 
     @property
@@ -132,10 +135,9 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request)
     prefill: asyncio.Task[str | None] | None = None
     try:
         if target.prefill_url is not None:
-            prefill = asyncio.create_task(
-                _drain(session, target.prefill_url + request.path(), body)
-            )
-        async for event in _events(session, target.url + request.path(), body):
+            url = target.prefill_url + request.path()
+            prefill = asyncio.create_task(_drain(session, url, body, result))
+        async for event in _events(session, target.url + request.path(), body, result):
             _take(result, event, request.is_chat)
         if prefill is not None and (error := await prefill):
             result.error = result.error or f"prefill: {error}"
@@ -172,21 +174,35 @@ def open_session(timeout_s: float = 600.0) -> aiohttp.ClientSession:
     )
 
 
-async def _drain(session: aiohttp.ClientSession, url: str, body: Json) -> str | None:
+async def _drain(
+    session: aiohttp.ClientSession, url: str, body: Json, result: Result
+) -> str | None:
     """Prefill's half of a request; returns what went wrong there."""
-    async with session.post(url, json=body) as answer:
+    async with _post(session, url, body, result) as answer:
         text = await answer.text()
+        result.http_bytes += len(text)
         return None if answer.status == 200 else f"{answer.status} {text[:300]}"
 
 
-async def _events(session: aiohttp.ClientSession, url: str, body: Json) -> AsyncIterator[Json]:
+def _post(
+    session: aiohttp.ClientSession, url: str, body: Json, result: Result
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    data = orjson.dumps(body)
+    result.http_bytes += len(data)
+    return session.post(url, data=data, headers={"Content-Type": "application/json"})
+
+
+async def _events(
+    session: aiohttp.ClientSession, url: str, body: Json, result: Result
+) -> AsyncIterator[Json]:
     """The JSON objects of a server-sent event stream."""
-    async with session.post(url, json=body) as answer:
+    async with _post(session, url, body, result) as answer:
         if answer.status != 200:
             yield {"error": f"{answer.status} {(await answer.text())[:300]}"}
             return
         buffer = b""
         async for chunk in answer.content.iter_any():
+            result.http_bytes += len(chunk)
             buffer += chunk
             *lines, buffer = buffer.split(b"\n")
             for line in lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,7 +16,6 @@ SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 TRANSFER_FAILURES = "sglang:num_transfer_failed_reqs_total"
 STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
 """What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
-STOCK_TRANSFERS = "sglang:kv_transfer_total_mb_count"
 
 
 def parse(text: str) -> dict[str, float]:
@@ -37,3 +37,12 @@ def scrape(url: str, timeout_s: float = 30.0) -> dict[str, float]:
 def gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """What each sample gained; one that appeared in between counts from zero."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def loopback_bytes() -> int:
+    """Bytes that the kernel has carried over the loopback interface since boot (Linux)."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    raise OSError("/proc/net/dev names no loopback interface")

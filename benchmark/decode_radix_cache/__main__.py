@@ -1,0 +1,38 @@
+"""``python -m benchmark.decode_radix_cache {throughput,wire}``; README.md beside it says more."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmark.decode_radix_cache import throughput, wire
+from benchmark.harness.process import ServerFailed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.decode_radix_cache")
+    parser.add_argument("question", choices=["throughput", "wire"], nargs="?", default="throughput")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder for tables, JSON, the plot and the servers' logs",
+    )
+    parser.add_argument("--model", type=Path, help="model folder; a random one is made without it")
+    args = parser.parse_args()
+    console = Console()
+    run = throughput.run if args.question == "throughput" else wire.run
+    try:
+        return run(args.out, args.model, console)
+    except ServerFailed as failure:
+        console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

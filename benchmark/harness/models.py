@@ -1,0 +1,22 @@
+"""The models of the test folder, found without making that folder a package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_MODELS = REPOSITORY / "test" / "srt" / "models"
+
+TINY_ARITH = _MODELS / "tiny_arith"
+"""The shipped model: grade-school arithmetic, 2 KiB of KV a token in float32."""
+
+
+def random_qwen3(folder: Path, seed: int = 0) -> Path:
+    """A model of random weights whose greedy output depends on its whole context; 2 KiB of KV a
+    token in float32. Made in ``folder`` unless it is there already."""
+    spec = importlib.util.spec_from_file_location("random_qwen3", _MODELS / "random_qwen3.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.build(folder, seed))
