@@ -1,7 +1,7 @@
 """torch without its compiler.
 
 SGLang decorates a few small functions with ``torch.compile``. On a CPU that would cost more than
-it gives: each process imports inductor at start (a sixth of its start-up), and the first request
+it gives: each process imports inductor at start (over a third of its start-up), and the first request
 waits for a C++ compiler, which a fresh machine need not have.
 """
 
