@@ -1,0 +1,50 @@
+"""``python -m benchmark.demo``: what the flag saves. ``--serve`` leaves the servers running."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmark.demo.play import play
+from benchmark.demo.preflight import problems
+from benchmark.demo.serve import serve
+from benchmark.harness.models import REPOSITORY, TINY_ARITH
+from benchmark.harness.process import ServerFailed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.demo", description=__doc__)
+    parser.add_argument("--serve", action="store_true", help="leave the servers running")
+    parser.add_argument("--port", type=int, default=8000, help="load balancer's port with --serve")
+    parser.add_argument("--model", type=Path, default=TINY_ARITH, help="a chat model's folder")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "out" / "demo", help="for logs")
+    args = parser.parse_args()
+    console = Console()
+    for problem in problems(args.port if args.serve else None, args.model):
+        console.print(f"[red]Cannot start: {problem}[/]", highlight=False)
+        return 2
+    began = time.monotonic()
+    try:
+        if args.serve:
+            serve(args.model, args.port, args.out, console)
+            return 0
+        same = play(args.model, args.out, console)
+    except ServerFailed as failure:
+        console.print(f"[red]{failure.name}: {failure.diagnosis}[/]", highlight=False)
+        console.print(f"The end of {failure.log}:\n{failure.tail}", highlight=False, markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Interrupted; all servers are stopped.")
+        return 130
+    console.print(f"Done in {time.monotonic() - began:.0f} s; logs in {args.out}", highlight=False)
+    if not same:
+        console.print("[red]The two settings answered differently, or a request failed.[/]")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Both settings of the flag, each on fresh servers: a chat, a shared-prefix load, one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmark.demo import chat
+from benchmark.harness import report
+from benchmark.harness.arm import Measured, measure, warm_up
+from benchmark.harness.client import Request
+from benchmark.harness.pair import Pair, PairConfig
+from benchmark.harness.servers import Sizes
+from benchmark.harness.workload import Prompt, shared_prefix, token_range
+
+REQUESTS, PREFIXES = 16, 2
+PREFIX_TOKENS, SUFFIX_TOKENS, GENERATED_TOKENS = 1200, 40, 48
+SIZES = Sizes(pool_tokens=3600, max_running=32, reserved_decode_tokens=64)
+"""Both prefixes, and little more: without the flag two requests fit, with it a dozen."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one setting of the flag did."""
+
+    chat: Measured
+    shared: Measured
+
+
+def configure(model: Path, *, flag: bool, router_port: int | None = None) -> PairConfig:
+    """Prefill, decode and SGLang's load balancer; the sizes are the same with and without it."""
+    name = ("--served-model-name", model.name)
+    return PairConfig(
+        model,
+        radix=flag,
+        router=True,
+        router_port=router_port,
+        prefill_sizes=Sizes(pool_tokens=16_000, max_running=SIZES.max_running),
+        decode_sizes=SIZES,
+        prefill_args=name,
+        decode_args=(*name, "--decode-log-interval", "1"),
+    )
+
+
+def play(model: Path, out: Path, console: Console) -> bool:
+    """Runs both arms and prints the table; returns whether every answer was the same.
+
+    Raises:
+        ServerFailed: a server did not start, died, or failed SGLang's memory check.
+    """
+    conversations = chat.load_conversations()
+    prompts = shared_prefix(
+        token_range(model),
+        groups=PREFIXES,
+        requests=REQUESTS,
+        prefix_tokens=PREFIX_TOKENS,
+        suffix_tokens=SUFFIX_TOKENS,
+    )
+    arms = []
+    for flag in (False, True):
+        name = "flag on" if flag else "flag off"
+        with Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.fields[arm]}[/] {task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress:
+            arms.append(
+                _arm(model, out / name.replace(" ", "-"), flag, conversations, prompts, progress)
+            )
+    same = report.same_answers([a.chat.results for a in arms]) and report.same_answers(
+        [a.shared.results for a in arms]
+    )
+    _show_chat(conversations, arms[1].chat, console)
+    _show_table(arms, same, console)
+    return same
+
+
+def _arm(
+    model: Path,
+    logs: Path,
+    flag: bool,
+    conversations: Sequence[Sequence[chat.Turn]],
+    prompts: Sequence[Prompt],
+    progress: Progress,
+) -> Arm:
+    turns = sum(map(len, conversations))
+    name = "flag on " if flag else "flag off"
+    task = progress.add_task("starting prefill, decode, load balancer", arm=name, total=None)
+    with Pair(configure(model, flag=flag), logs) as pair:
+        warm_up(pair, token_range(model))
+        progress.update(
+            task,
+            description=f"chat: {len(conversations)} conversations, {turns} turns",
+            total=turns + 1,
+        )
+        chatted = measure(
+            pair, lambda: chat.play(pair.target, conversations, lambda: progress.advance(task))
+        )
+        progress.update(task, description=f"{len(prompts)} requests over {PREFIXES} prefixes")
+        requests = [Request(p.ids, GENERATED_TOKENS, label=p.label) for p in prompts]
+        shared = measure(pair, lambda: pair.send(requests))
+        progress.update(task, description="done", completed=turns + 1)
+    return Arm(chatted, shared)
+
+
+def _show_chat(
+    conversations: Sequence[Sequence[chat.Turn]], measured: Measured, console: Console
+) -> None:
+    """Three turns of the first conversation, as the model answered them."""
+    console.print("\n[bold]From the chat[/] (the tiny model, flag on)")
+    for turn, result in zip(conversations[0][:3], measured.results, strict=False):
+        console.print(f"  [cyan]user[/]  {turn.question}", highlight=False)
+        answer = result.text.strip().replace("\n", " / ")
+        console.print(f"  [green]model[/] {answer}", highlight=False, markup=False)
+    right = chat.right_answers(conversations, measured.results)
+    console.print(f"  {right} of {len(measured.results)} answers right\n")
+
+
+def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
+    columns = [m for pair in zip(*((a.chat, a.shared) for a in arms), strict=True) for m in pair]
+
+    def row(name: str, cells: Sequence[str]) -> list[str]:
+        return [name, *cells]
+
+    report.print_table(
+        "--disaggregation-decode-enable-radix-cache off and on",
+        ["", "chat, off", "chat, on", "shared prefixes, off", "shared prefixes, on"],
+        [
+            row("requests/s", [f"{m.summary.requests_per_s:.2f}" for m in columns]),
+            row("TTFT p50", [report.milliseconds(m.summary.ttft_s.p50) for m in columns]),
+            row("ITL p50", [report.milliseconds(m.summary.itl_s.p50) for m in columns]),
+            row("KV bytes moved", [report.megabytes(m.traffic.bytes_moved) for m in columns]),
+            row("prompt tokens skipped", [f"{m.traffic.skipped_tokens:,.0f}" for m in columns]),
+            row("peak running requests", [str(m.peak_running) for m in columns]),
+            row("failed requests", [str(m.summary.failed) for m in columns]),
+            row("output identical", ["yes" if same else "NO"] * len(columns)),
+        ],
+        console,
+    )
+    console.print(
+        f"Decode pool {SIZES.pool_tokens:,} tokens, --num-reserved-decode-tokens "
+        f"{SIZES.reserved_decode_tokens}. Chat: {len(arms[0].chat.results)} turns. "
+        f"Shared prefixes: {REQUESTS} requests over {PREFIXES} prefixes of {PREFIX_TOKENS:,} "
+        "tokens. Fresh servers for each setting; one warm-up request each, not counted.",
+        highlight=False,
+    )

@@ -1,0 +1,128 @@
+"""Server processes: nothing may outlive a run, and a failure has to explain itself in a line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmark.harness.process import ServerFailed, ServerProcess, diagnose
+from benchmark.harness.watchdog import session_members
+
+ROOT = Path(__file__).resolve().parents[4]
+
+# A server with a child in a process group of its own; it answers nothing and ends on no signal
+# that can be ignored. Its last words tell that both run.
+STUBBORN = """
+import os, signal, subprocess, sys
+for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(name, signal.SIG_IGN)
+sleeper = "print('up', flush=True); import time; time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", sleeper])
+os.setpgid(child.pid, 0)
+signal.pause()
+"""
+
+# A run that starts the server above and is then killed, so that none of its clean-up happens.
+RUN = """
+import sys, time
+from pathlib import Path
+from benchmark.harness.process import ServerProcess
+import test_process
+log = Path(sys.argv[1])
+server = test_process.start(log, test_process.STUBBORN)
+test_process.until(lambda: "up" in log.read_text())
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits for a condition, with a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def start(log: Path, program: str) -> ServerProcess:
+    command = [sys.executable, "-c", program]
+    return ServerProcess("server", command, os.environ, log, "http://127.0.0.1:9/health")
+
+
+def test_stop_ends_children_in_other_process_groups(tmp_path: Path) -> None:
+    """Guards against schedulers left behind: killing the process group alone would miss them."""
+    log = tmp_path / "log"
+    with start(log, STUBBORN) as server:
+        until(lambda: "up" in log.read_text())
+        assert len(session_members(server.pid)) == 2
+    assert session_members(server.pid) == []
+    assert not server.alive
+    server.stop()  # a second time is harmless
+
+
+@pytest.mark.parametrize("name", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_servers_end_when_their_run_is_killed(tmp_path: Path, name: signal.Signals) -> None:
+    """Guards against servers that hold ports and memory after a killed run, SIGKILL included."""
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert run.stdout is not None
+    session = int(run.stdout.readline())
+    assert len(session_members(session)) == 2
+    run.send_signal(name)
+    run.wait()
+    until(lambda: session_members(session) == [])
+
+
+def test_early_death_is_reported_with_the_last_lines_of_the_log(tmp_path: Path) -> None:
+    """Guards against waiting for minutes for a server that has long died, without its reason."""
+    program = "print('first'); raise SystemExit('libfoo.so.1: cannot open shared object file')"
+    with start(tmp_path / "log", program) as server, pytest.raises(ServerFailed) as caught:
+        server.wait_ready(timeout_s=60)
+    assert caught.value.diagnosis == "a system library is missing: libfoo.so.1"
+    assert "first" in caught.value.tail
+
+
+def test_a_server_that_never_gets_ready_runs_into_the_deadline(tmp_path: Path) -> None:
+    """Guards against waiting forever."""
+    with start(tmp_path / "log", STUBBORN) as server:
+        with pytest.raises(ServerFailed, match="did not become ready"):
+            server.wait_ready(timeout_s=0.3)
+        assert server.alive
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "line"),
+    [
+        ("OSError: [Errno 98] Address already in use", 1, "a port is taken"),
+        ("RuntimeError: Not enough memory. Please try", 1, "memory is short"),
+        ("Loading weights", -9, "memory is short: the kernel killed the process"),
+        (
+            "ImportError: libibverbs.so.1: cannot open shared object file: No such file",
+            1,
+            "a system library is missing: libibverbs.so.1",
+        ),
+        ("ModuleNotFoundError: No module named 'nixl'", 1, "a Python package is missing: nixl"),
+        ("error: unrecognized arguments: --foo", 2, "the server does not know an argument: --foo"),
+        ("pool memory leak detected! 1", -3, "SGLang's memory check found a leak"),
+        (
+            "Traceback\nValueError: no such flag",
+            1,
+            "it ended with status 1: ValueError: no such flag",
+        ),
+        ("", 3, "it ended with status 3"),
+        ("", None, "it did not become ready in time"),
+    ],
+)
+def test_diagnosis(log: str, status: int | None, line: str) -> None:
+    """Guards the one line that a user of the demo sees."""
+    assert diagnose(log, status) == line

@@ -1,0 +1,75 @@
+"""Loads: what a cache can save in them has to be known exactly, and be the same everywhere."""
+
+import itertools
+import json
+from pathlib import Path
+
+from benchmark.harness import workload
+
+VOCABULARY = range(16, 688)
+
+
+def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
+
+
+def load(seed: int = 0) -> list[workload.Prompt]:
+    return workload.shared_prefix(
+        VOCABULARY, groups=4, requests=48, prefix_tokens=150, suffix_tokens=13, seed=seed
+    )
+
+
+def test_same_seed_same_prompts() -> None:
+    """Guards against arms of a comparison that do different work."""
+    assert load() == load()
+    assert load(0) != load(1)
+
+
+def test_prompts_share_exactly_their_groups_prefix() -> None:
+    """Guards against a hit that is longer than meant, by chance, and spoils exact byte counts."""
+    for a, b in itertools.combinations(load(), 2):
+        assert common(a.ids, b.ids) == (150 if a.group == b.group else 0)
+
+
+def test_groups_take_turns_and_lengths_are_exact() -> None:
+    """Guards against a load in which one group's requests come first and hide contention."""
+    prompts = load()
+    assert [p.group for p in prompts[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert {len(p.ids) for p in prompts} == {163}
+    assert all(token in VOCABULARY for p in prompts for token in p.ids)
+    assert len({p.label for p in prompts}) == 48
+
+
+def test_ideal_is_each_prefix_once_and_each_suffix_once() -> None:
+    """Guards the number that bytes on the wire are compared with."""
+    assert workload.ideal_moved_tokens(load(), 150) == 4 * 150 + 48 * 13
+
+
+def test_whole_prompts_fill_whole_pages() -> None:
+    """Guards against counting tokens where pages move."""
+    assert workload.pages_bytes([1, 16, 17], page_size=16, bytes_per_token=2) == (1 + 1 + 2) * 32
+
+
+def test_a_turn_starts_with_all_that_was_said() -> None:
+    """Guards against a second turn that does not begin with the first one's prompt and answer."""
+    conversations = workload.multi_turn(
+        VOCABULARY, conversations=8, turns=5, first_tokens=30, turn_tokens=10
+    )
+    assert len({c.turns[0][0] for c in conversations}) == 8  # they share nothing
+    assert [len(turn) for turn in conversations[0].turns] == [30, 10, 10, 10, 10]
+    first, second, *_ = conversations[0].turns
+    prompt = workload.next_prompt(first, [7, 8, 9], second)
+    assert prompt == (*first, 7, 8, 9, *second)
+
+
+def test_sizes_come_from_the_models_configuration(tmp_path: Path) -> None:
+    """Guards against byte counts that belong to another model."""
+    config = {
+        "vocab_size": 688,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert workload.token_range(tmp_path) == range(16, 688)
+    assert workload.kv_bytes_per_token(tmp_path) == 2048
