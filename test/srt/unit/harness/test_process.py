@@ -22,8 +22,7 @@ import os, signal, subprocess, sys
 for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(name, signal.SIG_IGN)
 sleeper = "print('up', flush=True); import time; time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", sleeper])
-os.setpgid(child.pid, 0)
+child = subprocess.Popen([sys.executable, "-c", sleeper], preexec_fn=os.setpgrp)
 signal.pause()
 """
 
@@ -76,10 +75,13 @@ def test_servers_end_when_their_run_is_killed(tmp_path: Path, name: signal.Signa
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert run.stdout is not None
-    session = int(run.stdout.readline())
-    assert len(session_members(session)) == 2
-    run.send_signal(name)
-    run.wait()
+    try:
+        session = int(run.stdout.readline())
+        assert len(session_members(session)) == 2
+        run.send_signal(name)
+        run.wait()
+    finally:
+        run.kill()
     until(lambda: session_members(session) == [])
 
 
