@@ -1,0 +1,96 @@
+"""The prefill server as the decode queues see it: a receiver for each room, driven by the test."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+
+
+class Room:
+    """Stands in for a backend's receiver: keeps what was announced."""
+
+    require_staging = False
+
+    def __init__(self) -> None:
+        self.state = KVPoll.Bootstrapping
+        self.conclude_state: int | None = None
+        self.failure = ""
+        self.pages: np.ndarray | None = None
+        self.prefix_len = 0
+        self.metadata_index = -1
+        #: Whether the prefix was announced, or only stock's message sent.
+        self.announced = False
+        self.cleared = False
+
+    def poll(self) -> int:
+        return self.state if self.conclude_state is None else self.conclude_state
+
+    def send_metadata(self, pages: np.ndarray, index: int, state_indices: Any = None) -> None:
+        assert self.pages is None, "announced twice"
+        assert state_indices is None and pages.dtype == np.int32
+        self.pages, self.metadata_index = pages, index
+        self.state = KVPoll.Transferring
+
+    def announce(self, pages: np.ndarray, index: int, prefix_len: int) -> None:
+        self.announced, self.prefix_len = True, prefix_len
+        self.send_metadata(pages, index)
+
+    def failure_exception(self) -> None:
+        self.clear()
+        raise RuntimeError(self.failure or "room failed")
+
+    def clear(self) -> None:
+        self.cleared = True
+
+    def abort(self) -> None:
+        self.conclude_state = KVPoll.Failed
+
+
+class WarmUpRoom(FakeKVReceiver):  # type: ignore[misc]
+    """SGLang's own receiver of warm-up and health requests, handshake done."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "", None)
+        self.init(0)
+
+
+@dataclass
+class Manager:
+    """The part of a transfer manager that admission asks."""
+
+    item_lens: list[int]
+    #: Prefill servers that do not understand a prefix.
+    stock_peers: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens)
+
+    def peer_takes_delta(self, address: str) -> bool:
+        return address not in self.stock_peers
+
+
+class Mailbox:
+    """Counts what clients were told, by request."""
+
+    def __init__(self) -> None:
+        self.ends: defaultdict[str, int] = defaultdict(int)
+        self.reasons: dict[str, Any] = {}
+
+    def send_output(self, message: Any, req: Any) -> None:
+        """An abort that the scheduler reports directly."""
+        self.ends[req.rid] += 1
+        self.reasons[req.rid] = message.finished_reason
+
+    def stream(self, reqs: list[Any]) -> None:
+        """Outputs of a batch; a finished request is streamed for the last time."""
+        for req in reqs:
+            if req.finished():
+                self.ends[req.rid] += 1
+                self.reasons[req.rid] = req.finished_reason.to_json()

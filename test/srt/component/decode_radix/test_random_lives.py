@@ -1,0 +1,110 @@
+"""Long seeded lives of a decode server: everything that can happen, in any order, checked always.
+
+After every action: each page has exactly one owner, each lock its holder, each announced page list
+tiles what the tree lacked, and each slot that anybody can read holds the KV of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from component.decode_radix.actions import Life
+from component.decode_radix.decoder import Decoder
+from sglang.srt.disaggregation.decode_radix import eligibility, resume
+from sglang.srt.disaggregation.decode_radix import prealloc as prealloc_module
+from sglang.srt.disaggregation.decode_radix import tree as tree_module
+from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
+
+# Waiting for an arriving prefix would hide concurrent misses of one prompt; it has its own tests.
+WAIT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens", "wait", "seed"),
+    [(1, 600, "0", 1), (16, 1024, "0", 2), (64, 1024, "0", 3), (16, 640, "32", 4)],
+)
+def test_random_life(
+    monkeypatch: pytest.MonkeyPatch, page: int, tokens: int, wait: str, seed: int
+) -> None:
+    """Guards against any order of arrivals, evictions, retractions, failures and aborts that leaks
+    a page or a lock, frees one twice, or lets a request read another one's KV."""
+    monkeypatch.setenv(WAIT, wait)
+    life = Life(Decoder(page, tokens), seed)
+    life.run(1500, seed)
+    assert len(life.decoder.submitted) > 100
+    assert all(life.seen.values()), f"this seed does not reach everything: {life.seen}"
+
+
+def _stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.delattr(DecodeRadixTree, name)
+
+
+def _everything_may_insert(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tree_module, "may_insert", lambda req: True)
+
+
+def _leases_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixLease, "release", lambda self: None)
+
+
+def _lease_without_lock(patch: pytest.MonkeyPatch) -> None:
+    def take(cls: Any, tree: Any, ids: list[int], extra_key: str | None) -> PrefixLease:
+        lease = original(tree, ids, extra_key)
+        tree.dec_lock_ref(lease.node)
+        return lease
+
+    original = PrefixLease.take
+    patch.setattr(PrefixLease, "take", classmethod(take))
+
+
+def _extra_key_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixLease.take
+    patch.setattr(PrefixLease, "take", lambda tree, ids, extra_key: original(tree, ids, None))
+
+
+def _resume_ignores_the_prefix(patch: pytest.MonkeyPatch) -> None:
+    def restore(req: Any, slots: Any, allocator: Any) -> None:
+        whole = [[chunk for chunk in layer] for layer in req.kv_cache_cpu]
+        allocator.load_cpu_copy(whole, slots)
+        del req.kv_cache_cpu
+
+    patch.setattr(prealloc_module, "restore_private", restore)
+
+
+def _warm_up_is_a_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eligibility, "is_fake", lambda req: False)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        pytest.param(_stock("match_prefix"), id="the prebuilt batch matches again"),
+        pytest.param(_stock("cache_unfinished_req"), id="the uncommitted token is inserted"),
+        pytest.param(_stock("cache_finished_req"), id="a retracted request has no node"),
+        pytest.param(_everything_may_insert, id="KV that did not arrive is inserted"),
+        pytest.param(_warm_up_is_a_request, id="warm-up requests are inserted"),
+        pytest.param(_leases_are_kept, id="a refused request keeps its lock"),
+        pytest.param(_lease_without_lock, id="a prefix is not locked"),
+        pytest.param(_extra_key_is_ignored, id="tenants share"),
+        pytest.param(_resume_ignores_the_prefix, id="a resumed request is restored from 0"),
+    ],
+)
+def test_the_check_notices(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Guards against a simulation that cannot fail: with one protection taken out it does, soon."""
+    monkeypatch.setenv(WAIT, "0")
+    life = Life(Decoder(16, 640, rows=6), 5)
+    break_it(monkeypatch)
+    with pytest.raises((AssertionError, AttributeError, RuntimeError, ValueError, IndexError)):
+        life.run(1500, 5)
+
+
+def test_helpers_are_what_the_code_uses() -> None:
+    """Guards against a negative control that patches a name which nobody reads any more."""
+    assert prealloc_module.restore_private is resume.restore_private
+    assert tree_module.may_insert is eligibility.may_insert
