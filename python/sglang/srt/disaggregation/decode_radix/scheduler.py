@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.decode_radix import inflight, invariants
 from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
+from sglang.srt.patchset import require_active
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -64,6 +65,7 @@ class DisaggScheduler(Scheduler):
         super().init_cache_with_memory_pool()
         if not self._radix_on_decode:
             return
+        require_active(FLAG, load=True)  # a row that did not fit would be a half-attached feature
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         if hasattr(pool, "get_state_buf_infos"):
             raise ValueError(

@@ -19,12 +19,8 @@ from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, plan_delta
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.conn import (
-        CommonKVBootstrapServer,
-        CommonKVManager,
-        CommonKVReceiver,
-        CommonKVSender,
-    )
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender  # isort: skip
 else:
     CommonKVBootstrapServer = CommonKVManager = CommonKVReceiver = CommonKVSender = object
 

@@ -20,21 +20,18 @@ else:
 
 logger = logging.getLogger(__name__)
 
+#: Page indices into a pool, 1-D int32.
+Pages = npt.NDArray[np.int32]
+
 
 class DeltaNixlManager(NixlKVManager):
     """Posts what the plan left over, and says so where that is nothing."""
 
     @override
     def add_transfer_request(
-        self,
-        bootstrap_room: int,
-        kv_indices: npt.NDArray[np.int32],
-        index_slice: slice,
-        is_last: bool,
-        chunk_id: int,
-        aux_index: int | None = None,
-        state_indices: list[int] | None = None,
-    ) -> list[Any]:
+        self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
+        chunk_id: int, aux_index: int | None = None, state_indices: list[int] | None = None,
+    ) -> list[Any]:  # fmt: skip
         handles = super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
         )
@@ -42,14 +39,9 @@ class DeltaNixlManager(NixlKVManager):
 
     @override
     def send_kvcache(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_gpu_id: int,
-        notif: str,
-    ) -> Any:
+        self, peer_name: str, prefill_kv_indices: Pages, dst_kv_ptrs: list[int],
+        dst_kv_indices: Pages, dst_gpu_id: int, notif: str,
+    ) -> Any:  # fmt: skip
         if len(prefill_kv_indices) == 0:
             return self._notify_no_kv(peer_name, notif)
         handle = super().send_kvcache(
@@ -60,18 +52,10 @@ class DeltaNixlManager(NixlKVManager):
 
     @override
     def send_kvcache_slice(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_gpu_id: int,
-        notif: str,
-        prefill_tp_size: int,
-        decode_tp_size: int,
-        decode_tp_rank: int,
-        dst_kv_item_len: int,
-    ) -> Any:
+        self, peer_name: str, prefill_kv_indices: Pages, dst_kv_ptrs: list[int],
+        dst_kv_indices: Pages, dst_gpu_id: int, notif: str, prefill_tp_size: int,
+        decode_tp_size: int, decode_tp_rank: int, dst_kv_item_len: int,
+    ) -> Any:  # fmt: skip
         if len(prefill_kv_indices) == 0:
             return self._notify_no_kv(peer_name, notif)
         handle = super().send_kvcache_slice(
@@ -100,8 +84,8 @@ class DeltaNixlManager(NixlKVManager):
         self,
         peer_name: str,
         notif: str,
-        source: npt.NDArray[np.int32],
-        destination: npt.NDArray[np.int32],
+        source: Pages,
+        destination: Pages,
         share: float,
     ) -> None:
         moved = int(len(source) * sum(self.kv_args.kv_item_lens) * share)
