@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmark.demo import chat
@@ -117,7 +118,7 @@ def _show_chat(
     for turn, result in zip(conversations[0][:3], measured.results, strict=False):
         console.print(f"  [cyan]user[/]  {turn.question}", highlight=False)
         answer = result.text.strip().replace("\n", " / ")
-        console.print(f"  [green]model[/] {answer}", highlight=False, markup=False)
+        console.print(f"  [green]model[/] {escape(answer)}", highlight=False)
     right = chat.right_answers(conversations, measured.results)
     console.print(f"  {right} of {len(measured.results)} answers right\n")
 
@@ -130,13 +131,13 @@ def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
 
     report.print_table(
         "--disaggregation-decode-enable-radix-cache off and on",
-        ["", "chat, off", "chat, on", "shared prefixes, off", "shared prefixes, on"],
+        ["", "chat, off", "on", "prefixes, off", "on"],
         [
             row("requests/s", [f"{m.summary.requests_per_s:.2f}" for m in columns]),
             row("TTFT p50", [report.milliseconds(m.summary.ttft_s.p50) for m in columns]),
             row("ITL p50", [report.milliseconds(m.summary.itl_s.p50) for m in columns]),
             row("KV bytes moved", [report.megabytes(m.traffic.bytes_moved) for m in columns]),
-            row("prompt tokens skipped", [f"{m.traffic.skipped_tokens:,.0f}" for m in columns]),
+            row("tokens skipped", [f"{m.traffic.skipped_tokens:,.0f}" for m in columns]),
             row("peak running requests", [str(m.peak_running) for m in columns]),
             row("failed requests", [str(m.summary.failed) for m in columns]),
             row("output identical", ["yes" if same else "NO"] * len(columns)),
