@@ -88,10 +88,14 @@ def patchset_env(stock: bool) -> dict[str, str]:
     return {"SGLANG_PATCHSET": "0" if stock else "1"}
 
 
-def _engine(model: Path | str, port: int, nccl_port: int, sizes: Sizes) -> list[str]:
+def _engine(
+    model: Path | str, port: int, nccl_port: int, sizes: Sizes, extra_args: tuple[str, ...]
+) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", HOST, "--port", str(port), "--nccl-port", str(nccl_port)]
-    return [*command, *_CPU_ARGS, "--enable-metrics", *sizes.arguments()]
+    command += ["--host", HOST, "--port", str(port)]
+    if "--dp-size" not in extra_args:  # else SGLang picks one for each rank
+        command += ["--nccl-port", str(nccl_port)]
+    return [*command, *_CPU_ARGS, "--enable-metrics", *sizes.arguments(), *extra_args]
 
 
 def aggregated(
@@ -107,7 +111,7 @@ def aggregated(
 
     ``ports``: HTTP and torch.distributed.
     """
-    command = [*_engine(model, *ports, sizes), *extra_args]
+    command = _engine(model, *ports, sizes, extra_args)
     return ServerConfig(
         "aggregated", ports[0], tuple(command), {**patchset_env(stock), **(env or {})}
     )
@@ -125,9 +129,9 @@ def prefill(
 ) -> ServerConfig:
     """``ports``: HTTP, torch.distributed, bootstrap (where decode asks for prefill's addresses)."""
     http, nccl, bootstrap = ports
-    command = _engine(model, http, nccl, sizes)
+    command = _engine(model, http, nccl, sizes, extra_args)
     command += ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", backend]
-    command += ["--disaggregation-bootstrap-port", str(bootstrap), *extra_args]
+    command += ["--disaggregation-bootstrap-port", str(bootstrap)]
     return ServerConfig(
         "prefill", http, tuple(command), {**patchset_env(stock), **(env or {})}, bootstrap
     )
@@ -145,15 +149,13 @@ def decode(
     env: Mapping[str, str] | None = None,
 ) -> ServerConfig:
     """``ports``: HTTP and torch.distributed. ``radix`` passes the decode radix cache flag."""
-    command = _engine(model, *ports, sizes)
+    command = _engine(model, *ports, sizes, extra_args)
     command += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", backend]
     if sizes.reserved_decode_tokens is not None:
         command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
     if radix:
         command.append("--disaggregation-decode-enable-radix-cache")
-    return ServerConfig(
-        "decode", ports[0], (*command, *extra_args), {**patchset_env(stock), **(env or {})}
-    )
+    return ServerConfig("decode", ports[0], tuple(command), {**patchset_env(stock), **(env or {})})
 
 
 def router(

@@ -9,7 +9,7 @@ import pytest
 
 from benchmark.harness.pair import Aggregated
 from benchmark.harness.servers import Sizes
-from e2e.support import Reference
+from e2e.support import START_METHOD, Reference
 from models.random_qwen3 import build
 
 
@@ -25,7 +25,11 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     sizes = Sizes(pool_tokens=60_000, chunked_prefill_tokens=2048)
     # Between its own requests it would spin on one of the few cores.
     server = Aggregated(
-        model, tmp_path_factory.mktemp("reference"), sizes, extra_args=("--sleep-on-idle",)
+        model,
+        tmp_path_factory.mktemp("reference"),
+        sizes,
+        extra_args=("--sleep-on-idle",),
+        env={START_METHOD: "fork"},
     )
     with server:
         yield Reference(server)

@@ -18,6 +18,9 @@ from sglang.srt.disaggregation.delta.events import Admitted, Sent
 
 Ids = list[int]
 
+#: The stand-in can fork SGLang's processes, which halves a start; ``spawn`` is SGLang's own way.
+START_METHOD = "SGLANG_CPU_STANDIN_START_METHOD"
+
 
 @dataclass
 class Reference:
@@ -42,6 +45,7 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
     chunk = changes.pop("chunked_prefill_tokens", 256)
     env = {
         EVENT_LOG: str(logs / "events"),
+        START_METHOD: "fork",
         "SGLANG_DISAGGREGATION_CHECK_INVARIANTS": "1",
         **changes.pop("env", {}),
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
 from benchmark.harness.ports import allocate_ports
-from e2e.support import Reference, pair_config, prompt_maker, settle
+from e2e.support import START_METHOD, Reference, pair_config, prompt_maker, settle
 
 ATTACHED = "decode radix cache is on"
 
@@ -22,7 +22,7 @@ if __name__ == "__main__":
         sampling_backend="pytorch", disable_cuda_graph=True, disable_piecewise_cuda_graph=True,
         max_total_tokens=2000, disaggregation_mode="decode", disaggregation_transfer_backend="nixl",
         disaggregation_decode_enable_radix_cache=True, nccl_port=int(sys.argv[2]),
-        skip_server_warmup=True,
+        skip_server_warmup=True, log_level="info",
     )
     print("ENGINE IS UP", flush=True)
     engine.shutdown()
@@ -49,7 +49,9 @@ def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs:
     tokens = prompt_maker(model, seed=7)
     shared = tokens(120)
     prompts = [[*shared, *tokens(5 + i)] for i in range(8)]
-    config = pair_config(model, logs, page_size=16, decode_args=("--dp-size", "2"))
+    config = pair_config(
+        model, logs, page_size=16, decode_args=("--dp-size", "2"), env={START_METHOD: "spawn"}
+    )
     with Pair(config, logs) as pair:
         for _ in range(2):
             assert pair.generate(prompts, 12) == reference.answers(prompts, 12)

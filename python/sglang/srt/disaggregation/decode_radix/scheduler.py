@@ -51,6 +51,7 @@ class DisaggScheduler(Scheduler):
 
     _checked: tuple[Any, ...] | None = None
     _leftover_since: float | None = None
+    _namespace: str | None = None
 
     @property
     def _radix_on_decode(self) -> bool:
@@ -59,6 +60,22 @@ class DisaggScheduler(Scheduler):
             args.disaggregation_mode == "decode"
             and getattr(args, "disaggregation_decode_enable_radix_cache", False)
         )
+
+    @override
+    def handle_generate_request(self, recv_req: Any) -> None:
+        # This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when
+        # it builds its Req. A tree that outlives requests must keep such namespaces apart.
+        self._namespace = recv_req.extra_key if self._radix_on_decode else None
+        try:
+            super().handle_generate_request(recv_req)
+        finally:
+            self._namespace = None
+
+    @override
+    def init_req_max_new_tokens(self, req: Any) -> None:
+        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
+        if self._namespace:
+            req.extra_key = self._namespace + (req.lora_id or "")
 
     @override
     def init_cache_with_memory_pool(self) -> None:
