@@ -106,14 +106,12 @@ class DeltaNixlManager(NixlKVManager):
     def notify_failure(self, bootstrap_room: int, reason: str) -> None:
         """Tell the decode ranks of a room that it failed, and forget them.
 
-        Only to peers that sent a delta frame: a stock one would not know the text. Best effort: a
-        peer that cannot be told finds out by its own deadline.
+        Only to peers that sent a delta frame, readable or not: a stock one would not know the text.
+        Best effort: a peer that cannot be told finds out by its own deadline.
         """
         for info in self.transfer_infos.pop(bootstrap_room, {}).values():
-            if (
-                getattr(info, "delta", None) is None
-                or info.agent_name not in self.decode_kv_args_table
-            ):
+            sent_frame = info.delta is not None or info.delta_error is not None
+            if not sent_frame or info.agent_name not in self.decode_kv_args_table:
                 continue
             try:
                 self.agent.send_notif(
