@@ -1,0 +1,98 @@
+"""When a room is complete on decode, with SGLang's own ``TransferStatus``."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.nixl.conn import TransferInfo, TransferStatus
+from sglang.srt.disaggregation.nixl_async.notifications import apply, failure_text, parse
+
+
+def complete(*texts: bytes, writers: int = 1, expects_state: bool = False) -> bool:
+    """Whether the room is done after these notifications."""
+    status = TransferStatus()
+    status.expects_state = expects_state
+    for text in texts:
+        apply(status, parse(text), writers)
+    return bool(status.is_done())
+
+
+def test_every_order_ends_with_the_last_event() -> None:
+    """Guards against a room that is complete before its last chunk, or its metadata, has arrived;
+    in any order, with repetitions."""
+    texts = (b"5_kv_0_0_0", b"5_kv_1_1_0", b"5_aux")
+    for order in permutations(texts):
+        for count in range(1, 3):
+            assert not complete(*order[:count], *order[:count])
+        assert complete(*order) and complete(*order, *order)
+
+
+def test_two_writers() -> None:
+    """Guards against the first of two prefill ranks completing the room for both."""
+    texts = (b"5_kv_0_1_0", b"5_kv_0_0_1", b"5_kv_1_1_1", b"5_aux")
+    for order in permutations(texts):
+        assert not complete(*order[:3], writers=2)
+        assert complete(*order, writers=2)
+
+
+def test_full_hit_of_one_of_two_writers() -> None:
+    """Guards against "nothing to send" from one rank standing for the other one's chunks."""
+    assert not complete(b"5_kv_0_1_0", b"5_aux", writers=2)
+    assert complete(b"5_kv_0_1_0", b"5_aux", b"5_kv_0_1_1", writers=2)
+
+
+def test_state_is_waited_for_only_where_it_is_expected() -> None:
+    """Guards against dense models that wait for a state which nobody sends."""
+    assert complete(b"5_kv_0_1_0", b"5_aux")
+    assert not complete(b"5_kv_0_1_0", b"5_aux", expects_state=True)
+    assert complete(b"5_kv_0_1_0", b"5_aux", b"5_state_0", expects_state=True)
+
+
+def test_failure_ends_a_room_at_once() -> None:
+    """Guards against a failed room that waits for chunks which never come."""
+    assert complete(b"5_kv_0_0_0", failure_text(5, "gone"))
+
+
+def message(indices: bytes, *frames: bytes) -> list[bytes]:
+    """A metadata message as prefill's reader gets it."""
+    return [b"5", b"10.0.0.1", b"4711", b"agent", indices, b"9", b"1", b"", *frames]
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("indices", [b"", b"\x03\0\0\0"])
+def test_a_dummy_says_so(dummy: bool, indices: bytes) -> None:
+    """Guards against a full prefix hit that looks like a dummy and gets no metadata, and against a
+    dummy with a prefix that looks real and gets some."""
+    frame = wire.DeltaFrame(
+        decode_prefix_len=16, num_pages=len(indices) // 4, is_dummy=dummy, num_writers=1
+    )
+    info = TransferInfo.from_zmq(message(indices, wire.encode_frame(frame)))
+    assert info.is_dummy() is dummy and info.delta == frame
+
+
+def test_stock_announcement() -> None:
+    """Guards against a stock peer's dummy, known by its empty list, getting metadata."""
+    assert TransferInfo.from_zmq(message(b"")).is_dummy()
+    info = TransferInfo.from_zmq(message(b"\x03\0\0\0"))
+    assert not info.is_dummy() and info.delta is None and info.delta_error is None
+
+
+def test_stock_prefill_reads_our_announcement() -> None:
+    """Guards against a frame that an unpatched prefill server stumbles over."""
+    stock = next(
+        cls for cls in TransferInfo.__mro__[1:] if cls.__module__ == TransferInfo.__module__
+    )
+    frame = wire.DeltaFrame(decode_prefix_len=0, num_pages=1, is_dummy=False)
+    info = stock.from_zmq(message(b"\x03\0\0\0", wire.encode_frame(frame)))
+    assert info.dst_kv_indices.tolist() == [3] and not hasattr(info, "delta")
+
+
+def test_damaged_frame_is_kept_for_its_room() -> None:
+    """Guards against one bad announcement ending the thread that reads all of them, and against it
+    counting as a dummy, which would be skipped in silence."""
+    info = TransferInfo.from_zmq(message(b"", b"sglang-delta:\xc1"))
+    assert info.delta is None and "malformed" in info.delta_error
+    assert not info.is_dummy()

@@ -1,0 +1,78 @@
+"""Two real NIXL agents in one process, from announcement to completion.
+
+The program runs in an interpreter of its own, for NIXL may crash one at its exit where there is no
+GPU driver; what it printed is judged.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What the program printed, all scenarios run once."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("program_transfers.py"))],
+        env=os.environ | {"SGLANG_CPU_STANDIN": "1", "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return done.stdout + "\n--- stderr ---\n" + done.stderr
+
+
+def passed(output: str, scenario: str) -> None:
+    """The scenario passed; if not, show what it said."""
+    assert f"PASSED {scenario}\n" in output, output
+
+
+def test_partial_delta(output: str) -> None:
+    """Guards against KV at other places than the announced pages, against bytes counted that were
+    not moved, and against rooms that end before their last chunk."""
+    passed(output, "partial_delta")
+
+
+def test_full_prefix_hit(output: str) -> None:
+    """Guards against a room without pages that never completes: its metadata arrives alone, and it
+    is complete once."""
+    passed(output, "full_hit")
+
+
+def test_peer_without_a_frame(output: str) -> None:
+    """Guards against an unpatched decode server that is not served any more."""
+    passed(output, "stock_peer")
+
+
+def test_page_counts_that_differ(output: str) -> None:
+    """Guards against a list cut to fit: nothing is posted, and both sides name both numbers."""
+    passed(output, "mismatch")
+
+
+def test_frame_of_another_version(output: str) -> None:
+    """Guards against a frame that ends the thread which reads every room's announcement, and
+    against a decode server that learns of it by its timeout only."""
+    passed(output, "unreadable_frame")
+
+
+def test_abort_on_prefill(output: str) -> None:
+    """Guards against a decode server that holds its pages until the timeout, and against pages
+    posted for a room that was aborted."""
+    passed(output, "abort_on_prefill")
+
+
+def test_post_that_raises(output: str) -> None:
+    """Guards against one room's error ending the scheduler, and against a status that changes with
+    every look at it."""
+    passed(output, "post_raises")
+
+
+def test_late_notification(output: str) -> None:
+    """Guards against entries of rooms that were aborted and cleared, and against such a room's
+    completion counting for the next one."""
+    passed(output, "late_notification")
