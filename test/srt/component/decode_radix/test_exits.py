@@ -1,0 +1,208 @@
+"""Every way out of a decode server, with every kind of prefix: nothing stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from component.decode_radix.checks import check, check_idle, holders
+from component.decode_radix.decoder import Decoder
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+PROMPT = [token % 50 for token in range(3, 83)]  # 80 tokens: 5 pages of 16
+PREFIXES = [0, 32, 80]
+
+
+@pytest.fixture(params=[1, 16])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A decode server with room for everybody."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
+    return Decoder(request.param, 1024)
+
+
+def warm(decoder: Decoder, length: int) -> None:
+    """Let the tree hold the first ``length`` tokens of the prompt."""
+    if length:
+        decoder.submit(PROMPT[:length], new=1)
+        decoder.drain()
+
+
+def step(decoder: Decoder, action: Callable[[], None]) -> None:
+    """One action, checked."""
+    action()
+    check(decoder)
+
+
+def bring_to(decoder: Decoder, stage: str) -> Any:
+    """A request in ``stage``; a second one of another text runs beside it."""
+    other = decoder.submit([60, 61, 62], new=40)
+    req = decoder.submit(PROMPT, new=30, ready=stage != "handshake")
+    step(decoder, decoder.tick_queues)
+    decoder.deliver(other)
+    if stage in ("handshake", "transfer"):
+        step(decoder, decoder.tick_queues)
+    else:
+        decoder.deliver(req)
+        step(decoder, decoder.tick_queues)
+    if stage in ("running", "retracted"):
+        for _ in range(3):
+            step(decoder, decoder.tick_batch)
+    if stage == "retracted":
+        step(decoder, decoder.retract)
+        assert decoder.disagg_decode_prealloc_queue.retracted_queue == [req]
+    return req
+
+
+def in_tree(decoder: Decoder, ids: list[int]) -> int:
+    """How much of ``ids`` the tree holds."""
+    match = decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(ids, None)))
+    return len(match.device_indices)
+
+
+@pytest.mark.parametrize("everybody", [False, True], ids=["one request", "abort all"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("stage", ["handshake", "transfer", "waiting", "running", "retracted"])
+def test_abort(decoder: Decoder, stage: str, prefix: int, everybody: bool) -> None:
+    """Guards against a lock, a row, a metadata slot or an answer that an abort forgets, or gives
+    twice; the checks run after every step, and at the end the client was told once."""
+    warm(decoder, prefix)
+    req = bring_to(decoder, stage)
+    step(decoder, lambda: decoder.abort("" if everybody else req.rid))
+    for _ in range(3):
+        step(decoder, decoder.tick_queues)
+        step(decoder, decoder.tick_batch)
+    assert req not in [*holders(decoder), *decoder.queued]
+    assert decoder.mailbox.ends[req.rid] == 1
+    decoder.drain()
+    check_idle(decoder)
+    other = decoder.submitted[-2]
+    assert (len(other.output_ids) < 40) == everybody
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_failed_transfer(decoder: Decoder, prefix: int) -> None:
+    """Guards against KV of a failed transfer answering a later prompt."""
+    warm(decoder, prefix)
+    before = decoder.tree_cache.total_size()
+    req = bring_to(decoder, "transfer")
+    decoder.room(req).state = KVPoll.Failed
+    step(decoder, decoder.tick_queues)
+    assert decoder.mailbox.ends[req.rid] == 1
+    assert in_tree(decoder, PROMPT) == prefix
+    assert decoder.tree_cache.total_size() <= before + 3
+    decoder.drain()
+    check_idle(decoder)
+
+
+def test_failed_handshake(decoder: Decoder) -> None:
+    """Guards against a request without pages that stays in the queue for ever."""
+    req = bring_to(decoder, "handshake")
+    room = decoder.room(req)
+    room.state = KVPoll.Failed
+    step(decoder, decoder.tick_queues)
+    assert decoder.mailbox.ends[req.rid] == 1 and room.cleared and req not in decoder.queued
+    decoder.drain()
+    check_idle(decoder)
+
+
+def test_abort_after_the_handshake_gets_no_pages(decoder: Decoder) -> None:
+    """Guards against an aborted request that is admitted once there is room, because its receiver
+    is not looked at again after the handshake."""
+    filler = decoder.submit([1] * 1000, new=2)
+    step(decoder, decoder.tick_queues)
+    req = decoder.submit(PROMPT, new=30)
+    step(decoder, decoder.tick_queues)
+    assert decoder.queued == [req]
+    decoder.abort(req.rid)
+    step(decoder, decoder.tick_queues)
+    assert decoder.queued == [] and decoder.mailbox.ends[req.rid] == 1
+    assert decoder.rooms[-1].pages is None and decoder.rooms[-1].cleared
+    assert decoder.in_transfer == [filler]
+    decoder.drain()
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("evict", [False, True], ids=["tree kept", "tree evicted"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_retracted_request_comes_back(decoder: Decoder, prefix: int, evict: bool) -> None:
+    """Guards against a resumed request that reads other KV than it left, whether its prefix is
+    still there or not; the content of every slot is checked after each step."""
+    warm(decoder, prefix)
+    req = bring_to(decoder, "retracted")
+    held = len(req.origin_input_ids) + len(req.output_ids) - 1
+    if evict:
+        decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
+    page = decoder.page_size
+    shared = min(in_tree(decoder, (req.origin_input_ids + req.output_ids)[:held]), held)
+    assert (shared == 0) == evict
+    step(decoder, decoder.tick_queues)
+    assert req in decoder.waiting_queue and req.cache_protected_len == shared // page * page
+    assert not hasattr(req, "kv_cache_cpu")
+    decoder.drain()
+    assert len(req.output_ids) == 30
+    check_idle(decoder)
+
+
+def test_retracted_twice_then_aborted(decoder: Decoder) -> None:
+    """Guards against what a first retraction leaves in the request for the second one."""
+    req = bring_to(decoder, "retracted")
+    step(decoder, decoder.tick_queues)
+    for _ in range(3):
+        step(decoder, decoder.tick_batch)
+    step(decoder, decoder.retract)
+    assert req.retraction_count == 2
+    step(decoder, lambda: decoder.abort(req.rid))
+    decoder.drain()
+    assert decoder.mailbox.ends[req.rid] == 1
+    check_idle(decoder)
+
+
+def test_a_server_with_retracted_requests_is_not_idle(decoder: Decoder) -> None:
+    """Guards against a flush, or a memory check, that takes the tree from under a request which is
+    in none of the queues that stock SGLang looks at."""
+    req = bring_to(decoder, "retracted")
+    decoder.abort(decoder.submitted[-2].rid)
+    for _ in range(2):
+        step(decoder, decoder.tick_batch)
+    assert holders(decoder) == [] and not decoder.is_fully_idle()
+    assert not decoder.flush_cache()
+    decoder.drain()
+    assert len(req.output_ids) == 30
+    check_idle(decoder)
+    assert decoder.flush_cache() and decoder.tree_cache.total_size() == 0
+
+
+@pytest.mark.parametrize("ids", [[10, 11, 12, 13], [0]])
+def test_warm_up_leaves_nothing(decoder: Decoder, ids: list[int]) -> None:
+    """Guards against a warm-up or health request, whose KV is garbage, answering a prompt that
+    begins with the same tokens."""
+    for _ in range(2):
+        decoder.submit(ids * 16, new=4, warm_up=True)
+        decoder.drain()
+        check_idle(decoder)
+    assert decoder.tree_cache.total_size() == 0
+    decoder.submit(ids * 16, new=4)
+    step(decoder, decoder.tick_queues)
+    assert decoder.rooms[-1].prefix_len == 0
+
+
+def test_namespaces_do_not_share(decoder: Decoder) -> None:
+    """Guards against one tenant's KV, or one adapter's, answering another one's prompt."""
+    for extra_key in (None, "a", "b"):
+        for expected in (0, 80):
+            decoder.submit(PROMPT, new=1, extra_key=extra_key)
+            decoder.drain()
+            assert decoder.rooms[-1].prefix_len == expected
+    check_idle(decoder)
+
+
+def test_finished_at_the_first_token(decoder: Decoder) -> None:
+    """Guards against a request that ends in the prebuilt batch, before it ever decodes."""
+    decoder.submit(PROMPT, new=1)
+    decoder.drain()
+    assert in_tree(decoder, PROMPT) == 80
+    check_idle(decoder)

@@ -1,0 +1,110 @@
+"""Capabilities over SGLang's own bootstrap server, and a room's status, which fails for good."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
+from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta.common import DeltaBootstrapServer
+
+
+def manager(*, wants_delta: bool = True, **fields: Any) -> Any:
+    """A manager without a backend."""
+    made = object.__new__(conn.CommonKVManager)
+    made.__dict__.update(
+        server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=wants_delta),
+        prefill_info_table={},
+        request_status={},
+        failure_records={},
+        failure_lock=threading.Lock(),
+        **fields,
+    )
+    return made
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the prefill server says, in turn; topology is always found."""
+    queue: list[Any] = []
+    monkeypatch.setattr(capability, "fetch_capabilities", lambda address: queue.pop(0))
+
+    def found(self: Any, address: str) -> bool:
+        self.prefill_info_table[address] = object()
+        return True
+
+    base = next(cls for cls in conn.CommonKVManager.__mro__[1:] if cls.__module__ == conn.__name__)
+    monkeypatch.setattr(base, "try_ensure_parallel_info", found)
+    yield queue
+    assert queue == []
+
+
+def test_asked_until_it_answers(answers: list[Any]) -> None:
+    """Guards against a prefill server that is just starting and counts as stock for ever."""
+    made = manager()
+    answers += [None, capability.OURS]
+    assert not made.try_ensure_parallel_info("p:1")
+    assert not made.peer_takes_delta("p:1") and made.prefill_info_table == {}
+    assert made.try_ensure_parallel_info("p:1")
+    assert made.peer_takes_delta("p:1") and not made.peer_takes_delta("p:2")
+    assert made.try_ensure_parallel_info("p:1"), "known: not asked again"
+
+
+def test_another_version_at_the_same_address(answers: list[Any]) -> None:
+    """Guards against a prefix for a stock server that replaced a patched one at its address."""
+    made = manager()
+    answers += [capability.OURS, capability.STOCK]
+    made.try_ensure_parallel_info("p:1")
+    made.prefill_info_table.clear()  # what SGLang does when a prefill server dies
+    made.try_ensure_parallel_info("p:1")
+    assert not made.peer_takes_delta("p:1")
+
+
+def test_without_the_flag_nobody_is_asked(answers: list[Any]) -> None:
+    """Guards against requests that a stock server would not make."""
+    made = manager(wants_delta=False)
+    assert made.try_ensure_parallel_info("p:1") and not made.peer_takes_delta("p:1")
+
+
+def test_the_real_bootstrap_server_says_what_it_takes() -> None:
+    """Guards against a route that is missing, or that stock's own routes hide."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = conn.CommonKVBootstrapServer("127.0.0.1", port)
+    try:
+        found = None
+        for _ in range(200):  # its thread is starting; refused connections return at once
+            found = capability.fetch_capabilities(f"127.0.0.1:{port}")
+            if found is not None:
+                break
+            threading.Event().wait(0.05)
+        assert found == capability.OURS
+        assert isinstance(server, DeltaBootstrapServer)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("late", [KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success])
+def test_failed_is_final(late: int) -> None:
+    """Guards against a late message that brings a failed room back to life."""
+    made = manager()
+    made.update_status(1, KVPoll.Transferring)
+    made.update_status(1, KVPoll.Failed)
+    made.update_status(1, late)
+    assert made.request_status == {1: KVPoll.Failed}
+
+
+def test_other_states_only_advance() -> None:
+    """Guards against changed behaviour of rooms that did not fail."""
+    made = manager()
+    made.update_status(1, KVPoll.Transferring)
+    made.update_status(1, KVPoll.WaitingForInput)
+    assert made.request_status == {1: KVPoll.Transferring}
