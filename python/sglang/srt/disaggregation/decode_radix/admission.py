@@ -1,8 +1,10 @@
 """The token budget of decode admission: pure arithmetic, all results in tokens of whole pages.
 
 Stock reserves ``--num-reserved-decode-tokens`` (512 by default) for every request in sight. With a
-pool full of shared prefixes that reserve, and not the KV, decides how many requests run; so here a
-request reserves what it can still generate, and at most that number.
+pool full of shared prefixes that reserve, and not the KV, decides how many requests run. Here a
+*running* request reserves what it can still generate, at most that number; one that does not run
+yet reserves the few tokens that SGLang makes room for when it retracts. If too many were let in,
+the youngest is retracted: its KV goes to the CPU and back, and no work is lost.
 """
 
 from __future__ import annotations

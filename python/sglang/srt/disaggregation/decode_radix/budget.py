@@ -10,6 +10,7 @@ import torch
 from sglang.srt.disaggregation.decode_radix import admission
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +28,22 @@ class DecodeBudget:
         self._tree = queue.tree_cache
         self._allocator = queue.token_to_kv_pool_allocator
         self._page: int = queue.token_to_kv_pool_allocator.page_size
-        self._cap: int = queue.num_reserved_decode_tokens
+        self._running_cap: int = queue.num_reserved_decode_tokens
+        self._entry_cap: int = min(self._running_cap, envs.SGLANG_RETRACT_DECODE_STEPS.get())
         self._blocked: admission.BlockedHead | None = None
 
     def reserve(
-        self, req: Any, lease: PrefixLease, length: int, new: list[Any]
+        self, req: Any, lease: PrefixLease, length: int, new: list[Any], *, resumes: bool = False
     ) -> torch.Tensor | None:
         """Slots for the tokens from the lease to ``length`` (1-D int64), or None: they do not fit.
 
         Called with the lease held: locking takes the prefix out of what can be evicted, and a
-        budget from before it would count the same tokens twice.
+        budget from before it would count the same tokens twice. A request that ``resumes`` must
+        have room like a running one, or it would be retracted again at once.
         """
         pool = self.pool(new)
-        cost = admission.entry_cost(lease.length, length, final_length(req), self._cap, self._page)
+        cap = self._running_cap if resumes else self._entry_cap
+        cost = admission.entry_cost(lease.length, length, final_length(req), cap, self._page)
         fits = cost <= pool.free - pool.reserved
         if not fits or not self._everyone_can_finish(lease, length, new):
             self._blocked = admission.BlockedHead(req.rid, cost, pool, self._tree.inserts)
@@ -61,19 +65,9 @@ class DecodeBudget:
         return admission.PoolState(
             free=self._allocator.available_size() + self._tree.evictable_size(),
             protected=self._tree.protected_size(),
-            reserved=admission.reserved(self._claims(new), self._cap, self._page),
+            reserved=admission.reserved(_claims(self._running()), self._running_cap, self._page)
+            + admission.reserved(_claims(self._not_running(new)), self._entry_cap, self._page),
         )
-
-    def _claims(self, new: list[Any]) -> list[admission.Claim]:
-        """What every request that holds pages may still need."""
-        scheduler = self._scheduler
-        holders = [*self._running(), *self._not_running(new)]
-        last_batch = scheduler.last_batch
-        if last_batch and last_batch.forward_mode.is_prebuilt():
-            # Just left the waiting queue and not yet merged into the running batch.
-            holders += [req for req in last_batch.reqs if not req.finished()]
-        unique = {id(req): req for req in holders}
-        return [admission.Claim(req.kv_allocated_len, final_length(req)) for req in unique.values()]
 
     def _running(self) -> list[Any]:
         return [req for req in self._scheduler.running_batch.reqs if not req.finished()]
@@ -126,6 +120,10 @@ class DecodeBudget:
             if not admission.can_finish_alone(final_length(req), shared, pinned, total, page):
                 return False
         return True
+
+
+def _claims(requests: list[Any]) -> list[admission.Claim]:
+    return [admission.Claim(req.kv_allocated_len, final_length(req)) for req in requests]
 
 
 def final_length(req: Any) -> int:

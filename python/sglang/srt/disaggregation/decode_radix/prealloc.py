@@ -262,7 +262,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         token_ids = (req.origin_input_ids + req.output_ids)[:-1]
         lease = self._lease(req, token_ids, may_match(req))
         try:
-            slots = self._budget.reserve(req, lease, len(token_ids), new)
+            slots = self._budget.reserve(req, lease, len(token_ids), new, resumes=True)
             if slots is None:
                 return False
             self._bind(req, lease, slots, len(token_ids))
