@@ -40,6 +40,23 @@ VOCABULARY = 64
 METADATA_SLOTS = 24
 
 
+class OrderedSet(dict[Any, None]):
+    """The part of ``set`` that the tree uses for its leaves, in a fixed order.
+
+    Leaves of equal age are evicted in the order of the set, and a set's order depends on addresses:
+    one seed would not always mean one life.
+    """
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+
 def build_tree(decoder: Any, policy: str) -> Any:
     """The tree that the scheduler would build, serving decode."""
     tree = scheduler_module.RadixCache(
@@ -51,6 +68,7 @@ def build_tree(decoder: Any, policy: str) -> Any:
             eviction_policy=policy,
         )
     )
+    tree.evictable_leaves = OrderedSet()
     tree.serve_decode()
     return tree
 
