@@ -47,6 +47,7 @@ lint: env ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m pre_commit validate-config
 
 format: env ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
