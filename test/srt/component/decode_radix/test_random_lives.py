@@ -96,7 +96,11 @@ OTHER_KV, LOCKS = "hold other KV", "lock_ref"
         pytest.param(_resume_ignores_the_prefix, None, id="a resumed request is restored from 0"),
     ],
 )
-def test_the_check_notices(monkeypatch: pytest.MonkeyPatch, XX) -> None:
+def test_the_check_notices(
+    monkeypatch: pytest.MonkeyPatch,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    notice: str | None,
+) -> None:
     """Guards against a simulation that cannot fail: with one protection taken out it does, soon,
     and for that reason."""
     monkeypatch.setenv(WAIT, "0")
