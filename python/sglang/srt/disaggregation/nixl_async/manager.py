@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.events import Sent, event_log, now
 from sglang.srt.disaggregation.delta.stats import STATS
 from sglang.srt.disaggregation.nixl_async import notifications
+from sglang.srt.disaggregation.nixl_async.announcements import AnnouncementReader
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
@@ -26,6 +28,16 @@ Pages = npt.NDArray[np.int32]
 
 class DeltaNixlManager(NixlKVManager):
     """Posts what the plan left over, and says so where that is nothing."""
+
+    @override
+    def _start_bootstrap_thread(self) -> None:
+        reader = AnnouncementReader(self)
+
+        def read_announcements() -> None:
+            while True:
+                reader.handle(self.server_socket.recv_multipart())
+
+        threading.Thread(target=read_announcements, name="nixl-announcements", daemon=True).start()
 
     @override
     def add_transfer_request(

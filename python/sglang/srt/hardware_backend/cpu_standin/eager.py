@@ -1,8 +1,8 @@
 """torch without its compiler.
 
 SGLang decorates a few small functions with ``torch.compile``. On a CPU that would cost more than
-it gives: each process imports inductor at start (over a third of its start-up), and the first request
-waits for a C++ compiler, which a fresh machine need not have.
+it gives: each process imports inductor at start (over a third of its start-up), and the first
+request waits for a C++ compiler, which a fresh machine need not have.
 """
 
 from __future__ import annotations
