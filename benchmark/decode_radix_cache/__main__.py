@@ -22,11 +22,13 @@ def main() -> int:
         help="folder for tables, JSON, the plot and the servers' logs",
     )
     parser.add_argument("--model", type=Path, help="model folder; a random one is made without it")
+    parser.add_argument("--repeats", type=int, default=1, help="throughput: runs of each arm")
     args = parser.parse_args()
     console = Console()
-    run = throughput.run if args.question == "throughput" else wire.run
     try:
-        return run(args.out, args.model, console)
+        if args.question == "wire":
+            return wire.run(args.out, args.model, console)
+        return throughput.run(args.out, args.model, console, args.repeats)
     except ServerFailed as failure:
         console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
         return 1
