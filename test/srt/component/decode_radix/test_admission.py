@@ -346,3 +346,25 @@ def test_a_cold_prompt_is_announced_too() -> None:
     tick(decoder)
     (room,) = decoder.rooms
     assert (room.announced, room.prefix_len, len(room.pages)) == (True, 0, 3)
+
+
+def test_requests_in_transfer_leave_room_for_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entering requests reserve little, and cannot be retracted while they are in transfer: if they
+    were let in until the pool is full, the running one would be aborted for lack of memory."""
+    decoder = Decoder(16, 640, reserve=512)
+    first = decoder.submit(ids(1, 100), new=200)
+    others = [decoder.submit(ids(start, 200), new=200) for start in (2, 3)]
+    tick(decoder)
+    assert decoder.in_transfer == [first, others[0]]
+    decoder.deliver(first)
+    for _ in range(210):
+        tick(decoder)
+        decoder.tick_batch()
+        check(decoder)
+    assert len(first.output_ids) == 200
+    assert first.finished_reason.to_json()["type"] == "length"
+    for req in others:
+        if req in decoder.in_transfer:
+            decoder.deliver(req)
+    decoder.drain()
+    check_idle(decoder)

@@ -52,17 +52,15 @@ def entry_cost(prefix: int, length: int, final: int, cap: int, page: int) -> int
     return page_ceil(length, page) - prefix + growth(Claim(length, final), cap, page)
 
 
-def can_finish_alone(
-    final: int, shared_with_pinned: int, pinned: int, total: int, page: int
-) -> bool:
-    """Whether a request could run to its end if every other running request were retracted.
+def can_finish_alone(final: int, own_pinned: int, pinned: int, total: int, page: int) -> bool:
+    """Whether a request could run to its end if every running request but it were retracted.
 
     ``pinned`` tokens belong to requests that cannot be retracted (their transfer is under way);
-    ``shared_with_pinned`` of them are the request's own prefix as well. Where this does not hold,
-    admitting one more transfer could leave the last running request without memory, and SGLang
-    would abort it.
+    ``own_pinned`` of them are the request's own: its shared prefix, and its private pages if it
+    does not run yet. Where this does not hold, admitting one more transfer could leave the last
+    running request without memory, and SGLang would abort it.
     """
-    return page_ceil(final, page) - shared_with_pinned <= total - pinned
+    return page_ceil(final, page) - own_pinned <= total - pinned
 
 
 @dataclass

@@ -45,7 +45,7 @@ class DecodeBudget:
         cap = self._running_cap if resumes else self._entry_cap
         cost = admission.entry_cost(lease.length, length, final_length(req), cap, self._page)
         fits = cost <= pool.free - pool.reserved
-        if not fits or not self._everyone_can_finish(lease, length, new):
+        if not fits or not self._everyone_can_finish(req, lease, length, new):
             self._blocked = admission.BlockedHead(req.rid, cost, pool, self._tree.inserts)
             return None
         self._blocked = None
@@ -98,26 +98,39 @@ class DecodeBudget:
             return None
         return slots[:used]
 
-    def _everyone_can_finish(self, lease: PrefixLease, length: int, new: list[Any]) -> bool:
-        """Admitting one more must leave every running request able to end, the others retracted.
+    def _everyone_can_finish(
+        self, candidate: Any, lease: PrefixLease, length: int, new: list[Any]
+    ) -> bool:
+        """Whether every request could still end, the running ones but itself retracted.
 
-        Requests that do not run yet cannot be retracted, so what they hold is out of reach.
+        Requests that do not run yet cannot be retracted, so what they hold is out of reach of all
+        others; and once one of them runs, it must find the memory for the rest of its answer.
         """
-        running = self._running()
-        if not running:
-            return True  # nobody to starve, and the candidate fits: the budget says so
-        page = self._page
-        in_tree = path_tokens(self._tree, lease.node)
-        pinned = page_ceil(length, page) - lease.length
-        for req in self._not_running(new):
-            in_tree |= path_tokens(self._tree, req.last_node)
-            pinned += page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
+        running, entering = self._running(), self._not_running(new)
+        if not running and not entering:
+            return True  # the candidate will have the pool for itself
+        page, total = self._page, self._queue.max_total_num_tokens
+        holdings = [
+            (
+                req,
+                path_tokens(self._tree, req.last_node),
+                page_ceil(req.kv_allocated_len, page) - req.cache_protected_len,
+            )
+            for req in entering
+        ]
+        holdings.append(
+            (candidate, path_tokens(self._tree, lease.node), page_ceil(length, page) - lease.length)
+        )
+        in_tree: dict[int, int] = {}
+        pinned = 0
+        for _, path, private in holdings:
+            in_tree |= path
+            pinned += private
         pinned += sum(in_tree.values())
-        total = self._queue.max_total_num_tokens
-        for req in running:
-            path = path_tokens(self._tree, req.last_node)
-            shared = sum(tokens for node, tokens in path.items() if node in in_tree)
-            if not admission.can_finish_alone(final_length(req), shared, pinned, total, page):
+        holdings += [(req, path_tokens(self._tree, req.last_node), 0) for req in running]
+        for req, path, private in holdings:
+            own = private + sum(tokens for node, tokens in path.items() if node in in_tree)
+            if not admission.can_finish_alone(final_length(req), own, pinned, total, page):
                 return False
         return True
 

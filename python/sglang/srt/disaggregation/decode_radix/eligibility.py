@@ -10,7 +10,7 @@ _COMMITTED = "decode_kv_committed"
 def is_fake(req: Any) -> bool:
     """A warm-up or health request: no KV ever arrives, its slots hold garbage.
 
-    They really collide with prompts: warm-up uses the ids 10 to 13, health uses 0 (HAZARDS 2).
+    They really collide with prompts: warm-up uses the ids 10 to 13, health uses 0.
     """
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 

@@ -40,7 +40,7 @@ class DecodeRadixTree(RadixCache):
             return super().match_prefix(params)
         # The request got its slots at admission. Matching again could find a longer prefix that
         # others inserted meanwhile, and would overwrite which slots are shared and which node is
-        # locked (HAZARDS 6). So the answer is what it holds.
+        # locked. So the answer is what it holds.
         from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
         held = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.cache_protected_len]
@@ -70,7 +70,7 @@ class DecodeRadixTree(RadixCache):
         if page_floor(committed, self.page_size) <= req.cache_protected_len:
             return  # all of it is in the tree already
         # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
-        # it would put an unwritten slot into the tree (HAZARDS 17).
+        # it would put an unwritten slot into the tree.
         fill_ids = req.fill_ids
         req.fill_ids = fill_ids[:committed]
         try:

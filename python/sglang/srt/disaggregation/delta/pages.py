@@ -70,7 +70,7 @@ def plan_delta(
     Raises:
         DeltaMismatch: destinations disagree about the prefix, or the prefix is negative, not a
             whole number of pages or longer than the prompt, or the number of listed pages is not
-            the number that is left. Nothing is ever truncated to fit (HAZARDS 3, 9, 11).
+            the number that is left. Nothing is ever truncated to fit.
     """
     destinations = list(announced)
     prefixes = sorted({d.decode_prefix_len for d in destinations})
