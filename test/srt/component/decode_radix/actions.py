@@ -31,6 +31,7 @@ class Life:
         "batch": 22,
         "fail_handshake": 1,
         "fail_transfer": 2,
+        "write_late": 3,
         "abort_queued": 1,
         "abort_transfer": 1,
         "abort_waiting": 1,
@@ -51,7 +52,9 @@ class Life:
         self.bank += [[10, 11, 12, 13] * 8, [0] * 30]
         self._bytes = STATS.totals["kv_transfer_requested_bytes"]
         #: How often the interesting cases were reached.
-        self.seen = {"hits": 0, "full_hits": 0, "retracted": 0, "resumed": 0, "pool_full": 0}
+        self.seen = dict.fromkeys(
+            ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes"), 0
+        )
 
     def step(self, action: str, number: int) -> None:
         """Take one action, and check everything."""
@@ -113,6 +116,12 @@ class Life:
     def fail_transfer(self, number: int) -> None:
         self._fail(KVPoll.Transferring, number)
 
+    def write_late(self, number: int) -> None:
+        rooms = [room for room in self.decoder.rooms if room.writing and room.cleared]
+        self.seen["late_writes"] += len(rooms[:1])
+        if rooms:
+            self.decoder.write_late(rooms[number % len(rooms)])
+
     # ---- the scheduler ----
 
     def queues(self, number: int) -> None:
@@ -165,7 +174,10 @@ class Life:
     def _fail(self, state: int, number: int) -> None:
         rooms = self._rooms(state)
         if rooms:
-            rooms[number % len(rooms)].state = KVPoll.Failed
+            room = rooms[number % len(rooms)]
+            room.state = KVPoll.Failed
+            # Prefill says that it failed once it has stopped; a lost peer says nothing.
+            room.writing = room.writing and number % 2 == 0
 
     @staticmethod
     def _some(items: list[Any], number: int) -> list[Any]:

@@ -16,6 +16,12 @@ from sglang.srt.disaggregation.delta.pages import page_count
 
 def holders(decoder: Any) -> list[Any]:
     """Requests that own pages and a lock."""
+    quarantine = decoder.disagg_decode_transfer_queue.quarantine
+    return [*readers(decoder), *quarantine.requests]
+
+
+def readers(decoder: Any) -> list[Any]:
+    """Those of them whose KV somebody will read."""
     running = [req for req in decoder.running_batch.reqs if not req.finished()]
     return [*decoder.in_transfer, *decoder.waiting_queue, *running]
 
@@ -32,7 +38,7 @@ def check(decoder: Any) -> None:
         decoder.max_total_num_tokens,
     )
     problems += _tables(decoder, held)
-    problems += _content(decoder, held)
+    problems += _content(decoder, readers(decoder))
     for entry in decoder.disagg_decode_transfer_queue.queue:
         problems += _announcement(decoder, entry)
     assert not problems, "; ".join(problems)
@@ -55,7 +61,9 @@ def _tables(decoder: Any, held: list[Any]) -> list[str]:
     used = [req.req_pool_idx for req in held]
     if sorted([*rows.free_slots, *used]) != list(range(rows.size + rows.pre_alloc_size)):
         problems.append(f"request rows: {len(rows.free_slots)} free, {sorted(used)} used")
-    slots = [e.metadata_buffer_index for e in decoder.disagg_decode_transfer_queue.queue]
+    queue = decoder.disagg_decode_transfer_queue
+    entries = [*queue.queue, *queue.quarantine.decode_requests]
+    slots = [entry.metadata_buffer_index for entry in entries]
     if sorted([*metadata.free_slots, *slots]) != list(range(metadata.size)):
         problems.append(f"metadata slots: {len(metadata.free_slots)} free, {sorted(slots)} used")
     if not decoder.token_to_kv_pool_allocator.is_not_in_free_group:

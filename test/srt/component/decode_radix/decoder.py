@@ -237,9 +237,11 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         return [entry.req for entry in self.disagg_decode_prealloc_queue.queue]
 
     def room(self, req: Any) -> Any:
-        """The receiver of a request that is queued or in transfer."""
-        queues = (self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue)
-        return next(e.kv_receiver for q in queues for e in q.queue if e.req is req)
+        """The receiver of a request that is queued, in transfer or held."""
+        transfer = self.disagg_decode_transfer_queue
+        queued = [*self.disagg_decode_prealloc_queue.queue, *transfer.queue]
+        entries = [*queued, *transfer.quarantine.decode_requests]
+        return next(entry.kv_receiver for entry in entries if entry.req is req)
 
     def deliver(self, req: Any, *, first_token: int = 1, cached: int = 0) -> None:
         """Prefill fills the announced pages and the metadata."""
@@ -255,6 +257,14 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         self.metadata.cached_tokens[index, 0] = cached
         self.metadata.bootstrap_room[index, 0] = req.bootstrap_room
         room.state = KVPoll.Success
+        room.writing = False
+
+    def write_late(self, room: Room) -> None:
+        """Prefill ends a transfer that decode gave up: it fills pages it was told of long ago."""
+        slots = (torch.tensor(room.pages)[:, None] * self.page_size).reshape(-1)
+        slots = (slots[:, None] + torch.arange(self.page_size)).reshape(-1).to(torch.int64)
+        kv.write(self.pool, slots, [-7] * len(slots))
+        room.writing = False
 
     def abort(self, rid: str) -> None:
         """The client went away."""
@@ -318,6 +328,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
                     room.state = KVPoll.WaitingForInput
             for req in self.in_transfer:
                 self.deliver(req)
+            for given_up in self.rooms:
+                if given_up.writing and given_up.cleared:
+                    self.write_late(given_up)
             self.tick_queues()
             self.tick_batch()
             if self.is_fully_idle():

@@ -28,6 +28,8 @@ class Room:
         #: Whether the prefix was announced, or only stock's message sent.
         self.announced = False
         self.cleared = False
+        #: Prefill may write to the announced pages, also after decode gave the room up.
+        self.writing = False
 
     def poll(self) -> int:
         return self.state if self.conclude_state is None else self.conclude_state
@@ -37,10 +39,21 @@ class Room:
         assert state_indices is None and pages.dtype == np.int32
         self.pages, self.metadata_index = pages, index
         self.state = KVPoll.Transferring
+        self.writing = True
 
     def announce(self, pages: np.ndarray, index: int, prefix_len: int) -> None:
         self.announced, self.prefix_len = True, prefix_len
         self.send_metadata(pages, index)
+
+    def hold(self) -> Room | None:
+        """The room is its own watch: it knows whether prefill still writes."""
+        return self if self.writing else None
+
+    def quiet(self) -> bool:
+        return not self.writing
+
+    def close(self) -> None:
+        assert self.cleared
 
     def failure_exception(self) -> None:
         self.clear()

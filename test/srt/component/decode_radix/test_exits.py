@@ -75,6 +75,10 @@ def test_abort(decoder: Decoder, stage: str, prefix: int, everybody: bool) -> No
     for _ in range(3):
         step(decoder, decoder.tick_queues)
         step(decoder, decoder.tick_batch)
+    if stage == "transfer":  # its pages stay its own until prefill has stopped writing
+        assert req in holders(decoder) and not decoder.is_fully_idle()
+        step(decoder, lambda: decoder.write_late(decoder.room(req)))
+        step(decoder, decoder.tick_queues)
     assert req not in [*holders(decoder), *decoder.queued]
     assert decoder.mailbox.ends[req.rid] == 1
     decoder.drain()

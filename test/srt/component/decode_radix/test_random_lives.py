@@ -13,6 +13,7 @@ import pytest
 
 from component.decode_radix.actions import Life
 from component.decode_radix.decoder import Decoder
+from component.decode_radix.peer import Room
 from sglang.srt.disaggregation.decode_radix import eligibility, resume
 from sglang.srt.disaggregation.decode_radix import prealloc as prealloc_module
 from sglang.srt.disaggregation.decode_radix import tree as tree_module
@@ -79,6 +80,10 @@ def _warm_up_is_a_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eligibility, "is_fake", lambda req: False)
 
 
+def _pages_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Room, "hold", lambda self: None)
+
+
 OTHER_KV, LOCKS = "hold other KV", "lock_ref"
 
 
@@ -93,6 +98,7 @@ OTHER_KV, LOCKS = "hold other KV", "lock_ref"
         pytest.param(_leases_are_kept, LOCKS, id="a refused request keeps its lock"),
         pytest.param(_lease_without_lock, LOCKS, id="a prefix is not locked"),
         pytest.param(_extra_key_is_ignored, OTHER_KV, id="tenants share"),
+        pytest.param(_pages_are_freed_at_once, OTHER_KV, id="an abort frees pages being written"),
         pytest.param(_resume_ignores_the_prefix, None, id="a resumed request is restored from 0"),
     ],
 )

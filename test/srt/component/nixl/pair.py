@@ -67,6 +67,7 @@ class Side:
             local_ip="127.0.0.1",
             rank_port=1,
             waiting_timeout=LIMIT_S,
+            bootstrap_timeout=LIMIT_S,
             enable_staging=False,
             is_dummy_cp_rank=False,
             enable_all_cp_ranks_for_transfer=False,

@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("UCX_TLS", "tcp,self")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from component.nixl.pair import Pair, pages, until  # noqa: E402
+from component.nixl.pair import LIMIT_S, Pair, pages, until  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.delta import wire  # noqa: E402
 from sglang.srt.disaggregation.delta.stats import STATS  # noqa: E402
@@ -172,6 +172,62 @@ def late_notification() -> None:
     receiver.clear()
 
 
+def given_up_while_written() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4, 5), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(2, 3)
+    sender.send(pages(30))
+    until(lambda: PAIR.arrived([30], [4]), "first page")
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    watch = receiver.hold()
+    assert "Abort" in reason(receiver)
+    assert not watch.quiet()  # the second page is still to come
+    sender.send(pages(31))
+    until(lambda: sender.poll() == KVPoll.Success, "sender")
+    until(watch.quiet, "quiet")
+    assert PAIR.arrived([30, 31], [4, 5])
+    watch.close()
+    sender.clear()
+
+
+def given_up_and_refused() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4, 5), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(2, 3)
+    sender.send(pages(30))
+    receiver.abort()
+    watch = receiver.hold()
+    assert "Abort" in reason(receiver) and not watch.quiet()
+    sender.abort()  # tells decode, but only when the first page has arrived
+    until(lambda: sender.poll() == KVPoll.Failed, "sender")
+    until(watch.quiet, "quiet")
+    assert PAIR.arrived([30], [4])
+    watch.close()
+    assert reason(sender)
+
+
+def announced_after_the_failure() -> None:
+    sender, receiver = PAIR.room()
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed and reason(sender)
+    receiver.announce(pages(4), 5, prefix_len=0)
+    until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+    assert receiver.hold() is None
+    assert "aborted on the prefill server" in reason(receiver)
+
+
+def never_announced() -> None:
+    sender, receiver = PAIR.room()
+    PAIR.prefill.manager.bootstrap_timeout = 0
+    assert sender.poll() == KVPoll.Failed
+    PAIR.prefill.manager.bootstrap_timeout = LIMIT_S
+    assert "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT" in reason(sender)
+    receiver.clear()
+
+
 SCENARIOS = (
     partial_delta,
     full_hit,
@@ -181,6 +237,10 @@ SCENARIOS = (
     abort_on_prefill,
     post_raises,
     late_notification,
+    given_up_while_written,
+    given_up_and_refused,
+    announced_after_the_failure,
+    never_announced,
 )
 
 for scenario in SCENARIOS:

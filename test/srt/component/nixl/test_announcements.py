@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl_async.announcements import (
     COMPLAINT_INTERVAL_S,
     AnnouncementReader,
+    FailedRooms,
 )
 
 LOGGER = "sglang.srt.disaggregation.nixl_async.announcements"
@@ -30,6 +31,12 @@ class Manager:
         self.decode_kv_args_table: dict[str, Any] = {}
         self.transfer_infos: dict[int, dict[str, Any]] = {}
         self.statuses: dict[int, Any] = {}
+        self.failed_rooms = FailedRooms()
+        self.told: list[tuple[int, str]] = []
+
+    def notify_failure(self, room: int, reason: str, announcements: list[Any]) -> None:
+        assert [info.agent_name for info in announcements] == ["D"]
+        self.told.append((room, reason))
 
     def _add_remote_peer(self, info: Any) -> None:
         self.decode_kv_args_table[info.agent_name] = info
@@ -102,6 +109,28 @@ def test_a_room_of_a_peer_that_never_registered_is_dropped() -> None:
     manager = Manager()
     AnnouncementReader(manager).handle(announcement())
     assert manager.state() == ([], [], {})
+
+
+def test_a_room_that_failed_before_it_was_announced_is_answered() -> None:
+    """Prefill may abort a request before decode announces it; decode would wait for its timeout,
+    and the announcement would stay in prefill's table for ever."""
+    manager = Manager()
+    reader = AnnouncementReader(manager)
+    reader.handle(registration())
+    manager.failed_rooms.add(7, "aborted")
+    reader.handle(announcement(room=7))
+    assert manager.told == [(7, "aborted")] and manager.transfer_infos == {}
+    manager.failed_rooms.discard(7)  # a new request with that number
+    reader.handle(announcement(room=7))
+    assert list(manager.transfer_infos) == [7]
+
+
+def test_failed_rooms_are_remembered_up_to_a_bound() -> None:
+    """Guards against a table that grows with every failure of a server that runs for months."""
+    rooms = FailedRooms(limit=3)
+    for room in range(5):
+        rooms.add(room, "gone")
+    assert [rooms.reason(room) for room in range(5)] == [None, None, "gone", "gone", "gone"]
 
 
 def test_a_noisy_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:

@@ -76,3 +76,25 @@ def test_late_notification(output: str) -> None:
     """Guards against entries of rooms that were aborted and cleared, and against such a room's
     completion counting for the next one."""
     passed(output, "late_notification")
+
+
+def test_a_room_given_up_while_it_is_written(output: str) -> None:
+    """Guards against pages of an aborted room that are given to others while prefill still writes
+    to them: the room counts as quiet when everything has arrived."""
+    passed(output, "given_up_while_written")
+
+
+def test_a_room_given_up_and_refused(output: str) -> None:
+    """Guards against a failure notice that overtakes a write: it comes after what was posted."""
+    passed(output, "given_up_and_refused")
+
+
+def test_a_room_announced_after_it_failed(output: str) -> None:
+    """Guards against a decode server that waits for its timeout, and a table entry that stays,
+    when prefill aborts a request first."""
+    passed(output, "announced_after_the_failure")
+
+
+def test_a_room_that_is_never_announced(output: str) -> None:
+    """Guards against a prefill request that waits for ever for a decode server that is gone."""
+    passed(output, "never_announced")

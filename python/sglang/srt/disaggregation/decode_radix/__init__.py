@@ -9,9 +9,11 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``admission``    the token budget: what running requests can still grow into: pure
 ``prealloc``     the prealloc queue: lease, budget, delta pages, announcement
 ``transfer``     the transfer queue: committed KV enters the tree
+``quarantine``   pages of transfers that ended early, held until prefill cannot write to them
 ``prebuilt``     the prebuilt batch: continues after the lease's prefix
 ``tree``         the radix tree as a decode server uses it
 ``resume``       retracted requests: only private pages are copied back
+``ranks``        agreement between the ranks of one server
 ``scheduler``    start-up checks, one idle predicate, metrics and log fields
 ``invariants``   what must hold of pool and tree at any time
 """

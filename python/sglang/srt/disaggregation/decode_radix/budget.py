@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.disaggregation.decode_radix import admission
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.environ import envs
 
@@ -77,6 +78,10 @@ class DecodeBudget:
         in_transfer = [decode_req.req for decode_req in self._queue.transfer_queue.queue]
         return [*in_transfer, *self._scheduler.waiting_queue, *new]
 
+    def _held(self) -> list[Any]:
+        """Aborted requests whose pages prefill may still write to. They need no more than that."""
+        return list(held_requests(self._queue.transfer_queue))
+
     def _allocate(self, req: Any, needed: int, used: int) -> torch.Tensor | None:
         """``used`` slots of ``needed`` tokens of whole pages; evicts exactly what is missing."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -110,20 +115,13 @@ class DecodeBudget:
         if not running and not entering:
             return True  # the candidate will have the pool for itself
         page, total = self._page, self._queue.max_total_num_tokens
-        holdings = [
-            (
-                req,
-                path_tokens(self._tree, req.last_node),
-                page_ceil(req.kv_allocated_len, page) - req.cache_protected_len,
-            )
-            for req in entering
-        ]
+        holdings = self._holdings(entering)
         holdings.append(
             (candidate, path_tokens(self._tree, lease.node), page_ceil(length, page) - lease.length)
         )
         in_tree: dict[int, int] = {}
         pinned = 0
-        for _, path, private in holdings:
+        for _, path, private in (*holdings, *self._holdings(self._held())):
             in_tree |= path
             pinned += private
         pinned += sum(in_tree.values())
@@ -133,6 +131,17 @@ class DecodeBudget:
             if not admission.can_finish_alone(final_length(req), own, pinned, total, page):
                 return False
         return True
+
+    def _holdings(self, requests: list[Any]) -> list[tuple[Any, dict[int, int], int]]:
+        """Each request with its shared nodes and its private tokens, in whole pages."""
+        return [
+            (
+                req,
+                path_tokens(self._tree, req.last_node),
+                page_ceil(req.kv_allocated_len, self._page) - req.cache_protected_len,
+            )
+            for req in requests
+        ]
 
 
 def _claims(requests: list[Any]) -> list[admission.Claim]:

@@ -136,6 +136,8 @@ def idle_rooms(manager: Any) -> list[str]:
         "request_status",
         "transfer_statuses",
         "required_prefill_response_num_table",
+        "watched_rooms",
+        "refused_rooms",
         "failure_records",
     )
     tracked = getattr(manager, "addr_to_rooms_tracker", {})

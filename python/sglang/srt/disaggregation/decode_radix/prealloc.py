@@ -10,13 +10,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from sglang.srt.disaggregation.decode_radix import inflight
 from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
 from sglang.srt.disaggregation.decode_radix.eligibility import is_fake, may_match
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.decode_radix.ranks import minimum
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
 from sglang.srt.disaggregation.delta.events import Admitted, event_log, now
 from sglang.srt.disaggregation.delta.stats import STATS
@@ -160,7 +160,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             lease = PrefixLease.take(self.tree_cache, token_ids, req.extra_key)
         else:
             lease = PrefixLease.empty(self.tree_cache)
-        (length,) = self._minimum([lease.length])
+        (length,) = minimum([lease.length], self.gloo_group)
         if length == lease.length:
             return lease
         lease.release()
@@ -169,14 +169,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _arriving_key(self, req: Any, lease: PrefixLease) -> inflight.PrefixKey | None:
         window = inflight.window_tokens(self._page)
         return inflight.prefix_key(_bootstrap_addr(req), req, lease.node, lease.length, window)
-
-    def _minimum(self, values: list[int]) -> list[int]:
-        """The smallest of each value over the ranks of this server; one collective."""
-        if dist.get_world_size(self.gloo_group) == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.gloo_group)
-        return [int(value) for value in tensor]
 
     def _agree_to_wait(
         self, decode_req: Any, key: inflight.PrefixKey | None, arriving: set[inflight.PrefixKey]
@@ -188,7 +180,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if since is None:
             since = decode_req.waits_for_prefix_since = time.monotonic()
         in_time = time.monotonic() - since < inflight.wait_seconds()
-        return bool(self._minimum([int(in_time)])[0])
+        return bool(minimum([int(in_time)], self.gloo_group)[0])
 
     def _bind(self, req: Any, lease: PrefixLease, slots: torch.Tensor, length: int) -> None:
         """Write the request's row and make it the owner of its slots and of the lock."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import inflight, invariants
+from sglang.srt.disaggregation.decode_radix import inflight, invariants, quarantine
+from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
 from sglang.srt.patchset import require_active
 
@@ -98,6 +100,7 @@ class DisaggScheduler(Scheduler):
             )
         inflight.window_tokens(self.page_size)  # wrong values are refused at start
         inflight.wait_seconds()
+        quarantine.timeout_seconds()
         self.tree_cache.serve_decode()
         logger.info(
             "decode radix cache is on: page size %d, at most %d reserved tokens a request",
@@ -121,12 +124,19 @@ class DisaggScheduler(Scheduler):
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         idle = bool(super().is_fully_idle(for_health_check))
         if idle and self._radix_on_decode and not for_health_check:
-            # Stock forgets retracted requests; a flush would take the tree from under them.
-            return not self.disagg_decode_prealloc_queue.retracted_queue
+            # Stock forgets retracted requests; a flush would take the tree from under them. And
+            # aborted ones may still own pages.
+            return not self.disagg_decode_prealloc_queue.retracted_queue and not self._held
         return idle
+
+    @property
+    def _held(self) -> Sequence[Any]:
+        return held_requests(getattr(self, "disagg_decode_transfer_queue", None))
 
     @override
     def self_check_during_idle(self) -> None:
+        if self._held:
+            return  # their pages are neither free nor in a queue that the stock check knows
         super().self_check_during_idle()
         if os.environ.get(invariants.ENV) == "1" and self.is_fully_idle():
             self._check_invariants()

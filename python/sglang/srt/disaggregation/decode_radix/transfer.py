@@ -1,24 +1,106 @@
-"""The transfer queue: a committed transfer makes its prompt available to everybody."""
+"""The transfer queue: committed KV is shared at once, pages of failed transfers are held."""
 
 from __future__ import annotations
 
+import logging
+from functools import cached_property
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
+
+from sglang.srt.disaggregation.decode_radix.quarantine import Quarantine, QuietRoom
+from sglang.srt.disaggregation.decode_radix.ranks import minimum
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeTransferQueue
 else:
     DecodeTransferQueue = object
 
+logger = logging.getLogger(__name__)
+
 
 class RadixTransferQueue(DecodeTransferQueue):
-    """Puts the KV of finished transfers into the decode tree."""
+    """Puts the KV of finished transfers into the decode tree. Stock behaviour without the flag."""
+
+    queue: list[Any]  # owned by the upstream class; named for the type checker
+
+    @cached_property
+    def quarantine(self) -> Quarantine:
+        """Requests whose transfer ended early and whose pages prefill may still write to."""
+        return Quarantine()
 
     @override
     def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Any]:
-        transferred: list[Any] = super().pop_transferred(rids_to_check)
-        if getattr(self.tree_cache, "serves_decode", False):
-            for req in transferred:
-                self.tree_cache.adopt(req)
+        if not getattr(self.tree_cache, "serves_decode", False):
+            stock: list[Any] = super().pop_transferred(rids_to_check)
+            return stock
+        transferred = self._take_finished() if self.queue else []
+        for decode_req in self.quarantine.pop_quiet(lambda flags: minimum(flags, self.gloo_group)):
+            self._release(decode_req)
         return transferred
+
+    def _take_finished(self) -> list[Any]:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+        polls = poll_and_all_reduce([entry.kv_receiver for entry in self.queue], self.gloo_group)
+        waiting, transferred = [], []
+        for decode_req, poll in zip(self.queue, polls, strict=True):
+            if poll == KVPoll.Failed:
+                self._give_up(decode_req)
+            elif poll == KVPoll.Success and self._commit_transfer_to_req(decode_req):
+                if self._landed(decode_req):
+                    transferred.append(decode_req.req)
+            else:
+                waiting.append(decode_req)
+        self.queue = waiting
+        return transferred
+
+    def _landed(self, decode_req: Any) -> bool:
+        """The transfer is complete. False if its metadata belong to another room: it is aborted."""
+        req = decode_req.req
+        if req.finished_reason is None:
+            self._free_metadata_slot(decode_req)
+            self.tree_cache.adopt(req)
+            return True
+        self._answer(req)
+        self._release(decode_req)
+        return False
+
+    def _give_up(self, decode_req: Any) -> None:
+        """Answer the client of a failed transfer; keep what prefill may still write to."""
+        from sglang.srt.disaggregation.utils import prepare_abort
+
+        req, receiver = decode_req.req, decode_req.kv_receiver
+        message = (
+            f"Decode transfer failed for request rank={self.tp_rank} "
+            f"rid={req.rid} bootstrap_room={req.bootstrap_room}"
+        )
+        hold = getattr(receiver, "hold", None)  # before the receiver forgets the room
+        watch = (hold() if hold is not None else None) or QuietRoom()
+        try:
+            receiver.failure_exception()
+        except Exception as error:  # that is how a receiver says why it failed
+            message += f": {error}"
+        logger.error(message)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._answer(req)
+        # Also where this rank's room is quiet: another's may not be, and all release together.
+        self.quarantine.hold(decode_req, watch)
+
+    def _answer(self, req: Any) -> None:
+        scheduler = self.scheduler
+        scheduler.stream_output([req], req.return_logprob)
+        if scheduler.enable_metrics:
+            scheduler.metrics_collector.increment_transfer_failed_reqs()
+
+    def _release(self, decode_req: Any) -> None:
+        """Give back all that a failed transfer owned; nothing of it enters the tree."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
+        self._free_metadata_slot(decode_req)
+
+    def _free_metadata_slot(self, decode_req: Any) -> None:
+        self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)

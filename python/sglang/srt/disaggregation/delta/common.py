@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -151,10 +152,14 @@ class DeltaSender(CommonKVSender):
 
     #: Tokens that decode holds and that are not sent.
     decode_prefix_len: int = 0
+    #: What the room's decode ranks announced.
+    announcements: Sequence[Any] = ()
 
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         # Runs when the metadata of every decode rank is in, before the first chunk is computed.
+        # Kept because SGLang's manager forgets them with the last chunk, before it was delivered.
+        self.announcements = list(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}).values())
         try:
             plan = plan_delta(
                 self.bootstrap_room,
@@ -171,7 +176,7 @@ class DeltaSender(CommonKVSender):
 
     def _destinations(self) -> list[_Destination]:
         found = []
-        for info in self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}).values():
+        for info in self.announcements:
             error = getattr(info, "delta_error", None)
             if error:
                 raise wire.DeltaFrameError(f"room {self.bootstrap_room}: {error}")
@@ -184,12 +189,13 @@ class DeltaSender(CommonKVSender):
         return found
 
     def fail(self, reason: str) -> None:
-        """Fail this room alone: record why, tell its decode ranks, send nothing more."""
+        """Fail this room alone: record why, send nothing more, tell its decode ranks."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         logger.error("KV transfer of room %s failed: %s", self.bootstrap_room, reason)
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        notify = getattr(self.kv_mgr, "notify_failure", None)
-        if notify is not None:
-            notify(self.bootstrap_room, reason)
+        self.tell_failure(reason)
+
+    def tell_failure(self, reason: str) -> None:
+        """Tell the room's decode ranks that it failed. Backends that can do so override this."""

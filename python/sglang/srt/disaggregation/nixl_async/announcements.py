@@ -8,7 +8,9 @@ dropped and logged, changes nothing, and the next one is read.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,36 @@ _REMEMBERED_PEERS = 1024
 
 class BadAnnouncement(ValueError):
     """A message that is not from a decode server, or not one we can serve."""
+
+
+class FailedRooms:
+    """Why rooms failed on this prefill rank, for the latest ones. Used by two threads.
+
+    A decode rank may announce a room after it failed here; it is then told at once, instead of
+    holding pages until its own deadline.
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._reasons: OrderedDict[int, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._limit = limit
+
+    def add(self, room: int, reason: str) -> None:
+        """``room`` failed."""
+        with self._lock:
+            self._reasons[room] = reason
+            while len(self._reasons) > self._limit:
+                self._reasons.popitem(last=False)
+
+    def discard(self, room: int) -> None:
+        """A new request uses the number of ``room``."""
+        with self._lock:
+            self._reasons.pop(room, None)
+
+    def reason(self, room: int) -> str | None:
+        """Why ``room`` failed; None if it did not, as far as is remembered."""
+        with self._lock:
+            return self._reasons.get(room)
 
 
 class AnnouncementReader:
@@ -87,6 +119,10 @@ class AnnouncementReader:
             raise BadAnnouncement(f"room {info.room}: a count or an index is negative")
         if info.dst_kv_indices.size and int(info.dst_kv_indices.min()) < 0:
             raise BadAnnouncement(f"room {info.room}: a destination page is negative")
+        reason = self._manager.failed_rooms.reason(info.room)
+        if reason is not None:
+            self._manager.notify_failure(info.room, reason, [info])
+            return
         ranks = self._manager.transfer_infos.setdefault(info.room, {})
         ranks[info.agent_name] = info
         if len(ranks) == info.required_dst_info_num:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.common import is_failed
+from sglang.srt.disaggregation.nixl_async.watch import RoomWatch
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferInfo
@@ -48,6 +50,16 @@ class DeltaTransferInfo(TransferInfo):
 class DeltaNixlSender(NixlKVSender):
     """Fails its own room, never the scheduler, and not before posted transfers have settled."""
 
+    _untold: str | None = None
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
+        pp_rank: int,
+    ) -> None:  # fmt: skip
+        mgr.failed_rooms.discard(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        self._created_at = time.monotonic()
+
     @override
     def send(
         self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
@@ -72,15 +84,34 @@ class DeltaNixlSender(NixlKVSender):
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         states = [self.kv_mgr.agent.check_xfer_state(handle) for handle in self.xfer_handles]
-        if not self._stopped and "ERR" in states:
-            self.fail("NIXL reported an error for a posted transfer")
+        if not self._stopped:
+            if "ERR" in states:
+                self.fail("NIXL reported an error for a posted transfer")
+            else:
+                self._check_deadline()
         settled = all(state in ("DONE", "ERR") for state in states)
         if self._stopped and not self._completed(states):
-            # Pages under a transfer that still reads them must not be freed.
-            return KVPoll.Failed if settled else KVPoll.Transferring
+            if not settled:  # pages under a transfer that still reads them must not be freed
+                return KVPoll.Transferring
+            self._tell_now()
+            return KVPoll.Failed
         if not self.has_sent:
             return self.kv_mgr.check_status(self.bootstrap_room)
         return KVPoll.Success if settled else KVPoll.WaitingForInput
+
+    def _check_deadline(self) -> None:
+        """Decode announces a room when it has memory for it; not for ever, though."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = self.kv_mgr
+        if manager.request_status.get(self.bootstrap_room) != KVPoll.Bootstrapping:
+            return
+        waited = time.monotonic() - self._created_at
+        if waited >= manager.bootstrap_timeout:
+            self.fail(
+                f"room {self.bootstrap_room}: no decode server announced it within {waited:.0f} s "
+                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+            )
 
     def _completed(self, states: list[str]) -> bool:
         """All was delivered before the abort arrived: decode has it, so it is a success."""
@@ -91,6 +122,21 @@ class DeltaNixlSender(NixlKVSender):
         super().abort()
         if not self.has_sent:
             self.fail("aborted on the prefill server")
+        else:
+            self._untold = "aborted on the prefill server"
+
+    @override
+    def tell_failure(self, reason: str) -> None:
+        # Decode takes the notice as proof that its pages are written to no more, so it is sent
+        # only when what was posted has settled: at once if that is nothing, else by ``poll``.
+        self._untold = reason
+        if not self.xfer_handles:
+            self._tell_now()
+
+    def _tell_now(self) -> None:
+        reason, self._untold = self._untold, None
+        if reason is not None:
+            self.kv_mgr.notify_failure(self.bootstrap_room, reason, self.announcements)
 
     @override
     def failure_exception(self) -> None:
@@ -109,6 +155,16 @@ class DeltaNixlSender(NixlKVSender):
 class DeltaNixlReceiver(NixlKVReceiver):
     """Leaves nothing of its room behind."""
 
+    def hold(self) -> RoomWatch | None:
+        """Follow a room that is given up: its pages are held until the watch says it is quiet.
+
+        None where prefill cannot write to them: it was told of none, or said that it stopped.
+        """
+        if not self.started_transfer:
+            return None
+        watch: RoomWatch | None = self.kv_mgr.watch(self.bootstrap_room)
+        return watch
+
     @override
     def failure_exception(self) -> None:
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
@@ -123,6 +179,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
         manager.required_prefill_response_num_table.pop(room, None)
         manager.transfer_statuses.pop(room, None)
         manager.failure_records.pop(room, None)
+        manager.refused_rooms.discard(room)
         rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
         if rooms is not None:
             rooms.discard(room)

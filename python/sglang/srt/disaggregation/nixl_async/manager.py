@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.events import Sent, event_log, now
 from sglang.srt.disaggregation.delta.stats import STATS
 from sglang.srt.disaggregation.nixl_async import notifications
-from sglang.srt.disaggregation.nixl_async.announcements import AnnouncementReader
+from sglang.srt.disaggregation.nixl_async.announcements import AnnouncementReader, FailedRooms
+from sglang.srt.disaggregation.nixl_async.watch import RoomWatch
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
@@ -115,13 +118,26 @@ class DeltaNixlManager(NixlKVManager):
                 )
             )
 
-    def notify_failure(self, bootstrap_room: int, reason: str) -> None:
-        """Tell the decode ranks of a room that it failed, and forget them.
+    # ---- failed rooms, prefill side ----
+
+    @cached_property
+    def failed_rooms(self) -> FailedRooms:
+        """Rooms that failed here, for announcements that arrive after that."""
+        return FailedRooms()
+
+    def notify_failure(
+        self, bootstrap_room: int, reason: str, announcements: Iterable[Any]
+    ) -> None:
+        """Tell the decode ranks of a room that it failed and that nothing more is written.
 
         Only to peers that sent a delta frame, readable or not: a stock one would not know the text.
-        Best effort: a peer that cannot be told finds out by its own deadline.
+        Best effort: a peer that cannot be told finds out by its own deadline. Decode ranks whose
+        announcement is still on its way are told when it arrives.
         """
-        for info in self.transfer_infos.pop(bootstrap_room, {}).values():
+        late = self.transfer_infos.pop(bootstrap_room, {})
+        self.failed_rooms.add(bootstrap_room, reason)
+        known = {info.agent_name: info for info in (*announcements, *late.values())}
+        for info in known.values():
             sent_frame = info.delta is not None or info.delta_error is not None
             if not sent_frame or info.agent_name not in self.decode_kv_args_table:
                 continue
@@ -137,6 +153,31 @@ class DeltaNixlManager(NixlKVManager):
                     error,
                 )
 
+    # ---- rooms that ended early, decode side ----
+
+    @cached_property
+    def watched_rooms(self) -> dict[int, RoomWatch]:
+        """Rooms whose pages are held because prefill may still write to them."""
+        return {}
+
+    @cached_property
+    def refused_rooms(self) -> set[int]:
+        """Rooms that prefill said it failed, and writes to no more."""
+        return set()
+
+    def watch(self, bootstrap_room: int) -> RoomWatch | None:
+        """Keep following the notifications of a room that is given up; None if it is quiet."""
+        if bootstrap_room in self.refused_rooms:
+            return None
+        status = self.transfer_statuses.pop(bootstrap_room, None) or _new_status()
+        status.is_failure = False  # from here on only what arrives counts, not why it was given up
+        if status.is_done():
+            return None
+        num_writers = self.required_prefill_response_num_table.get(bootstrap_room, 1)
+        watch = RoomWatch(self, bootstrap_room, status, num_writers)
+        self.watched_rooms[bootstrap_room] = watch
+        return watch
+
     @override
     def update_transfer_status(self) -> None:
         for peer_name, messages in self.agent.get_new_notifs().items():
@@ -146,11 +187,22 @@ class DeltaNixlManager(NixlKVManager):
                 except ValueError as error:
                     logger.warning("from NIXL peer %s: %s", peer_name, error)
                     continue
+                watch = self.watched_rooms.get(note.room)
+                if watch is not None:
+                    watch.take(note)
+                    continue
                 if note.room not in self.request_status:
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
                 if note.kind == "fail":
+                    self.refused_rooms.add(note.room)
                     self.record_failure(note.room, f"prefill reported: {note.reason}")
                 num_writers = self.required_prefill_response_num_table.get(note.room, 1)
                 notifications.apply(self.transfer_statuses[note.room], note, num_writers)
+
+
+def _new_status() -> Any:
+    from sglang.srt.disaggregation.nixl.conn import TransferStatus
+
+    return TransferStatus()

@@ -1,0 +1,123 @@
+"""Pages of transfers that ended early, held until prefill cannot write to them.
+
+When a request in transfer is aborted or fails, prefill may still be writing to its pages. Given to
+another request, or kept in the tree, they would be overwritten, and everybody who shares them would
+read that. So the request keeps its pages, its row, its metadata slot and its lock until its backend
+says that the room is quiet, at most for a bound; after that they are released, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang.srt.disaggregation.delta.env import env_seconds
+
+logger = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """A backend's view of a room that was given up."""
+
+    def quiet(self) -> bool:
+        """Whether prefill can write to the room's pages no more."""
+
+    def close(self) -> None:
+        """Stop following the room."""
+
+
+class QuietRoom:
+    """The watch of a room that prefill cannot write to."""
+
+    def quiet(self) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One request whose pages are held."""
+
+    decode_req: Any
+    watch: Watch
+    since: float
+
+
+def timeout_seconds() -> float:
+    """How long pages are held at most without a sign from prefill.
+
+    Raises:
+        ValueError: the environment variable is not a number.
+    """
+    return env_seconds("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", 60.0)
+
+
+class Quarantine:
+    """The held requests of one decode rank, in the order in which they were given up."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._held: list[Held] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def decode_requests(self) -> list[Any]:
+        """The queue entries, whose metadata slots are held as well."""
+        return [held.decode_req for held in self._held]
+
+    @property
+    def requests(self) -> list[Any]:
+        """Requests that still own pages, a row and a lock."""
+        return [held.decode_req.req for held in self._held]
+
+    def hold(self, decode_req: Any, watch: Watch) -> None:
+        """Keep what ``decode_req`` owns until ``watch`` is quiet."""
+        self._held.append(Held(decode_req, watch, self._clock()))
+
+    def pop_quiet(self, minimum: Callable[[list[int]], list[int]]) -> list[Any]:
+        """The decode requests whose pages may be released now; the caller releases them.
+
+        ``minimum`` reduces a list over the ranks: a room is released when it is quiet on all of
+        them, so that their pools stay equal. Not called while nothing is held.
+        """
+        if not self._held:
+            return []
+        ready = minimum([int(self._may_release(held)) for held in self._held])
+        out = [held for held, flag in zip(self._held, ready, strict=True) if flag]
+        self._held = [held for held, flag in zip(self._held, ready, strict=True) if not flag]
+        for held in out:
+            held.watch.close()
+        return [held.decode_req for held in out]
+
+    def _may_release(self, held: Held) -> bool:
+        if held.watch.quiet():
+            return True
+        waited = self._clock() - held.since
+        if waited < timeout_seconds():
+            return False
+        req = held.decode_req.req
+        logger.error(
+            "room %s of request %s: prefill %s:%s gave no sign in %.0f s that it stopped writing; "
+            "its %d tokens of KV are released all the same",
+            req.bootstrap_room,
+            req.rid,
+            req.bootstrap_host,
+            req.bootstrap_port,
+            waited,
+            req.kv_allocated_len - req.cache_protected_len,
+        )
+        return True
+
+
+def held_requests(queue: Any) -> Sequence[Any]:
+    """The held requests of a decode transfer queue; none for a stock queue."""
+    quarantine: Quarantine | None = getattr(queue, "quarantine", None)
+    return quarantine.requests if quarantine is not None else ()
