@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.decode_radix.admission import (
     Claim,
     PoolState,
     can_finish_alone,
+    entering,
     entry_cost,
     growth,
     reserved,
@@ -84,9 +85,9 @@ def test_reserved_is_the_sum(claims: list[Claim], cap: int, page: int) -> None:
 def test_entry_cost(length: int, new: int, cap: int, page: int, data: st.DataObject) -> None:
     """Guards against a delta that is not rounded up to whole pages, and a prefix counted twice."""
     prefix = page_floor(data.draw(st.integers(0, length)), page)
-    cost = entry_cost(prefix, length, length + new, cap, page)
+    cost = entry_cost(prefix, Claim(length, length + new), cap, page)
     assert cost >= 0 and cost % page == 0
-    assert cost + prefix == entry_cost(0, length, length + new, cap, page)
+    assert cost + prefix == entry_cost(0, Claim(length, length + new), cap, page)
     assert cost <= page_ceil(length + new, page) - prefix
     assert cost == page_ceil(length, page) - prefix + growth(Claim(length, length + new), cap, page)
 
@@ -148,3 +149,10 @@ def test_blocked_for_another_reason_than_tokens() -> None:
     head = BlockedHead("a", 10, POOL, 3)
     assert head.still_blocked("a", POOL, 3)
     assert not head.still_blocked("a", POOL._replace(protected=49), 3)
+
+
+@pytest.mark.parametrize(("new", "half"), [(0, 0), (1, 1), (7, 4), (160, 80)])
+def test_an_entering_request_claims_half_of_its_answer(new: int, half: int) -> None:
+    """Guards against memory that stands empty until answers have grown into it, and against a
+    request that is let in without room for its first token."""
+    assert entering(Claim(100, 100 + new)) == Claim(100, 100 + half)

@@ -2,9 +2,10 @@
 
 Stock reserves ``--num-reserved-decode-tokens`` (512 by default) for every request in sight. With a
 pool full of shared prefixes that reserve, and not the KV, decides how many requests run. Here a
-*running* request reserves what it can still generate, at most that number; one that does not run
-yet reserves the few tokens that SGLang makes room for when it retracts. If too many were let in,
-the youngest is retracted: its KV goes to the CPU and back, and no work is lost.
+*running* request reserves what it can still generate, at most that number. One that does not run
+yet reserves half of it: the requests of a steady stream are half-way through their answers on
+average. If too many were let in, the youngest is retracted: its KV goes to the CPU and back, and no
+work is lost.
 """
 
 from __future__ import annotations
@@ -38,18 +39,23 @@ def growth(claim: Claim, cap: int, page: int) -> int:
     return page_ceil(upto, page) - page_ceil(claim.allocated, page)
 
 
+def entering(claim: Claim) -> Claim:
+    """The claim of a request that does not run yet: half of what it may still generate."""
+    return Claim(claim.allocated, claim.allocated + (claim.final - claim.allocated + 1) // 2)
+
+
 def reserved(claims: Iterable[Claim], cap: int, page: int) -> int:
     """What all admitted requests together may still need before anybody is retracted."""
     return sum(growth(claim, cap, page) for claim in claims)
 
 
-def entry_cost(prefix: int, length: int, final: int, cap: int, page: int) -> int:
+def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
     """What admitting one request takes: its delta pages and its own reserve.
 
     ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
-    lease), ``length`` tokens must be there to start.
+    lease); ``claim.allocated`` tokens must be there to start.
     """
-    return page_ceil(length, page) - prefix + growth(Claim(length, final), cap, page)
+    return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)
 
 
 def can_finish_alone(final: int, own_pinned: int, pinned: int, total: int, page: int) -> bool:

@@ -11,7 +11,6 @@ from sglang.srt.disaggregation.decode_radix import admission
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,9 @@ class DecodeBudget:
         self._tree = queue.tree_cache
         self._allocator = queue.token_to_kv_pool_allocator
         self._page: int = queue.token_to_kv_pool_allocator.page_size
-        self._running_cap: int = queue.num_reserved_decode_tokens
-        self._entry_cap: int = min(self._running_cap, envs.SGLANG_RETRACT_DECODE_STEPS.get())
+        self._cap: int = queue.num_reserved_decode_tokens
+        #: The cap of a request that does not run yet; at least a page, like the flag itself.
+        self._entry_cap: int = max(self._cap // 2, self._page)
         self._blocked: admission.BlockedHead | None = None
 
     def reserve(
@@ -43,8 +43,12 @@ class DecodeBudget:
         have room like a running one, or it would be retracted again at once.
         """
         pool = self.pool(new)
-        cap = self._running_cap if resumes else self._entry_cap
-        cost = admission.entry_cost(lease.length, length, final_length(req), cap, self._page)
+        claim = admission.Claim(length, final_length(req))
+        if resumes:
+            cost = admission.entry_cost(lease.length, claim, self._cap, self._page)
+        else:
+            claim = admission.entering(claim)
+            cost = admission.entry_cost(lease.length, claim, self._entry_cap, self._page)
         fits = cost <= pool.free - pool.reserved
         if not fits or not self._everyone_can_finish(req, lease, length, new):
             self._blocked = admission.BlockedHead(req.rid, cost, pool, self._tree.inserts)
@@ -66,8 +70,12 @@ class DecodeBudget:
         return admission.PoolState(
             free=self._allocator.available_size() + self._tree.evictable_size(),
             protected=self._tree.protected_size(),
-            reserved=admission.reserved(_claims(self._running()), self._running_cap, self._page)
-            + admission.reserved(_claims(self._not_running(new)), self._entry_cap, self._page),
+            reserved=admission.reserved(_claims(self._running()), self._cap, self._page)
+            + admission.reserved(
+                map(admission.entering, _claims(self._not_running(new))),
+                self._entry_cap,
+                self._page,
+            ),
         )
 
     def _running(self) -> list[Any]:
