@@ -63,7 +63,7 @@ class Wire:
 
 def run(out: Path, model: Path | None, console: Console, load: Load = Load()) -> int:  # noqa: B008
     """Measures both arms; non-zero where the flag's ratio is above ``LIMIT`` or outputs differ."""
-    model = model or random_qwen3(out / "model")
+    model = model or random_qwen3(out / "model-wire")
     vocabulary = token_range(model)
     token_bytes = kv_bytes_per_token(model)
     prompts = shared_prefix(

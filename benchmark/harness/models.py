@@ -12,11 +12,14 @@ TINY_ARITH = _MODELS / "tiny_arith"
 """The shipped model: grade-school arithmetic, 2 KiB of KV a token in float32."""
 
 
-def random_qwen3(folder: Path, seed: int = 0) -> Path:
-    """A model of random weights whose greedy output depends on its whole context; 2 KiB of KV a
-    token in float32. Made in ``folder`` unless it is there already."""
+def random_qwen3(folder: Path, seed: int = 0, **shape: int) -> Path:
+    """A model of random weights whose greedy output depends on its whole context.
+
+    Made in ``folder`` unless it is there already. ``shape``: layers, heads, kv_heads, head_dim,
+    hidden, intermediate; by default 2 KiB of KV a token in float32.
+    """
     spec = importlib.util.spec_from_file_location("random_qwen3", _MODELS / "random_qwen3.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return Path(module.build(folder, seed))
+    return Path(module.build(folder, seed, **shape))
