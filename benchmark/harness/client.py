@@ -118,9 +118,15 @@ class Result:
         return self.finished_at - self.started_at
 
     @property
-    def gaps_s(self) -> list[float]:
-        """Seconds between one token and the next."""
-        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+    def itl_s(self) -> float | None:
+        """Seconds from one token to the next, the mean over the answer; None below two tokens.
+
+        A mean, as single gaps say more about when this process got to read: tokens that arrive
+        while it is busy all seem to come at once.
+        """
+        if self.completion_tokens < 2 or not self.token_times:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (self.completion_tokens - 1)
 
     @property
     def answer(self) -> Sequence[int] | str:

@@ -26,7 +26,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """One arm's load. Times in seconds; ``itl`` is the gap between one token and the next."""
+    """One arm's load. Times in seconds; ``itl`` is each request's mean gap between two tokens."""
 
     requests: int
     failed: int
@@ -66,7 +66,7 @@ def summarize(results: Sequence[Result]) -> Summary:
         requests_per_s=len(good) / duration,
         output_tokens_per_s=sum(r.completion_tokens for r in good) / duration,
         ttft_s=spread([r.ttft_s for r in good]),
-        itl_s=spread([gap for r in good for gap in r.gaps_s]),
+        itl_s=spread([r.itl_s for r in good if r.itl_s is not None]),
         latency_s=spread([r.latency_s for r in good]),
     )
 
@@ -91,7 +91,7 @@ def write_requests(path: Path, arm: str, results: Sequence[Result]) -> None:
                 "sent_s": round(r.started_at - began, 4),
                 "ttft_s": round(r.ttft_s, 4),
                 "latency_s": round(r.latency_s, 4),
-                "itl_p50_s": _number(percentile(r.gaps_s, 50)),
+                "itl_s": r.itl_s if r.itl_s is None else round(r.itl_s, 4),
                 "prompt_tokens": r.prompt_tokens,
                 "cached_tokens": r.cached_tokens,
                 "completion_tokens": r.completion_tokens,

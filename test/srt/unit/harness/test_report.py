@@ -31,7 +31,7 @@ def test_percentiles_interpolate() -> None:
 
 
 def test_summary_of_two_requests() -> None:
-    """Guards the definitions: TTFT from sending, gaps within one request, time over all."""
+    """Guards the definitions: TTFT from sending, ITL a request's mean gap, time over all."""
     a = result("a", [1, 2, 3], 0.0, [1.0, 1.5, 2.0])
     b = result("b", [4, 5], 1.0, [4.0, 5.0])
     summary = report.summarize([a, b])
@@ -39,7 +39,7 @@ def test_summary_of_two_requests() -> None:
     assert summary.requests_per_s == pytest.approx(0.4)
     assert summary.output_tokens_per_s == pytest.approx(1.0)
     assert summary.ttft_s.p50 == pytest.approx(2.0)
-    assert summary.itl_s.p50 == pytest.approx(0.5)
+    assert summary.itl_s.p50 == pytest.approx(0.75)  # of 0.5 and 1.0
 
 
 def test_failed_requests_do_not_count_as_served() -> None:
@@ -63,7 +63,7 @@ def test_files_hold_plain_json(tmp_path: Path) -> None:
     """Guards against NaN in JSON, which most readers refuse."""
     report.write_requests(tmp_path / "r.jsonl", "arm", [result("a", [1], 0.0, [1.0])])
     row = json.loads((tmp_path / "r.jsonl").read_text())
-    assert (row["arm"], row["ttft_s"], row["itl_p50_s"]) == ("arm", 1.0, None)
+    assert (row["arm"], row["ttft_s"], row["itl_s"]) == ("arm", 1.0, None)
     report.write_summary(tmp_path / "s.json", {"x": report.Spread(1.0, math.nan, 2.0)})
     assert json.loads((tmp_path / "s.json").read_text()) == {
         "x": {"p50": 1.0, "p90": None, "p99": 2.0}
