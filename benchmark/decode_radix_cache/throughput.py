@@ -45,6 +45,7 @@ class Load:
     decode_pool: int = 8000
     prefill_pool: int = 16000
     reserved_decode_tokens: int = 512
+    chunked_prefill_tokens: int = 512
     max_running: int = 32
     seed: int = 0
 
@@ -125,7 +126,12 @@ def configure(model: Path, load: Load, *, stock: bool, max_running: int) -> Pair
         model,
         stock=stock,
         radix=not stock,
-        prefill_sizes=Sizes(pool_tokens=load.prefill_pool, max_running=load.max_running),
+        # Small chunks: requests that enter together reach the decode server one after another.
+        prefill_sizes=Sizes(
+            pool_tokens=load.prefill_pool,
+            max_running=load.max_running,
+            chunked_prefill_tokens=load.chunked_prefill_tokens,
+        ),
         decode_sizes=Sizes(
             pool_tokens=load.decode_pool,
             max_running=max_running,
