@@ -102,10 +102,6 @@ class DeltaReceiver(CommonKVReceiver):
 
     _connect_to_bootstrap_server: Any
 
-    #: Tokens at the start of the prompt that need not be sent. None until a peer that takes a delta
-    #: is told (0 is announced as well).
-    decode_prefix_len: int | None = None
-
     def announce(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -117,7 +113,6 @@ class DeltaReceiver(CommonKVReceiver):
         ``prefix_len`` is in tokens. The frame is added where the stock code gets its socket, so the
         stock message and its order of frames stay SGLang's.
         """
-        self.decode_prefix_len = prefix_len
         connect = self._connect_to_bootstrap_server
 
         def connect_with_frame(

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+
+def _read(name: str, kind: str, parse: Callable[[str], Number]) -> Number | None:
+    """The variable parsed, or None where it is not set; ``kind`` says what it must be."""
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError:
+        raise ValueError(f"{name} must be {kind}, not {text!r}") from None
 
 
 def env_int(name: str, default: int, *, minimum: int = 0) -> int:
@@ -11,13 +26,9 @@ def env_int(name: str, default: int, *, minimum: int = 0) -> int:
     Raises:
         ValueError: the variable is set to something else; the message names it.
     """
-    text = os.environ.get(name)
-    if text is None:
+    value = _read(name, "an integer", int)
+    if value is None:
         return default
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(f"{name} must be an integer, not {text!r}") from None
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, not {value}")
     return value
@@ -29,13 +40,9 @@ def env_seconds(name: str, default: float) -> float:
     Raises:
         ValueError: the variable is set to something else; the message names it.
     """
-    text = os.environ.get(name)
-    if text is None:
+    value = _read(name, "a number of seconds", float)
+    if value is None:
         return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{name} must be a number of seconds, not {text!r}") from None
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be zero or more seconds, not {text}")
+        raise ValueError(f"{name} must be zero or more seconds, not {value}")
     return value
