@@ -6,9 +6,12 @@ binds its labels once, and from then on every increment reaches ``/metrics`` as 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
+
+from sglang.srt.disaggregation.delta.failures import Reason
 
 #: Counter name (without ``_total``) -> what it counts. Units are in the names.
 DECODE_COUNTERS = {
@@ -21,6 +24,7 @@ PREFILL_COUNTERS = {
     "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
 }
 COUNTERS = {**DECODE_COUNTERS, **PREFILL_COUNTERS}
+FAILURES = "kv_transfer_failed"
 
 
 @cache
@@ -31,18 +35,34 @@ def _prometheus_counter(name: str, labelnames: tuple[str, ...]) -> Any:
     return Counter(f"sglang:{name}", COUNTERS[name], labelnames)
 
 
+@cache
+def _failure_counter(labelnames: tuple[str, ...]) -> Any:
+    from prometheus_client import Counter
+
+    return Counter(f"sglang:{FAILURES}", "Rooms that failed on this server, by reason", labelnames)
+
+
 class TransferStats:
-    """This process's counters, by name. Increments come from one thread a counter."""
+    """This process's counters, by name. Increments come from one thread a counter; failures, which
+    are rare, from any thread."""
 
     def __init__(self) -> None:
         self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        #: Rooms that failed, by reason.
+        self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self._exported: dict[str, Any] = {}
+        self._failures_exported: dict[Reason, Any] = {}
+        self._lock = threading.Lock()
 
     def bind(self, names: Mapping[str, str], labels: Mapping[str, Any]) -> None:
-        """Mirror the counters ``names`` to Prometheus under ``labels``."""
+        """Mirror the counters ``names``, and failures, to Prometheus under ``labels``."""
         for name in names:
             counter = _prometheus_counter(name, tuple(labels))
             self._exported[name] = counter.labels(**labels)
+        failures = _failure_counter((*labels, "reason"))
+        self._failures_exported = {
+            reason: failures.labels(**labels, reason=reason.value) for reason in Reason
+        }
 
     def add(self, name: str, amount: int) -> None:
         """Count ``amount`` more of ``name``."""
@@ -50,6 +70,14 @@ class TransferStats:
         exported = self._exported.get(name)
         if exported is not None:
             exported.inc(amount)
+
+    def failed(self, reason: Reason) -> None:
+        """Count one failed room."""
+        with self._lock:
+            self.failures[reason] += 1
+            exported = self._failures_exported.get(reason)
+            if exported is not None:
+                exported.inc()
 
 
 #: One for each process: a scheduler process has one transfer manager.

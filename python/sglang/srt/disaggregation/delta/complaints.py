@@ -1,0 +1,32 @@
+"""Log lines about peers, at most one every few seconds for each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+#: A peer is complained about once in so many seconds.
+INTERVAL_S = 5.0
+#: Peers remembered for that; more than this many at once are not told apart.
+_REMEMBERED_PEERS = 1024
+
+
+class Complaints:
+    """One peer's noise neither fills the disk nor hides another one's trouble."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def about(self, peer: str, problem: object) -> None:
+        """Log what is wrong with ``peer``, unless something was just logged about it."""
+        now = self._clock()
+        last = self._last.get(peer)
+        if last is not None and now - last < INTERVAL_S:
+            return
+        if len(self._last) >= _REMEMBERED_PEERS:
+            self._last.clear()
+        self._last[peer] = now
+        self._logger.error("dropped a message from %s: %s", peer, problem)

@@ -1,0 +1,61 @@
+"""Sockets to peers: sending never blocks, and nothing that was queued outlives its peer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import zmq
+
+from sglang.srt.disaggregation.delta import control
+
+
+class PeerSockets:
+    """One PUSH socket an address ("host:port"). Used by several threads.
+
+    A send queue without a limit cannot stop a scheduler; what it may hold is bounded by the rooms
+    under way, and ``drop`` throws it away once the peer is gone.
+    """
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+
+    def send(self, host: str, port: int, message: control.Message) -> None:
+        """Queue a control message for the peer at ``host``:``port``.
+
+        Raises:
+            OSError, ValueError: the address cannot be (``zmq.ZMQError`` is an OSError).
+        """
+        from sglang.srt.utils.network import NetworkAddress
+
+        address = NetworkAddress(host, port)
+        with self._lock:
+            socket = self._sockets.get(address.to_host_port_str())
+            if socket is None:
+                socket = self._open(address)
+            socket.send_multipart(control.encode(message), flags=zmq.NOBLOCK)
+
+    def _open(self, address: Any) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        if address.is_ipv6:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.connect(address.to_tcp())
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ValueError(f"no peer can be at {address.to_host_port_str()}: {error}") from error
+        self._sockets[address.to_host_port_str()] = socket
+        return socket
+
+    def drop(self, host: str, port: int) -> None:
+        """Forget what is queued for a peer that is gone."""
+        from sglang.srt.utils.network import NetworkAddress
+
+        with self._lock:
+            socket = self._sockets.pop(NetworkAddress(host, port).to_host_port_str(), None)
+            if socket is not None:
+                socket.close()
