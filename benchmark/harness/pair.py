@@ -42,6 +42,10 @@ class PairConfig:
     """None takes a free one."""
     skip_warmup: bool = False
     """Start without SGLang's warm-up request; the first real request is slower then."""
+    prefill_tp: int = 1
+    """Tensor parallel ranks of the prefill server."""
+    decode_tp: int = 1
+    """The same of the decode server."""
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -53,14 +57,16 @@ class PairConfig:
         """Prefill, decode and perhaps router, on ports reserved for them now."""
         p_http, p_nccl, p_boot, d_http, d_nccl, r_http, r_metrics = allocate_ports(7)
         common = ("--skip-server-warmup",) if self.skip_warmup else ()
+        prefill_ranks, prefill_env = servers.tensor_parallel(self.prefill_tp)
+        decode_ranks, decode_env = servers.tensor_parallel(self.decode_tp)
         prefill = servers.prefill(
             self.model,
             (p_http, p_nccl, p_boot),
             self.prefill_sizes,
             backend=self.backend,
             stock=self.stock or self.stock_prefill,
-            extra_args=common + self.prefill_args,
-            env={**self.env, **self.prefill_env},
+            extra_args=common + prefill_ranks + self.prefill_args,
+            env={**prefill_env, **self.env, **self.prefill_env},
         )
         decode = servers.decode(
             self.model,
@@ -69,8 +75,8 @@ class PairConfig:
             backend=self.backend,
             stock=self.stock,
             radix=self.radix,
-            extra_args=common + self.decode_args,
-            env={**self.env, **self.decode_env},
+            extra_args=common + decode_ranks + self.decode_args,
+            env={**decode_env, **self.env, **self.decode_env},
         )
         if not self.router:
             return [prefill, decode]

@@ -88,6 +88,19 @@ def patchset_env(stock: bool) -> dict[str, str]:
     return {"SGLANG_PATCHSET": "0" if stock else "1"}
 
 
+def tensor_parallel(ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments and environment of a server of so many tensor parallel ranks; none for one rank.
+
+    On a CPU each rank is bound to cores of its own, as far as there are enough, and has no NCCL.
+    """
+    if ranks == 1:
+        return (), {}
+    cores = os.cpu_count() or 1
+    binding = "|".join(str(rank % cores) for rank in range(ranks))
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
+    return ("--tp-size", str(ranks)), env
+
+
 def _engine(
     model: Path | str, port: int, nccl_port: int, sizes: Sizes, extra_args: tuple[str, ...]
 ) -> list[str]:

@@ -64,3 +64,13 @@ def test_stock_prefill_alone() -> None:
     prefill, decode = PairConfig("m", radix=True, stock_prefill=True).layout()
     assert prefill.env["SGLANG_PATCHSET"] == "0"
     assert decode.env["SGLANG_PATCHSET"] == "1"
+
+
+def test_ranks_reach_only_the_side_that_has_them() -> None:
+    """Guards against a comparison with more ranks than was asked for, and against a server of
+    several ranks that cannot start on a CPU: each needs cores of its own and no NCCL."""
+    plain, ranked = PairConfig("m", prefill_tp=2).layout()[::-1]
+    assert value(ranked.command, "--tp-size") == "2" and "--tp-size" not in plain.command
+    assert ranked.env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert ranked.env["SGLANG_NCCL_SO_PATH"] == "none"
+    assert "SGLANG_NCCL_SO_PATH" not in plain.env
