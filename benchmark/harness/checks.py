@@ -63,6 +63,37 @@ def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def wait_empty(server: ServerProcess, url: str, timeout_s: float = 60.0) -> Load:
+    """As ``wait_idle``, and waits for pages that nobody asks for any more: returns what is held.
+
+    Tokens are those that are neither free nor evictable, so that an idle server that goes on
+    holding some after ``timeout_s`` has leaked them. Pages of a transfer that ended early are held
+    for a while without a request.
+
+    Raises:
+        ServerFailed: it died.
+        TimeoutError: requests are left after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    wait_idle(server, url, timeout_s)
+    while (held := load(url)).tokens and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return held
+
+
+def flush(url: str, timeout_s: float = 30.0) -> None:
+    """Empties an idle server's cache.
+
+    Raises:
+        RuntimeError: the server refused, as it does unless it is fully idle.
+    """
+    request = urllib.request.Request(f"{url}/flush_cache", method="POST")
+    try:
+        urllib.request.urlopen(request, timeout=timeout_s).close()
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{url} does not flush: {error.read()[:300]!r}") from error
+
+
 def assert_healthy(server: ServerProcess) -> None:
     """Raises ServerFailed where the server died or reported a leak."""
     text = server.log_text()

@@ -107,6 +107,9 @@ class Result:
     http_bytes: int = 0
     """Bodies of all requests and answers, bytes; headers are not counted."""
     error: str | None = None
+    finish_reasons: list[Json] = field(default_factory=list)
+    """What the server said as it ended the answer (``/generate`` only): one entry, unless it ended
+    it twice or never."""
 
     @property
     def ttft_s(self) -> float:
@@ -134,10 +137,15 @@ class Result:
         return self.output_ids or self.text
 
 
-async def send(session: aiohttp.ClientSession, target: Target, request: Request) -> Result:
-    """Sends one request and reads its stream to the end. Never raises for what a server did."""
+async def send(
+    session: aiohttp.ClientSession, target: Target, request: Request, result: Result | None = None
+) -> Result:
+    """Sends one request and reads its stream to the end. Never raises for what a server did.
+
+    ``result``: a new record to fill, for callers that want what had arrived when they cancelled.
+    """
     body = {**request.body(), **target.route()}
-    result = Result(request.label, time.monotonic())
+    result = result or Result(request.label, time.monotonic())
     prefill: asyncio.Task[str | None] | None = None
     try:
         if target.prefill_url is not None:
@@ -240,6 +248,8 @@ def _take_chat(result: Result, event: Json) -> None:
 
 def _take_generate(result: Result, event: Json) -> None:
     meta = event["meta_info"]
+    if reason := meta.get("finish_reason"):
+        result.finish_reasons.append(reason)
     if (meta.get("finish_reason") or {}).get("type") == "abort":
         result.error = str(meta["finish_reason"].get("message", "aborted"))
         return

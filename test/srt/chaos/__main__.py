@@ -1,0 +1,97 @@
+"""``python -m chaos``: two servers under seeded faults, and every request accounted for.
+
+Ends with status 1 if a request was lost, answered wrong or failed without a cause, if memory
+leaked, or if a log shows an error. ``--seed`` repeats the plan of a run, though not the moments at
+which servers do what they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from benchmark.harness.models import REPOSITORY, random_qwen3
+from benchmark.harness.process import ServerFailed
+from chaos import run
+from chaos.bank import Bank, ask_aggregated
+from chaos.events import Event, EventFile
+from chaos.plan import Plan, make_plans
+from chaos.report import print_account, print_plan, print_summary
+from chaos.run import Account, Arm, run_arm
+
+BACKENDS = ("nixl", "mooncake")
+PAGE_SIZES = (16, 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="of faults, over all arms")
+    parser.add_argument("--seed", type=int, help="default: a new one, printed")
+    parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
+    parser.add_argument("--page-size", choices=[*map(str, PAGE_SIZES), "both"], default="both")
+    parser.add_argument("--out", type=Path, help="the event log; server logs go beside it")
+    args = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
+    backends = BACKENDS if args.backend == "both" else (args.backend,)
+    pages = PAGE_SIZES if args.page_size == "both" else (int(args.page_size),)
+    arms = [Arm(backend, page) for backend, page in itertools.product(backends, pages)]
+
+    console = Console()
+    began = time.monotonic()
+    model = random_qwen3(out.parent / "model")
+    console.print(
+        f"seed {seed}; logs in {out.parent}; asking for the right answers", soft_wrap=True
+    )
+    try:
+        bank = ask_aggregated(model, out.parent, seed)
+        plans = make_plans(seed, len(arms), args.seconds / len(arms), bank.threads)
+        with EventFile(out) as events:
+            accounts = _run_all(console, arms, plans, bank, model, out.parent, events)
+    except ServerFailed as failure:
+        console.print(f"{failure}", style="red", highlight=False, markup=False)
+        return 1
+    total = print_summary(console, accounts)
+    verdict = "clean" if total.clean else "NOT CLEAN"
+    console.print(f"{verdict} in {time.monotonic() - began:.0f} s; seed {seed}", highlight=False)
+    return 0 if total.clean else 1
+
+
+def _run_all(
+    console: Console,
+    arms: Sequence[Arm],
+    plans: Sequence[Plan],
+    bank: Bank,
+    model: Path,
+    folder: Path,
+    events: EventFile,
+) -> list[tuple[Arm, Account]]:
+    accounts = []
+    for arm, plan in zip(arms, plans, strict=True):
+        print_plan(console, arm, plan)
+        for action in plan.actions():
+            events.write(Event("plan", arm.name, action.at, fields={"action": action}))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[now]}"))
+        with Progress(*columns, console=console, transient=True) as bars:
+            task = bars.add_task(arm.name, total=plan.seconds, now="starting")
+
+            def show(progress: run.Progress, bars: Progress = bars, task: TaskID = task) -> None:
+                now = f"{progress.sent} sent, {progress.ended} ended; {progress.now}"
+                bars.update(task, completed=progress.seconds, now=now)
+
+            account = run_arm(arm, plan, bank, model, folder / arm.name, events, show)
+        print_account(console, arm, account)
+        accounts.append((arm, account))
+    return accounts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""One client: a request's two halves, how it is taken back, and when it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from benchmark.harness.client import Json, Request, Result, Target, send
+from chaos.bank import Question
+from chaos.plan import How, Leave
+from chaos.tally import Observed
+
+DEADLINE_S = 120.0
+"""The sum of the bounds that the servers are given, seconds: 60 to be admitted on decode, 30 to be
+announced, 30 to be transferred. Generating takes a few seconds, which no request needs on top of
+all three."""
+CONTROL_TIMEOUT_S = 5.0
+"""For requests that a stopped server may never answer, such as an abort."""
+
+ROLES_OF = {
+    How.ABORT_DECODE: ("decode",),
+    How.ABORT_PREFILL: ("prefill",),
+    How.ABORT_BOTH: ("decode", "prefill"),
+}
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the pair is reached; the same over restarts."""
+
+    decode: str
+    prefill: str
+    bootstrap_host: str
+    bootstrap_port: int
+
+    def url(self, role: str) -> str:
+        return self.decode if role == "decode" else self.prefill
+
+    def route(self) -> Json:
+        """The fields that bring a request's halves together, with a new room."""
+        target = Target(self.decode, self.prefill, self.bootstrap_host, self.bootstrap_port)
+        return target.route()
+
+
+@dataclass
+class Life:
+    """A request on its way, and what became of its halves. Times: the monotonic clock, seconds."""
+
+    number: int
+    rid: str
+    room: int
+    question: Question
+    decode: Result
+    prefill: Result
+    left: bool = False
+    aborted_on: list[str] = field(default_factory=list)
+    """Servers that were asked to abort it, alone or with all others."""
+    taken_back: How | None = None
+    """How its client took it back, if it did before the answer was complete."""
+    late: tuple[str, ...] = ()
+
+    @property
+    def answered(self) -> bool:
+        """Whether decode's half has ended; an abort after that asks for nothing."""
+        return self.decode.finished_at > 0.0
+
+    def observed(self, began: float) -> Observed:
+        """The record to judge, its times counted from ``began``."""
+        return Observed(
+            number=self.number,
+            started_at=self.decode.started_at - began,
+            ended_at=self.decode.finished_at - began,
+            expected=self.question.answer,
+            tokens=self.decode.output_ids,
+            finishes=[str(reason.get("type")) for reason in self.decode.finish_reasons],
+            error=self.decode.error,
+            prefill_error=self.prefill.error,
+            left=self.left,
+            abort_sent=bool(self.aborted_on),
+            late=self.late,
+        )
+
+
+def new_life(addresses: Addresses, number: int, name: str, question: Question) -> Life:
+    """A request that has not been sent. ``name`` tells runs apart.
+
+    SGLang aborts whatever *starts* with the id that it is given, so ids are of one length.
+    """
+    now = time.monotonic()
+    decode, prefill = Result("decode", now), Result("prefill", now)
+    room = int(addresses.route()["bootstrap_room"])
+    return Life(number, f"{name}-{number:06d}", room, question, decode, prefill)
+
+
+async def live(
+    session: aiohttp.ClientSession,
+    addresses: Addresses,
+    life: Life,
+    leave: Leave | None = None,
+    deadline_s: float = DEADLINE_S,
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
+    """Sends both halves and follows them to their ends, which ``life`` then tells.
+
+    ``on_answer`` is called once, as decode's half ends. Prefill's half is waited for even where
+    decode's has failed: a server must end it by itself.
+    """
+    extra = {**addresses.route(), "bootstrap_room": life.room, "rid": life.rid}
+    request = Request(life.question.prompt, len(life.question.answer), extra=extra)
+    halves = {
+        role: asyncio.create_task(_half(session, addresses.url(role), request, record))
+        for role, record in (("prefill", life.prefill), ("decode", life.decode))
+    }
+    halves["decode"].add_done_callback(lambda half: on_answer())
+    ends = time.monotonic() + deadline_s
+    try:
+        if leave is not None:
+            await asyncio.wait([halves["decode"]], timeout=leave.after_s)
+            if not life.answered:
+                life.taken_back = leave.how
+                if leave.how is How.DISCONNECT:
+                    life.left = True
+                    return
+                await abort(session, addresses, ROLES_OF[leave.how], [life])
+        await asyncio.wait(halves.values(), timeout=ends - time.monotonic())
+        life.late = tuple(sorted(role for role, half in halves.items() if not half.done()))
+    finally:
+        for half in halves.values():
+            half.cancel()
+        await asyncio.gather(*halves.values(), return_exceptions=True)
+
+
+async def _half(session: aiohttp.ClientSession, url: str, request: Request, record: Result) -> None:
+    try:
+        await send(session, Target(url), request, record)
+    except OSError as error:  # the kernel's own, which aiohttp lets through while it writes
+        record.error = f"{type(error).__name__}: {error}"
+    finally:
+        record.finished_at = time.monotonic()
+
+
+async def abort(
+    session: aiohttp.ClientSession,
+    addresses: Addresses,
+    roles: Sequence[str],
+    lives: Sequence[Life],
+    *,
+    everything: bool = False,
+) -> None:
+    """Asks servers to abort the request of one life, or ``everything``; ``lives`` are marked.
+
+    A server that is down or stopped is asked in vain.
+    """
+    for life in lives:
+        life.aborted_on.extend(roles)
+    body: Json = {"abort_all": True} if everything else {"rid": lives[0].rid}
+
+    async def one(role: str) -> None:
+        url = f"{addresses.url(role)}/abort_request"
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+        try:
+            async with session.post(url, json=body, timeout=timeout) as answer:
+                await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            pass
+
+    await asyncio.gather(*(one(role) for role in roles))

@@ -1,0 +1,49 @@
+"""The log of a chaos run: one JSON line for each thing that was done or that ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``at``: seconds since the arm's first request; ``what`` tells which other fields are set."""
+
+    what: str
+    arm: str
+    at: float
+    number: int | None = None
+    rid: str = ""
+    room: int | None = None
+    fields: dict[str, Any] = {}
+
+
+class EventFile:
+    """Appends events to a file, each as soon as it is known. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, event: Event) -> None:
+        self._file.write(self._encoder.encode(event) + b"\n")
+
+    def __enter__(self) -> EventFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a file, in the order in which they were written."""
+    return [msgspec.json.decode(line, type=Event) for line in path.read_bytes().splitlines()]

@@ -1,0 +1,39 @@
+"""What server logs must not say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmark.harness.checks import LEAK_MARKS
+
+_TRACEBACK = "Traceback (most recent call last)"
+_MARKS = (_TRACEBACK, "InvariantError", *LEAK_MARKS)
+_EXCERPT_LINES = 40
+
+
+def log_problems(log: Path, killed_at: int | None = None) -> list[str]:
+    """One entry for each kind of trouble in a log, with where it starts.
+
+    No traceback is tolerated in a server that we did not kill: SGLang answers aborted requests,
+    vanished clients and dead peers with log lines. ``killed_at``: the size of the log in bytes when
+    we killed its server; what its processes wrote after that is left out.
+    """
+    text = log.read_bytes()[:killed_at].decode(errors="replace")
+    problems = []
+    for mark in _MARKS:
+        at = text.find(mark)
+        if at >= 0:
+            last = _last_line(text[at:]) if mark == _TRACEBACK else text[at:].splitlines()[0]
+            line = text.count("\n", 0, at) + 1
+            problems.append(f"{log.name}:{line}: {mark}: {last[:400]} ({text.count(mark)} times)")
+    return problems
+
+
+def _last_line(trace: str) -> str:
+    """The line of a traceback that names the error: the first after it that is not indented."""
+    for line in trace.splitlines()[1:_EXCERPT_LINES]:
+        bare = re.sub(r"^\[[^\]]*\] ", "", line)
+        if bare and not bare.startswith((" ", "\t", "|")):
+            return bare
+    return "(cut off)"

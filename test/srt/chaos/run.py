@@ -1,0 +1,298 @@
+"""One arm of a chaos run: a pair, a plan, and the account of what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmark.harness.client import open_session
+from benchmark.harness.process import ServerFailed
+from chaos import clients
+from chaos.bank import Bank
+from chaos.clients import Addresses, Life
+from chaos.events import Event, EventFile
+from chaos.logs import log_problems
+from chaos.plan import HEAVY, Fault, FaultKind, Plan, Send
+from chaos.servers import HOLD_S, Servers, chaos_config
+from chaos.tally import AFTERMATH_S, BUGS, Outcome, Tally, Verdict, Window, judge
+
+IN_FLIGHT = 16
+"""Requests at most at once; one that is due waits for a place. More would not fit into the bound on
+waiting for admission."""
+SEEN_DEAD_AFTER_S = 1.0
+"""Between two looks whether a server has died."""
+SETTLE_S = HOLD_S + 30.0
+LAST_QUESTIONS = 6
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What an arm runs on."""
+
+    backend: str
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}-{self.page_size}"
+
+
+@dataclass
+class Progress:
+    """How far an arm is; what a progress bar shows."""
+
+    seconds: float = 0.0
+    sent: int = 0
+    ended: int = 0
+    now: str = "starting"
+
+
+@dataclass
+class Account:
+    """An arm's result: the counts, and each request that is a bug."""
+
+    tally: Tally
+    bugs: list[tuple[Life, Verdict]] = field(default_factory=list)
+    slowest_failure_s: float = 0.0
+    """From a request's start to its error, the longest among those that failed with a cause."""
+
+
+class Chaos:
+    """Runs one plan against one pair."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        plan: Plan,
+        bank: Bank,
+        name: str,
+        events: EventFile,
+        show: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self._servers, self._plan, self._bank, self._name = servers, plan, bank, name
+        self._addresses: Addresses = servers.addresses
+        self._events, self._show = events, show
+        self._began = time.monotonic()
+        self._lives: list[Life] = []
+        self._windows: list[Window] = []
+        self._faults: Counter[str] = Counter()
+        self._restarts = 0
+        self._problems: list[str] = []
+        self._leaked = 0
+        self._progress = Progress()
+
+    def run(self) -> Account:
+        """Carries out the plan, lets everything end, and judges."""
+        asyncio.run(self._play())
+        self._settle()
+        return self._account()
+
+    # ---- the plan ----
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _note(self, what: str, life: Life | None = None, **fields: Any) -> None:
+        who: dict[str, Any] = {}
+        if life is not None:
+            who = {"number": life.number, "rid": life.rid, "room": life.room}
+        self._events.write(Event(what, self._name, round(self._now(), 3), fields=fields, **who))
+
+    async def _play(self) -> None:
+        self._began = time.monotonic()
+        async with open_session(timeout_s=2 * clients.DEADLINE_S) as session:
+            ticker = asyncio.create_task(self._tick())
+            try:
+                sending = asyncio.create_task(self._send_all(session))
+                await self._break_things(session)
+                await sending
+            finally:
+                ticker.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self._progress.seconds = min(self._now(), self._plan.seconds)
+            self._show(self._progress)
+            await asyncio.sleep(0.5)
+
+    async def _until(self, at: float) -> None:
+        await asyncio.sleep(max(0.0, at - self._now()))
+
+    async def _until_or_death(self, at: float) -> None:
+        while self._now() < at:
+            await self._revive()
+            await asyncio.sleep(min(SEEN_DEAD_AFTER_S, max(0.0, at - self._now())))
+
+    async def _send_all(self, session: aiohttp.ClientSession) -> None:
+        places = asyncio.Semaphore(IN_FLIGHT)
+        tasks = []
+        for send in self._plan.sends:
+            await self._until(send.at)
+            await places.acquire()
+            if self._now() > self._plan.seconds:
+                break  # the places were taken for so long that the time is up
+            tasks.append(asyncio.create_task(self._one(session, send, places.release)))
+        await asyncio.gather(*tasks)
+
+    async def _one(
+        self, session: aiohttp.ClientSession, send: Send, on_answer: Callable[[], None]
+    ) -> None:
+        name = f"{self._plan.seed}.{self._plan.arm}"
+        question = self._bank.questions[send.question]
+        life = clients.new_life(self._addresses, send.number, name, question)
+        self._lives.append(life)
+        self._note("sent", life, question=send.question, leave=send.leave)
+        self._progress.sent += 1
+        await clients.live(session, self._addresses, life, send.leave, on_answer=on_answer)
+        self._progress.ended += 1
+        self._note(
+            "ended",
+            life,
+            tokens=len(life.decode.output_ids),
+            error=life.decode.error,
+            prefill_error=life.prefill.error,
+            late=life.late,
+        )
+
+    async def _break_things(self, session: aiohttp.ClientSession) -> None:
+        for fault in self._plan.faults:
+            await self._until_or_death(fault.at)
+            self._note("fault", kind=fault.kind, for_s=fault.for_s)
+            self._progress.now = fault.kind.value
+            start = self._now()
+            await self._break(session, fault)
+            self._faults[fault.kind.value] += 1
+            if fault.kind in HEAVY:
+                self._windows.append(Window(fault.kind.value, start, self._now()))
+            self._progress.now = "no fault"
+            self._note("fault over", kind=fault.kind)
+        await self._until_or_death(self._plan.seconds)
+        await self._revive()
+
+    async def _break(self, session: aiohttp.ClientSession, fault: Fault) -> None:
+        role, servers = fault.kind.role, self._servers
+        match fault.kind:
+            case FaultKind.KILL_DECODE | FaultKind.KILL_PREFILL:
+                await asyncio.to_thread(servers.kill, role)
+                await self._start(role)
+            case FaultKind.STOP_PREFILL | FaultKind.STOP_PREFILL_SCHEDULER:
+                scheduler_only = fault.kind is FaultKind.STOP_PREFILL_SCHEDULER
+                pids = await asyncio.to_thread(servers.pause, role, scheduler_only=scheduler_only)
+                try:
+                    await asyncio.sleep(fault.for_s)
+                finally:
+                    servers.resume(pids)
+            case _:
+                waiting = [life for life in self._lives if not life.answered]
+                sent = len(self._lives)
+                await clients.abort(session, self._addresses, [role], waiting, everything=True)
+                for life in self._lives[sent:]:  # sent meanwhile, so it may be hit or not
+                    life.aborted_on.append(role)
+
+    async def _start(self, role: str) -> None:
+        took = await asyncio.to_thread(self._servers.start, role)
+        self._restarts += 1
+        self._note("restarted", role=role, seconds=round(took, 1))
+
+    async def _revive(self) -> None:
+        """A server that died by itself is a problem; it is started again, to see what follows."""
+        for incarnation in self._servers.dead():
+            start = self._now() - SEEN_DEAD_AFTER_S
+            failure = incarnation.process.failure()
+            self._problems.append(f"{incarnation.name} died: {failure.diagnosis}\n{failure.tail}")
+            self._note("died", role=incarnation.role, diagnosis=failure.diagnosis)
+            incarnation.killed_at = incarnation.process.log.stat().st_size
+            await asyncio.to_thread(incarnation.process.stop)
+            await self._start(incarnation.role)
+            self._windows.append(Window(f"{incarnation.role} died", start, self._now()))
+
+    # ---- afterwards ----
+
+    def _settle(self) -> None:
+        """Both servers must be idle, balanced and empty, and answer as if nothing had been."""
+        if self._windows:
+            time.sleep(max(0.0, self._windows[-1].end + AFTERMATH_S - self._now()))
+        self._progress.now = "settling"
+        self._show(self._progress)
+        try:
+            self._count_leaks("after the last request")
+            self._ask_again()
+            self._count_leaks("after the last questions")
+            self._servers.flush()
+            self._count_leaks("after a flush")
+        except (ServerFailed, TimeoutError, RuntimeError, OSError) as error:
+            self._problems.append(f"{type(error).__name__}: {str(error)[:2000]}")
+
+    def _count_leaks(self, when: str) -> None:
+        for role, held in self._servers.settle(SETTLE_S).items():
+            if held.tokens:
+                self._leaked += held.tokens
+                self._problems.append(f"{role} holds {held.tokens} tokens {when}")
+
+    def _ask_again(self) -> None:
+        """A few questions, each of which must be answered right: no fault is near any more."""
+
+        async def ask() -> list[Life]:
+            lives = [
+                clients.new_life(self._addresses, 900_000 + i, f"{self._plan.seed}.last", question)
+                for i, question in enumerate(self._bank.questions[-LAST_QUESTIONS:])
+            ]
+            async with open_session() as session:
+                await asyncio.gather(
+                    *(clients.live(session, self._addresses, life) for life in lives)
+                )
+            return lives
+
+        for life in asyncio.run(ask()):
+            verdict = judge(life.observed(self._began), [])
+            self._note("asked again", life, outcome=verdict.outcome, reason=verdict.reason)
+            if verdict.outcome is not Outcome.RIGHT:
+                self._problems.append(
+                    f"asked again at the end, request {life.rid} (room {life.room}) is "
+                    f"{verdict.outcome.value}: {verdict.reason}"
+                )
+
+    def _account(self) -> Account:
+        outcomes: Counter[Outcome] = Counter()
+        bugs = []
+        slowest = 0.0
+        for life in self._lives:
+            seen = life.observed(self._began)
+            verdict = judge(seen, self._windows)
+            outcomes[verdict.outcome] += 1
+            self._note("judged", life, outcome=verdict.outcome, reason=verdict.reason)
+            if verdict.outcome in BUGS:
+                bugs.append((life, verdict))
+            if verdict.outcome is Outcome.FAILED:
+                slowest = max(slowest, seen.ended_at - seen.started_at)
+        for incarnation in self._servers.incarnations:
+            self._problems += log_problems(incarnation.process.log, incarnation.killed_at)
+        ways = Counter(life.taken_back.value for life in self._lives if life.taken_back)
+        problems = tuple(self._problems)
+        tally = Tally(outcomes, self._faults + ways, self._restarts, self._leaked, problems)
+        return Account(tally, bugs, slowest)
+
+
+def run_arm(
+    arm: Arm,
+    plan: Plan,
+    bank: Bank,
+    model: Path,
+    logs: Path,
+    events: EventFile,
+    show: Callable[[Progress], None] = lambda progress: None,
+) -> Account:
+    """Starts a pair for the arm, runs the plan on it, and stops it.
+
+    Raises:
+        ServerFailed: a server did not start.
+    """
+    with Servers(chaos_config(model, logs, arm.backend, arm.page_size), logs) as servers:
+        return Chaos(servers, plan, bank, arm.name, events, show).run()

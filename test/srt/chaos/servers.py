@@ -1,0 +1,172 @@
+"""The two servers of an arm: each can be killed and started again on its ports, with a new log."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmark.harness import checks
+from benchmark.harness.pair import PairConfig
+from benchmark.harness.process import ServerProcess
+from benchmark.harness.servers import HOST, ServerConfig
+from chaos import faults
+from chaos.clients import Addresses
+from e2e.support import pair_config
+
+DECODE_TOKENS = 2048
+"""Three or four of the bank's requests at once: the pool is always full."""
+HOLD_S = 30.0
+"""How long decode keeps pages of a transfer that ended early, without a sign from prefill."""
+
+ENV = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT": "60",
+    "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": f"{HOLD_S:.0f}",
+}
+BACKEND_ENV = {"nixl": {}, "mooncake": {"MC_FORCE_TCP": "1"}}
+"""Mooncake has no RDMA device here."""
+# Retraction comes by itself in a pool this small; forced as well, it meets every state.
+DECODE_ENV = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
+
+
+def chaos_config(model: Path, logs: Path, backend: str, page_size: int) -> PairConfig:
+    """A pair whose decode pool is always full, with short bounds and short prefill chunks."""
+    return pair_config(
+        model,
+        logs,
+        backend=backend,
+        page_size=page_size,
+        decode_tokens=DECODE_TOKENS,
+        chunked_prefill_tokens=128,
+        decode_args=("--num-reserved-decode-tokens", "16"),
+        env={**ENV, **BACKEND_ENV[backend]},
+        decode_env=DECODE_ENV,
+    )
+
+
+@dataclass
+class Incarnation:
+    """One process of a role. ``killed_at`` is the size of its log when we killed it, bytes."""
+
+    role: str
+    number: int
+    process: ServerProcess
+    killed_at: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.number}"
+
+
+class Servers:
+    """A prefill and a decode server. A context manager; both are ready on entry."""
+
+    def __init__(self, config: PairConfig, logs: Path, start_timeout_s: float = 240.0) -> None:
+        layout = config.layout()
+        self._configs: dict[str, ServerConfig] = {server.role: server for server in layout}
+        self._logs = logs
+        self._timeout_s = start_timeout_s
+        self.incarnations: list[Incarnation] = []
+        prefill = self._configs["prefill"]
+        assert prefill.bootstrap_port is not None
+        self.addresses = Addresses(
+            self._configs["decode"].url, prefill.url, HOST, prefill.bootstrap_port
+        )
+
+    def __enter__(self) -> Servers:
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(self.start, ("prefill", "decode")))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, role: str) -> float:
+        """Starts a server, whose log is ``ROLE.N.log``; returns when it is ready, with the seconds.
+
+        Raises:
+            ServerFailed: it did not become ready.
+        """
+        number = sum(one.role == role for one in self.incarnations) + 1
+        config = self._configs[role]
+        log = self._logs / f"{role}.{number}.log"
+        process = ServerProcess(
+            f"{role}.{number}", config.command, config.environment(), log, config.ready_url
+        )
+        self.incarnations.append(Incarnation(role, number, process))
+        return process.wait_ready(self._timeout_s)
+
+    def current(self, role: str) -> Incarnation:
+        """The latest incarnation of a role."""
+        return next(one for one in reversed(self.incarnations) if one.role == role)
+
+    def kill(self, role: str) -> None:
+        """SIGKILL to all processes of a server."""
+        incarnation = self.current(role)
+        incarnation.killed_at = incarnation.process.log.stat().st_size
+        incarnation.process.stop()
+
+    def pause(self, role: str, *, scheduler_only: bool = False) -> list[int]:
+        """Stops a server, or its scheduler; returns the processes for ``resume``."""
+        session = self.current(role).process.pid
+        if not scheduler_only:
+            return faults.stop_all(session)
+        pid = faults.scheduler_of(session)
+        faults.signal_all([pid], signal.SIGSTOP)
+        faults.wait_stopped([pid])
+        return [pid]
+
+    def resume(self, pids: list[int]) -> None:
+        """Lets stopped processes go on."""
+        faults.signal_all(pids, signal.SIGCONT)
+
+    def dead(self) -> list[Incarnation]:
+        """Servers that ended although nobody killed them."""
+        return [one for one in self.incarnations if one.killed_at is None and not one.process.alive]
+
+    def settle(self, timeout_s: float) -> dict[str, checks.Load]:
+        """Waits until both are idle; returns what each still holds then, by role.
+
+        Raises:
+            ServerFailed: a server died, as it does when SGLang's memory check or ours fails.
+            TimeoutError: requests are left.
+        """
+        held = {}
+        for role in ("decode", "prefill"):
+            process = self.current(role).process
+            held[role] = checks.wait_empty(process, self.addresses.url(role), timeout_s)
+            checks.assert_healthy(process)
+        return held
+
+    def flush(self) -> None:
+        """Empties both caches; see ``checks.flush``."""
+        for role in ("decode", "prefill"):
+            checks.flush(self.addresses.url(role))
+
+    def stop(self) -> None:
+        """Ends what runs."""
+        for incarnation in self.incarnations:
+            incarnation.process.stop()
+
+    def describe(self) -> dict[str, Any]:
+        """What a reader needs to start the same servers by hand."""
+        return {
+            role: {"command": list(config.command), "env": dict(config.env)}
+            for role, config in self._configs.items()
+        }
