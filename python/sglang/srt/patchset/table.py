@@ -65,13 +65,13 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVReceiver",
-        mixin=f"{_DISAGG}.delta.common:DeltaReceiver",
+        mixin=f"{_DISAGG}.delta.endpoints:DeltaReceiver",
         why="decode announces its prefix in a frame of its own",
     ),
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVSender",
-        mixin=f"{_DISAGG}.delta.common:DeltaSender",
+        mixin=f"{_DISAGG}.delta.endpoints:DeltaSender",
         why="prefill checks the announcement and expects only the delta's pages",
     ),
     Replacement(

@@ -12,26 +12,38 @@ import logging
 import msgspec
 import requests
 
+from sglang.srt.disaggregation.delta import control, deadlines
 from sglang.srt.disaggregation.delta.wire import VERSION
 
 logger = logging.getLogger(__name__)
 
 ROUTE = "/pd_capabilities"
-_TIMEOUT_S = 5
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a prefill server understands. ``delta``: the version of its delta frame, or 0."""
+    """What a prefill server understands.
+
+    ``delta`` and ``control``: the versions of its delta frame and its control messages, or 0.
+    ``incarnation``: names this run of the server; another one at the same address is another
+    server, whose ranks know nobody yet.
+    """
 
     delta: int = 0
+    control: int = 0
+    incarnation: str | None = None
 
     @property
     def takes_delta(self) -> bool:
         """Whether a decode server of this version may send a prefix length."""
         return self.delta == VERSION
 
+    @property
+    def takes_control(self) -> bool:
+        """Whether it may be sent control messages, and sends them."""
+        return self.control == control.VERSION
 
-OURS = Capabilities(delta=VERSION)
+
+OURS = Capabilities(delta=VERSION, control=control.VERSION)
 STOCK = Capabilities()
 
 
@@ -42,7 +54,9 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
     be understood counts as a stock server: prefix 0 is always right.
     """
     try:
-        response = requests.get(f"http://{bootstrap_addr}{ROUTE}", timeout=_TIMEOUT_S)
+        response = requests.get(
+            f"http://{bootstrap_addr}{ROUTE}", timeout=deadlines.handshake_seconds()
+        )
     except requests.RequestException as error:
         logger.error(
             "could not ask prefill server %s for its capabilities: %s", bootstrap_addr, error
@@ -74,3 +88,11 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
             VERSION,
         )
     return capabilities
+
+
+def incarnation_in(content: bytes) -> str | None:
+    """The incarnation that a body of ``GET /pd_capabilities`` names; None if it cannot be read."""
+    try:
+        return msgspec.json.decode(content, type=Capabilities).incarnation
+    except msgspec.DecodeError:
+        return None

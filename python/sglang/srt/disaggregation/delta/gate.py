@@ -21,6 +21,8 @@ class _Room:
     destinations: dict[str, Any] = field(default_factory=dict)
     has_sender: bool = False
     busy: bool = False
+    #: Its request is done with, while something that was posted is still under way.
+    forgotten: bool = False
     stopped: str | None = None
 
 
@@ -99,6 +101,8 @@ class RoomGate:
                 return
             known.busy = False
             reason, destinations = known.stopped, list(known.destinations.values())
+            if known.forgotten:
+                self._drop(room, known)
         if reason is not None:
             self._on_quiet(room, reason, destinations)
 
@@ -130,11 +134,15 @@ class RoomGate:
             return known.stopped if known is not None else None
 
     def forget(self, room: int) -> None:
-        """The request of ``room`` is done with, and nothing of it is under way."""
+        """The request of ``room`` is done with. What is under way is still waited for."""
         with self._lock:
-            known = self._rooms.pop(room, None)
-            if known is not None and known.stopped is not None:
-                self._remember(room, _Ended(known.stopped, had_sender=True))
+            known = self._rooms.get(room)
+            if known is None:
+                return
+            if known.busy:
+                known.forgotten = True
+            else:
+                self._drop(room, known)
 
     def rooms(self, peer: str | None = None) -> list[int]:
         """Rooms that are known here, or those of them that ``peer`` announced."""
@@ -144,6 +152,11 @@ class RoomGate:
                 for room, known in self._rooms.items()
                 if peer is None or peer in known.destinations
             ]
+
+    def _drop(self, room: int, known: _Room) -> None:
+        del self._rooms[room]
+        if known.stopped is not None:
+            self._remember(room, _Ended(known.stopped, had_sender=True))
 
     def _remember(self, room: int, ended: _Ended) -> None:
         self._ended[room] = ended

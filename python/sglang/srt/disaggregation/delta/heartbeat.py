@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -34,12 +34,6 @@ class Look:
     incarnation: str | None = None
 
 
-@dataclass
-class _Peer:
-    misses: int = 0
-    incarnation: str | None = None
-
-
 class Heartbeat:
     """Calls ``lost(address, is_gone, why)`` when a prefill server is given up.
 
@@ -57,36 +51,40 @@ class Heartbeat:
         self._look = look
         self._lost = lost
         self._max_failures = max_failures
-        self._peers: dict[str, _Peer] = {}
+        #: Looks in a row without a sign of life.
+        self._misses: dict[str, int] = {}
 
-    def beat(self, addresses: Iterable[str]) -> None:
-        """Look at each address once, at the same time: one that hangs must not delay the others."""
-        wanted = list(addresses)
-        self._peers = {address: self._peers.get(address, _Peer()) for address in wanted}
-        if not wanted:
+    def beat(self, known: Mapping[str, str | None]) -> None:
+        """Look at each address once, at the same time: one that hangs must not delay the others.
+
+        ``known``: addresses with the incarnation that this server was connected to, if it told one.
+        """
+        self._misses = {address: self._misses.get(address, 0) for address in known}
+        if not known:
             return
-        with ThreadPoolExecutor(min(len(wanted), 16)) as executor:
-            for address, look in zip(wanted, executor.map(self._look, wanted), strict=True):
-                self._judge(address, look)
+        with ThreadPoolExecutor(min(len(known), 16)) as executor:
+            looks = executor.map(self._look, known)
+            for (address, incarnation), look in zip(known.items(), looks, strict=True):
+                self._judge(address, incarnation, look)
 
-    def _judge(self, address: str, look: Look) -> None:
-        peer = self._peers[address]
+    def _judge(self, address: str, incarnation: str | None, look: Look) -> None:
+        if None not in (incarnation, look.incarnation) and look.incarnation != incarnation:
+            self._misses[address] = 0
+            self._lost(address, True, "it was restarted")
+            return
         if look.sign is Sign.ALIVE:
-            known, peer.incarnation = peer.incarnation, look.incarnation
-            peer.misses = 0
-            if known is not None and look.incarnation != known:
-                self._lost(address, True, "it was restarted")
+            self._misses[address] = 0
             return
-        peer.misses += 1
+        self._misses[address] += 1
         logger.warning(
             "prefill server %s: no sign of life (%s), %d of %d",
             address,
             look.sign.name.lower(),
-            peer.misses,
+            self._misses[address],
             self._max_failures,
         )
-        if peer.misses >= self._max_failures:
-            peer.misses = 0
+        if self._misses[address] >= self._max_failures:
+            self._misses[address] = 0
             self._lost(
                 address,
                 look.sign is Sign.GONE,

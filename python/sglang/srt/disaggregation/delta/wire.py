@@ -28,6 +28,9 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     is_dummy: bool
     #: Prefill ranks that will write for this room to this decode rank.
     num_writers: int = 1
+    #: Pages and metadata slots of decode's pools: what an index may be; 0 where it does not say.
+    pool_pages: int = 0
+    metadata_slots: int = 0
 
 
 class _AnyVersion(msgspec.Struct, frozen=True):

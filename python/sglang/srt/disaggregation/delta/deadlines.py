@@ -1,0 +1,29 @@
+"""How long each side waits for the other. Read where a server starts, refused there when wrong."""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation.delta.env import env_seconds
+
+
+def quarantine_seconds() -> float:
+    """How long decode holds the pages of a room that ended early without a sign from prefill.
+
+    Prefill reads the same variable: a rank that was suspended for half of it posts nothing more
+    for the rooms that it knew before, because decode may have given their pages to others.
+    """
+    return env_seconds("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", 60.0)
+
+
+def transfer_seconds() -> float:
+    """How long prefill waits for a posted transfer to settle."""
+    return env_seconds("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", 120.0)
+
+
+def peer_seconds() -> float:
+    """After how long without a sign prefill forgets a decode rank that used to give some."""
+    return env_seconds("SGLANG_DISAGGREGATION_PEER_TIMEOUT", 120.0)
+
+
+def handshake_seconds() -> float:
+    """How long one HTTP request of decode to a prefill's bootstrap server may take."""
+    return env_seconds("SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", 5.0)

@@ -1,0 +1,271 @@
+"""Thin overrides of SGLang's receiver and sender: the two ends of a room, on any backend."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, plan_delta
+from sglang.srt.disaggregation.delta.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.watch import RoomWatch
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+else:
+    CommonKVReceiver = CommonKVSender = object
+
+
+class _FrameAppender:
+    """A ZMQ socket that adds one frame to the multipart message sent through it."""
+
+    def __init__(self, socket: Any, frame: bytes) -> None:
+        self._socket = socket
+        self._frame = frame
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart([*frames, self._frame])
+
+
+class DeltaReceiver(CommonKVReceiver):
+    """Decode's side of a room: announces the prefix that it already holds."""
+
+    _connect_to_bootstrap_server: Any
+    #: Prefill was told of pages, and may write to them.
+    announced = False
+    _epoch = 0
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if self._servers is not None and bootstrap_room in self._servers.watches:
+            self._fail(
+                Reason.MISMATCH,
+                f"bootstrap_room {bootstrap_room} is still in use by a request that ended early",
+            )
+
+    @property
+    def _servers(self) -> PrefillServers | None:
+        servers: PrefillServers | None = self.kv_mgr.servers
+        return servers
+
+    def _fail(self, kind: Reason, text: str) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self._servers is not None:
+            self._servers.fail(self.bootstrap_room, kind, text)
+        else:
+            self.kv_mgr.record_failure(self.bootstrap_room, text)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+
+    @override
+    def init(self, prefill_dp_rank: int) -> None:
+        servers = self._servers
+        if servers is None:
+            super().init(prefill_dp_rank)
+            return
+        try:
+            super().init(prefill_dp_rank)
+        except Exception as error:  # no request may raise out of the scheduler's loop
+            self._fail(
+                Reason.HANDSHAKE, f"could not connect to prefill {self.bootstrap_addr}: {error!r}"
+            )
+            servers.disconnect(self.bootstrap_addr)
+            return
+        self._epoch = servers.epoch(self.bootstrap_addr)
+        servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
+
+    @classmethod
+    @override
+    def _connect(cls, endpoint: str, is_ipv6: bool = False) -> Any:
+        socket, lock = super()._connect(endpoint, is_ipv6)
+        with lock:
+            # A full queue would stop the scheduler; ``drop_socket`` empties that of a dead peer.
+            socket.setsockopt(zmq.SNDHWM, 0)
+        return socket, lock
+
+    @classmethod
+    def drop_socket(cls, host: str, port: int) -> None:
+        """Throw away what is queued for a prefill rank that is gone."""
+        from sglang.srt.utils.network import NetworkAddress
+
+        endpoint = NetworkAddress(host, port).to_tcp()
+        with cls._global_lock:
+            socket = cls._socket_cache.pop(endpoint, None)
+            lock = cls._socket_locks.pop(endpoint, None)
+        if socket is not None:
+            with lock:
+                socket.close(linger=0)
+
+    def announce(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int,
+        prefix_len: int,
+    ) -> None:
+        """Send the transfer metadata of a room: ``kv_indices`` are the *delta's* destination pages.
+
+        ``prefix_len`` is in tokens. The frame is added where the stock code gets its socket, so the
+        stock message and its order of frames stay SGLang's.
+        """
+        connect = self._connect_to_bootstrap_server
+        ours = self.kv_mgr.kv_args
+        pool_pages = ours.kv_data_lens[0] // ours.kv_item_lens[0]
+        metadata_slots = ours.aux_data_lens[0] // ours.aux_item_lens[0]
+
+        def connect_with_frame(
+            bootstrap_info: dict[str, Any],
+        ) -> tuple[_FrameAppender, threading.Lock]:
+            socket, lock = connect(bootstrap_info)
+            is_dummy = bool(bootstrap_info["is_dummy"])
+            frame = wire.DeltaFrame(
+                decode_prefix_len=prefix_len,
+                num_pages=0 if is_dummy else len(kv_indices),
+                is_dummy=is_dummy,
+                num_writers=self.required_prefill_response_num,
+                pool_pages=pool_pages,
+                metadata_slots=metadata_slots,
+            )
+            return _FrameAppender(socket, wire.encode_frame(frame)), lock
+
+        self._connect_to_bootstrap_server = connect_with_frame
+        self.announced = True
+        try:
+            self.send_metadata(kv_indices, aux_index, None)
+        except Exception as error:  # no request may raise out of the scheduler's loop
+            self._fail(
+                Reason.TRANSPORT,
+                f"could not announce room {self.bootstrap_room} to prefill "
+                f"{self.bootstrap_addr}: {error!r}",
+            )
+        finally:
+            del self._connect_to_bootstrap_server
+
+    def withdraw(self, reason: str) -> None:
+        """Tell prefill that decode does not want this room any more. Needs no answer."""
+        infos = getattr(self, "bootstrap_infos", None)
+        if self._servers is not None and infos:
+            self._servers.withdraw(self.bootstrap_addr, infos, self.bootstrap_room, reason)
+
+    def hold(self) -> RoomWatch | None:
+        """Withdraw a room whose pages prefill was told of, and follow it until it is quiet.
+
+        None where nobody can write to them any more.
+        """
+        servers = self._servers
+        told = self.announced or getattr(self, "init_time", None) is not None
+        if servers is None or not told:
+            self.withdraw("it ended before it was announced")
+            return None
+        room = self.bootstrap_room
+        watch = servers.hold(
+            room, self.bootstrap_addr, self._epoch, self.required_prefill_response_num
+        )
+        if watch is not None:
+            self.withdraw(self.kv_mgr.failure_records.get(room, "it was aborted"))
+        return watch
+
+    @override
+    def abort(self) -> None:
+        super().abort()
+        why = self._servers.refusals.get(self.bootstrap_addr) if self._servers else None
+        if why is not None:  # SGLang gives up a handshake that failed too often in this way, too
+            self.kv_mgr.record_failure(self.bootstrap_room, why)
+
+    def forget(self) -> None:
+        """Leave no entry of the room in the manager's tables."""
+        room, manager = self.bootstrap_room, self.kv_mgr
+        for table in (
+            manager.request_status,
+            manager.required_prefill_response_num_table,
+            manager.failure_records,
+        ):
+            table.pop(room, None)
+        if self._servers is not None:
+            manager.take_progress(room)
+        rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
+        if rooms is not None:
+            rooms.discard(room)
+
+
+class _Destination(msgspec.Struct, frozen=True):
+    """One real destination of a room, as the plan wants it."""
+
+    decode_prefix_len: int
+    num_pages: int
+
+
+class DeltaSender(CommonKVSender):
+    """Prefill's side of a room: starts at the prefix that decode holds."""
+
+    #: Tokens that decode holds and that are not sent.
+    decode_prefix_len: int = 0
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
+        pp_rank: int,
+    ) -> None:  # fmt: skip
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        gate = mgr.rooms.gate
+        withdrawn = gate.open(bootstrap_room) or gate.stopped(bootstrap_room)
+        if withdrawn is not None:
+            self.fail(Reason.ABORTED, withdrawn)
+
+    @override
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        # Runs when the metadata of every decode rank is in, before the first chunk is computed.
+        try:
+            plan = plan_delta(
+                self.bootstrap_room,
+                self._destinations(),
+                num_kv_indices,
+                self.kv_mgr.kv_args.page_size,
+            )
+        except (DeltaMismatch, wire.DeltaFrameError) as error:
+            super().init(num_kv_indices, aux_index)
+            self.fail(Reason.MISMATCH, str(error))
+            return
+        self.decode_prefix_len = plan.prefix_len
+        super().init(plan.num_pages, aux_index)
+
+    def _destinations(self) -> list[_Destination]:
+        found = []
+        for info in self.kv_mgr.rooms.gate.destinations(self.bootstrap_room):
+            if info.delta_error:
+                raise wire.DeltaFrameError(f"room {self.bootstrap_room}: {info.delta_error}")
+            is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
+            if is_dummy:
+                continue
+            prefix = info.delta.decode_prefix_len if info.delta else 0
+            found.append(_Destination(prefix, len(info.dst_kv_indices)))
+        return found
+
+    @property
+    def is_stopped(self) -> bool:
+        """Failed, aborted or withdrawn: nothing more is to be posted."""
+        return self.kv_mgr.rooms.gate.stopped(self.bootstrap_room) is not None
+
+    def fail(self, kind: Reason, text: str) -> None:
+        """Fail this room alone; its decode ranks are told once what was posted has settled."""
+        self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text)
+
+    @override
+    def abort(self) -> None:
+        super().abort()
+        self.fail(Reason.ABORTED, "aborted on the prefill server")
+
+    def forget(self) -> None:
+        """Leave no entry of the room in the manager's tables."""
+        room, manager = self.bootstrap_room, self.kv_mgr
+        for table in (manager.request_status, manager.transfer_infos, manager.failure_records):
+            table.pop(room, None)
+        manager.rooms.gate.forget(room)

@@ -1,0 +1,156 @@
+"""A prefill rank's side of its rooms: who announced them, who is told when they end early."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.delta import control, deadlines
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.gate import RoomGate
+from sglang.srt.disaggregation.delta.sockets import PeerSockets
+from sglang.srt.disaggregation.delta.stats import STATS
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillRooms:
+    """One for each prefill rank. Used by the scheduler, transfer workers and the reader thread."""
+
+    def __init__(self, manager: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._sockets = PeerSockets()
+        self._fail_lock = threading.Lock()
+        #: When each decode rank that pings was last heard of, by the name it registered under.
+        self._heard: dict[str, float] = {}
+        self._lease_s = max(deadlines.quarantine_seconds() / 2, 1.0)
+        self._peer_s = deadlines.peer_seconds()
+        self._ticked_at = clock()
+        self.gate = RoomGate(self._tell)
+
+    # ---- a room's life ----
+
+    def fail(self, room: int, kind: Reason, text: str) -> None:
+        """Fail one room: nothing more is posted for it, and its decode ranks are told when what was
+        posted has settled. The first failure of a room counts; later ones change nothing."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = self._manager
+        with self._fail_lock:
+            status = manager.request_status.get(room)
+            first = self.gate.stopped(room) is None
+            if first and status is not None:
+                STATS.failed(kind)
+                manager.record_failure(room, text)
+                log = logger.info if kind is Reason.ABORTED else logger.error
+                log("KV transfer of room %s failed: %s", room, text)
+            if status is not None:
+                manager.update_status(room, KVPoll.Failed)
+        self.gate.stop(room, text)
+
+    def announce(self, room: int, peer: str, info: Any) -> bool:
+        """A decode rank listed its pages. False if they will not be filled, which it is told."""
+        reason = self.gate.announce(room, peer, info)
+        if reason is None:
+            return True
+        self._tell(room, reason, [info])
+        return False
+
+    def refuse_stranger(self, info: Any) -> None:
+        """A decode rank that is not registered here announced a room: it must connect again."""
+        self._send(
+            info,
+            control.Stopped(
+                info.room,
+                self._manager.writer_id,
+                "this prefill rank does not know the decode rank (was it restarted?)",
+                unknown_peer=True,
+            ),
+        )
+
+    def _tell(self, room: int, reason: str, destinations: list[Any]) -> None:
+        """Nothing of ``room`` is under way: its decode ranks may have their pages back."""
+        self._manager.transfer_infos.pop(room, None)
+        for info in destinations:
+            self._send(info, control.Stopped(room, self._manager.writer_id, reason))
+
+    def _send(self, info: Any, message: control.Stopped) -> None:
+        """Best effort: a peer that cannot be told finds out by its own deadline."""
+        is_ours = info.delta is not None or info.delta_error is not None
+        is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
+        if not is_ours or is_dummy:
+            return  # a stock peer would not understand; a dummy's pages are not written from here
+        try:
+            self._sockets.send(info.endpoint, info.dst_port, message)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "could not tell decode rank %s:%s that room %s ended: %s",
+                info.endpoint,
+                info.dst_port,
+                info.room,
+                error,
+            )
+
+    # ---- messages from decode ranks ----
+
+    def take(self, message: control.Message) -> None:
+        """A control message arrived.
+
+        Raises:
+            ControlError: it is not one for a prefill rank.
+            OSError, ValueError: its sender cannot be answered.
+        """
+        manager = self._manager
+        if isinstance(message, control.Ping):
+            known = message.peer in manager.decode_kv_args_table
+            if known:
+                self._heard[message.peer] = self._clock()
+            self._sockets.send(message.host, message.port, control.Pong(message.to, known))
+        elif isinstance(message, control.Withdraw):
+            text = f"decode gave it up: {message.reason}"
+            self.fail(message.room, Reason.ABORTED, text)
+            if self.gate.stop(message.room, text):
+                # Also where nothing is known of the room any more: then nothing is under way.
+                self._sockets.send(
+                    message.host,
+                    message.port,
+                    control.Stopped(message.room, manager.writer_id, text),
+                )
+        else:
+            raise control.ControlError(f"a {type(message).__name__} is not for a prefill rank")
+
+    # ---- time ----
+
+    def enter(self, room: int) -> bool:
+        """Whether a write may be posted now; if so, ``gate.leave`` it once it has settled."""
+        self._check_suspension()
+        return self.gate.enter(room)
+
+    def tick(self) -> list[str]:
+        """Called every second or so by the reader thread. Decode ranks to be forgotten: they used
+        to ping, and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``; their rooms fail."""
+        self._check_suspension()
+        now = self._ticked_at = self._clock()
+        silent = [peer for peer, at in list(self._heard.items()) if now - at >= self._peer_s]
+        for peer in silent:
+            del self._heard[peer]
+            for room in self.gate.rooms(peer):
+                self.fail(
+                    room, Reason.PEER_LOST, f"decode rank {peer} gave no sign in {self._peer_s} s"
+                )
+        return silent
+
+    def _check_suspension(self) -> None:
+        """If this process did not run for long, decode may have given its pages to others."""
+        gap = self._clock() - self._ticked_at
+        if gap < self._lease_s:
+            return
+        for room in self.gate.rooms():
+            if self.gate.destinations(room):
+                self.fail(
+                    room, Reason.PEER_LOST, f"this prefill process did not run for {gap:.0f} s"
+                )
