@@ -1,0 +1,129 @@
+"""SGLang's own KV pools in CPU memory, as bytes: page contents, and what changed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.disaggregation.delta.heads import heads_of
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+PAGES = 40
+LAYERS = 3
+HEAD_DIM = 8
+
+Pages = list[int]
+
+#: Prefill ranks, decode ranks and KV heads of the model: slices both ways, and replicas on either
+#: side or both.
+RANK_LAYOUTS = [
+    (prefill, decode, heads)
+    for prefill, decode in ((1, 2), (2, 1), (1, 4), (4, 2))
+    for heads in (1, 2, 4)
+]
+
+
+def mha(
+    page: int, dtype: torch.dtype = torch.float32, heads: int = 2, v_dim: int = HEAD_DIM
+) -> Any:
+    """Keys and values of a layer apart; ``v_dim``: elements of a value head."""
+    return MHATokenToKVPool(
+        (PAGES - 1) * page, page, dtype, heads, HEAD_DIM, LAYERS, "cpu", False, v_head_dim=v_dim
+    )
+
+
+def mla(page: int, dtype: torch.dtype) -> Any:
+    """One latent buffer a layer; 20 elements a token, so that pages of it are no power of two."""
+    return MLATokenToKVPool((PAGES - 1) * page, page, dtype, 16, 4, LAYERS, "cpu", False)
+
+
+#: Pools of both servers, by name; each is built from a page size.
+POOLS: dict[str, Callable[[int], Any]] = {
+    "mla_bfloat16": lambda page: mla(page, torch.bfloat16),
+    "mla_fp8_e4m3": lambda page: mla(page, torch.float8_e4m3fn),
+    "mha_fp8_e4m3": lambda page: mha(page, torch.float8_e4m3fn),
+    "mha_fp8_e5m2": lambda page: mha(page, torch.float8_e5m2),
+    "mha_short_values": lambda page: mha(page, torch.float16, v_dim=HEAD_DIM // 2),
+}
+
+
+def is_mla(pool: Any) -> bool:
+    """Whether a pool has one buffer a layer."""
+    return isinstance(pool, MLATokenToKVPool)
+
+
+def as_bytes(pool: Any) -> list[np.ndarray]:
+    """Every buffer of a pool as (page, bytes of it): views, in the order of registration."""
+    tensors = pool.kv_buffer if is_mla(pool) else [*pool.k_buffer, *pool.v_buffer]
+    return [tensor.view(torch.uint8).reshape(PAGES, -1).numpy() for tensor in tensors]
+
+
+def fill(pool: Any, seed: int) -> None:
+    """Random bytes everywhere, also in pages that nobody holds."""
+    rng = np.random.default_rng(seed)
+    for buffer in as_bytes(pool):
+        buffer[:] = rng.integers(0, 256, buffer.shape, np.uint8)
+
+
+def snapshot(pool: Any) -> list[np.ndarray]:
+    """A copy of all its bytes."""
+    return [buffer.copy() for buffer in as_bytes(pool)]
+
+
+def assert_arrived(
+    before: list[np.ndarray], decode: Any, prefill: Any, source: Pages, target: Pages
+) -> None:
+    """``target`` pages of decode hold ``source`` pages of prefill, and all others what they did."""
+    for was, ours, theirs in zip(before, as_bytes(decode), as_bytes(prefill), strict=True):
+        was[target] = theirs[source]
+        assert np.array_equal(ours, was)
+
+
+def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
+    """What a scheduler tells its transfer manager about the pool."""
+    pointers, lengths, item_lens = pool.get_contiguous_buf_infos()
+    heads = 1 if is_mla(pool) else pool.head_num
+    found = {
+        "kv_data_ptrs": pointers,
+        "kv_data_lens": lengths,
+        "kv_item_lens": item_lens,
+        "page_size": pool.page_size,
+        "kv_head_num": heads,
+        "total_kv_head_num": heads,
+    }
+    return found | changes
+
+
+def rank_pools(size: int, total: int, page: int, seed: int) -> list[Any]:
+    """A pool for each of ``size`` ranks of a model with ``total`` KV heads, filled alike: the
+    replicas of a head are equal, and ranks of another size, of the same seed, hold the same KV."""
+    rng = np.random.default_rng(seed)
+    shape = (2 * LAYERS, PAGES, page, total, HEAD_DIM * 4)
+    whole = rng.integers(0, 256, shape, np.uint8)
+    pools = []
+    for rank in range(size):
+        held = heads_of(rank, size, total)
+        pool = mha(page, heads=len(held))
+        for buffer, content in zip(as_bytes(pool), whole[..., held, :], strict=True):
+            buffer[:] = content.reshape(PAGES, -1)
+        pools.append(pool)
+    return pools
+
+
+def scattered(seed: int, count: int) -> tuple[Pages, Pages]:
+    """Source and destination pages of one request: a run of three on both sides, then any order.
+
+    Never page 0, which no request owns.
+    """
+    rng = np.random.default_rng(seed)
+
+    def pages() -> Pages:
+        start = int(rng.integers(1, PAGES - 2))
+        run = [start, start + 1, start + 2]
+        rest = [int(page) for page in rng.permutation(np.arange(1, PAGES)) if page not in run]
+        return (run + rest)[:count]
+
+    return pages(), pages()

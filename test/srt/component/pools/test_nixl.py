@@ -1,0 +1,44 @@
+"""Delta rooms and head slices over real NIXL agents, between SGLang's own pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from component.pools import programs
+from component.pools.memory import POOLS, RANK_LAYOUTS
+
+
+@pytest.fixture(scope="module")
+def rooms() -> str:
+    """What the program of equal ranks printed."""
+    return programs.run("program_nixl.py")
+
+
+@pytest.fixture(scope="module")
+def slices() -> str:
+    """What the program of unequal ranks printed."""
+    return programs.run("program_nixl_ranks.py")
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_room_moves_its_pages_byte_for_byte(
+    rooms: str, pool: str, page: int, request: pytest.FixtureRequest
+) -> None:
+    """Guards against pools that are not keys and values of one shape: latent buffers, bytes stored
+    for fp8, values shorter than keys. A delta, a full hit and a whole prompt, scattered, in chunks;
+    no byte outside the announced pages may change, and the bytes counted are those moved."""
+    if pool == "mha_short_values":
+        # SGLang's NIXL manager counts a page of values as long as one of keys.
+        request.applymarker(pytest.mark.xfail(strict=True, reason="stock NIXL: length of values"))
+    programs.passed(rooms, f"{pool}_{page}")
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("prefill", "decode", "heads"), RANK_LAYOUTS)
+def test_unequal_ranks_move_their_heads(
+    slices: str, prefill: int, decode: int, heads: int, page: int
+) -> None:
+    """Guards against heads at another rank's place, and against replicas missed or written over
+    one another, in real pools of real ranks."""
+    programs.passed(slices, f"ranks_{prefill}_{decode}_heads_{heads}_{page}")
