@@ -177,6 +177,10 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             max_total_num_tokens=self.max_total_num_tokens,
             transfer_backend=TransferBackend.NIXL,
             kv_manager=self.kv_manager,
+            _ensure_retry_count={},
+            _ensure_last_attempt_time={},
+            _ensure_retry_interval=0.0,
+            _max_ensure_retries=10**9,
         )
         self.disagg_decode_transfer_queue: Any = transfers
         self.disagg_decode_prealloc_queue: Any = prealloc

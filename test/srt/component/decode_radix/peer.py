@@ -27,7 +27,9 @@ class Room:
         self.metadata_index = -1
         #: Whether the prefix was announced, or only stock's message sent.
         self.announced = False
-        self.cleared = False
+        #: How often decode forgot the room, and told prefill not to wait for its announcement.
+        self.clears = 0
+        self.withdrawn: list[str] = []
         #: Prefill may write to the announced pages, also after decode gave the room up.
         self.writing = False
 
@@ -59,8 +61,17 @@ class Room:
         self.clear()
         raise RuntimeError(self.failure or "room failed")
 
+    @property
+    def cleared(self) -> bool:
+        return self.clears > 0
+
+    def withdraw(self, reason: str) -> None:
+        """Tell prefill that the room will never be announced."""
+        assert self.pages is None and not self.cleared, "too late for that"
+        self.withdrawn.append(reason)
+
     def clear(self) -> None:
-        self.cleared = True
+        self.clears += 1
 
     def abort(self) -> None:
         self.conclude_state = KVPoll.Failed

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from component.decode_radix.checks import check, check_idle, holders
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.decode_radix import prealloc
 from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -237,17 +235,18 @@ def test_handshakes_do_not_block_others() -> None:
 class Clock:
     """Time that stands still until a test moves it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self.now = 1000.0
         # Only the queue's clock: the tree's eviction order goes on.
-        monkeypatch.setattr(prealloc, "time", SimpleNamespace(monotonic=lambda: self.now))
+        decoder.disagg_decode_prealloc_queue.clock = lambda: self.now
 
 
 def burst(monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, list[Any], Clock]:
     """Three requests with one new prefix arrive together."""
     monkeypatch.setenv(WAIT_TOKENS, "64")
     monkeypatch.setenv(WAIT_TIMEOUT, "30")
-    decoder, clock = Decoder(16, 1024), Clock(monkeypatch)
+    decoder = Decoder(16, 1024)
+    clock = Clock(decoder)
     reqs = [decoder.submit([*ids(1, 160), *ids(n, 20)], new=2) for n in (2, 3, 4)]
     return decoder, reqs, clock
 
@@ -276,6 +275,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     tick(decoder)
     assert decoder.in_transfer == reqs[:1]
     clock.now += 0.2
+    tick(decoder)  # the ranks agree that they waited enough
     tick(decoder)
     assert decoder.in_transfer == reqs
     assert [room.prefix_len for room in decoder.rooms] == [0, 0, 0]

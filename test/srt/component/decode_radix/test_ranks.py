@@ -20,7 +20,7 @@ from component.decode_radix.checks import check_idle
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.peer import Room
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.decode_radix import prealloc
+from sglang.srt.disaggregation.decode_radix import agreement
 
 POLICIES = ("lru", "mru")
 WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
@@ -131,6 +131,6 @@ def test_ranks_stay_in_step(monkeypatch: pytest.MonkeyPatch, wait: str, seed: in
 def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a pair of ranks that would agree in any case."""
     monkeypatch.setenv(WAIT_TOKENS, "0")
-    monkeypatch.setattr(prealloc, "minimum", lambda values, group: values)
+    monkeypatch.setattr(agreement, "minimum", lambda values, group: values)
     with pytest.raises(Diverged):
         Pair(1, timeout_s=30).run(800)

@@ -7,13 +7,22 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``lease``        one match and one lock, released exactly once
 ``inflight``     prompts on their way here, so that a burst with one prefix moves it once
 ``admission``    the token budget: what running requests can still grow into: pure
-``prealloc``     the prealloc queue: lease, budget, delta pages, announcement
+``budget``       the same from the scheduler's live queues; evicts and allocates
+``agreement``    what the ranks of one server agree on before a step, in one reduction
+``candidates``   the first requests in line, with their leases
+``step``         leases, agreement, trimmed leases: the start of every step
+``prealloc``     the prealloc queue: who is admitted, resumed, or leaves without pages
+``announce``     row, destination pages, announcement
+``waiting``      how long a request may wait for memory, and what is said meanwhile
+``giveup``       one way out for a request without pages
+``metadata``     metadata slots: when a room's metadata have landed
 ``transfer``     the transfer queue: committed KV enters the tree
 ``quarantine``   pages of transfers that ended early, held until prefill cannot write to them
 ``prebuilt``     the prebuilt batch: continues after the lease's prefix
 ``tree``         the radix tree as a decode server uses it
 ``resume``       retracted requests: only private pages are copied back
-``ranks``        agreement between the ranks of one server
+``ranks``        the one collective
 ``scheduler``    start-up checks, one idle predicate, metrics and log fields
+``metrics``      gauges and counted refusals
 ``invariants``   what must hold of pool and tree at any time
 """

@@ -10,6 +10,8 @@ import torch
 from sglang.srt.disaggregation.decode_radix import admission
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
+from sglang.srt.disaggregation.decode_radix.ranks import alone
+from sglang.srt.disaggregation.decode_radix.waiting import Refusal
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 logger = logging.getLogger(__name__)
@@ -32,37 +34,66 @@ class DecodeBudget:
         #: The cap of a request that does not run yet; at least a page, like the flag itself.
         self._entry_cap: int = max(self._cap // 2, self._page)
         self._blocked: admission.BlockedHead | None = None
+        #: Tokens that this rank has and another one has not; zero while ranks are in step.
+        self.surplus = 0
 
     def reserve(
         self, req: Any, lease: PrefixLease, length: int, new: list[Any], *, resumes: bool = False
-    ) -> torch.Tensor | None:
-        """Slots for the tokens from the lease to ``length`` (1-D int64), or None: they do not fit.
+    ) -> torch.Tensor | Refusal:
+        """Slots for the tokens from the lease to ``length`` (1-D int64), or why there are none.
 
         Called with the lease held: locking takes the prefix out of what can be evicted, and a
         budget from before it would count the same tokens twice. A request that ``resumes`` must
         have room like a running one, or it would be retracted again at once.
         """
         pool = self.pool(new)
+        cost = self.cost(req, lease.length, length, resumes=resumes)
+        if cost > pool.free - self.surplus - pool.reserved:
+            return Refusal(req.rid, "no_tokens", cost, pool)
+        if not self._everyone_can_finish(req, lease, length, new):
+            return Refusal(req.rid, "cannot_finish", cost, pool)
+        needed = page_ceil(length, self._page) - lease.length
+        slots = self._allocate(req, needed, length - lease.length)
+        if slots is None:
+            return Refusal(req.rid, "no_tokens", cost, pool, retry=True)
+        return slots
+
+    def cost(self, req: Any, prefix: int, length: int, *, resumes: bool = False) -> int:
+        """What admitting ``req`` with ``length`` tokens takes beyond a locked ``prefix``."""
         claim = admission.Claim(length, final_length(req))
         if resumes:
-            cost = admission.entry_cost(lease.length, claim, self._cap, self._page)
-        else:
-            claim = admission.entering(claim)
-            cost = admission.entry_cost(lease.length, claim, self._entry_cap, self._page)
-        fits = cost <= pool.free - pool.reserved
-        if not fits or not self._everyone_can_finish(req, lease, length, new):
-            self._blocked = admission.BlockedHead(req.rid, cost, pool, self._tree.inserts)
-            return None
+            return admission.entry_cost(prefix, claim, self._cap, self._page)
+        return admission.entry_cost(prefix, admission.entering(claim), self._entry_cap, self._page)
+
+    def block(self, refusal: Refusal | None) -> None:
+        """Remember who did not fit, once all leases of the step were given back.
+
+        What its own lease kept from being evicted counts as free from now on, and is not.
+        """
         self._blocked = None
-        return self._allocate(
-            req, page_ceil(length, self._page) - lease.length, length - lease.length
+        if refusal is None or refusal.retry or refusal.cost is None or refusal.pool is None:
+            return
+        pool = self.pool([])
+        own = max(pool.free - refusal.pool.free, 0)
+        self._blocked = admission.BlockedHead(
+            refusal.rid, refusal.cost + own, pool, self._tree.inserts
         )
 
-    def still_blocked(self, req: Any, new: list[Any]) -> bool:
+    def still_blocked(self, req: Any) -> bool:
         """Whether ``req`` was refused before and nothing changed that could help it."""
         blocked = self._blocked
         return blocked is not None and blocked.still_blocked(
-            req.rid, self.pool(new), self._tree.inserts
+            req.rid, self.pool([]), self._tree.inserts
+        )
+
+    def describe(self) -> str:
+        """The pool in words, for a request that waits."""
+        pool = self.pool([])
+        evictable = self._tree.evictable_size()
+        held = sum(private for _, _, private in self._holdings(self._held()))
+        return (
+            f"{pool.free - evictable} free, {evictable} evictable, {pool.protected} protected, "
+            f"{pool.reserved} reserved, {held} held in quarantine"
         )
 
     def pool(self, new: list[Any]) -> admission.PoolState:
@@ -101,6 +132,12 @@ class DecodeBudget:
             self._tree.evict(EvictParams(num_tokens=shortfall))
         slots: torch.Tensor | None = self._allocator.alloc(needed)
         if slots is None:
+            if not alone(self._queue.gloo_group):
+                # Others may have got theirs. A wrong count is better found here than by a hang.
+                raise RuntimeError(
+                    f"request {req.rid}: the tree counts {self._tree.evictable_size()} evictable "
+                    f"tokens but gave less than the {shortfall} asked for"
+                )
             logger.warning(
                 "request %s stays queued: %d tokens wanted, %d free after evicting, %d evictable",
                 req.rid,

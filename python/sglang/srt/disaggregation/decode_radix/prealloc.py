@@ -1,10 +1,10 @@
-"""The prealloc queue: lease, budget, delta pages, announcement; one request at a time, in order."""
+"""The prealloc queue: who gets pages, who gets them back, and who leaves without; in order."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import inflight
+from sglang.srt.disaggregation.decode_radix import candidates as line
+from sglang.srt.disaggregation.decode_radix import giveup, inflight, waiting
+from sglang.srt.disaggregation.decode_radix.agreement import Agreed, State
+from sglang.srt.disaggregation.decode_radix.announce import announce, bind, bootstrap_addr
 from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
-from sglang.srt.disaggregation.decode_radix.eligibility import is_fake, may_match
+from sglang.srt.disaggregation.decode_radix.candidates import Candidate
+from sglang.srt.disaggregation.decode_radix.eligibility import may_match
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
-from sglang.srt.disaggregation.decode_radix.ranks import minimum
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
-from sglang.srt.disaggregation.delta.events import Admitted, event_log, now
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.decode_radix.step import AgreedSteps
+from sglang.srt.disaggregation.decode_radix.waiting import Refusal
+from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -29,27 +33,29 @@ else:
 logger = logging.getLogger(__name__)
 
 
-class Verdict(enum.Enum):
-    """What became of one candidate in one scheduler step."""
-
-    ADMITTED = enum.auto()
-    #: No room: it stays, and everybody behind it waits (FIFO: large requests get their turn).
-    NO_ROOM = enum.auto()
-    #: Its prefix is just arriving for another request: it stays, the next one is tried.
-    PREFIX_ARRIVING = enum.auto()
-
-
 class RadixPreallocQueue(DecodePreallocQueue):
-    """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag."""
+    """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag.
+
+    No rank decides anything alone: each step begins with one reduction (``step``).
+    """
 
     # Owned by the upstream class; named for the type checker.
     queue: list[Any]
     pending_reqs: list[Any]
     retracted_queue: list[Any]
 
+    #: Seconds on this rank. Nothing is decided from it without the other ranks.
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    #: Why the first in line did not get in when it was last tried.
+    _refusal: Refusal | None = None
+
     @cached_property
     def _budget(self) -> DecodeBudget:
         return DecodeBudget(self)
+
+    @cached_property
+    def _steps(self) -> AgreedSteps:
+        return AgreedSteps(self, self._budget)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -60,213 +66,282 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _page(self) -> int:
         return int(self.token_to_kv_pool_allocator.page_size)
 
-    # ---- admission ----
+    @property
+    @override
+    def num_tokens_pre_allocated(self) -> int:
+        if not self.shares_prefixes:
+            return int(super().num_tokens_pre_allocated)
+        # What was taken for transfers; the tree's tokens are counted once, by the tree.
+        return sum(
+            page_ceil(entry.req.kv_allocated_len, self._page) - entry.req.cache_protected_len
+            for entry in self.transfer_queue.queue
+        )
+
+    # ---- one step ----
 
     @override
     def pop_preallocated(self, rids_to_check: list[str] | None = None) -> Any:
         if not self.shares_prefixes:
             return super().pop_preallocated(rids_to_check)
         self._resolve_pending_reqs()
-        self._update_handshake_waiters(rids_to_check)
-        failed = self._answer_failed()
-        admitted = self._admit()
-        gone = {id(decode_req) for decode_req in (*failed, *admitted)}
-        self.queue = [entry for entry in self.queue if id(entry) not in gone]
-        return admitted, failed
-
-    def _answer_failed(self) -> list[Any]:
-        """Tell the clients of requests that failed or were aborted before they got pages."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.utils import prepare_abort
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-        failed = []
-        for decode_req in self.queue:
-            req = decode_req.req
-            if not isinstance(req.finished_reason, FINISH_ABORT):
-                # Stock looks at a receiver's state only until its handshake is done, and would give
-                # pages to a request that was aborted after it.
-                if getattr(decode_req.kv_receiver, "conclude_state", None) != KVPoll.Failed:
-                    continue
-                prepare_abort(
-                    req,
-                    f"Request {req.rid} was aborted while it waited for decode memory "
-                    f"(bootstrap_room={req.bootstrap_room})",
-                    status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
-                )
-            self.scheduler.stream_output([req], req.return_logprob)
-            decode_req.kv_receiver.clear()
-            failed.append(decode_req)
-        if failed:
-            gone = {id(decode_req) for decode_req in failed}
-            self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in gone]
-        return failed
-
-    def _admit(self) -> list[Any]:
+        failed = self._finish_handshakes()
         admitted: list[Any] = []
-        new: list[Any] = []  # their requests
-        arriving: set[inflight.PrefixKey] | None = None
-        for decode_req in self.queue:
-            if not decode_req.waiting_for_input or decode_req.req.finished_reason is not None:
-                continue
-            if (
-                self.req_to_token_pool.available_size() <= 0
-                or self.req_to_metadata_buffer_idx_allocator.available_size() <= 0
-                or self._budget.still_blocked(decode_req.req, new)
-            ):
-                break
-            if arriving is None:
-                arriving = inflight.arriving(self.transfer_queue.queue)
-            verdict = self._try_admit(decode_req, new, arriving)
-            if verdict is Verdict.NO_ROOM:
-                break
-            if verdict is Verdict.ADMITTED:
-                admitted.append(decode_req)
-                new.append(decode_req.req)
-                if decode_req.arriving_prefix is not None:
-                    arriving.add(decode_req.arriving_prefix)
-        return admitted
-
-    def _try_admit(
-        self, decode_req: Any, new: list[Any], arriving: set[inflight.PrefixKey]
-    ) -> Verdict:
-        req = decode_req.req
-        length = len(req.origin_input_ids)
-        shares = may_match(req) and self.kv_manager.peer_takes_delta(_bootstrap_addr(req))
-        lease = self._lease(req, req.origin_input_ids, shares)
-        try:
-            key = self._arriving_key(req, lease) if shares else None
-            if self._agree_to_wait(decode_req, key, arriving):
-                return Verdict.PREFIX_ARRIVING
-            slots = self._budget.reserve(req, lease, length, new)
-            if slots is None:
-                return Verdict.NO_ROOM
-            self._bind(req, lease, slots, length)
-        finally:
-            lease.release()
-        decode_req.arriving_prefix = key
-        self._announce(decode_req, slots)
-        return Verdict.ADMITTED
-
-    # ---- the prefix ----
-
-    def _lease(self, req: Any, token_ids: list[int], shares: bool) -> PrefixLease:
-        """Match and lock what the tree holds of ``token_ids``, the same length on all ranks.
-
-        Ranks evict by their own clocks, so one rank's tree may hold less. With equal prefixes,
-        free + evictable stays equal everywhere, and with it every decision about memory.
-        """
-        if shares:
-            lease = PrefixLease.take(self.tree_cache, token_ids, req.extra_key)
-        else:
-            lease = PrefixLease.empty(self.tree_cache)
-        (length,) = minimum([lease.length], self.gloo_group)
-        if length == lease.length:
-            return lease
-        lease.release()
-        return PrefixLease.take(self.tree_cache, token_ids[:length], req.extra_key)
-
-    def _arriving_key(self, req: Any, lease: PrefixLease) -> inflight.PrefixKey | None:
-        window = inflight.window_tokens(self._page)
-        return inflight.prefix_key(_bootstrap_addr(req), req, lease.node, lease.length, window)
-
-    def _agree_to_wait(
-        self, decode_req: Any, key: inflight.PrefixKey | None, arriving: set[inflight.PrefixKey]
-    ) -> bool:
-        """Whether all ranks want this request to wait for a prefix that is on its way."""
-        if key is None or key not in arriving:
-            return False  # equal on all ranks: prompts, matches and the transfer queue are
-        since = getattr(decode_req, "waits_for_prefix_since", None)
-        if since is None:
-            since = decode_req.waits_for_prefix_since = time.monotonic()
-        in_time = time.monotonic() - since < inflight.wait_seconds()
-        return bool(minimum([int(in_time)], self.gloo_group)[0])
-
-    def _bind(self, req: Any, lease: PrefixLease, slots: torch.Tensor, length: int) -> None:
-        """Write the request's row and make it the owner of its slots and of the lock."""
-        row = self.req_to_token_pool.alloc([req])
-        assert row is not None, "a free row was checked before"
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, lease.length)), lease.indices)
-        self.req_to_token_pool.write((req.req_pool_idx, slice(lease.length, length)), slots)
-        req.kv_allocated_len = req.kv_committed_len = length
-        req.fill_ids = req.origin_input_ids + req.output_ids
-        lease.hand_over(req)
-        req.set_extend_input_len(len(req.fill_ids) - lease.length)
-
-    # ---- announcement ----
-
-    def _announce(self, decode_req: Any, slots: torch.Tensor) -> None:
-        """Tell prefill which pages to fill; from here on they belong to the transfer."""
-        req = decode_req.req
-        index = self.req_to_metadata_buffer_idx_allocator.alloc()
-        assert index is not None, "a free metadata slot was checked before"
-        decode_req.metadata_buffer_index = index
-        # Page ids on the device first: one in ``page`` indices crosses to the host.
-        pages = (slots[:: self._page] // self._page).to(torch.int32).cpu().numpy()
-        if is_fake(req) or not self.kv_manager.peer_takes_delta(_bootstrap_addr(req)):
-            decode_req.kv_receiver.send_metadata(pages, index, None)
-        else:
-            decode_req.kv_receiver.announce(pages, index, req.cache_protected_len)
-        req.time_stats.set_decode_transfer_queue_entry_time()
-        if not is_fake(req):
-            self._count(req, pages.tolist())
-
-    def _count(self, req: Any, pages: list[int]) -> None:
-        prompt = len(req.origin_input_ids)
-        STATS.add("decode_prefix_prompt_tokens", prompt)
-        STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
-        kv_args = self.kv_manager.kv_args
-        STATS.add("kv_transfer_requested_bytes", len(pages) * sum(kv_args.kv_item_lens))
-        log = event_log("decode")
-        if log is not None:
-            log.write(
-                Admitted(
-                    at=now(),
-                    room=req.bootstrap_room,
-                    rid=req.rid,
-                    prompt_tokens=prompt,
-                    prefix_tokens=req.cache_protected_len,
-                    pages=pages,
-                )
-            )
-
-    # ---- retracted requests ----
+        ready = self._ready()
+        if ready:  # equal on all ranks, so all of them take the step
+            arriving = inflight.arriving(self.transfer_queue.queue)
+            first = self._first_in_line(ready, arriving)
+            with self._steps.step(ready, first) as (agreed, candidates):
+                failed += self._answer(ready, agreed)
+                self._end_waits(ready, agreed)
+                refusal = self._admit(candidates, arriving, agreed, admitted)
+            self._remember(first, candidates, agreed, refusal)
+        self._leave(admitted)
+        for entry in self._ready():
+            self._say_that_it_waits(entry, entry.req, entry.ready_since)
+        return admitted, failed
 
     @override
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Any]:
         if not self.shares_prefixes:
             resumed: list[Any] = super().resume_retracted_reqs(rids_to_check)
             return resumed
-        back: list[Any] = []
+        if not self.retracted_queue or getattr(self.scheduler, "_engine_paused", False):
+            return []
         for req in self.retracted_queue:
-            if (
-                self.req_to_token_pool.available_size() <= 0
-                or self._budget.still_blocked(req, back)
-                or not self._resume(req, back)
-            ):
-                break
-            back.append(req)
+            if getattr(req, "retracted_since", None) is None:
+                req.retracted_since = self.clock()
+        ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
+        first = [
+            Candidate(req, req, (req.origin_input_ids + req.output_ids)[:-1], may_match(req))
+            for req in self.retracted_queue[: line.LIMIT]
+        ]
+        with self._steps.step(ready, first, slots_needed=False) as (agreed, candidates):
+            self._answer(ready, agreed)
+            back: list[Any] = []
+            refusal = self._resume(candidates, agreed, back)
+        self._remember(first, candidates, agreed, refusal)
         self.retracted_queue = self.retracted_queue[len(back) :]
+        for req in self.retracted_queue:
+            self._say_that_it_waits(req, req, req.retracted_since)
         return back
 
-    def _resume(self, req: Any, new: list[Any]) -> bool:
-        """Give a retracted request its memory back: from the tree, and the rest from its copy."""
-        token_ids = (req.origin_input_ids + req.output_ids)[:-1]
-        lease = self._lease(req, token_ids, may_match(req))
-        try:
-            slots = self._budget.reserve(req, lease, len(token_ids), new, resumes=True)
-            if slots is None:
-                return False
-            self._bind(req, lease, slots, len(token_ids))
-        finally:
-            lease.release()
-        req.is_retracted = False
-        restore_private(req, slots, self.token_to_kv_pool_allocator)
-        return True
+    def _ready(self) -> list[Any]:
+        """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
+        return [entry for entry in self.queue if entry.waiting_for_input]
 
+    def _leave(self, gone: Sequence[Any]) -> None:
+        """Take entries out of the lists that hold them."""
+        ids = {id(entry) for entry in gone}
+        self.queue = [entry for entry in self.queue if id(entry) not in ids]
+        self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in ids]
 
-def _bootstrap_addr(req: Any) -> str:
-    from sglang.srt.utils.network import NetworkAddress
+    # ---- who leaves without pages ----
 
-    address: str = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
-    return address
+    def _finish_handshakes(self) -> list[Any]:
+        """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+        pending = [entry for entry in self.queue if not entry.waiting_for_input]
+        if not pending:
+            return []
+        polls = poll_and_all_reduce([entry.kv_receiver for entry in pending], self.gloo_group)
+        failed = []
+        for entry, poll in zip(pending, polls, strict=True):
+            if poll == KVPoll.Failed:
+                self._give_up(entry, "Decode handshake failed for request")
+                if self.scheduler.enable_metrics:
+                    self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
+                failed.append(entry)
+            elif poll == KVPoll.WaitingForInput:
+                entry.waiting_for_input = True
+                entry.ready_since = self.clock()
+                entry.req.time_stats.set_bootstrap_done_time()
+        self._leave(failed)
+        return failed
+
+    def _answer(self, ready: list[Any], agreed: Agreed) -> list[Any]:
+        """Tell the clients of requests that failed, were aborted or waited for too long."""
+        gone = []
+        for entry, state in zip(ready, agreed.states, strict=True):
+            req = entry.req
+            if state == State.FAILED:
+                self._give_up(entry, "Aborted while it waited for decode memory: request")
+            elif state == State.EXPIRED:
+                message = (
+                    f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
+                    f"{self.clock() - entry.ready_since:.0f} s for decode memory, and "
+                    f"{waiting.TIMEOUT_ENV} allows {waiting.admission_timeout():.0f} s: "
+                    f"{self._what_is_missing(entry, req)}"
+                )
+                giveup.give_up(self.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
+            else:
+                continue
+            gone.append(entry)
+        self._leave(gone)
+        return gone
+
+    def _give_up(self, entry: Any, what: str) -> None:
+        req = entry.req
+        why = giveup.reason(self.kv_manager, req.bootstrap_room)
+        place = f"rank={self.tp_rank}, bootstrap_room={req.bootstrap_room}"
+        message = f"{what} {req.rid} ({place}): {why}"
+        giveup.give_up(self.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    # ---- admission ----
+
+    def _first_in_line(
+        self, ready: list[Any], arriving: set[inflight.PrefixKey]
+    ) -> list[Candidate]:
+        """The next candidates; who waits for a prefix that is still arriving is passed over."""
+        first = []
+        for entry in ready:
+            if getattr(entry, "waits_for_prefix", None) in arriving:
+                continue
+            req = entry.req
+            shares = may_match(req) and self.kv_manager.peer_takes_delta(bootstrap_addr(req))
+            first.append(Candidate(entry, req, req.origin_input_ids, shares))
+            if len(first) == line.LIMIT:
+                break
+        return first
+
+    def _end_waits(self, ready: list[Any], agreed: Agreed) -> None:
+        """Who waited long enough for another request's prefix is tried from the next step on."""
+        for entry, state in zip(ready, agreed.states, strict=True):
+            if state == State.WAITED_ENOUGH:
+                entry.waits_for_prefix, entry.waited_enough = None, True
+
+    def _admit(
+        self,
+        candidates: list[Candidate],
+        arriving: set[inflight.PrefixKey],
+        agreed: Agreed,
+        admitted: list[Any],
+    ) -> Refusal | None:
+        """Add who gets pages to ``admitted``; return why the first one that does not, does not.
+
+        Nobody passes it (FIFO: large requests get their turn).
+        """
+        for at, candidate in enumerate(candidates):
+            entry, req, lease = candidate.entry, candidate.req, candidate.lease
+            if req.finished_reason is not None or lease is None:
+                continue  # answered in this step
+            full = self._no_place(agreed, len(admitted))
+            if full is not None:
+                return Refusal(req.rid, full)
+            key = self._arriving_key(req, lease) if candidate.shares else None
+            if key is not None and key in arriving and not getattr(entry, "waited_enough", False):
+                self._wait_for_prefix(entry, key)
+                continue
+            slots = self._reserve(candidates, at, [other.req for other in admitted])
+            if isinstance(slots, Refusal):
+                return slots
+            bind(self.req_to_token_pool, req, lease, slots)
+            entry.arriving_prefix = key
+            announce(self, entry, slots)
+            admitted.append(entry)
+            if key is not None:
+                arriving.add(key)
+        return None
+
+    @staticmethod
+    def _no_place(agreed: Agreed, taken: int, *, slots_needed: bool = True) -> str | None:
+        """Why no request can get in after ``taken`` others did in this step, whatever its size."""
+        if agreed.rows <= taken:
+            return "no_request_row"
+        return "no_metadata_slot" if slots_needed and agreed.slots <= taken else None
+
+    def _reserve(
+        self, candidates: list[Candidate], at: int, new: list[Any], *, resumes: bool = False
+    ) -> torch.Tensor | Refusal:
+        """Slots for the candidate ``at``. If need be, those behind it let go of their prefixes.
+
+        They are not tried any more then: what they held may have been evicted.
+        """
+        candidate, length = candidates[at], len(candidates[at].token_ids)
+        lease = candidate.lease
+        assert lease is not None, "who has none is not tried"
+        slots = self._budget.reserve(candidate.req, lease, length, new, resumes=resumes)
+        if isinstance(slots, Refusal) and len(candidates) > at + 1:
+            line.release(candidates[at + 1 :])
+            del candidates[at + 1 :]
+            slots = self._budget.reserve(candidate.req, lease, length, new, resumes=resumes)
+        return slots
+
+    def _arriving_key(self, req: Any, lease: PrefixLease) -> inflight.PrefixKey | None:
+        window = inflight.window_tokens(self._page)
+        return inflight.prefix_key(bootstrap_addr(req), req, lease.node, lease.length, window)
+
+    def _wait_for_prefix(self, entry: Any, key: inflight.PrefixKey) -> None:
+        entry.waits_for_prefix = key
+        if getattr(entry, "waits_for_prefix_since", None) is None:
+            entry.waits_for_prefix_since = self.clock()
+        self._refused(entry, Refusal(entry.req.rid, "prefix_arriving"))
+
+    # ---- retracted requests ----
+
+    def _resume(
+        self, candidates: list[Candidate], agreed: Agreed, back: list[Any]
+    ) -> Refusal | None:
+        """Give retracted requests their memory back: from the tree, the rest from their copies."""
+        for at, candidate in enumerate(candidates):
+            req, lease = candidate.req, candidate.lease
+            assert lease is not None, "retracted requests have no receiver that could fail"
+            full = self._no_place(agreed, len(back), slots_needed=False)
+            if full is not None:
+                return Refusal(req.rid, full)
+            slots = self._reserve(candidates, at, back, resumes=True)
+            if isinstance(slots, Refusal):
+                return slots
+            bind(self.req_to_token_pool, req, lease, slots)
+            req.is_retracted, req.retracted_since = False, None
+            restore_private(req, slots, self.token_to_kv_pool_allocator)
+            back.append(req)
+        return None
+
+    # ---- who waits, and for what ----
+
+    def _remember(
+        self,
+        first: list[Candidate],
+        tried: list[Candidate],
+        agreed: Agreed,
+        refusal: Refusal | None,
+    ) -> None:
+        """Keep why the first in line did not get in; called when all leases were given back."""
+        if first and not tried:
+            full = self._no_place(agreed, 0, slots_needed=first[0].entry is not first[0].req)
+            if full is None:
+                return  # blocked as before
+            refusal = Refusal(first[0].req.rid, full)
+        self._refusal = refusal
+        if refusal is not None:
+            self._budget.block(refusal)
+            entries = {candidate.req.rid: candidate.entry for candidate in first}
+            self._refused(entries[refusal.rid], refusal)
+
+    def _refused(self, entry: Any, refusal: Refusal) -> None:
+        """Count a refusal once for each request and reason."""
+        entry.refusal = refusal
+        counted = entry.__dict__.setdefault("refused_for", set())
+        if refusal.reason not in counted:
+            counted.add(refusal.reason)
+            self.scheduler.decode_metrics.refused(refusal.reason)
+
+    def _what_is_missing(self, entry: Any, req: Any) -> str:
+        own: Refusal | None = getattr(entry, "refusal", None)
+        length = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+        wanted = self._budget.cost(req, 0, length, resumes=entry is req)
+        return waiting.missing(req, own, self._refusal, wanted, self._budget.describe())
+
+    def _say_that_it_waits(self, entry: Any, req: Any, since: float) -> None:
+        """A warning once a wait, when it has become long."""
+        if waiting.once(entry, since, self.clock()):
+            logger.warning(
+                "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
+                req.rid,
+                req.bootstrap_room,
+                self.clock() - since,
+                " after it was retracted" if entry is req else "",
+                self._what_is_missing(entry, req),
+            )

@@ -40,7 +40,7 @@ class QuietRoom:
         """Nothing to stop."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """One request whose pages are held."""
 
@@ -82,22 +82,27 @@ class Quarantine:
         """Keep what ``decode_req`` owns until ``watch`` is quiet."""
         self._held.append(Held(decode_req, watch, self._clock()))
 
-    def pop_quiet(self, minimum: Callable[[list[int]], list[int]]) -> list[Any]:
+    @property
+    def pollers(self) -> list[HeldPoller]:
+        """For each held request, what the ranks poll: see ``HeldPoller``."""
+        return [HeldPoller(self, held) for held in self._held]
+
+    def pop(self, polls: Sequence[int]) -> list[Any]:
         """The decode requests whose pages may be released now; the caller releases them.
 
-        ``minimum`` reduces a list over the ranks: a room is released when it is quiet on all of
-        them, so that their pools stay equal. Not called while nothing is held.
+        ``polls``: those of ``pollers``, reduced over the ranks: a room is released when it is quiet
+        on all of them, so that their pools stay equal.
         """
-        if not self._held:
-            return []
-        ready = minimum([int(self._may_release(held)) for held in self._held])
-        out = [held for held, flag in zip(self._held, ready, strict=True) if flag]
-        self._held = [held for held, flag in zip(self._held, ready, strict=True) if not flag]
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        out = [held for held, poll in zip(self._held, polls, strict=True) if poll == KVPoll.Success]
         for held in out:
+            self._held.remove(held)
             held.watch.close()
         return [held.decode_req for held in out]
 
-    def _may_release(self, held: Held) -> bool:
+    def may_release(self, held: Held) -> bool:
+        """Whether this rank would let go of ``held``: it is quiet, or was waited for too long."""
         if held.watch.quiet():
             return True
         waited = self._clock() - held.since
@@ -115,6 +120,21 @@ class Quarantine:
             req.kv_allocated_len - req.cache_protected_len,
         )
         return True
+
+
+@dataclass(frozen=True)
+class HeldPoller:
+    """A held room beside the transfers in one poll: Success once its pages may be released."""
+
+    quarantine: Quarantine
+    held: Held
+
+    def poll(self) -> int:
+        """``KVPoll.Success``, or ``KVPoll.Transferring`` while prefill may still write."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        quiet = self.quarantine.may_release(self.held)
+        return int(KVPoll.Success if quiet else KVPoll.Transferring)
 
 
 def held_requests(queue: Any) -> Sequence[Any]:

@@ -6,11 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import inflight, invariants, quarantine
+from sglang.srt.disaggregation.decode_radix import inflight, invariants, quarantine, waiting
+from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
 from sglang.srt.patchset import require_active
@@ -101,6 +103,8 @@ class DisaggScheduler(Scheduler):
         inflight.window_tokens(self.page_size)  # wrong values are refused at start
         inflight.wait_seconds()
         quarantine.timeout_seconds()
+        waiting.admission_timeout()
+        waiting.log_after()
         self.tree_cache.serve_decode()
         logger.info(
             "decode radix cache is on: page size %d, at most %d reserved tokens a request",
@@ -117,8 +121,42 @@ class DisaggScheduler(Scheduler):
         if self.current_scheduler_metrics_enabled:
             if self._radix_on_decode:
                 STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
+                self.decode_metrics.bind(self.metrics_collector.labels)
             elif mode == "prefill":
                 STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
+
+    @cached_property
+    def decode_metrics(self) -> DecodeMetrics:
+        """The gauges of the tree, and the refusals of admission."""
+        return DecodeMetrics()
+
+    @override
+    def process_decode_queue(self) -> None:
+        super().process_decode_queue()
+        if not self._radix_on_decode:
+            return
+        if self.disagg_decode_prealloc_queue.retracted_queue:
+            # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
+            # missing may be a transfer's, or in quarantine, and comes back only by looking.
+            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        self.decode_metrics.update(self)
+
+    @override
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
+        # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
+        super()._add_request_to_queue(
+            req, is_retracted or (self._radix_on_decode and bool(req.is_retracted))
+        )
+
+    @override
+    def get_load(self, _: Any = None) -> Any:
+        load = super().get_load(_)
+        if self._radix_on_decode:
+            # Their pages are in use, and were counted as such already.
+            counted = [*self.waiting_queue, *self.disagg_decode_transfer_queue.queue]
+            load.num_tokens -= sum(entry.seqlen for entry in counted)
+        return load
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.decode_radix.metadata import Arrival, free_slot
 from sglang.srt.disaggregation.decode_radix.quarantine import Quarantine, QuietRoom
-from sglang.srt.disaggregation.decode_radix.ranks import minimum
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeTransferQueue
@@ -35,16 +35,22 @@ class RadixTransferQueue(DecodeTransferQueue):
         if not getattr(self.tree_cache, "serves_decode", False):
             stock: list[Any] = super().pop_transferred(rids_to_check)
             return stock
-        transferred = self._take_finished() if self.queue else []
-        for decode_req in self.quarantine.pop_quiet(lambda flags: minimum(flags, self.gloo_group)):
+        if not self.queue and not self.quarantine:
+            return []
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+        # One reduction for the transfers and for the rooms that were given up before.
+        arrivals = [Arrival(entry, self.metadata_buffers) for entry in self.queue]
+        polls = poll_and_all_reduce([*arrivals, *self.quarantine.pollers], self.gloo_group)
+        released = self.quarantine.pop(polls[len(arrivals) :])
+        transferred = self._take_finished(polls[: len(arrivals)])
+        for decode_req in released:
             self._release(decode_req)
         return transferred
 
-    def _take_finished(self) -> list[Any]:
+    def _take_finished(self, polls: list[int]) -> list[Any]:
         from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.utils import poll_and_all_reduce
 
-        polls = poll_and_all_reduce([entry.kv_receiver for entry in self.queue], self.gloo_group)
         waiting, transferred = [], []
         for decode_req, poll in zip(self.queue, polls, strict=True):
             if poll == KVPoll.Failed:
@@ -58,7 +64,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         return transferred
 
     def _landed(self, decode_req: Any) -> bool:
-        """The transfer is complete. False if its metadata belong to another room: it is aborted."""
+        """The transfer is complete. False if its metadata were overwritten after the poll."""
         req = decode_req.req
         if req.finished_reason is None:
             self._free_metadata_slot(decode_req)
@@ -77,17 +83,24 @@ class RadixTransferQueue(DecodeTransferQueue):
             f"Decode transfer failed for request rank={self.tp_rank} "
             f"rid={req.rid} bootstrap_room={req.bootstrap_room}"
         )
-        hold = getattr(receiver, "hold", None)  # before the receiver forgets the room
-        watch = (hold() if hold is not None else None) or QuietRoom()
+        watch = self._watch(decode_req)  # before the receiver forgets the room
         try:
             receiver.failure_exception()
         except Exception as error:  # that is how a receiver says why it failed
-            message += f": {error}"
+            message += f": {getattr(decode_req, 'failure', None) or error}"
         logger.error(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         self._answer(req)
         # Also where this rank's room is quiet: another's may not be, and all release together.
         self.quarantine.hold(decode_req, watch)
+
+    @staticmethod
+    def _watch(decode_req: Any) -> Any:
+        """What says that prefill stopped writing; at once where everything had arrived already."""
+        hold = getattr(decode_req.kv_receiver, "hold", None)
+        if hold is None or getattr(decode_req, "arrived", False):
+            return QuietRoom()
+        return hold() or QuietRoom()
 
     def _answer(self, req: Any) -> None:
         scheduler = self.scheduler
@@ -103,4 +116,8 @@ class RadixTransferQueue(DecodeTransferQueue):
         self._free_metadata_slot(decode_req)
 
     def _free_metadata_slot(self, decode_req: Any) -> None:
-        self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
+        free_slot(
+            self.req_to_metadata_buffer_idx_allocator,
+            self.metadata_buffers,
+            decode_req.metadata_buffer_index,
+        )
