@@ -155,7 +155,9 @@ class Chaos:
         self._note(
             "ended",
             life,
+            seconds=[round(half.latency_s, 3) for half in (life.decode, life.prefill)],
             tokens=len(life.decode.output_ids),
+            finishes=life.decode.finish_reasons,
             error=life.decode.error,
             prefill_error=life.prefill.error,
             late=life.late,
