@@ -54,7 +54,7 @@ TABLE: tuple[Replacement, ...] = (
         module=f"{_DISAGG}.common.conn",
         name="CommonKVManager",
         mixin=f"{_DISAGG}.delta.common:DeltaManager",
-        why="decode asks which prefill servers take a prefix; a failed room stays failed",
+        why="rooms that end early, peers that vanish; a failed room stays failed",
     ),
     Replacement(
         module=f"{_DISAGG}.common.conn",
@@ -89,9 +89,15 @@ TABLE: tuple[Replacement, ...] = (
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
+        name="TransferStatus",
+        mixin=f"{_DISAGG}.nixl_async.arrivals:DeltaTransferStatus",
+        why="a room is complete when each of its writers has delivered everything",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.nixl.conn",
         name="NixlKVManager",
         mixin=f"{_DISAGG}.nixl_async.manager:DeltaNixlManager",
-        why="full prefix hits, failure notices, counted bytes, no entries of cleared rooms",
+        why="full prefix hits, head slices of any sizes, counted bytes, hostile messages",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",

@@ -16,6 +16,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode_radix.invariants import idle_rooms
+from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -61,11 +62,17 @@ class Side:
         )
         manager.__dict__.update(
             disaggregation_mode=mode,
-            server_args=SimpleNamespace(dp_size=1),
+            server_args=SimpleNamespace(dp_size=1, disaggregation_decode_enable_radix_cache=True),
             is_mla_backend=False,
             attn_tp_size=1,
+            attn_tp_rank=0,
+            attn_cp_size=1,
+            attn_cp_rank=0,
+            pp_size=1,
+            pp_rank=0,
             local_ip="127.0.0.1",
-            rank_port=1,
+            heartbeat_interval=LIMIT_S,
+            max_failures=2,
             waiting_timeout=LIMIT_S,
             bootstrap_timeout=LIMIT_S,
             enable_staging=False,
@@ -86,6 +93,9 @@ class Side:
             "connection_pool",
         )
         manager.__dict__.update({table: {} for table in tables})
+        manager.start_delta(mode, manager.server_args)
+        manager.server_socket = zmq.Context.instance().socket(zmq.PULL)
+        manager.rank_port = manager.server_socket.bind_to_random_port("tcp://127.0.0.1")
         manager.register_buffer_to_engine()
         self.manager = manager
 
@@ -99,11 +109,12 @@ class Pair:
         for layer, tensor in enumerate(self.prefill.kv):
             tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
         self._next_room = 100
-        socket = zmq.Context.instance().socket(zmq.PULL)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        self.prefill.manager.server_socket = socket
         self.prefill.manager._start_bootstrap_thread()
+        port = self.prefill.manager.rank_port
         manager = self.decode.manager
+        manager._start_heartbeat_checker_thread()
+        manager.servers._capabilities[ADDRESS] = capability.OURS
+        manager.servers._epochs[ADDRESS] = 1
         manager.prefill_info_table[ADDRESS] = SimpleNamespace(
             target_tp_rank=0,
             target_tp_ranks=[0],
@@ -119,14 +130,27 @@ class Pair:
         until(lambda: self.prefill.manager.decode_kv_args_table, "registration")
         self.forget_everything()
 
-    def room(self) -> tuple[Any, Any]:
-        """A new room: its sender and its receiver, handshake done."""
+    def next_room(self) -> int:
+        """A room number that was not used yet."""
         self._next_room += 1
-        room = self._next_room
+        return self._next_room
+
+    def receiver(self, room: int) -> Any:
+        """Decode's end of a room, handshake done."""
         receiver = conn.NixlKVReceiver(self.decode.manager, ADDRESS, room)
-        receiver.init(0)
-        sender = conn.NixlKVSender(self.prefill.manager, ADDRESS, room, [0], 0)
-        return sender, receiver
+        if receiver.conclude_state is None:
+            receiver.init(0)
+        return receiver
+
+    def sender(self, room: int) -> Any:
+        """Prefill's end of a room."""
+        return conn.NixlKVSender(self.prefill.manager, ADDRESS, room, [0], 0)
+
+    def room(self) -> tuple[Any, Any]:
+        """A new room: its sender and its receiver."""
+        room = self.next_room()
+        receiver = self.receiver(room)
+        return self.sender(room), receiver
 
     def announced(self, sender: Any) -> None:
         """Wait until prefill has read the room's announcement."""
@@ -147,6 +171,8 @@ class Pair:
             side.manager.request_status.clear()
             side.manager.required_prefill_response_num_table.clear()
             side.manager.addr_to_rooms_tracker.clear()
+        for room in self.prefill.manager.rooms.gate.rooms():
+            self.prefill.manager.rooms.gate.forget(room)
 
     def leftovers(self) -> list[str]:
         """Entries of rooms, of which there must be none."""

@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("UCX_TLS", "tcp,self")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from component.nixl.pair import LIMIT_S, Pair, pages, until  # noqa: E402
+from component.nixl.pair import ADDRESS, LIMIT_S, Pair, pages, until  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.delta import wire  # noqa: E402
 from sglang.srt.disaggregation.delta.stats import STATS  # noqa: E402
@@ -128,6 +128,7 @@ def abort_on_prefill() -> None:
     sender.send(pages(30, 31))
     assert PAIR.finish(sender, receiver) == LOST
     assert PAIR.arrived([], [])
+    assert receiver.hold() is None
     assert "prefill reported: aborted on the prefill server" in reason(receiver)
     assert reason(sender)
 
@@ -172,24 +173,51 @@ def late_notification() -> None:
     receiver.clear()
 
 
-def given_up_while_written() -> None:
+def withdrawn_while_written() -> None:
     sender, receiver = PAIR.room()
     receiver.announce(pages(4, 5), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(2, 3)
     sender.send(pages(30))
-    until(lambda: PAIR.arrived([30], [4]), "first page")
     receiver.abort()
     assert receiver.poll() == KVPoll.Failed
-    watch = receiver.hold()
+    watch = receiver.hold()  # tells prefill
     assert "Abort" in reason(receiver)
-    assert not watch.quiet()  # the second page is still to come
-    sender.send(pages(31))
-    until(lambda: sender.poll() == KVPoll.Success, "sender")
+    until(lambda: sender.is_stopped, "withdrawal")
+    sender.send(pages(31))  # not posted any more
+    until(lambda: sender.poll() == KVPoll.Failed, "sender")
     until(watch.quiet, "quiet")
-    assert PAIR.arrived([30, 31], [4, 5])
+    assert PAIR.arrived([30], [4])
+    assert "decode gave it up" in reason(sender)
     watch.close()
+
+
+def withdrawn_when_all_was_sent() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    sender.send(pages(30))
+    until(lambda: sender.poll() == KVPoll.Success, "sender")
     sender.clear()
+    receiver.abort()
+    watch = receiver.hold()
+    assert watch is None or until(watch.quiet, "quiet") is None
+    assert reason(receiver)
+    if watch is not None:
+        watch.close()
+
+
+def withdrawn_before_the_request_came() -> None:
+    room = PAIR.next_room()
+    receiver = PAIR.receiver(room)
+    receiver.withdraw("the client went away")
+    gate = PAIR.prefill.manager.rooms.gate
+    until(lambda: gate._ended.get(room), "withdrawal")
+    sender = PAIR.sender(room)
+    assert sender.poll() == KVPoll.Failed
+    assert "decode gave it up: the client went away" in reason(sender)
+    receiver.clear()
 
 
 def given_up_and_refused() -> None:
@@ -198,15 +226,95 @@ def given_up_and_refused() -> None:
     PAIR.announced(sender)
     sender.init(2, 3)
     sender.send(pages(30))
+    sender.abort()  # tells decode, but only when the first page has arrived
+    until(lambda: receiver.poll() == KVPoll.Failed or sender.poll() is None, "notice")
+    assert PAIR.arrived([30], [4])
+    assert receiver.hold() is None, "all that prefill would write has arrived"
+    assert reason(sender) and "aborted on the prefill server" in reason(receiver)
+
+
+def room_number_still_in_use() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4, 5), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(2, 3)
+    PAIR.prefill.manager.rooms.gate.enter(sender.bootstrap_room)  # something is under way
     receiver.abort()
     watch = receiver.hold()
-    assert "Abort" in reason(receiver) and not watch.quiet()
-    sender.abort()  # tells decode, but only when the first page has arrived
-    until(lambda: sender.poll() == KVPoll.Failed, "sender")
+    assert reason(receiver)
+    again = PAIR.receiver(sender.bootstrap_room)
+    assert again.poll() == KVPoll.Failed and "still in use" in reason(again)
+    assert not watch.quiet()
+    until(lambda: sender.is_stopped, "withdrawal")
+    assert sender.poll() == KVPoll.Failed and reason(sender)
     until(watch.quiet, "quiet")
-    assert PAIR.arrived([30], [4])
     watch.close()
-    assert reason(sender)
+
+
+def prefill_rank_is_a_new_one() -> None:
+    sender, receiver = PAIR.room()
+    known = PAIR.prefill.manager.decode_kv_args_table
+    agent, info = known.popitem()
+    connections = dict(PAIR.decode.manager.connection_pool)
+    servers = dict(PAIR.decode.manager.prefill_info_table)
+    receiver.announce(pages(4), 5, prefix_len=0)
+    until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+    assert receiver.hold() is None, "a rank that knows nothing of us writes nothing"
+    assert "does not know the decode rank" in reason(receiver)
+    until(lambda: not PAIR.decode.manager.connection_pool, "it connects again next time")
+    known[agent] = info
+    PAIR.decode.manager.connection_pool.update(connections)
+    PAIR.decode.manager.prefill_info_table.update(servers)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed and reason(sender)
+
+
+def prefill_is_gone() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 5, prefix_len=0)
+    PAIR.announced(sender)
+    manager = PAIR.decode.manager
+    kept = dict(manager.connection_pool), dict(manager.prefill_info_table)
+    manager.servers.lost(ADDRESS, False, "silent")
+    assert receiver.poll() == KVPoll.Failed
+    PAIR.prefill.manager.rooms.gate.enter(sender.bootstrap_room)  # it never answers
+    watch = receiver.hold()
+    assert f"lost prefill server {ADDRESS}: silent" in reason(receiver)
+    assert not watch.quiet(), "silence is no proof"
+    manager.servers.lost(ADDRESS, True, "refused")
+    assert watch.quiet()
+    watch.close()
+    PAIR.prefill.manager.rooms.gate.leave(sender.bootstrap_room)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed and reason(sender)
+    manager.connection_pool.update(kept[0])
+    manager.prefill_info_table.update(kept[1])
+    manager.servers._epochs[ADDRESS] += 1  # what the next handshake does
+
+
+def transfer_that_never_settles() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    agent = PAIR.prefill.manager.agent
+    agent.check_xfer_state = lambda handle: "PROC"
+    os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = "0"
+    try:
+        sender.send(pages(30))
+        assert sender.poll() == KVPoll.Failed
+        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in reason(sender)
+        gate = PAIR.prefill.manager.rooms.gate
+        assert gate.rooms(), "what is under way is waited for"
+        PAIR.prefill.manager.settle()
+        assert gate.rooms()
+    finally:
+        del agent.check_xfer_state
+        del os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"]
+    PAIR.prefill.manager.settle()
+    assert not gate.rooms()
+    until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
+    receiver.clear()
 
 
 def announced_after_the_failure() -> None:
@@ -237,8 +345,14 @@ SCENARIOS = (
     abort_on_prefill,
     post_raises,
     late_notification,
-    given_up_while_written,
+    withdrawn_while_written,
+    withdrawn_when_all_was_sent,
+    withdrawn_before_the_request_came,
     given_up_and_refused,
+    room_number_still_in_use,
+    prefill_rank_is_a_new_one,
+    prefill_is_gone,
+    transfer_that_never_settles,
     announced_after_the_failure,
     never_announced,
 )

@@ -130,27 +130,8 @@ def idle_rooms(manager: Any) -> list[str]:
     On a prefill server a room may be announced just before its request arrives, so there they must
     be empty only after a while.
     """
-    problems = leftover_rooms(
-        manager,
-        "transfer_infos",
-        "request_status",
-        "transfer_statuses",
-        "required_prefill_response_num_table",
-        "watched_rooms",
-        "refused_rooms",
-        "failure_records",
-    )
-    tracked = getattr(manager, "addr_to_rooms_tracker", {})
-    rooms = {room for of_address in tracked.values() for room in of_address}
-    if rooms:
-        problems.append(f"rooms still tracked by prefill address: {sorted(rooms)[:10]}")
-    return problems
-
-
-def leftover_rooms(manager: Any, *tables: str) -> list[str]:
-    """The per-room tables of a transfer manager that are not empty."""
     return [
-        f"{name} still holds rooms {sorted(table)[:10]}"
-        for name in tables
-        if (table := getattr(manager, name, None))
+        f"{name} still holds rooms {sorted(rooms)[:10]}"
+        for name, rooms in manager.open_rooms().items()
+        if rooms
     ]

@@ -136,7 +136,11 @@ class DeltaManager(CommonKVManager):
             )
         }
         if self.rooms is not None:
+            # Announced before their request is here: that is not a leftover (and has a deadline).
+            early = set(self.rooms.gate.unclaimed())
             tables["gate"] = self.rooms.gate.rooms()
+            for name in ("gate", "transfer_infos"):
+                tables[name] = [room for room in tables[name] if room not in early]
         if self.servers is not None:
             tables["watches"] = sorted(self.servers.watches)
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())

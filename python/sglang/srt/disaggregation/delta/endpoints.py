@@ -37,7 +37,8 @@ class _FrameAppender:
 class DeltaReceiver(CommonKVReceiver):
     """Decode's side of a room: announces the prefix that it already holds."""
 
-    _connect_to_bootstrap_server: Any
+    _connect_to_bootstrap_server: Any  # these belong to the upstream class
+    conclude_state: Any
     #: Prefill was told of pages, and may write to them.
     announced = False
     _epoch = 0

@@ -8,6 +8,7 @@ entered before a write is posted and left when it has settled, and it can be sto
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ class _Room:
 
     destinations: dict[str, Any] = field(default_factory=dict)
     has_sender: bool = False
+    #: When the first decode rank announced it.
+    announced_at: float = 0.0
     busy: bool = False
     #: Its request is done with, while something that was posted is still under way.
     forgotten: bool = False
@@ -42,9 +45,14 @@ class RoomGate:
     """
 
     def __init__(
-        self, on_quiet: Callable[[int, str, list[Any]], None], *, remembered: int = 4096
+        self,
+        on_quiet: Callable[[int, str, list[Any]], None],
+        *,
+        remembered: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_quiet = on_quiet
+        self._clock = clock
         self._lock = threading.Lock()
         self._rooms: dict[int, _Room] = {}
         self._ended: OrderedDict[int, _Ended] = OrderedDict()
@@ -72,7 +80,7 @@ class RoomGate:
                 ended = self._ended.get(room)
                 if ended is not None:
                     return ended.reason
-                known = self._rooms[room] = _Room()
+                known = self._rooms[room] = _Room(announced_at=self._clock())
             if known.stopped is not None:
                 return known.stopped
             known.destinations[peer] = announcement
@@ -151,6 +159,16 @@ class RoomGate:
                 room
                 for room, known in self._rooms.items()
                 if peer is None or peer in known.destinations
+            ]
+
+    def unclaimed(self, for_s: float = 0.0) -> list[int]:
+        """Rooms announced ``for_s`` seconds ago or earlier whose request did not come."""
+        now = self._clock()
+        with self._lock:
+            return [
+                room
+                for room, known in self._rooms.items()
+                if not known.has_sender and now - known.announced_at >= for_s
             ]
 
     def _drop(self, room: int, known: _Room) -> None:

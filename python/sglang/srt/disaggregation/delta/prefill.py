@@ -40,6 +40,13 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         if last_chunk:
             STATS.add("kv_transfer_skipped_tokens", prefix)
 
+    @override
+    def process_disagg_prefill_inflight_queue(self, rids_to_check: list[str] | None = None) -> Any:
+        settle = getattr(self.disagg_prefill_bootstrap_queue.kv_manager, "settle", None)
+        if settle is not None:
+            settle()
+        return super().process_disagg_prefill_inflight_queue(rids_to_check)
+
     def _send_metadata_only(self, req: Any) -> None:
         """A full prefix hit moves no KV, but decode still needs the first token."""
         self.disagg_metadata_buffers.set_buf(req)

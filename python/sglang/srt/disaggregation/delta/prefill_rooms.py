@@ -30,7 +30,7 @@ class PrefillRooms:
         self._lease_s = max(deadlines.quarantine_seconds() / 2, 1.0)
         self._peer_s = deadlines.peer_seconds()
         self._ticked_at = clock()
-        self.gate = RoomGate(self._tell)
+        self.gate = RoomGate(self._tell, clock=clock)
 
     # ---- a room's life ----
 
@@ -135,6 +135,9 @@ class PrefillRooms:
         to ping, and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``; their rooms fail."""
         self._check_suspension()
         now = self._ticked_at = self._clock()
+        waited = self._manager.bootstrap_timeout
+        for room in self.gate.unclaimed(waited):
+            self.gate.stop(room, f"no request for it reached this prefill rank in {waited} s")
         silent = [peer for peer, at in list(self._heard.items()) if now - at >= self._peer_s]
         for peer in silent:
             del self._heard[peer]

@@ -73,9 +73,17 @@ def _sender(frames: list[bytes]) -> str:
 
 
 def check_registration(
-    manager: Any, *, kv_buffers: int, aux_buffers: int, tp_size: int, tp_rank: int, item_len: int
+    manager: Any,
+    *,
+    kv_buffers: int,
+    aux_buffers: int,
+    tp_size: int,
+    tp_rank: int,
+    item_len: int | None,
 ) -> None:
     """Whether a decode rank's base addresses cover what this prefill rank sends.
+
+    ``item_len``: bytes of a page in each of its buffers; None where its pages may differ.
 
     Raises:
         BadMessage: they do not; the text has the numbers.
@@ -93,6 +101,8 @@ def check_registration(
         )
     if tp_size < 1 or tp_rank < 0:
         raise BadMessage(f"decode rank {tp_rank} of {tp_size} cannot be")
+    if item_len is None:
+        return
     same_layout = manager.is_mla_backend or tp_size == manager.attn_tp_size
     if item_len < 1 or (same_layout and item_len != ours.kv_item_lens[0]):
         raise BadMessage(

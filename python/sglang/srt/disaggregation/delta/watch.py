@@ -27,7 +27,8 @@ class RoomWatch:
     ) -> None:
         self._manager = manager
         self._progress = progress
-        self._writers = writers
+        #: Prefill ranks that write for the room.
+        self.writers = writers
         self._gone = False
         self.room = room
         #: The prefill server, host:port of its bootstrap server.
@@ -45,7 +46,7 @@ class RoomWatch:
     def quiet(self) -> bool:
         """Whether the pages may be given to others; also reads what has arrived."""
         self._manager.collect_arrivals()
-        return self._gone or self._progress.is_quiet(self._writers)
+        return self._gone or self._progress.is_quiet(self.writers)
 
     def close(self) -> None:
         """Stop following the room."""

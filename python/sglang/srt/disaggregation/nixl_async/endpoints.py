@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.common import is_failed
-from sglang.srt.disaggregation.nixl_async.watch import RoomWatch
+from sglang.srt.disaggregation.delta import deadlines, wire
+from sglang.srt.disaggregation.delta.failures import Reason
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferInfo
@@ -26,7 +25,7 @@ class DeltaTransferInfo(TransferInfo):
 
     delta: wire.DeltaFrame | None = None
     #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
-    #: would end the thread that reads every room's announcement.
+    #: would leave the room unanswered.
     delta_error: str | None = None
 
     @classmethod
@@ -50,120 +49,143 @@ class DeltaTransferInfo(TransferInfo):
 class DeltaNixlSender(NixlKVSender):
     """Fails its own room, never the scheduler, and not before posted transfers have settled."""
 
-    _untold: str | None = None
+    #: The manager waits for what this room posted.
+    _buried = False
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
         pp_rank: int,
     ) -> None:  # fmt: skip
-        mgr.failed_rooms.discard(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        self._created_at = time.monotonic()
+        self._created_at = self._posted_at = time.monotonic()
 
     @override
     def send(
         self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
     ) -> None:
-        if self._stopped:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self._settled()
+        if self.is_stopped or not self.kv_mgr.rooms.enter(self.bootstrap_room):
             return
         try:
             super().send(kv_indices, state_indices)
         except Exception as error:  # the binding raises bare exceptions of several kinds
-            self.fail(f"NIXL could not post the transfer: {error!r}")
+            self.fail(Reason.TRANSPORT, f"NIXL could not post the transfer: {error!r}")
+        self._posted_at = time.monotonic()
+        if self.has_sent:
+            # Stock forgets the room here, and could not fail it any more.
+            self.kv_mgr.request_status.setdefault(self.bootstrap_room, KVPoll.Transferring)
+        self._settled()
 
-    @property
-    def _stopped(self) -> bool:
-        """Failed or aborted: nothing more is to be posted. (Stock forgets the room's status once
-        everything is posted, so a missing status is no failure.)"""
-        return getattr(self, "conclude_state", None) is not None or is_failed(
-            self.kv_mgr.request_status.get(self.bootstrap_room)
-        )
+    def _states(self) -> list[str]:
+        return [self.kv_mgr.agent.check_xfer_state(handle) for handle in self.xfer_handles]
+
+    def _settled(self) -> list[str] | None:
+        """The ends of everything posted so far; None while something is under way."""
+        states = self._states()
+        if self._buried or any(state not in ("DONE", "ERR") for state in states):
+            return None
+        self.kv_mgr.rooms.gate.leave(self.bootstrap_room)
+        return states
 
     @override
     def poll(self) -> Any:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        states = [self.kv_mgr.agent.check_xfer_state(handle) for handle in self.xfer_handles]
-        if not self._stopped:
+        states = self._states()
+        if not self.is_stopped:
             if "ERR" in states:
-                self.fail("NIXL reported an error for a posted transfer")
+                self.fail(Reason.TRANSPORT, "NIXL reported an error for a posted transfer")
             else:
-                self._check_deadline()
-        settled = all(state in ("DONE", "ERR") for state in states)
-        if self._stopped and not self._completed(states):
-            if not settled:  # pages under a transfer that still reads them must not be freed
-                return KVPoll.Transferring
-            self._tell_now()
+                self._check_deadlines(states)
+        ends = self._settled()
+        if self.is_stopped:
+            if ends is None and not self._buried and not self._overdue():
+                return KVPoll.Transferring  # it still reads pages, which must not be freed
+            if self.has_sent and ends is not None and all(end == "DONE" for end in ends):
+                return KVPoll.Success  # delivered before it was stopped: decode has it
+            self._bury()
             return KVPoll.Failed
         if not self.has_sent:
             return self.kv_mgr.check_status(self.bootstrap_room)
-        return KVPoll.Success if settled else KVPoll.WaitingForInput
+        return KVPoll.Success if ends is not None else KVPoll.WaitingForInput
 
-    def _check_deadline(self) -> None:
-        """Decode announces a room when it has memory for it; not for ever, though."""
+    def _overdue(self) -> bool:
+        return time.monotonic() - self._posted_at >= deadlines.transfer_seconds()
+
+    def _check_deadlines(self, states: list[str]) -> None:
+        """Decode announces a room when it has memory for it, and takes what is sent; not for ever,
+        though."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        manager = self.kv_mgr
-        if manager.request_status.get(self.bootstrap_room) != KVPoll.Bootstrapping:
-            return
-        waited = time.monotonic() - self._created_at
-        if waited >= manager.bootstrap_timeout:
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if "PROC" in states and self._overdue():
             self.fail(
-                f"room {self.bootstrap_room}: no decode server announced it within {waited:.0f} s "
-                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+                Reason.TIMEOUT,
+                f"room {room}: a posted transfer did not settle within "
+                f"{deadlines.transfer_seconds():.0f} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
             )
+        elif manager.request_status.get(room) == KVPoll.Bootstrapping:
+            waited = time.monotonic() - self._created_at
+            if waited >= manager.bootstrap_timeout:
+                self.fail(
+                    Reason.TIMEOUT,
+                    f"room {room}: no decode server announced it within {waited:.0f} s "
+                    f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+                )
 
-    def _completed(self, states: list[str]) -> bool:
-        """All was delivered before the abort arrived: decode has it, so it is a success."""
-        return bool(self.has_sent) and all(state == "DONE" for state in states)
-
-    @override
-    def abort(self) -> None:
-        super().abort()
-        if not self.has_sent:
-            self.fail("aborted on the prefill server")
-        else:
-            self._untold = "aborted on the prefill server"
-
-    @override
-    def tell_failure(self, reason: str) -> None:
-        # Decode takes the notice as proof that its pages are written to no more, so it is sent
-        # only when what was posted has settled: at once if that is nothing, else by ``poll``.
-        self._untold = reason
-        if not self.xfer_handles:
-            self._tell_now()
-
-    def _tell_now(self) -> None:
-        reason, self._untold = self._untold, None
-        if reason is not None:
-            self.kv_mgr.notify_failure(self.bootstrap_room, reason, self.announcements)
+    def _bury(self) -> None:
+        """Leave what did not settle to the manager: it cannot be taken back, only waited for."""
+        self._buried |= self.kv_mgr.bury(self.bootstrap_room, self.xfer_handles)
+        self.xfer_handles: list[Any] = []
 
     @override
     def failure_exception(self) -> None:
+        # Stock also calls this where the room failed on another rank only.
+        self.fail(Reason.PEER_FAILED, "it failed on another prefill rank")
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
         self.clear()
         raise RuntimeError(reason)
 
     def clear(self) -> None:
         """Forget the room: called by the scheduler once the request left the in-flight queue."""
-        self.kv_mgr.request_status.pop(self.bootstrap_room, None)
-        self.kv_mgr.transfer_infos.pop(self.bootstrap_room, None)
-        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
-        self.xfer_handles: list[Any] = []  # the wrappers release what they hold
+        self._settled()
+        self._bury()
+        self.forget()
 
 
 class DeltaNixlReceiver(NixlKVReceiver):
-    """Leaves nothing of its room behind."""
+    """Leaves nothing of its room behind, and says why a room failed."""
 
-    def hold(self) -> RoomWatch | None:
-        """Follow a room that is given up: its pages are held until the watch says it is quiet.
+    conclude_state: Any  # of the upstream class; named for the type checker
 
-        None where prefill cannot write to them: it was told of none, or said that it stopped.
-        """
-        if not self.started_transfer:
-            return None
-        watch: RoomWatch | None = self.kv_mgr.watch(self.bootstrap_room)
-        return watch
+    @override
+    def poll(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self._servers is None:
+            return super().poll()
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.check_status(room)
+        if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
+            manager.collect_arrivals()
+            status = KVPoll.WaitingForInput
+            if manager.check_transfer_done(room):
+                status = KVPoll.Success
+            elif time.time() - self.init_time >= manager.waiting_timeout:
+                self._fail(
+                    Reason.TIMEOUT,
+                    f"room {room}: prefill {self.bootstrap_addr} did not complete it within "
+                    f"{manager.waiting_timeout} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+                )
+                return self.conclude_state
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+            manager.update_status(room, status)
+        return status
 
     @override
     def failure_exception(self) -> None:
@@ -173,13 +195,5 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
     @override
     def clear(self) -> None:
-        room = self.bootstrap_room
-        manager = self.kv_mgr
-        manager.request_status.pop(room, None)
-        manager.required_prefill_response_num_table.pop(room, None)
-        manager.transfer_statuses.pop(room, None)
-        manager.failure_records.pop(room, None)
-        manager.refused_rooms.discard(room)
-        rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
-        if rooms is not None:
-            rooms.discard(room)
+        self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
+        self.forget()

@@ -1,22 +1,22 @@
-"""The thin override of SGLang's NIXL manager: full prefix hits, failure notices, counted bytes."""
+"""The thin override of SGLang's NIXL manager: full prefix hits, head slices, counted bytes."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta import heads
+from sglang.srt.disaggregation.delta.complaints import Complaints
 from sglang.srt.disaggregation.delta.events import Sent, event_log, now
+from sglang.srt.disaggregation.delta.reader import BadMessage, MessageReader
 from sglang.srt.disaggregation.delta.stats import STATS
 from sglang.srt.disaggregation.nixl_async import notifications
-from sglang.srt.disaggregation.nixl_async.announcements import AnnouncementReader, FailedRooms
-from sglang.srt.disaggregation.nixl_async.watch import RoomWatch
+from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
@@ -32,15 +32,7 @@ Pages = npt.NDArray[np.int32]
 class DeltaNixlManager(NixlKVManager):
     """Posts what the plan left over, and says so where that is nothing."""
 
-    @override
-    def _start_bootstrap_thread(self) -> None:
-        reader = AnnouncementReader(self)
-
-        def read_announcements() -> None:
-            while True:
-                reader.handle(self.server_socket.recv_multipart())
-
-        threading.Thread(target=read_announcements, name="nixl-announcements", daemon=True).start()
+    # ---- prefill side: sending ----
 
     @override
     def add_transfer_request(
@@ -57,12 +49,14 @@ class DeltaNixlManager(NixlKVManager):
         self, peer_name: str, prefill_kv_indices: Pages, dst_kv_ptrs: list[int],
         dst_kv_indices: Pages, dst_gpu_id: int, notif: str,
     ) -> Any:  # fmt: skip
+        notif = notifications.from_writer(notif, self.writer_id)
         if len(prefill_kv_indices) == 0:
             return self._notify_no_kv(peer_name, notif)
         handle = super().send_kvcache(
             peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif
         )
-        self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, 1.0)
+        moved = len(prefill_kv_indices) * sum(self.kv_args.kv_item_lens)
+        self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, moved)
         return handle
 
     @override
@@ -71,39 +65,94 @@ class DeltaNixlManager(NixlKVManager):
         dst_kv_indices: Pages, dst_gpu_id: int, notif: str, prefill_tp_size: int,
         decode_tp_size: int, decode_tp_rank: int, dst_kv_item_len: int,
     ) -> Any:  # fmt: skip
-        if len(prefill_kv_indices) == 0:
-            return self._notify_no_kv(peer_name, notif)
-        handle = super().send_kvcache_slice(
-            peer_name,
-            prefill_kv_indices,
-            dst_kv_ptrs,
-            dst_kv_indices,
-            dst_gpu_id,
-            notif,
-            prefill_tp_size=prefill_tp_size,
-            decode_tp_size=decode_tp_size,
-            decode_tp_rank=decode_tp_rank,
-            dst_kv_item_len=dst_kv_item_len,
+        """The heads that a decode rank of another tensor parallel size takes from this rank.
+
+        Stock divides by zero where there are fewer KV heads than ranks.
+        """
+        notif = notifications.from_writer(notif, self.writer_id)
+        ours = self.kv_args
+        total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * prefill_tp_size
+        plan = heads.plan_heads(
+            ours.engine_rank % prefill_tp_size,
+            prefill_tp_size,
+            decode_tp_rank % decode_tp_size,
+            decode_tp_size,
+            total,
         )
-        # A decode rank with fewer heads than this rank takes only its slice of every page.
-        share = min(1.0, dst_kv_item_len / self.kv_args.kv_item_lens[0])
-        self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, share)
+        if len(prefill_kv_indices) == 0 or plan.count == 0:
+            return self._notify_no_kv(peer_name, notif)
+        source_k, source_v, target_k, target_v, layers = self.get_mha_kv_ptrs_with_pp(
+            ours.kv_data_ptrs, dst_kv_ptrs
+        )
+        sources, targets, length = heads.slice_descriptors(
+            [*source_k[:layers], *source_v[:layers]],
+            [*target_k[:layers], *target_v[:layers]],
+            prefill_kv_indices,
+            dst_kv_indices,
+            page=ours.page_size,
+            source_item_len=ours.kv_item_lens[0],
+            destination_item_len=dst_kv_item_len,
+            head_bytes=ours.kv_item_lens[0] // ours.page_size // ours.kv_head_num,
+            plan=plan,
+        )
+        handle = self._post(sources, targets, length, dst_gpu_id, peer_name, notif)
+        moved = len(sources) * length
+        self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, moved)
+        return handle
+
+    @override
+    def send_aux(
+        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int,
+        notif: str,
+    ) -> Any:  # fmt: skip
+        notif = notifications.from_writer(notif, self.writer_id)
+        return super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif)
+
+    @override
+    def maybe_send_extra(
+        self, peer_name: str, prefill_state_indices: list[int], dst_state_data_ptrs: list[int],
+        dst_state_indices: list[int], dst_gpu_id: int, notif: str, decode_tp_size: int,
+    ) -> Any:  # fmt: skip
+        notif = notifications.from_writer(notif, self.writer_id)
+        return super().maybe_send_extra(
+            peer_name, prefill_state_indices, dst_state_data_ptrs, dst_state_indices, dst_gpu_id,
+            notif, decode_tp_size,
+        )  # fmt: skip
+
+    def _post(
+        self,
+        sources: heads.Addresses,
+        targets: heads.Addresses,
+        length: int,
+        gpu_id: int,
+        peer_name: str,
+        notif: str,
+    ) -> Any:
+        """Write runs of ``length`` bytes from our ``sources`` to ``targets`` of a peer."""
+
+        def descriptors(addresses: heads.Addresses, device: int) -> Any:
+            columns = (addresses, np.full_like(addresses, length), np.full_like(addresses, device))
+            return self.agent.get_xfer_descs(np.column_stack(columns), "VRAM")
+
+        handle = self.agent.initialize_xfer(
+            "WRITE",
+            descriptors(sources, self.kv_args.gpu_id),
+            descriptors(targets, gpu_id),
+            peer_name,
+            notif.encode("ascii"),
+        )
+        if not handle or self.agent.transfer(handle) == "ERR":
+            raise RuntimeError(f"NIXL refused a transfer of {len(sources)} runs to {peer_name}")
         return handle
 
     def _notify_no_kv(self, peer_name: str, notif: str) -> None:
-        """Complete the KV part of a full prefix hit: NIXL refuses a transfer of no descriptors, and
+        """Complete the KV part where there is none: NIXL refuses a transfer of no descriptors, and
         the receiver waits for each writer's last chunk, so the notification is sent on its own."""
         self.agent.send_notif(peer_name, notif.encode("ascii"))
 
     def _count_sent(
-        self,
-        peer_name: str,
-        notif: str,
-        source: Pages,
-        destination: Pages,
-        share: float,
+        self, peer_name: str, notif: str, source: Pages, destination: Pages, moved: int
     ) -> None:
-        moved = int(len(source) * sum(self.kv_args.kv_item_lens) * share)
         STATS.add("kv_transfer_sent_bytes", moved)
         log = event_log("prefill")
         if log is not None:
@@ -118,91 +167,119 @@ class DeltaNixlManager(NixlKVManager):
                 )
             )
 
-    # ---- failed rooms, prefill side ----
+    # ---- prefill side: transfers that outlive their request ----
 
-    @cached_property
-    def failed_rooms(self) -> FailedRooms:
-        """Rooms that failed here, for announcements that arrive after that."""
-        return FailedRooms()
+    def bury(self, room: int, handles: list[Any]) -> bool:
+        """Keep what did not settle of a room that is given up, until it has; whether there is any."""
+        under_way = [handle for handle in handles if self._under_way(handle)]
+        if under_way:
+            logger.error(
+                "room %s: %d posted transfers did not settle; decode's pages stay held until they "
+                "do, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+                room,
+                len(under_way),
+            )
+            self._graveyard.append((room, under_way))
+        return bool(under_way)
 
-    def notify_failure(
-        self, bootstrap_room: int, reason: str, announcements: Iterable[Any]
-    ) -> None:
-        """Tell the decode ranks of a room that it failed and that nothing more is written.
+    def settle(self) -> None:
+        """See which buried transfers have settled; called by the scheduler in every step."""
+        still = []
+        for room, handles in self._graveyard:
+            under_way = [handle for handle in handles if self._under_way(handle)]
+            if under_way:
+                still.append((room, under_way))
+            elif self.rooms is not None:
+                self.rooms.gate.leave(room)
+        self._graveyard[:] = still
 
-        Only to peers that sent a delta frame, readable or not: a stock one would not know the text.
-        Best effort: a peer that cannot be told finds out by its own deadline. Decode ranks whose
-        announcement is still on its way are told when it arrives.
-        """
-        late = self.transfer_infos.pop(bootstrap_room, {})
-        self.failed_rooms.add(bootstrap_room, reason)
-        known = {info.agent_name: info for info in (*announcements, *late.values())}
-        for info in known.values():
-            sent_frame = info.delta is not None or info.delta_error is not None
-            if not sent_frame or info.agent_name not in self.decode_kv_args_table:
-                continue
-            try:
-                self.agent.send_notif(
-                    info.agent_name, notifications.failure_text(bootstrap_room, reason)
-                )
-            except Exception as error:  # the binding raises bare exceptions of several kinds
-                logger.warning(
-                    "could not tell decode rank %s that room %s failed: %s",
-                    info.agent_name,
-                    bootstrap_room,
-                    error,
-                )
+    def _under_way(self, handle: Any) -> bool:
+        return self.agent.check_xfer_state(handle) not in ("DONE", "ERR")
 
-    # ---- rooms that ended early, decode side ----
+    @property
+    def _graveyard(self) -> list[tuple[int, list[Any]]]:
+        graveyard: list[tuple[int, list[Any]]] = self.__dict__.setdefault("_buried", [])
+        return graveyard
 
-    @cached_property
-    def watched_rooms(self) -> dict[int, RoomWatch]:
-        """Rooms whose pages are held because prefill may still write to them."""
-        return {}
+    # ---- prefill side: messages from decode ranks ----
 
-    @cached_property
-    def refused_rooms(self) -> set[int]:
-        """Rooms that prefill said it failed, and writes to no more."""
-        return set()
+    @override
+    def _start_bootstrap_thread(self) -> None:
+        assert self.rooms is not None
+        reader = MessageReader(self.rooms.take, NixlAnnouncements(self).take)
+        threading.Thread(
+            target=reader.serve,
+            args=(self.server_socket, self._tick),
+            name="pd-reader",
+            daemon=True,
+        ).start()
 
-    def watch(self, bootstrap_room: int) -> RoomWatch | None:
-        """Keep following the notifications of a room that is given up; None if it is quiet."""
-        if bootstrap_room in self.refused_rooms:
-            return None
-        status = self.transfer_statuses.pop(bootstrap_room, None) or _new_status()
-        status.is_failure = False  # from here on only what arrives counts, not why it was given up
-        if status.is_done():
-            return None
-        num_writers = self.required_prefill_response_num_table.get(bootstrap_room, 1)
-        watch = RoomWatch(self, bootstrap_room, status, num_writers)
-        self.watched_rooms[bootstrap_room] = watch
-        return watch
+    def _tick(self) -> None:
+        assert self.rooms is not None
+        for peer in self.rooms.tick():
+            logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
+            self.decode_kv_args_table.pop(peer, None)
+            self.agent.remove_remote_agent(peer)
+
+    # ---- decode side ----
+
+    @override
+    def _start_heartbeat_checker_thread(self) -> None:
+        if self.servers is None:
+            super()._start_heartbeat_checker_thread()
+            return
+        reader = MessageReader(self.servers.take, _refuse)
+        threading.Thread(
+            target=reader.serve,
+            args=(self.server_socket, lambda: None),
+            name="pd-reader",
+            daemon=True,
+        ).start()
+        self.servers.start_heartbeat()
+
+    @property
+    @override
+    def peer_name(self) -> str:
+        return str(self.agent.name)
+
+    @override
+    def progress(self, room: int) -> Any:
+        return self.transfer_statuses[room]
+
+    @override
+    def take_progress(self, room: int) -> Any:
+        from sglang.srt.disaggregation.nixl.conn import TransferStatus
+
+        return self.transfer_statuses.pop(room, None) or TransferStatus()
+
+    @override
+    def collect_arrivals(self) -> None:
+        self.update_transfer_status()
 
     @override
     def update_transfer_status(self) -> None:
+        watches = self.servers.watches if self.servers is not None else {}
         for peer_name, messages in self.agent.get_new_notifs().items():
             for raw in messages:
                 try:
                     note = notifications.parse(raw)
                 except ValueError as error:
-                    logger.warning("from NIXL peer %s: %s", peer_name, error)
+                    self._complaints.about(f"NIXL peer {peer_name}", error)
                     continue
-                watch = self.watched_rooms.get(note.room)
-                if watch is not None:
-                    watch.take(note)
-                    continue
-                if note.room not in self.request_status:
+                watch = watches.get(note.room)
+                if watch is None and note.room not in self.request_status:
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
-                if note.kind == "fail":
-                    self.refused_rooms.add(note.room)
-                    self.record_failure(note.room, f"prefill reported: {note.reason}")
-                num_writers = self.required_prefill_response_num_table.get(note.room, 1)
-                notifications.apply(self.transfer_statuses[note.room], note, num_writers)
+                status: Any = watch.progress if watch else self.transfer_statuses[note.room]
+                writers = self.required_prefill_response_num_table.get(note.room, 1)
+                status.take(note, watch.writers if watch else writers)
+
+    @property
+    def _complaints(self) -> Complaints:
+        made: Complaints = self.__dict__.setdefault("_complaints_", Complaints(logger))
+        return made
 
 
-def _new_status() -> Any:
-    from sglang.srt.disaggregation.nixl.conn import TransferStatus
-
-    return TransferStatus()
+def _refuse(frames: list[bytes]) -> None:
+    raise BadMessage("it is not a control message of a prefill server's")

@@ -1,34 +1,36 @@
 """Notifications that travel with (or beside) NIXL transfers, from prefill to decode.
 
-The first three are stock SGLang's; ``fail`` is ours, and a stock decode server ignores it:
+They are stock SGLang's, with one change: stock names only the pipeline stage of the sender, ours
+the *writer*, a number that no other prefill rank of the room has. Where several ranks write for one
+decode rank (tensor parallelism), the first one to finish would otherwise count for all. A stock
+decode server reads both alike.
 
-    <room>_kv_<chunk>_<is last>_<pp rank>
-    <room>_aux
-    <room>_state_<pp rank>
-    <room>_fail_<reason>
+    <room>_kv_<chunk>_<is last>_<writer>
+    <room>_aux_<writer>          stock: <room>_aux
+    <room>_state_<writer>
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
 
 class Notification(msgspec.Struct, frozen=True):
-    """One parsed notification."""
+    """One parsed notification; ``writer`` is None in a stock prefill's ``aux``."""
 
     room: int
     kind: str
     chunk: int = 0
     is_last: bool = False
-    pp_rank: int = 0
-    reason: str = ""
+    writer: int | None = None
 
 
-def failure_text(room: int, reason: str) -> bytes:
-    """The notification that fails ``room``."""
-    return f"{room}_fail_{reason}".encode()
+def from_writer(text: str, writer: int) -> str:
+    """The stock notification ``text``, as the one of ``writer``."""
+    note = parse(text.encode())
+    if note.kind == "kv":
+        return f"{note.room}_kv_{note.chunk}_{int(note.is_last)}_{writer}"
+    return f"{note.room}_{note.kind}_{writer}"
 
 
 def parse(raw: bytes) -> Notification:
@@ -37,38 +39,16 @@ def parse(raw: bytes) -> Notification:
     Raises:
         ValueError: it has none of the known forms.
     """
-    text = raw.decode()
-    room_text, _, rest = text.partition("_")
-    kind, _, detail = rest.partition("_")
-    room = int(room_text)
-    if kind == "kv":
-        chunk, is_last, *pp_rank = detail.split("_")
-        return Notification(
-            room, kind, int(chunk), bool(int(is_last)), int(pp_rank[0]) if pp_rank else 0
-        )
-    if kind == "aux":
-        return Notification(room, kind)
-    if kind == "state":
-        return Notification(room, kind, pp_rank=int(detail or 0))
-    if kind == "fail":
-        return Notification(room, kind, reason=detail)
-    raise ValueError(f"unknown NIXL notification {text!r}")
-
-
-def apply(status: Any, note: Notification, num_writers: int) -> None:
-    """Update SGLang's ``TransferStatus`` of the room with one notification. Idempotent.
-
-    ``num_writers`` is the number of prefill ranks that write for the room.
-    """
-    if note.kind == "kv":
-        status.received_kvs_per_pp[note.pp_rank].add(note.chunk)
-        if note.is_last:
-            status.expected_kvs_per_pp[note.pp_rank] = note.chunk + 1
-            if status.num_pp_ranks_expected is None:
-                status.num_pp_ranks_expected = num_writers
-    elif note.kind == "aux":
-        status.received_aux = True
-    elif note.kind == "state":
-        status.received_state_per_pp.add(note.pp_rank)
-    elif note.kind == "fail":
-        status.is_failure = True
+    text = raw.decode("ascii")
+    room, kind, *numbers = text.split("_")
+    fields = [int(number) for number in numbers]
+    if min([int(room), *fields]) < 0:
+        raise ValueError(f"negative numbers in NIXL notification {text[:80]!r}")
+    if kind == "kv" and 2 <= len(fields) <= 3 and fields[1] <= 1:
+        writer = fields[2] if len(fields) == 3 else 0
+        return Notification(int(room), kind, fields[0], bool(fields[1]), writer)
+    if kind == "aux" and len(fields) <= 1:
+        return Notification(int(room), kind, writer=fields[0] if fields else None)
+    if kind == "state" and len(fields) <= 1:
+        return Notification(int(room), kind, writer=fields[0] if fields else 0)
+    raise ValueError(f"unknown NIXL notification {text[:80]!r}")

@@ -1,0 +1,72 @@
+"""What has arrived for a room on a decode rank, writer by writer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.nixl_async.notifications import Notification
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import TransferStatus
+else:
+    TransferStatus = object
+
+
+@dataclasses.dataclass
+class DeltaTransferStatus(TransferStatus):
+    """SGLang's record of a room, keyed by writer where SGLang keys by pipeline stage."""
+
+    #: Writers whose metadata has arrived. (A stock prefill does not say whose it was.)
+    aux_writers: set[int] = dataclasses.field(default_factory=set)
+    #: Writers that said that they write no more, whatever they have written.
+    stopped_writers: set[int] = dataclasses.field(default_factory=set)
+
+    def take(self, note: Notification, num_writers: int) -> None:
+        """Record one notification. Idempotent.
+
+        ``num_writers`` is the number of prefill ranks that write for the room.
+        """
+        if note.kind == "aux":
+            if note.writer is None:
+                self.received_aux = True
+            else:
+                self.aux_writers.add(note.writer)
+            return
+        assert note.writer is not None
+        if note.kind == "state":
+            self.received_state_per_pp.add(note.writer)
+            return
+        self.received_kvs_per_pp[note.writer].add(note.chunk)
+        if note.is_last:
+            self.expected_kvs_per_pp[note.writer] = note.chunk + 1
+            self.num_pp_ranks_expected = num_writers
+
+    def finished_writers(self) -> set[int]:
+        """Writers from which everything has arrived: KV, metadata, and state where it is due."""
+        return {
+            writer
+            for writer, chunks in self.expected_kvs_per_pp.items()
+            if len(self.received_kvs_per_pp[writer]) == chunks
+            and (self.received_aux or writer in self.aux_writers)
+            and (not self.expects_state or writer in self.received_state_per_pp)
+        }
+
+    @override
+    def is_done(self) -> bool:
+        if self.is_failure:
+            return True
+        expected = self.num_pp_ranks_expected
+        return expected is not None and len(self.finished_writers()) >= expected
+
+    # ---- delta/watch.py: Progress ----
+
+    def stop(self, writer: int) -> None:
+        """The rank ``writer`` said that it writes no more."""
+        self.stopped_writers.add(writer)
+
+    def is_quiet(self, writers: int) -> bool:
+        """Whether each of ``writers`` ranks has delivered everything or stopped."""
+        return len(self.finished_writers() | self.stopped_writers) >= writers
