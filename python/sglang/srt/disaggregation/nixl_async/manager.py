@@ -170,7 +170,7 @@ class DeltaNixlManager(NixlKVManager):
     # ---- prefill side: transfers that outlive their request ----
 
     def bury(self, room: int, handles: list[Any]) -> bool:
-        """Keep what did not settle of a room that is given up, until it has; whether there is any."""
+        """Keep what did not settle of a room that ended, until it has; whether there is any."""
         under_way = [handle for handle in handles if self._under_way(handle)]
         if under_way:
             logger.error(
