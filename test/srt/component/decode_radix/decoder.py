@@ -247,27 +247,32 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         entries = [*queued, *transfer.quarantine.decode_requests]
         return next(entry.kv_receiver for entry in entries if entry.req is req)
 
-    def deliver(self, req: Any, *, first_token: int = 1, cached: int = 0) -> None:
-        """Prefill fills the announced pages and the metadata."""
+    def deliver(
+        self, req: Any, *, first_token: int = 1, cached: int = 0, metadata: bool = True
+    ) -> None:
+        """Prefill fills the announced pages, and then the metadata, or not yet."""
         room = self.room(req)
-        if isinstance(room, WarmUpRoom) or room.poll() != KVPoll.Transferring:
+        if isinstance(room, WarmUpRoom):
             return
-        page, prefix = self.page_size, room.prefix_len
-        values = kv.tags(req.origin_input_ids, req.extra_key)[prefix:]
-        slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
-        kv.write(self.pool, slots.to(torch.int64)[: len(values)], values)
-        index = room.metadata_index
-        self.metadata.output_ids[index, 0] = first_token
-        self.metadata.cached_tokens[index, 0] = cached
-        self.metadata.bootstrap_room[index, 0] = req.bootstrap_room
-        room.state = KVPoll.Success
-        room.writing = False
+        if room.poll() == KVPoll.Transferring:
+            page, prefix = self.page_size, room.prefix_len
+            values = kv.tags(req.origin_input_ids, req.extra_key)[prefix:]
+            slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
+            kv.write(self.pool, slots.to(torch.int64)[: len(values)], values)
+            room.state = KVPoll.Success
+        if metadata and room.poll() == KVPoll.Success and room.writing:
+            index = room.metadata_index
+            self.metadata.output_ids[index, 0] = first_token
+            self.metadata.cached_tokens[index, 0] = cached
+            self.metadata.bootstrap_room[index, 0] = req.bootstrap_room
+            room.writing = False
 
     def write_late(self, room: Room) -> None:
         """Prefill ends a transfer that decode gave up: it fills pages it was told of long ago."""
         slots = (torch.tensor(room.pages)[:, None] * self.page_size).reshape(-1)
         slots = (slots[:, None] + torch.arange(self.page_size)).reshape(-1).to(torch.int64)
         kv.write(self.pool, slots, [-7] * len(slots))
+        self.metadata.bootstrap_room[room.metadata_index, 0] = 7
         room.writing = False
 
     def abort(self, rid: str) -> None:

@@ -107,6 +107,11 @@ class Mailbox:
         self.ends: defaultdict[str, int] = defaultdict(int)
         self.reasons: dict[str, Any] = {}
 
+    @property
+    def expired(self) -> int:
+        """How many requests waited for memory as long as they may."""
+        return sum("_ADMISSION_TIMEOUT" in str(reason) for reason in self.reasons.values())
+
     def send_output(self, message: Any, req: Any) -> None:
         """An abort that the scheduler reports directly."""
         self.ends[req.rid] += 1

@@ -1,136 +1,104 @@
-"""Two ranks of one decode server: their trees evict differently, their decisions never differ.
-
-Each rank is a thread with its own pool, tree and queues; they share a real gloo group. After every
-action both say what they see.
-"""
+"""Two ranks of one decode server: they see different things, their decisions never differ."""
 
 from __future__ import annotations
 
-import datetime
 import random
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from component.decode_radix.actions import Life
 from component.decode_radix.checks import check_idle
 from component.decode_radix.decoder import Decoder
-from component.decode_radix.peer import Room
-from sglang.srt.disaggregation.base.conn import KVPoll
+from component.decode_radix.pair import Diverged, Pair, RankGroup, ranks_reduce
+from component.decode_radix.rank_life import RankLife
+from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.decode_radix import agreement
 
-POLICIES = ("lru", "mru")
 WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
+TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
 
 
-class Diverged(AssertionError):
-    """The ranks no longer agree."""
+@pytest.fixture(autouse=True)
+def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short deadlines, so that they are met in a life."""
+    monkeypatch.setenv(WAIT_TOKENS, "0")
+    monkeypatch.setenv(TIMEOUT, "60")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "20")
+    with ranks_reduce():
+        yield
 
 
-class RankLife(Life):
-    """The life of one rank; transfers end at different times on the two."""
+def live(seed: int, steps: int, *, gloo: bool = False, without: tuple[str, ...] = ()) -> list[Any]:
+    """Both ranks through ``steps`` random actions, to the end; their lives."""
 
-    WEIGHTS = Life.WEIGHTS | {"fail_handshake": 0, "fail_transfer": 0, "fail_on_one_rank": 2}
+    def build(rank: int, group: RankGroup) -> RankLife:
+        policy = ("lru", "mru")[rank]
+        return RankLife(Decoder(16, 640, policy=policy, group=group), rank, seed)
 
-    def __init__(self, decoder: Decoder, rank: int, seed: int) -> None:
-        super().__init__(decoder, seed)
-        self.rank = rank
-
-    def deliver(self, number: int) -> None:
-        # One rank's KV lands earlier than the other's.
-        super().deliver(number >> 7 if self.rank else number)
-
-    def fail_on_one_rank(self, number: int) -> None:
-        reqs = self.decoder.in_transfer
-        if reqs and number >> 20 & 1 == self.rank:
-            room = self.decoder.room(reqs[number % len(reqs)])
-            if isinstance(room, Room):
-                room.state = KVPoll.Failed
-
-    def view(self) -> tuple[Any, ...]:
-        """What has to be equal on all ranks."""
-        decoder = self.decoder
-        allocator, tree = decoder.token_to_kv_pool_allocator, decoder.tree_cache
-        return (
-            allocator.available_size() + tree.evictable_size(),
-            tree.protected_size(),
-            tree.inserts,
-            [(req.rid, req.cache_protected_len) for req in decoder.in_transfer],
-            [req.rid for req in decoder.queued],
-            [req.rid for req in decoder.waiting_queue],
-            [(req.rid, len(req.output_ids)) for req in decoder.running_batch.reqs],
-            [req.rid for req in decoder.disagg_decode_prealloc_queue.retracted_queue],
-        )
-
-
-class Pair:
-    """Runs both ranks in step."""
-
-    def __init__(self, seed: int, timeout_s: float) -> None:
-        self.seed = seed
-        self.timeout = datetime.timedelta(seconds=timeout_s)
-        self.store = dist.HashStore()
-        self.views: list[Any] = [None, None]
-        self.barrier = threading.Barrier(2, timeout=timeout_s)
-        #: How often one rank held more of a prompt than the other.
-        self.trees_differed = 0
-
-    def run(self, steps: int) -> None:
-        """Run both to the end; raise what the first one raised."""
-        with ThreadPoolExecutor(2) as executor:
-            futures = [executor.submit(self._rank, rank, steps) for rank in (0, 1)]
-        self._raise_first(futures)
-
-    @staticmethod
-    def _raise_first(futures: list[Future[None]]) -> None:
-        errors = [error for future in futures if (error := future.exception())]
-        # A broken barrier is what the other rank sees.
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-            raise error
-
-    def _rank(self, rank: int, steps: int) -> None:
-        try:
-            group = dist.ProcessGroupGloo(self.store, rank, 2, self.timeout)
-            life = RankLife(Decoder(16, 640, policy=POLICIES[rank], group=group), rank, self.seed)
-            rng = random.Random(self.seed)
-            names, weights = list(life.WEIGHTS), list(life.WEIGHTS.values())
-            for _ in range(steps):
-                (action,) = rng.choices(names, weights)
-                life.step(action, rng.getrandbits(30))
-                self._compare(rank, life)
-            life.decoder.drain()
-            check_idle(life.decoder)
-        except BaseException:
-            self.barrier.abort()
-            raise
-
-    def _compare(self, rank: int, life: RankLife) -> None:
-        self.views[rank] = (life.view(), life.decoder.tree_cache.total_size())
-        self.barrier.wait()
-        (ours, size), (theirs, other_size) = self.views
-        self.trees_differed += rank == 0 and size != other_size
-        if ours != theirs:
-            raise Diverged(f"rank 0: {ours}\nrank 1: {theirs}")
-        self.barrier.wait()
+    pair = Pair(build, gloo=gloo)
+    rng = random.Random(seed)
+    weights = {name: weight for name, weight in RankLife.WEIGHTS.items() if name not in without}
+    try:
+        for _ in range(steps):
+            (action,) = rng.choices(list(weights), list(weights.values()))
+            number = rng.getrandbits(30)
+            pair.run(lambda life, name=action, bits=number: life.step(name, bits))
+            ours, theirs = pair.sides
+            sizes = {life.decoder.tree_cache.total_size() for life in pair.sides}
+            ours.seen["trees_differed"] += len(sizes) == 2
+            # Resuming, handshakes, admission, transfers: at most one each.
+            assert len(pair.collectives()) <= (4 if action == "queues" else 0)
+        pair.run(lambda life: life.decoder.drain())
+        pair.run(lambda life: check_idle(life.decoder))
+        return pair.sides
+    finally:
+        pair.close()
 
 
 @pytest.mark.parametrize(("wait", "seed"), [("0", 1), ("32", 2)])
-def test_ranks_stay_in_step(monkeypatch: pytest.MonkeyPatch, wait: str, seed: int) -> None:
-    """Guards against ranks that match different prefixes, admit different requests, or commit a
-    transfer at different steps: prefill would write into wrong offsets, and the next collective
-    would hang the server."""
+@pytest.mark.parametrize("gloo", [True, False], ids=["gloo", "threads"])
+def test_ranks_stay_in_step(
+    monkeypatch: pytest.MonkeyPatch, wait: str, seed: int, gloo: bool
+) -> None:
+    """Guards against ranks that match different prefixes, admit or answer different requests, or
+    commit a transfer at different steps: prefill would write into wrong offsets, and the next
+    collective would hang the server. Rooms fail, metadata land and deadlines pass on one rank
+    before the other, and each rank's tree evicts other prefixes."""
     monkeypatch.setenv(WAIT_TOKENS, wait)
-    pair = Pair(seed, timeout_s=100)
-    pair.run(800)
-    assert pair.trees_differed > 5, "the trees were equal all the time: this shows nothing"
+    lives = live(seed, 1000, gloo=gloo)
+    assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
+    for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):
+        assert any(life.seen[what] for life in lives), f"this seed does not reach {what}"
 
 
-def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a pair of ranks that would agree in any case."""
-    monkeypatch.setenv(WAIT_TOKENS, "0")
+EVENTS = ("fail_on_one_rank", "skew", "late_metadata", "evict_one")
+
+
+@pytest.mark.parametrize("cause", ["evict_one", "fail_on_one_rank", "skew"])
+def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    """Guards against a pair of ranks that would agree in any case: with admission's reduction
+    replaced by the rank's own values, each cause alone makes them part."""
     monkeypatch.setattr(agreement, "minimum", lambda values, group: values)
     with pytest.raises(Diverged):
-        Pair(1, timeout_s=30).run(800)
+        for seed in range(5):
+            live(seed, 1000, without=tuple(event for event in EVENTS if event != cause))
+
+
+@pytest.mark.parametrize("cause", ["fail_on_one_rank", "late_metadata"])
+def test_without_a_common_poll_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    """Guards against the same of transfers: each rank's own polls make the ranks part."""
+
+    def own(pollers: Any, group: Any) -> list[int]:
+        return [int(poller.poll()) for poller in pollers]
+
+    monkeypatch.setattr(utils, "poll_and_all_reduce", own)
+    with pytest.raises(Diverged):
+        for seed in range(5):
+            live(seed, 1000, without=tuple(event for event in EVENTS if event != cause))
+
+
+def test_every_action_of_a_life_is_one_of_the_ranks() -> None:
+    """Guards against an action that only single ranks are tested with."""
+    assert set(Life.WEIGHTS) <= set(RankLife.WEIGHTS)
