@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.heartbeat import Heartbeat, Look, Sign
 from sglang.srt.disaggregation.delta.sockets import PeerSockets
 from sglang.srt.disaggregation.delta.stats import STATS
-from sglang.srt.disaggregation.delta.watch import RoomWatch
+from sglang.srt.disaggregation.delta.watch import Progress, RoomWatch
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,15 @@ class PrefillServers:
             watch = self.watches[room] = RoomWatch(self, room, address, progress, writers)
             return watch
 
+    def progress_of(self, room: int) -> Progress:
+        """What is recorded of a room's writers, also of a room that is given up and followed."""
+        with self._lock:
+            watch = self.watches.get(room)
+            if watch is not None:
+                return watch.progress
+            progress: Progress = self._manager.progress(room)
+            return progress
+
     def collect_arrivals(self) -> None:
         """Read what the transport says has arrived."""
         self._manager.collect_arrivals()
@@ -218,7 +227,7 @@ class PrefillServers:
         """Ask the bootstrap server who it is, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
         route = capability.ROUTE if takes_control else "/health"
-        timeout = deadlines.handshake_seconds()
+        timeout = min(deadlines.handshake_seconds(), self._manager.heartbeat_interval)
         try:
             response = requests.get(f"http://{address}{route}", timeout=timeout)
         except requests.ConnectionError as error:

@@ -28,6 +28,10 @@ class PeerSockets:
         Raises:
             OSError, ValueError: the address cannot be (``zmq.ZMQError`` is an OSError).
         """
+        self.send_frames(host, port, control.encode(message))
+
+    def send_frames(self, host: str, port: int, frames: list[bytes]) -> None:
+        """Queue a message of another kind; raises as ``send`` does."""
         from sglang.srt.utils.network import NetworkAddress
 
         address = NetworkAddress(host, port)
@@ -35,7 +39,7 @@ class PeerSockets:
             socket = self._sockets.get(address.to_host_port_str())
             if socket is None:
                 socket = self._open(address)
-            socket.send_multipart(control.encode(message), flags=zmq.NOBLOCK)
+            socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
     def _open(self, address: Any) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)

@@ -43,8 +43,8 @@ def _failure_counter(labelnames: tuple[str, ...]) -> Any:
 
 
 class TransferStats:
-    """This process's counters, by name. Increments come from one thread a counter; failures, which
-    are rare, from any thread."""
+    """This process's counters, by name. Increments come from any thread: a backend may send from
+    several at once."""
 
     def __init__(self) -> None:
         self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -66,10 +66,11 @@ class TransferStats:
 
     def add(self, name: str, amount: int) -> None:
         """Count ``amount`` more of ``name``."""
-        self.totals[name] += amount
-        exported = self._exported.get(name)
-        if exported is not None:
-            exported.inc(amount)
+        with self._lock:
+            self.totals[name] += amount
+            exported = self._exported.get(name)
+            if exported is not None:
+                exported.inc(amount)
 
     def failed(self, reason: Reason) -> None:
         """Count one failed room."""
