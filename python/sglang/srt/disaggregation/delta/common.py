@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta import capability, deadlines
 from sglang.srt.disaggregation.delta.prefill_rooms import PrefillRooms
 from sglang.srt.disaggregation.delta.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.watch import Progress
@@ -65,6 +65,7 @@ class DeltaManager(CommonKVManager):
         """Set up the side that this rank is on."""
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
+        deadlines.check()  # wrong values are refused at start
         self._status_lock = threading.Lock()
         self.rooms: PrefillRooms | None = None
         self.servers: PrefillServers | None = None

@@ -27,3 +27,15 @@ def peer_seconds() -> float:
 def handshake_seconds() -> float:
     """How long one HTTP request of decode to a prefill's bootstrap server may take."""
     return env_seconds("SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", 5.0)
+
+
+def check() -> None:
+    """Read them all.
+
+    Raises:
+        ValueError: one is set to something that is no duration; the message names it.
+    """
+    quarantine_seconds()
+    transfer_seconds()
+    peer_seconds()
+    handshake_seconds()
