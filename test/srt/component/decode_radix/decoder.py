@@ -206,9 +206,13 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         extra_key: str | None = None,
         warm_up: bool = False,
         ready: bool = True,
+        pending: bool = False,
         host: str = "10.0.0.1",
     ) -> Any:
-        """A request arrives; ``ready``: the handshake with its prefill server is done."""
+        """A request arrives; ``ready``: the handshake with its prefill server is done.
+
+        ``pending``: it has not begun, the topology of its prefill server is not known yet.
+        """
         number = len(self.submitted)
         req = Req(
             f"r{number:05d}",
@@ -229,7 +233,10 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         self.submitted.append(req)
         if isinstance(room, Room):
             self.rooms.append(room)
-        self.disagg_decode_prealloc_queue.queue.append(DecodeRequest(req=req, kv_receiver=room))
+        entry = DecodeRequest(req=req, kv_receiver=room)
+        self.disagg_decode_prealloc_queue.queue.append(entry)
+        if pending:
+            self.disagg_decode_prealloc_queue.pending_reqs.append(entry)
         return req
 
     @property

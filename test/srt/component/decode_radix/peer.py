@@ -96,6 +96,10 @@ class Manager:
     def __post_init__(self) -> None:
         self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens)
 
+    def try_ensure_parallel_info(self, address: str) -> bool:
+        """No prefill server's topology is ever learned here."""
+        return False
+
     def peer_takes_delta(self, address: str) -> bool:
         return address not in self.stock_peers
 

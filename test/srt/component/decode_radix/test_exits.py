@@ -10,6 +10,7 @@ import pytest
 from component.decode_radix.checks import check, check_idle, holders
 from component.decode_radix.decoder import Decoder
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -37,17 +38,28 @@ def step(decoder: Decoder, action: Callable[[], None]) -> None:
     check(decoder)
 
 
+STAGES = ["pending", "handshake", "queued", "transfer", "waiting", "running", "retracted"]
+#: Stages of a request that prefill was not told of.
+UNANNOUNCED = STAGES[:3]
+
+
 def bring_to(decoder: Decoder, stage: str) -> Any:
     """A request in ``stage``; a second one of another text runs beside it."""
     other = decoder.submit([60, 61, 62], new=40)
-    req = decoder.submit(PROMPT, new=30, ready=stage != "handshake")
     step(decoder, decoder.tick_queues)
+    if stage == "queued":  # nothing but the prompt's prefix and a few tokens are left
+        room = min(decoder.token_to_kv_pool_allocator.available_size() - 16, 960)
+        filler = decoder.submit([1] * (room // 16 * 16), new=1)
+        step(decoder, decoder.tick_queues)
+        assert decoder.in_transfer == [other, filler]
+    ready = stage not in ("pending", "handshake")
+    req = decoder.submit(PROMPT, new=30, ready=ready, pending=stage == "pending")
+    step(decoder, decoder.tick_queues)
+    assert (req in decoder.queued) == (stage in UNANNOUNCED)
     decoder.deliver(other)
-    if stage in ("handshake", "transfer"):
-        step(decoder, decoder.tick_queues)
-    else:
+    if stage in ("waiting", "running", "retracted"):
         decoder.deliver(req)
-        step(decoder, decoder.tick_queues)
+    step(decoder, decoder.tick_queues)
     if stage in ("running", "retracted"):
         for _ in range(3):
             step(decoder, decoder.tick_batch)
@@ -65,26 +77,57 @@ def in_tree(decoder: Decoder, ids: list[int]) -> int:
 
 @pytest.mark.parametrize("everybody", [False, True], ids=["one request", "abort all"])
 @pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("stage", ["handshake", "transfer", "waiting", "running", "retracted"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_abort(decoder: Decoder, stage: str, prefix: int, everybody: bool) -> None:
-    """Guards against a lock, a row, a metadata slot or an answer that an abort forgets, or gives
-    twice; the checks run after every step, and at the end the client was told once."""
+    """Guards against a lock, a row, a metadata slot, a copy on the CPU or an answer that an abort
+    forgets, or gives twice. The checks run after every step; at the end the client was told once,
+    the room was forgotten once, and prefill knows, once, that no announcement will come."""
     warm(decoder, prefix)
     req = bring_to(decoder, stage)
-    step(decoder, lambda: decoder.abort("" if everybody else req.rid))
+    other, room = decoder.submitted[int(prefix > 0)], decoder.rooms[-1]
+    assert decoder.submitted[-1] is req and not decoder.is_fully_idle()
+    abort = AbortReq(abort_all=True) if everybody else AbortReq(rid=req.rid)
+    step(decoder, lambda: decoder.abort_request(abort))
     for _ in range(3):
         step(decoder, decoder.tick_queues)
         step(decoder, decoder.tick_batch)
     if stage == "transfer":  # its pages stay its own until prefill has stopped writing
         assert req in holders(decoder) and not decoder.is_fully_idle()
-        step(decoder, lambda: decoder.write_late(decoder.room(req)))
+        step(decoder, lambda: decoder.write_late(room))
         step(decoder, decoder.tick_queues)
     assert req not in [*holders(decoder), *decoder.queued]
+    queue = decoder.disagg_decode_prealloc_queue
+    assert queue.pending_reqs == [] and req not in queue.retracted_queue
+    assert req.req_pool_idx is None and not hasattr(req, "kv_cache_cpu")
     assert decoder.mailbox.ends[req.rid] == 1
+    assert room.clears == 1 and len(room.withdrawn) == (stage in UNANNOUNCED)
+    decoder.drain()
+    assert room.clears == 1 and len(room.withdrawn) == (stage in UNANNOUNCED)
+    check_idle(decoder)
+    assert (len(other.output_ids) < 40) == everybody
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_abort_from_the_waiting_queue_shares_what_arrived(decoder: Decoder, prefix: int) -> None:
+    """Guards against the first token, whose KV does not exist yet, in the tree: SGLang releases a
+    waiting request as if it had run. What prefill sent is complete, and stays."""
+    warm(decoder, prefix)
+    req = bring_to(decoder, "waiting")
+    assert len(req.output_ids) == 1
+    step(decoder, lambda: decoder.abort(req.rid))
+    assert in_tree(decoder, [*PROMPT, *req.output_ids]) == 80
     decoder.drain()
     check_idle(decoder)
-    other = decoder.submitted[-2]
-    assert (len(other.output_ids) < 40) == everybody
+
+
+def test_abort_of_a_waiting_warm_up_shares_nothing(decoder: Decoder) -> None:
+    """Guards against the garbage of a warm-up request that is aborted before it runs."""
+    req = decoder.submit([10, 11, 12, 13] * 8, new=4, warm_up=True)
+    step(decoder, decoder.tick_queues)
+    assert decoder.waiting_queue == [req]
+    step(decoder, lambda: decoder.abort(req.rid))
+    assert decoder.tree_cache.total_size() == 0 and decoder.mailbox.ends[req.rid] == 1
+    check_idle(decoder)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -108,7 +151,8 @@ def test_failed_handshake(decoder: Decoder) -> None:
     room = decoder.room(req)
     room.state = KVPoll.Failed
     step(decoder, decoder.tick_queues)
-    assert decoder.mailbox.ends[req.rid] == 1 and room.cleared and req not in decoder.queued
+    assert decoder.mailbox.ends[req.rid] == 1 and req not in decoder.queued
+    assert room.clears == 1 and len(room.withdrawn) == 1
     decoder.drain()
     check_idle(decoder)
 
@@ -169,7 +213,7 @@ def test_a_server_with_retracted_requests_is_not_idle(decoder: Decoder) -> None:
     """Guards against a flush, or a memory check, that takes the tree from under a request which is
     in none of the queues that stock SGLang looks at."""
     req = bring_to(decoder, "retracted")
-    decoder.abort(decoder.submitted[-2].rid)
+    decoder.abort(decoder.submitted[0].rid)
     for _ in range(2):
         step(decoder, decoder.tick_batch)
     assert holders(decoder) == [] and not decoder.is_fully_idle()
