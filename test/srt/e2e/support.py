@@ -94,6 +94,57 @@ def assert_tiled(admitted: list[Admitted], sent: list[Sent], page_bytes: int) ->
         assert sum(chunk.bytes for chunk in chunks) == len(pages) * page_bytes
 
 
+@dataclass
+class RankLogs:
+    """Event logs by scheduler process (rank), of a whole run."""
+
+    admitted: dict[Path, list[Admitted]]
+    sent: dict[Path, list[Sent]]
+
+    @classmethod
+    def read(cls, logs: Path) -> RankLogs:
+        """The logs of every process that wrote one."""
+        admitted: dict[Path, list[Admitted]] = {}
+        sent: dict[Path, list[Sent]] = {}
+        for path in sorted((logs / "events").glob("*.jsonl")):
+            for line in path.read_bytes().splitlines():
+                event = msgspec.json.decode(line, type=Admitted | Sent)
+                if isinstance(event, Admitted):
+                    admitted.setdefault(path, []).append(event)
+                else:
+                    sent.setdefault(path, []).append(event)
+        return cls(admitted, sent)
+
+    def rooms(self) -> list[int]:
+        """Every room that was admitted, by whichever ranks."""
+        return sorted({e.room for events in self.admitted.values() for e in events if e.room})
+
+
+def assert_tiled_by_rank(logs: RankLogs, decode_ranks: int, rank_page_bytes: int) -> None:
+    """Each room's pages were filled on each of its decode ranks, in order, once from each sender.
+
+    ``decode_ranks`` admit a room together and must agree on it; ``rank_page_bytes`` are the bytes
+    of a page on one of them, which all the prefill ranks that write to it move between them.
+    """
+    for room in logs.rooms():
+        admissions = [e for events in logs.admitted.values() for e in events if e.room == room]
+        assert len(admissions) == decode_ranks
+        assert len({(e.rid, e.prefix_tokens) for e in admissions}) == 1
+        pages = admissions[0].pages
+        assert all(e.pages == pages for e in admissions)
+        moved: dict[str, int] = {}
+        for events in logs.sent.values():
+            chunks: dict[str, list[Sent]] = {}
+            for event in events:
+                if event.room == room:
+                    chunks.setdefault(event.peer, []).append(event)
+            for peer, of_peer in chunks.items():
+                assert [page for chunk in of_peer for page in chunk.destination_pages] == pages
+                moved[peer] = moved.get(peer, 0) + sum(chunk.bytes for chunk in of_peer)
+        expected = [len(pages) * rank_page_bytes] * decode_ranks if pages else []
+        assert sorted(moved.values()) == expected
+
+
 def settle(pair: Pair) -> None:
     """Both servers idle and balanced: SGLang's strict memory check and our invariants passed."""
     pair.check()
