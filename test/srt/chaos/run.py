@@ -28,6 +28,9 @@ IN_FLIGHT = 16
 waiting for admission."""
 SEEN_DEAD_AFTER_S = 1.0
 """Between two looks whether a server has died."""
+DOWN_EVERY_S = 1.5
+"""Between two requests while a server restarts, all of which are refused at once. Those that were
+due meanwhile follow when it is back."""
 SETTLE_S = HOLD_S + 30.0
 LAST_QUESTIONS = 6
 
@@ -86,6 +89,7 @@ class Chaos:
         self._restarts = 0
         self._problems: list[str] = []
         self._leaked = 0
+        self._down = False
         self._progress = Progress()
 
     def run(self) -> Account:
@@ -136,6 +140,8 @@ class Chaos:
         for send in self._plan.sends:
             await self._until(send.at)
             await places.acquire()
+            if self._down:
+                await asyncio.sleep(DOWN_EVERY_S)
             if self._now() > self._plan.seconds:
                 break  # the places were taken for so long that the time is up
             tasks.append(asyncio.create_task(self._one(session, send, places.release)))
@@ -183,7 +189,9 @@ class Chaos:
         match fault.kind:
             case FaultKind.KILL_DECODE | FaultKind.KILL_PREFILL:
                 await asyncio.to_thread(servers.kill, role)
+                self._down = True
                 await self._start(role)
+                self._down = False
             case FaultKind.STOP_PREFILL | FaultKind.STOP_PREFILL_SCHEDULER:
                 scheduler_only = fault.kind is FaultKind.STOP_PREFILL_SCHEDULER
                 pids = await asyncio.to_thread(servers.pause, role, scheduler_only=scheduler_only)
@@ -225,8 +233,10 @@ class Chaos:
         self._show(self._progress)
         try:
             self._count_leaks("after the last request")
+            since = self._servers.log_sizes()
             self._ask_again()
             self._count_leaks("after the last questions")
+            self._servers.wait_balanced(since)
             self._servers.flush()
             self._count_leaks("after a flush")
         except (ServerFailed, TimeoutError, RuntimeError, OSError) as error:

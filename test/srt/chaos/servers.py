@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,10 @@ def chaos_config(model: Path, logs: Path, backend: str, page_size: int) -> PairC
         env={**ENV, **BACKEND_ENV[backend]},
         decode_env=DECODE_ENV,
     )
+
+
+BALANCED = b"all invariants hold"
+"""What an idle server logs after it has checked them."""
 
 
 @dataclass
@@ -153,6 +158,26 @@ class Servers:
             held[role] = checks.wait_empty(process, self.addresses.url(role), timeout_s)
             checks.assert_healthy(process)
         return held
+
+    def log_sizes(self) -> dict[str, int]:
+        """How much the current servers have logged, bytes, by role; for ``wait_balanced``."""
+        return {
+            role: self.current(role).process.log.stat().st_size for role in ("decode", "prefill")
+        }
+
+    def wait_balanced(self, since: dict[str, int], timeout_s: float = 15.0) -> None:
+        """Waits until each idle server has said, after ``since``, that all invariants hold.
+
+        Raises:
+            TimeoutError: one did not, so that nobody knows.
+        """
+        deadline = time.monotonic() + timeout_s
+        for role, size in since.items():
+            log = self.current(role).process.log
+            while BALANCED not in log.read_bytes()[size:]:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{role} did not check its invariants in {timeout_s:.0f} s")
+                time.sleep(0.2)
 
     def flush(self) -> None:
         """Empties both caches; see ``checks.flush``."""

@@ -135,6 +135,13 @@ class FakePair:
         self.done.append("settle")
         return {"decode": Load(0, self.held), "prefill": Load(0, 0)}
 
+    def log_sizes(self) -> dict[str, int]:
+        return {"decode": 5}
+
+    def wait_balanced(self, since: dict[str, int]) -> None:
+        assert since == {"decode": 5}
+        self.done.append("balanced")
+
     def flush(self) -> None:
         self.done.append("flush")
 
