@@ -167,8 +167,11 @@ class Servers:
             role: self.current(role).process.log.stat().st_size for role in ("decode", "prefill")
         }
 
-    def wait_balanced(self, since: dict[str, int], timeout_s: float = 15.0) -> None:
+    def wait_balanced(self, since: dict[str, int], timeout_s: float = HOLD_S + 15.0) -> None:
         """Waits until each idle server has said, after ``since``, that all invariants hold.
+
+        Prefill keeps rooms that were announced to it and never asked for, for as long as a request
+        may take to arrive.
 
         Raises:
             TimeoutError: one did not, so that nobody knows.
