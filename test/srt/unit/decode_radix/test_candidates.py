@@ -1,0 +1,116 @@
+"""The first in line: their leases are taken early, trimmed to what ranks agree on, given back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.disaggregation.decode_radix import candidates as line
+from sglang.srt.disaggregation.decode_radix.agreement import Offer
+from sglang.srt.disaggregation.decode_radix.candidates import Candidate
+from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+
+HELD = 64
+
+
+class Tree:
+    """Matches up to ``HELD`` tokens; a node is the length of its path."""
+
+    device = "cpu"
+    root_node = 0
+
+    def __init__(self) -> None:
+        self.locks: Counter[int] = Counter()
+
+    def inc_lock_ref(self, node: int) -> None:
+        self.locks[node] += 1
+
+    def dec_lock_ref(self, node: int) -> None:
+        self.locks[node] -= 1
+        assert self.locks[node] >= 0
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
+    """A tree, and matching without SGLang."""
+
+    def take(tree: Tree, token_ids: list[int], extra_key: str | None) -> PrefixLease:
+        length = min(len(token_ids), HELD)
+        return PrefixLease(tree, length, torch.arange(length))
+
+    monkeypatch.setattr(PrefixLease, "take", take)
+    return Tree()
+
+
+def candidate(name: str, tokens: int = 100, *, shares: bool = True, given_up: bool = False) -> Any:
+    """A request in line."""
+    req = SimpleNamespace(rid=name, extra_key=None)
+    return Candidate(req, req, list(range(tokens)), shares, given_up)
+
+
+def nobody(req: Any) -> bool:
+    """No request is blocked."""
+    return False
+
+
+def locked(tree: Tree) -> list[int]:
+    """The nodes that somebody holds a lock on."""
+    return sorted(+tree.locks)
+
+
+def test_offers(tree: Tree) -> None:
+    """Guards against an offer that says too much: who may not share offers nothing, and who was
+    given up leaves it to the others."""
+    first = [candidate("a"), candidate("b", 10), candidate("c", shares=False)]
+    first.append(candidate("d", given_up=True))
+    offers = line.take_leases(tree, first, nobody)
+    assert offers == [Offer.SHARED + 64, Offer.SHARED + 10, Offer.PRIVATE, Offer.ABSTAIN]
+    line.release(first)
+    assert locked(tree) == []
+
+
+def test_nobody_behind_a_blocked_one_is_matched(tree: Tree) -> None:
+    """Guards against the cost of matching, on every step, who cannot get in."""
+    first = [candidate("a"), candidate("b"), candidate("c")]
+    offers = line.take_leases(tree, first, lambda req: req.rid == "b")
+    assert offers == [Offer.SHARED + 64, Offer.STOP, Offer.STOP]
+    assert [one.lease is None for one in first] == [False, True, True]
+
+
+def test_the_agreed_length_counts(tree: Tree) -> None:
+    """Guards against a lock on more than is shared, or on nothing."""
+    first = [candidate("a"), candidate("b", 32)]
+    line.take_leases(tree, first, nobody)
+    tried = line.settle(tree, first, [Offer.SHARED + 16, Offer.SHARED + 32])
+    assert [one.lease.length for one in tried] == [16, 32]
+    assert locked(tree) == [16, 32] and [one.shares for one in tried] == [True, True]
+
+
+def test_what_no_other_rank_may_share_is_private(tree: Tree) -> None:
+    """Guards against a rank that waits for a prefix, or locks one, which the others do not know."""
+    first = [candidate("a")]
+    line.take_leases(tree, first, nobody)
+    (tried,) = line.settle(tree, first, [Offer.PRIVATE])
+    assert tried.lease.length == 0 and not tried.shares and locked(tree) == [0]
+
+
+def test_a_stop_of_another_rank_is_a_stop(tree: Tree) -> None:
+    """Guards against a rank that tries whom the others do not, and against locks kept for them."""
+    first = [candidate("a"), candidate("b"), candidate("c")]
+    line.take_leases(tree, first, nobody)
+    tried = line.settle(tree, first, [Offer.SHARED + 64, Offer.STOP, Offer.SHARED + 64])
+    assert tried == first[:1] and tree.locks[64] == 1
+
+
+def test_who_was_given_up_here_has_no_lease(tree: Tree) -> None:
+    """Guards against a lease for a request that this rank knows to be gone."""
+    first = [candidate("a", given_up=True), candidate("b")]
+    line.take_leases(tree, first, nobody)
+    tried = line.settle(tree, first, [Offer.SHARED + 64, Offer.SHARED + 64])
+    assert [one.lease is None for one in tried] == [True, False]
+    line.release(first)
+    assert locked(tree) == []

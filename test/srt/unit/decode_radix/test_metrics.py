@@ -1,0 +1,62 @@
+"""The gauges of the tree, and the refusals, as Prometheus sees them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from sglang.srt.disaggregation.decode_radix import metrics
+from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
+
+LABELS = {"model_name": "m", "engine_type": "decode"}
+
+
+def sample(name: str, **more: str) -> float | None:
+    """What a scrape shows."""
+    return prometheus_client.REGISTRY.get_sample_value(f"sglang:{name}", LABELS | more)
+
+
+@pytest.fixture
+def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What the scheduler would show."""
+    values = dict.fromkeys(metrics.GAUGES, 0)
+    monkeypatch.setattr(metrics, "readings", lambda scheduler: dict(values))
+    return values
+
+
+def test_gauges_follow_once_a_second(values: dict[str, int]) -> None:
+    """Guards against gauges that cost time in every step, and against ones that stand still."""
+    now = [100.0]
+    decode = DecodeMetrics(clock=lambda: now[0])
+    decode.bind(LABELS)
+    for at, count, shown in ((0.0, 5, 5), (0.5, 6, 5), (0.99, 7, 5), (1.0, 8, 8), (1.5, 9, 8)):
+        now[0] = 100.0 + at
+        values["decode_prefix_leases"] = count
+        decode.update(None)
+        assert sample("decode_prefix_leases") == shown
+
+
+def test_without_metrics_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a walk over all requests on a server that nobody scrapes."""
+
+    def unread(scheduler: Any) -> dict[str, int]:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(metrics, "readings", unread)
+    DecodeMetrics().update(SimpleNamespace())
+
+
+def test_refusals_by_reason() -> None:
+    """Guards against one counter for all reasons: an operator must see what is short."""
+    before = sample("decode_admission_refused_total", reason="no_tokens") or 0
+    decode = DecodeMetrics()
+    decode.refused("no_tokens")  # nobody scrapes yet
+    decode.bind(LABELS)
+    for reason in ("no_tokens", "no_tokens", "no_request_row"):
+        decode.refused(reason)
+    assert sample("decode_admission_refused_total", reason="no_tokens") == before + 2
+    assert (sample("decode_admission_refused_total", reason="no_request_row") or 0) >= 1
+    assert decode.refusals == {"no_tokens": 3, "no_request_row": 1}
