@@ -41,6 +41,8 @@ class PrefillServers:
         self._capabilities: dict[str, capability.Capabilities] = {}
         #: Counts handshakes with an address, to tell the server there from the one before it.
         self._epochs: dict[str, int] = defaultdict(int)
+        #: The counts when the heartbeat last began to look.
+        self._looked_at: dict[str, int] = {}
         #: Servers at an address up to this epoch are certain to write no more.
         self._gone_epochs: dict[str, int] = defaultdict(int)
         #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
@@ -55,13 +57,16 @@ class PrefillServers:
         """Whether the server at ``address`` (bootstrap host:port) is known. Never blocks for long:
         a server that hangs must not stop the scheduler. Called again until it is, or is given up.
         """
-        if address in self._manager.prefill_info_table:
-            return True
-        future = self._asked.get(address)
+        table = self._manager.prefill_info_table
+        future, patience = self._asked.get(address), 0.0
         if future is None:
+            if address in table:
+                return True
             future = self._asked[address] = self._executor.submit(self._handshake, address)
+            patience = _PATIENCE_S
         try:
-            known = future.result(timeout=_PATIENCE_S)
+            # Not before it is over: the table has the server before we know which one it is.
+            known = future.result(timeout=patience) and address in table
         except FutureTimeout:
             return False
         except Exception as error:  # SGLang raises where page size or dtype differ
@@ -205,7 +210,7 @@ class PrefillServers:
 
     def start_heartbeat(self) -> None:
         """Look at all prefill servers every ``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``."""
-        heartbeat = Heartbeat(self._look, self.lost, max_failures=self._manager.max_failures)
+        heartbeat = Heartbeat(self._look, self._given_up, max_failures=self._manager.max_failures)
 
         def beat() -> None:
             while True:
@@ -221,6 +226,7 @@ class PrefillServers:
         with self._lock:
             addresses = {*self._manager.prefill_info_table}
             addresses |= {watch.address for watch in self.watches.values()}
+            self._looked_at = {address: self._epochs[address] for address in addresses}
             return {address: self.capabilities(address).incarnation for address in addresses}
 
     def _look(self, address: str) -> Look:
@@ -256,6 +262,12 @@ class PrefillServers:
         except (OSError, ValueError) as error:
             logger.warning("could not ping prefill rank %s:%s: %s", host, port, error)
 
+    def _given_up(self, address: str, is_gone: bool, why: str) -> None:
+        """What the last looks showed; they say nothing of a server connected to since then."""
+        with self._lock:
+            if self._epochs[address] == self._looked_at.get(address):
+                self.lost(address, is_gone, why)
+
     def lost(self, address: str, is_gone: bool, why: str) -> None:
         """A prefill server is given up: fail its rooms, and connect anew when it is next needed.
 
@@ -266,8 +278,9 @@ class PrefillServers:
         for room in rooms:
             self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
         logger.error("lost prefill server %s: %s; %d rooms", address, why, len(rooms))
-        if is_gone:
-            with self._lock:
+        with self._lock:
+            self._ranks[address] = dict.fromkeys(self._ranks[address], 0)
+            if is_gone:
                 self._forget_writers(address)
 
     def _forget_writers(self, address: str) -> None:
