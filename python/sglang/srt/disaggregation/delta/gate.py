@@ -81,8 +81,9 @@ class RoomGate:
                 if ended is not None:
                     return ended.reason
                 known = self._rooms[room] = _Room(announced_at=self._clock())
-            if known.stopped is not None:
+            if known.stopped is not None and not known.busy:
                 return known.stopped
+            # Stopped while something is under way, maybe to these very pages: told when it settled.
             known.destinations[peer] = announcement
         return None
 
