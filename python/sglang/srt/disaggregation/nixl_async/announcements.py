@@ -51,7 +51,14 @@ class NixlAnnouncements:
             tp_rank=info.decode_tp_rank,
             item_len=info.dst_kv_item_len,
         )
-        self._manager._add_remote_peer(info)
+        manager = self._manager
+        known = info.agent_name in manager.decode_kv_args_table
+        try:
+            manager._add_remote_peer(info)
+        except Exception:
+            if not known:  # SGLang lists a peer before NIXL has taken it
+                manager.decode_kv_args_table.pop(info.agent_name, None)
+            raise
 
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
