@@ -60,12 +60,19 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class ControlError(ValueError):
-    """A message with our magic that cannot be understood."""
+    """A message with our magic that cannot be understood, or one that cannot be written."""
 
 
 def encode(message: Message) -> list[bytes]:
-    """The message as frames for the wire."""
-    return [MAGIC, msgspec.msgpack.encode(message)]
+    """The message as frames for the wire.
+
+    Raises:
+        ControlError: it cannot be written: a client chose a room number of more than 64 bits.
+    """
+    try:
+        return [MAGIC, msgspec.msgpack.encode(message)]
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ControlError(f"{message} cannot be sent: {error}") from error
 
 
 def decode(frames: Sequence[bytes]) -> Message | None:
