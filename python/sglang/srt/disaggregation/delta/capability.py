@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.delta.wire import VERSION
 logger = logging.getLogger(__name__)
 
 ROUTE = "/pd_capabilities"
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         return None
     try:
         capabilities = msgspec.json.decode(response.content, type=Capabilities)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         logger.error("prefill server %s sent unreadable capabilities: %s", bootstrap_addr, error)
         return STOCK
     if not capabilities.takes_delta:
@@ -94,5 +95,5 @@ def incarnation_in(content: bytes) -> str | None:
     """The incarnation that a body of ``GET /pd_capabilities`` names; None if it cannot be read."""
     try:
         return msgspec.json.decode(content, type=Capabilities).incarnation
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,15 @@ class Heartbeat:
         if not known:
             return
         with ThreadPoolExecutor(min(len(known), 16)) as executor:
-            looks = executor.map(self._look, known)
-            for (address, incarnation), look in zip(known.items(), looks, strict=True):
-                self._judge(address, incarnation, look)
+            looks = {executor.submit(self._look, address): address for address in known}
+            for done in as_completed(looks):
+                address = looks[done]
+                try:
+                    look = done.result()
+                except Exception as error:  # one strange server must not hide the others
+                    logger.warning("could not look at prefill server %s: %r", address, error)
+                    look = Look(Sign.SILENT)
+                self._judge(address, known[address], look)
 
     def _judge(self, address: str, incarnation: str | None, look: Look) -> None:
         if None not in (incarnation, look.incarnation) and look.incarnation != incarnation:

@@ -66,6 +66,6 @@ def find_frame(frames: Sequence[bytes]) -> DeltaFrame | None:
                     f"decode speaks delta protocol {theirs}, this prefill server {VERSION}"
                 )
             return msgspec.msgpack.decode(content, type=DeltaFrame)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DeltaFrameError(f"malformed delta frame: {error}") from error
     return None
