@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 #: A peer is complained about once in so many seconds.
 INTERVAL_S = 5.0
-#: Peers remembered for that; more than this many at once are not told apart.
-_REMEMBERED_PEERS = 1024
+#: Peers told apart at a time. A peer says itself who it is, and a stranger may say so many things.
+_REMEMBERED_PEERS = 128
+_MAX_CHARACTERS = 400
 
 
 class Complaints:
@@ -23,10 +24,12 @@ class Complaints:
     def about(self, peer: str, problem: object) -> None:
         """Log what is wrong with ``peer``, unless something was just logged about it."""
         now = self._clock()
+        if peer not in self._last and len(self._last) >= _REMEMBERED_PEERS:
+            self._last = {it: at for it, at in self._last.items() if now - at < INTERVAL_S}
+            if len(self._last) >= _REMEMBERED_PEERS:
+                peer = "one of many peers"
         last = self._last.get(peer)
         if last is not None and now - last < INTERVAL_S:
             return
-        if len(self._last) >= _REMEMBERED_PEERS:
-            self._last.clear()
         self._last[peer] = now
-        self._logger.error("dropped a message from %s: %s", peer, problem)
+        self._logger.error("dropped a message from %s: %s", peer, str(problem)[:_MAX_CHARACTERS])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import zmq
 
 from sglang.srt.disaggregation.delta import control
+
+#: Peers come and go, and each chooses its own address: the one unused for longest makes room.
+_MAX_SOCKETS = 512
 
 
 class PeerSockets:
@@ -20,7 +24,7 @@ class PeerSockets:
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._lock = threading.Lock()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
 
     def send(self, host: str, port: int, message: control.Message) -> None:
         """Queue a control message for the peer at ``host``:``port``.
@@ -34,14 +38,20 @@ class PeerSockets:
         """Queue a message of another kind; raises as ``send`` does."""
         from sglang.srt.utils.network import NetworkAddress
 
+        if not host or not 0 < port < 65536:  # ZeroMQ would cut the port to 16 bits
+            raise ValueError(f"no peer can be at {host!r}, port {port}")
         address = NetworkAddress(host, port)
+        name = address.to_host_port_str()
         with self._lock:
-            socket = self._sockets.get(address.to_host_port_str())
+            socket = self._sockets.get(name)
             if socket is None:
                 socket = self._open(address)
+            self._sockets.move_to_end(name)
             socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
     def _open(self, address: Any) -> zmq.Socket[bytes]:
+        while len(self._sockets) >= _MAX_SOCKETS:
+            self._sockets.popitem(last=False)[1].close()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
