@@ -123,6 +123,40 @@ class DeltaManager(CommonKVManager):
             if not is_failed(self.request_status.get(bootstrap_room)):
                 super().update_status(bootstrap_room, status)
 
+    def advance(self, room: int, status: Any) -> None:
+        """``update_status`` for a room whose request is here: a late word brings none to life."""
+        with self._status_lock:
+            known = self.request_status.get(room)
+            if known is not None and not is_failed(known):
+                super().update_status(room, status)
+
+    def fail_known(self, room: int, text: str) -> bool:
+        """Fail a room whose request is here and that has neither ended nor failed; whether it
+        was one."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        with self._status_lock:
+            if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+                return False
+            self.record_failure(room, text)
+            super().update_status(room, KVPoll.Failed)
+            return True
+
+    def forget_status(self, room: int) -> None:
+        """The room's request is done with: no word about it is kept, now or later."""
+        with self._status_lock:
+            self.request_status.pop(room, None)
+            self.failure_records.pop(room, None)
+
+    def start_if_announced(self, room: int) -> None:
+        """A room starts when its request is here and all its decode ranks have announced it,
+        whichever comes last. Prefill only."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        infos = list(self.transfer_infos.get(room, {}).values())
+        if infos and len(infos) >= infos[-1].required_dst_info_num:
+            self.advance(room, KVPoll.WaitingForInput)
+
     def open_rooms(self) -> dict[str, list[int]]:
         """Every per-room table of this rank with its rooms; all empty on an idle server."""
         tables = {

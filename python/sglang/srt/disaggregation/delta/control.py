@@ -26,6 +26,8 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     host: str
     port: int
     reason: str
+    #: A rank that writes nothing (a dummy) is not to answer: it would count as a writer.
+    wants_answer: bool = True
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

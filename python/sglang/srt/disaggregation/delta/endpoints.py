@@ -185,12 +185,8 @@ class DeltaReceiver(CommonKVReceiver):
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
-        for table in (
-            manager.request_status,
-            manager.required_prefill_response_num_table,
-            manager.failure_records,
-        ):
-            table.pop(room, None)
+        manager.forget_status(room)
+        manager.required_prefill_response_num_table.pop(room, None)
         if self._servers is not None:
             manager.take_progress(room)
         rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
@@ -220,6 +216,7 @@ class DeltaSender(CommonKVSender):
         withdrawn = gate.open(bootstrap_room) or gate.stopped(bootstrap_room)
         if withdrawn is not None:
             self.fail(Reason.ABORTED, withdrawn)
+        mgr.start_if_announced(bootstrap_room)
 
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -267,6 +264,6 @@ class DeltaSender(CommonKVSender):
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
-        for table in (manager.request_status, manager.transfer_infos, manager.failure_records):
-            table.pop(room, None)
+        manager.forget_status(room)
+        manager.transfer_infos.pop(room, None)
         manager.rooms.gate.forget(room)

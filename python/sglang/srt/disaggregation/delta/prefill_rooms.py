@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,6 @@ class PrefillRooms:
         self._manager = manager
         self._clock = clock
         self._sockets = PeerSockets()
-        self._fail_lock = threading.Lock()
         #: When each decode rank that pings was last heard of, by the name it registered under.
         self._heard: dict[str, float] = {}
         self._lease_s = max(deadlines.quarantine_seconds() / 2, 1.0)
@@ -37,19 +35,10 @@ class PrefillRooms:
     def fail(self, room: int, kind: Reason, text: str) -> None:
         """Fail one room: nothing more is posted for it, and its decode ranks are told when what was
         posted has settled. The first failure of a room counts; later ones change nothing."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        manager = self._manager
-        with self._fail_lock:
-            status = manager.request_status.get(room)
-            first = self.gate.stopped(room) is None
-            if first and status is not None:
-                STATS.failed(kind)
-                manager.record_failure(room, text)
-                log = logger.info if kind is Reason.ABORTED else logger.error
-                log("KV transfer of room %s failed: %s", room, text)
-            if status is not None:
-                manager.update_status(room, KVPoll.Failed)
+        if self._manager.fail_known(room, text):
+            STATS.failed(kind)
+            log = logger.info if kind is Reason.ABORTED else logger.error
+            log("KV transfer of room %s failed: %s", room, text)
         self.gate.stop(room, text)
 
     def announce(self, room: int, peer: str, info: Any) -> bool:
@@ -113,7 +102,7 @@ class PrefillRooms:
         elif isinstance(message, control.Withdraw):
             text = f"decode gave it up: {message.reason}"
             self.fail(message.room, Reason.ABORTED, text)
-            if self.gate.stop(message.room, text):
+            if self.gate.stop(message.room, text) and message.wants_answer:
                 # Also where nothing is known of the room any more: then nothing is under way.
                 self._sockets.send(
                     message.host,

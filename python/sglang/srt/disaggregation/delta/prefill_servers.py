@@ -109,25 +109,23 @@ class PrefillServers:
 
     def fail(self, room: int, kind: Reason, text: str) -> None:
         """Fail one room that has neither ended nor failed."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        manager = self._manager
-        with self._lock:
-            if manager.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
-                return
+        if self._manager.fail_known(room, text):
             STATS.failed(kind)
-            manager.record_failure(room, text)
-            manager.update_status(room, KVPoll.Failed)
 
     def withdraw(self, address: str, infos: list[dict[str, Any]], room: int, reason: str) -> None:
         """Tell the prefill ranks of ``room`` that it is not wanted any more. Best effort."""
         manager = self._manager
         if not self.capabilities(address).takes_control:
             return
-        message = control.Withdraw(
-            room, manager.peer_name, manager.local_ip, manager.rank_port, reason
-        )
         for info in infos:
+            message = control.Withdraw(
+                room,
+                manager.peer_name,
+                manager.local_ip,
+                manager.rank_port,
+                reason,
+                wants_answer=not info.get("is_dummy", False),
+            )
             try:
                 self._sockets.send(info["rank_ip"], int(info["rank_port"]), message)
             except (OSError, ValueError) as error:
