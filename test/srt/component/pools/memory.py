@@ -97,18 +97,21 @@ def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
     return found | changes
 
 
-def rank_pools(size: int, total: int, page: int, seed: int) -> list[Any]:
+def rank_pools(size: int, total: int, page: int, seed: int, v_dim: int = HEAD_DIM) -> list[Any]:
     """A pool for each of ``size`` ranks of a model with ``total`` KV heads, filled alike: the
     replicas of a head are equal, and ranks of another size, of the same seed, hold the same KV."""
     rng = np.random.default_rng(seed)
-    shape = (2 * LAYERS, PAGES, page, total, HEAD_DIM * 4)
-    whole = rng.integers(0, 256, shape, np.uint8)
+    sides = [
+        rng.integers(0, 256, (LAYERS, PAGES, page, total, dim * 4), np.uint8)
+        for dim in (HEAD_DIM, v_dim)
+    ]
     pools = []
     for rank in range(size):
         held = heads_of(rank, size, total)
-        pool = mha(page, heads=len(held))
-        for buffer, content in zip(as_bytes(pool), whole[..., held, :], strict=True):
-            buffer[:] = content.reshape(PAGES, -1)
+        pool = mha(page, heads=len(held), v_dim=v_dim)
+        whole = [layer[..., held, :].reshape(PAGES, -1) for side in sides for layer in side]
+        for buffer, content in zip(as_bytes(pool), whole, strict=True):
+            buffer[:] = content
         pools.append(pool)
     return pools
 

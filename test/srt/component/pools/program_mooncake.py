@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np  # noqa: E402
 
 from component.pools.memory import (  # noqa: E402
+    HEAD_DIM,
     POOLS,
     RANK_LAYOUTS,
     Pages,
@@ -109,11 +110,13 @@ def equal_ranks(name: str, page: int) -> None:
             assert_arrived(before, decode, prefill, source, target)
 
 
-def unequal_ranks(prefill_size: int, decode_size: int, heads: int, page: int) -> None:
+def unequal_ranks(
+    prefill_size: int, decode_size: int, heads: int, page: int, v_dim: int = HEAD_DIM
+) -> None:
     """Every prefill rank sends its slice to every decode rank that SGLang connects it to."""
-    prefill = rank_pools(prefill_size, heads, page, seed=1)
-    wanted = rank_pools(decode_size, heads, page, seed=1)
-    decode = rank_pools(decode_size, heads, page, seed=2)
+    prefill = rank_pools(prefill_size, heads, page, seed=1, v_dim=v_dim)
+    wanted = rank_pools(decode_size, heads, page, seed=1, v_dim=v_dim)
+    decode = rank_pools(decode_size, heads, page, seed=2, v_dim=v_dim)
     source, target = (pages[PREFIX:] for pages in scattered(3, PROMPT))
     with released(prefill, decode):
         senders = [
@@ -143,6 +146,7 @@ SCENARIOS |= {
     for prefill, decode, heads in RANK_LAYOUTS
     for page in (1, 16)
 }
+SCENARIOS["ranks_short_values"] = partial(unequal_ranks, 2, 1, 4, 16, HEAD_DIM // 2)
 
 
 def main() -> None:
