@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-enable-radix-cache"
 
 #: Transfer backends whose sender and receiver of ours move only the missing pages.
-DELTA_BACKENDS: tuple[str, ...] = ("nixl",)
+DELTA_BACKENDS: tuple[str, ...] = ("nixl", "mooncake")
 
 #: Other settings that own or shape the KV pool in a way that the decode tree does not follow:
 #: (attribute, how the user wrote it, why not).

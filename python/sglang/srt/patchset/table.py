@@ -111,6 +111,31 @@ TABLE: tuple[Replacement, ...] = (
         mixin=f"{_DISAGG}.nixl_async.endpoints:DeltaNixlReceiver",
         why="a finished or failed room leaves no table entries",
     ),
+    # Mooncake.
+    Replacement(
+        module=f"{_DISAGG}.mooncake.conn",
+        name="TransferInfo",
+        mixin=f"{_DISAGG}.mooncake_delta.announcements:DeltaTransferInfo",
+        why="reads the delta frame; no pages no longer means a dummy",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.mooncake.conn",
+        name="MooncakeKVManager",
+        mixin=f"{_DISAGG}.mooncake_delta.manager:DeltaMooncakeManager",
+        why="full prefix hits, head slices of any sizes, counted bytes, threads that do not end",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.mooncake.conn",
+        name="MooncakeKVSender",
+        mixin=f"{_DISAGG}.mooncake_delta.endpoints:DeltaMooncakeSender",
+        why="an error fails its own room and not the scheduler",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.mooncake.conn",
+        name="MooncakeKVReceiver",
+        mixin=f"{_DISAGG}.mooncake_delta.endpoints:DeltaMooncakeReceiver",
+        why="a finished or failed room leaves no table entries",
+    ),
     # The decode scheduler.
     Replacement(
         module="sglang.srt.managers.scheduler",

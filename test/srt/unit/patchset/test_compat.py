@@ -37,10 +37,14 @@ def _no_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64, 512])
-def test_accepted(page_size):
-    """The plain case, before and after SGLang has chosen a page size."""
-    compat.check_decode_radix_args(args(page_size=page_size))
+def test_accepted(page_size, backend):
+    """The plain case, before and after SGLang has chosen a page size; a backend that sends deltas
+    must not be refused."""
+    compat.check_decode_radix_args(
+        args(page_size=page_size, disaggregation_transfer_backend=backend)
+    )
 
 
 @pytest.mark.parametrize(
