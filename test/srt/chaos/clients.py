@@ -59,6 +59,8 @@ class Life:
     left: bool = False
     aborted_on: list[str] = field(default_factory=list)
     """Servers that were asked to abort it, alone or with all others."""
+    aborted_at: float = 0.0
+    """When the first of them was asked."""
     taken_back: How | None = None
     """How its client took it back, if it did before the answer was complete."""
     late: tuple[str, ...] = ()
@@ -157,6 +159,7 @@ async def abort(
     """
     for life in lives:
         life.aborted_on.extend(roles)
+        life.aborted_at = life.aborted_at or time.monotonic()
     body: Json = {"abort_all": True} if everything else {"rid": lives[0].rid}
 
     async def one(role: str) -> None:

@@ -67,7 +67,7 @@ def print_summary(console: Console, accounts: Sequence[tuple[Arm, Account]]) -> 
     for arm, account in accounts:
         console.print(
             f"{arm.name}: the slowest failure came {account.slowest_failure_s:.1f} s after its "
-            "request",
+            f"request, the slowest abort took {account.slowest_abort_s:.1f} s",
             highlight=False,
         )
     console.print(one_line(total), highlight=False)

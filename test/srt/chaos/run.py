@@ -65,6 +65,8 @@ class Account:
     bugs: list[tuple[Life, Verdict]] = field(default_factory=list)
     slowest_failure_s: float = 0.0
     """From a request's start to its error, the longest among those that failed with a cause."""
+    slowest_abort_s: float = 0.0
+    """From an abort to the end of its request on decode, the longest."""
 
 
 class Chaos:
@@ -205,6 +207,7 @@ class Chaos:
                 await clients.abort(session, self._addresses, [role], waiting, everything=True)
                 for life in self._lives[sent:]:  # sent meanwhile, so it may be hit or not
                     life.aborted_on.append(role)
+                    life.aborted_at = life.aborted_at or time.monotonic()
 
     async def _start(self, role: str) -> None:
         took = await asyncio.to_thread(self._servers.start, role)
@@ -274,22 +277,32 @@ class Chaos:
     def _account(self) -> Account:
         outcomes: Counter[Outcome] = Counter()
         bugs = []
-        slowest = 0.0
+        failures, aborts = [0.0], [0.0]
         for life in self._lives:
             seen = life.observed(self._began)
             verdict = judge(seen, self._windows)
             outcomes[verdict.outcome] += 1
-            self._note("judged", life, outcome=verdict.outcome, reason=verdict.reason)
+            waited = life.decode.finished_at - life.aborted_at if life.aborted_on else None
+            self._note(
+                "judged",
+                life,
+                outcome=verdict.outcome,
+                reason=verdict.reason,
+                aborted_on=life.aborted_on,
+                after_abort_s=waited,
+            )
             if verdict.outcome in BUGS:
                 bugs.append((life, verdict))
             if verdict.outcome is Outcome.FAILED:
-                slowest = max(slowest, seen.ended_at - seen.started_at)
+                failures.append(seen.ended_at - seen.started_at)
+            if verdict.outcome is Outcome.ABORTED and life.aborted_on:
+                aborts.append(life.decode.finished_at - life.aborted_at)
         for incarnation in self._servers.incarnations:
             self._problems += log_problems(incarnation.process.log, incarnation.killed_at)
         ways = Counter(life.taken_back.value for life in self._lives if life.taken_back)
         problems = tuple(self._problems)
         tally = Tally(outcomes, self._faults + ways, self._restarts, self._leaked, problems)
-        return Account(tally, bugs, slowest)
+        return Account(tally, bugs, max(failures), max(aborts))
 
 
 def run_arm(
