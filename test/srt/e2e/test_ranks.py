@@ -72,11 +72,11 @@ def converse(
     config = pair_config(model, logs, page_size=page, skip_warmup=True, **changes)
     tokens = prompt_maker(model, seed=page)
     shared = tokens(150)
-    prompts = [[*shared, *tokens(60 + 41 * i)] for i in range(4)] + [tokens(300)]
+    prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
     with Pair(config, logs) as pair:
         for _ in range(2):
-            expected = reference.answers(prompts, 16)
-            assert pair.generate(prompts, 16) == expected
+            expected = reference.answers(prompts, 10)
+            assert pair.generate(prompts, 10) == expected
             prompts = [
                 [*prompt, *answer, *tokens(21)]
                 for prompt, answer in zip(prompts, expected, strict=True)
