@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import prometheus_client
 import pytest
 
+from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.stats import (
     COUNTERS,
     DECODE_COUNTERS,
+    FAILURES,
     PREFILL_COUNTERS,
     TransferStats,
 )
@@ -55,3 +59,42 @@ def test_two_schedulers_of_one_process() -> None:
         stats.bind(PREFILL_COUNTERS, labels)
         stats.add("kv_transfer_skipped_tokens", 2)
         assert exported("kv_transfer_skipped_tokens", labels) == 2
+
+
+def failures_exported(labels: dict[str, str], reason: Reason) -> float | None:
+    """What a scrape would show of failures of one reason."""
+    labels = {**labels, "reason": reason.value}
+    return prometheus_client.REGISTRY.get_sample_value(f"sglang:{FAILURES}_total", labels)
+
+
+def test_failures_have_reasons() -> None:
+    """Guards against failures that are counted under another reason, and against reasons that a
+    dashboard sees only when it is too late to compare: all are there from the start."""
+    stats = TransferStats()
+    labels = {"model_name": "test_failures", "tp_rank": "0"}
+    stats.failed(Reason.TIMEOUT)
+    stats.bind(DECODE_COUNTERS, labels)
+    assert {failures_exported(labels, reason) for reason in Reason} == {0}
+    stats.failed(Reason.TIMEOUT)
+    stats.failed(Reason.PEER_LOST)
+    assert stats.failures == dict.fromkeys(Reason, 0) | {Reason.TIMEOUT: 2, Reason.PEER_LOST: 1}
+    assert failures_exported(labels, Reason.TIMEOUT) == 1
+    assert failures_exported(labels, Reason.PEER_LOST) == 1
+    assert failures_exported(labels, Reason.ABORTED) == 0
+
+
+def test_failures_of_several_threads() -> None:
+    """Rooms fail on the scheduler's, the reader's and the heartbeat's thread. Guards against lost
+    counts."""
+    stats = TransferStats()
+
+    def fail() -> None:
+        for _ in range(2000):
+            stats.failed(Reason.ABORTED)
+
+    threads = [threading.Thread(target=fail) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stats.failures[Reason.ABORTED] == 8000

@@ -1,0 +1,142 @@
+"""Heartbeats over scripted looks: alive, silent, gone, restarted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from sglang.srt.disaggregation.delta.heartbeat import Heartbeat, Look, Sign
+
+ALIVE, SILENT, GONE = (Look(sign) for sign in (Sign.ALIVE, Sign.SILENT, Sign.GONE))
+Lost = list[tuple[str, bool, str]]
+
+
+def heartbeat(look: Callable[[str], Look], failures: int = 2) -> tuple[Heartbeat, Lost]:
+    """A heartbeat, and the servers that it gave up."""
+    lost: Lost = []
+    return Heartbeat(look, lambda *what: lost.append(what), max_failures=failures), lost
+
+
+def scripted(*looks: Look) -> Callable[[str], Look]:
+    """One look after another at one server."""
+    script = iter(looks)
+    return lambda address: next(script)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_silence_is_given_up_after_its_bound(failures: int) -> None:
+    """Guards against a server given up for one lost packet, or never; and against one whose
+    processes are taken for gone because they hang."""
+    made, lost = heartbeat(lambda address: SILENT, failures)
+    for count in range(1, failures + 1):
+        assert lost == [] and count <= failures
+        made.beat({"p:1": None})
+    assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", False)]
+
+
+def test_a_sign_of_life_starts_the_count_anew() -> None:
+    """Guards against failures of a whole day that add up."""
+    made, lost = heartbeat(scripted(SILENT, ALIVE, SILENT, ALIVE, SILENT))
+    for _ in range(5):
+        made.beat({"p:1": None})
+    assert lost == []
+
+
+def test_after_it_was_given_up_it_starts_anew() -> None:
+    """Guards against a server that came back and is given up again at its first slow answer."""
+    made, lost = heartbeat(scripted(SILENT, SILENT, SILENT, ALIVE))
+    for _ in range(4):
+        made.beat({"p:1": None})
+    assert len(lost) == 1
+
+
+def test_gone_is_certain() -> None:
+    """A refused connection says that nobody runs there. Guards against pages that are held for
+    their whole bound for a server that does not exist any more; and against trusting the last look
+    less than an earlier silence."""
+    made, lost = heartbeat(scripted(SILENT, GONE))
+    made.beat({"p:1": None})
+    made.beat({"p:1": None})
+    assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", True)]
+    made, lost = heartbeat(scripted(GONE, SILENT))
+    made.beat({"p:1": None})
+    made.beat({"p:1": None})
+    assert [is_gone for _, is_gone, _ in lost] == [False], "now something answers there again"
+
+
+@pytest.mark.parametrize("sign", [Sign.ALIVE, Sign.SILENT])
+def test_another_incarnation_is_another_server(sign: Sign) -> None:
+    """A server that was restarted between two looks answers as ever. Guards against rooms that wait
+    for ranks which do not exist any more, also while the new ranks are silent yet."""
+    made, lost = heartbeat(lambda address: Look(sign, "new"), failures=99)
+    made.beat({"p:1": "old"})
+    assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", True)]
+    assert "restarted" in lost[0][2]
+    made.beat({"p:1": "new"})
+    assert len(lost) == 1
+
+
+@pytest.mark.parametrize(("known", "seen"), [(None, "new"), ("old", None), (None, None)])
+def test_no_name_is_no_restart(known: str | None, seen: str | None) -> None:
+    """Guards against a stock server, or one that gave no name this time, being given up."""
+    made, lost = heartbeat(lambda address: Look(Sign.ALIVE, seen))
+    made.beat({"p:1": known})
+    assert lost == []
+
+
+def test_other_servers_are_not_disturbed() -> None:
+    """Guards against one dead server that takes others with it, or hides their trouble."""
+    signs = {"a:1": ALIVE, "b:1": SILENT, "c:1": GONE, "d:1": Look(Sign.ALIVE, "new")}
+    made, lost = heartbeat(lambda address: signs[address])
+    for _ in range(2):
+        made.beat({"a:1": None, "b:1": None, "c:1": None, "d:1": "old"})
+    assert sorted((address, is_gone) for address, is_gone, _ in lost) == [
+        ("b:1", False),
+        ("c:1", True),
+        ("d:1", True),
+        ("d:1", True),
+    ]
+
+
+def test_a_look_that_raises_counts_as_silence() -> None:
+    """Guards against one server's strange answer that ends the look at all others."""
+
+    def look(address: str) -> Look:
+        if address == "a:1":
+            raise UnicodeError("label too long")
+        return SILENT
+
+    made, lost = heartbeat(look, failures=1)
+    made.beat({"a:1": None, "b:1": None})
+    assert sorted(address for address, _, _ in lost) == ["a:1", "b:1"]
+
+
+def test_a_slow_look_delays_nobody() -> None:
+    """Guards against servers that are looked at one after the other, or judged in that order: one
+    that hangs for its whole time limit would hide the death of the next."""
+    b_was_judged = threading.Event()
+    lost: list[str] = []
+
+    def look(address: str) -> Look:
+        if address == "a:1":
+            assert b_was_judged.wait(60), "the other one waited for this"
+        return SILENT
+
+    def note(address: str, is_gone: bool, why: str) -> None:
+        lost.append(address)
+        if address == "b:1":
+            b_was_judged.set()
+
+    Heartbeat(look, note, max_failures=1).beat({"a:1": None, "b:1": None})
+    assert lost == ["b:1", "a:1"]
+
+
+def test_a_server_that_is_not_known_any_more_is_forgotten() -> None:
+    """Guards against a count that stays and grows a table, or that a later server inherits."""
+    made, lost = heartbeat(scripted(SILENT, SILENT))
+    made.beat({"p:1": None})
+    made.beat({})
+    made.beat({"p:1": None})
+    assert lost == [] and list(made._misses) == ["p:1"]
