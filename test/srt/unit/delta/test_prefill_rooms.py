@@ -1,0 +1,311 @@
+"""A prefill rank's rooms: who is told that one ended, when, and how often."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.prefill_rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.stats import STATS
+from unit.delta.fakes import Clock, Manager, Sockets, announcement
+
+ROOM = 7
+
+
+class Side:
+    """A prefill rank with rooms, and what its decode ranks hear."""
+
+    def __init__(self) -> None:
+        self.clock, self.manager = Clock(), Manager()
+        self.rooms = PrefillRooms(self.manager, self.clock)
+        self.manager.rooms = self.rooms
+        self.rooms._sockets = self.sockets = Sockets()  # type: ignore[assignment]
+        self.manager.decode_kv_args_table["D"] = object()
+
+    def request(self, room: int = ROOM) -> None:
+        """The request of a room arrives here."""
+        self.manager.update_status(room, KVPoll.Bootstrapping)
+        self.rooms.gate.open(room)
+
+    def announce(self, room: int = ROOM, peer: str = "D", **fields: Any) -> bool:
+        """A decode rank announces a room."""
+        info = announcement(room, **fields)
+        self.manager.transfer_infos.setdefault(room, {})[peer] = info
+        return self.rooms.announce(room, peer, info)
+
+    def withdraw(self, room: int = ROOM, **fields: Any) -> None:
+        """A decode rank gives a room up."""
+        fields = {"peer": "D", "host": "10.0.0.1", "port": 4000, "reason": "bored"} | fields
+        self.rooms.take(control.Withdraw(room, **fields))
+
+    def stopped(self) -> list[tuple[str, int, str]]:
+        """Who was told of which room, and why, since the last look."""
+        return [(host, it.room, it.reason) for host, _, it in self.sockets.take()]
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+def test_a_failure_counts_once(side: Side) -> None:
+    """Guards against a second, more general failure that hides the cause, is counted again, or is
+    told to decode a second time."""
+    before = dict(STATS.failures)
+    side.request()
+    side.announce()
+    side.rooms.fail(ROOM, Reason.MISMATCH, "3 pages, 2 left")
+    side.rooms.fail(ROOM, Reason.TRANSPORT, "later")
+    assert side.manager.failure_records == {ROOM: "3 pages, 2 left"}
+    assert side.manager.request_status == {ROOM: KVPoll.Failed}
+    assert side.stopped() == [("10.0.0.1", ROOM, "3 pages, 2 left")]
+    assert STATS.failures[Reason.MISMATCH] == before[Reason.MISMATCH] + 1
+    assert STATS.failures[Reason.TRANSPORT] == before[Reason.TRANSPORT]
+
+
+def test_all_ranks_are_told_by_the_writer(side: Side) -> None:
+    """Guards against one of two decode ranks that holds its pages for their whole bound, and
+    against an answer in another rank's name, which would count for that one."""
+    side.manager.attn_tp_rank = 3
+    side.request()
+    side.announce(peer="D", host="10.0.0.1")
+    side.announce(peer="E", host="10.0.0.2")
+    side.rooms.fail(ROOM, Reason.ABORTED, "aborted")
+    sent = side.sockets.take()
+    assert [host for host, _, _ in sent] == ["10.0.0.1", "10.0.0.2"]
+    assert {(port, it.writer, it.unknown_peer) for _, port, it in sent} == {(4000, 3, False)}
+    assert side.manager.transfer_infos == {}
+
+
+def test_decode_hears_of_it_when_the_write_has_settled(side: Side) -> None:
+    """Guards against pages that decode gives to others while they are written."""
+    side.request()
+    side.announce()
+    assert side.rooms.enter(ROOM)
+    side.withdraw()
+    side.rooms.fail(ROOM, Reason.TRANSPORT, "broken")
+    assert side.stopped() == [] and not side.rooms.enter(ROOM)
+    side.rooms.gate.leave(ROOM)
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
+
+
+def test_one_rank_that_cannot_be_told_hides_no_other(side: Side) -> None:
+    """Guards against an unusable address that ends the scheduler, or the telling of the others."""
+    side.sockets.refuse.add("10.0.0.1")
+    side.request()
+    side.announce(peer="D", host="10.0.0.1")
+    side.announce(peer="E", host="10.0.0.2")
+    side.rooms.fail(ROOM, Reason.ABORTED, "aborted")
+    assert [host for host, _, _ in side.stopped()] == ["10.0.0.2"]
+
+
+def test_a_room_number_beyond_64_bits_fails_like_any_other(side: Side) -> None:
+    """Clients choose ``bootstrap_room``. Guards against one that no message can carry ending the
+    scheduler when its room fails."""
+    side.request(2**64)
+    side.announce(2**64)
+    side.rooms.fail(2**64, Reason.ABORTED, "aborted")
+    assert side.manager.request_status == {2**64: KVPoll.Failed} and side.stopped() == []
+
+
+@pytest.mark.parametrize("fields", [{"dummy": True}, {"stock": True}])
+def test_who_does_not_write_or_would_not_understand_is_not_told(
+    side: Side, fields: dict[str, bool]
+) -> None:
+    """Guards against a message that ends a stock decode server's thread, and against a dummy's word
+    counting as that of a rank which writes."""
+    side.request()
+    side.announce(**fields)
+    side.rooms.fail(ROOM, Reason.ABORTED, "aborted")
+    assert not side.announce(**fields), "also where it announces too late"
+    side.rooms.refuse_stranger(announcement(ROOM, **fields))
+    assert side.stopped() == []
+
+
+def test_a_rank_whose_frame_was_unreadable_is_told(side: Side) -> None:
+    """Guards against a decode server of another version that learns of its failure by a timeout."""
+    side.request()
+    side.announce(stock=True, delta_error="protocol 2")
+    side.rooms.fail(ROOM, Reason.MISMATCH, "protocol 2")
+    assert len(side.stopped()) == 1
+
+
+def test_withdrawn_before_anybody_knew_it(side: Side) -> None:
+    """Guards against an unanswered withdrawal of a room that never got here, whose pages decode
+    would hold for their whole bound; and against entries for it."""
+    side.withdraw()
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
+    assert side.manager.request_status == {} and side.manager.failure_records == {}
+    assert side.rooms.gate.open(ROOM) == "decode gave it up: bored"
+
+
+def test_withdrawn_while_open(side: Side) -> None:
+    """Guards against a prefill server that computes and sends what nobody wants."""
+    side.request()
+    side.announce()
+    side.withdraw()
+    assert set(side.stopped()) == {("10.0.0.1", ROOM, "decode gave it up: bored")}
+    assert side.manager.request_status == {ROOM: KVPoll.Failed}
+    assert not side.rooms.enter(ROOM)
+
+
+def test_withdrawn_after_the_request_left(side: Side) -> None:
+    """Guards against decode waiting for the word of a rank whose request is long done: everything
+    was sent, and nothing is under way."""
+    side.request()
+    side.announce()
+    side.manager.forget_status(ROOM)
+    side.rooms.gate.forget(ROOM)
+    side.withdraw()
+    assert len(side.stopped()) == 1 and side.manager.request_status == {}
+
+
+def test_withdrawn_twice_and_again_late(side: Side) -> None:
+    """Guards against a repeated withdrawal that is not answered, or counted, or raises."""
+    before = STATS.failures[Reason.ABORTED]
+    side.request()
+    side.announce()
+    for _ in range(3):
+        side.withdraw()
+    assert STATS.failures[Reason.ABORTED] == before + 1
+    side.stopped()
+    side.manager.forget_status(ROOM)
+    side.rooms.gate.forget(ROOM)
+    side.withdraw()
+    assert len(side.stopped()) == 1
+
+
+def test_another_room_is_not_touched(side: Side) -> None:
+    """Guards against a withdrawal that stops more than its room."""
+    side.request(7)
+    side.request(8)
+    side.announce(8)
+    side.withdraw(7)
+    assert side.manager.request_status[8] == KVPoll.Bootstrapping and side.rooms.enter(8)
+
+
+def test_a_stranger_is_told_to_connect_again(side: Side) -> None:
+    """A decode rank that knew the prefill server before it was restarted. Guards against its
+    waiting for a rank that cannot write to it."""
+    side.rooms.refuse_stranger(announcement(ROOM))
+    ((_, _, message),) = side.sockets.take()
+    assert message.unknown_peer and message.room == ROOM
+
+
+@pytest.mark.parametrize("peer", ["D", "stranger"])
+def test_pings_are_answered(side: Side, peer: str) -> None:
+    """Guards against a live rank that counts as dead, and against a restarted one that seems to
+    know its peers."""
+    side.rooms.take(control.Ping("10.5.5.5:77", peer, "10.0.0.1", 4000))
+    assert side.sockets.take() == [("10.0.0.1", 4000, control.Pong("10.5.5.5:77", peer == "D"))]
+
+
+@pytest.mark.parametrize("message", [control.Stopped(7, 0, ""), control.Pong("a:1", True)])
+def test_messages_for_decode(side: Side, message: control.Message) -> None:
+    """Guards against a decode rank's port and a prefill rank's being mixed up in silence."""
+    with pytest.raises(control.ControlError):
+        side.rooms.take(message)
+
+
+def ping(side: Side, peer: str = "D") -> None:
+    """A sign of life."""
+    side.rooms.take(control.Ping("a:1", peer, "10.0.0.1", 4000))
+
+
+def advance(side: Side, seconds: float) -> list[str]:
+    """Time passes, with the reader's clock ticking as it should."""
+    silent = []
+    end = side.clock.now + seconds
+    while side.clock.now < end:
+        side.clock.now = min(side.clock.now + 1, end)
+        silent += side.rooms.tick()
+    return silent
+
+
+def test_a_decode_rank_that_falls_silent(side: Side) -> None:
+    """Guards against rooms of a decode server that died which wait for ever, against another one's
+    rooms failing with them, and against a rank that never pinged (stock) being forgotten."""
+    for room, peer in ((7, "D"), (8, "E"), (9, "stock")):
+        side.manager.decode_kv_args_table[peer] = object()
+        side.request(room)
+        side.announce(room, peer)
+    ping(side, "D")
+    ping(side, "E")
+    assert advance(side, 100) == []
+    ping(side, "E")
+    assert advance(side, 19.5) == []
+    assert advance(side, 0.5) == ["D"]
+    assert side.manager.request_status == {
+        7: KVPoll.Failed,
+        8: KVPoll.Bootstrapping,
+        9: KVPoll.Bootstrapping,
+    }
+    assert "gave no sign" in side.manager.failure_records[7]
+    assert advance(side, 60) == [], "once"
+
+
+def test_a_stranger_that_pings_leaves_nothing(side: Side) -> None:
+    """Guards against a table that any sender of pings can grow."""
+    for number in range(100):
+        ping(side, f"stranger {number}")
+    assert side.rooms._heard == {}
+
+
+@pytest.mark.parametrize("noticed_by", ["tick", "enter"])
+def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
+    """Stopped by a debugger, a cgroup or a suspended machine: decode has waited its bound and gave
+    the pages to others. Guards against a rank that wakes up and writes to them."""
+    side.request()
+    side.announce()
+    side.request(8)  # not announced yet: nobody's pages
+    side.clock.now += 30  # half of the quarantine bound
+    if noticed_by == "tick":
+        side.rooms.tick()
+    assert not side.rooms.enter(ROOM) and side.rooms.enter(8)
+    assert "did not run for 30 s" in side.manager.failure_records[ROOM]
+    assert [room for _, room, _ in side.stopped()] == [ROOM]
+
+
+def test_a_process_that_was_slow(side: Side) -> None:
+    """Guards against rooms that fail because one step took long."""
+    side.request()
+    side.announce()
+    side.clock.now += 29
+    assert side.rooms.enter(ROOM) and side.rooms.tick() == []
+    assert advance(side, 300) == [] and side.manager.request_status[ROOM] != KVPoll.Failed
+
+
+def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
+    """An announcement whose request went to another prefill server. Guards against an entry that
+    stays, and against decode waiting longer than prefill does; its late request fails at once."""
+    side.manager.bootstrap_timeout = 20
+    side.announce(7)
+    side.request(8)
+    side.announce(8)
+    advance(side, 19)
+    assert side.stopped() == []
+    advance(side, 1)
+    assert [room for _, room, _ in side.stopped()] == [7]
+    assert side.rooms.gate.rooms() == [8] and list(side.manager.transfer_infos) == [8]
+    assert side.manager.open_rooms()["request_status"] == [8]
+    assert "no request" in (side.rooms.gate.open(7) or "")
+
+
+def test_a_failure_is_logged_by_its_kind(side: Side, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a client that goes away filling the log with errors, and against a real
+    failure that is not one."""
+    with caplog.at_level(logging.INFO):
+        side.request(7)
+        side.request(8)
+        side.rooms.fail(7, Reason.ABORTED, "client went away")
+        side.rooms.fail(8, Reason.TRANSPORT, "link broke")
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels == {
+        "KV transfer of room 7 failed: client went away": "INFO",
+        "KV transfer of room 8 failed: link broke": "ERROR",
+    }
