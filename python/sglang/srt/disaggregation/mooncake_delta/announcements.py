@@ -84,7 +84,8 @@ class MooncakeAnnouncements:
     def _register(self, info: Any) -> None:
         manager, session = self._manager, info.mooncake_session_id
         # SGLang chooses the queue by the port of the session.
-        if not session.rpartition(":")[2].isdigit():
+        _, colon, port = session.rpartition(":")
+        if not (colon and port.isdigit()):
             raise BadMessage(f"Mooncake session {session[:80]!r} does not end with a port")
         check_registration(
             manager,

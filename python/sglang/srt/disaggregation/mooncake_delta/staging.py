@@ -54,6 +54,8 @@ def _place_chunk(manager: Any, room: int, session: str, place: tuple[int, int, i
     info = manager.transfer_infos.get(room, {}).get(session)
     if info is None:
         raise BadMessage(f"a staging place for room {room}, which is not announced here")
+    if not 0 <= place[0] <= len(info.dst_kv_indices):  # a table of that length is made
+        raise BadMessage(f"room {room}: a staging place for chunk {place[0]}")
     if info.staging is None:
         info.staging = StagingTransferInfo()
     info.staging.set_chunk(*place)

@@ -1,0 +1,159 @@
+"""Messages on a decode rank's port, from prefill servers and from strangers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from component.mooncake.bare import ADDRESS, ITEM, SLOTS, decode
+from component.mooncake.broken import broken
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta.reader import MessageReader
+from sglang.srt.disaggregation.mooncake_delta.statuses import MooncakeStatuses
+
+LOGGER = "sglang.srt.disaggregation.delta.reader"
+
+
+def status(room: int, value: int = 4, writer: int = 0) -> list[bytes]:
+    """The word of one writer: 4 is success, 0 failure."""
+    return [str(number).encode() for number in (room, value, writer)]
+
+
+def metadata(
+    room: int = 7, buffer: int = 0, slot: int = 7, data: bytes = b"\1" * ITEM,
+    length: int | None = None,
+) -> list[bytes]:  # fmt: skip
+    """One metadata buffer of a room, sent beside the engine."""
+    numbers = [str(number).encode() for number in (room, buffer, slot)]
+    size = len(data) if length is None else length
+    return [b"AUX_DATA", *numbers, size.to_bytes(4, "big"), data]
+
+
+def reader_of(manager: Any) -> MessageReader:
+    """What the manager's reading thread runs."""
+    return MessageReader(manager.servers.take, MooncakeStatuses(manager).take)
+
+
+def test_a_room_is_complete_when_each_of_its_writers_is() -> None:
+    """Guards against a writer that is counted twice, or for a room that waits for others: the
+    request would start on KV that is not there."""
+    manager = decode(7, writers=2)
+    reader = reader_of(manager)
+    for _ in range(3):
+        reader.handle(status(7, writer=1))
+        assert manager.request_status[7] == KVPoll.WaitingForInput
+    reader.handle(status(7, writer=0))
+    assert manager.request_status[7] == KVPoll.Success
+
+
+def test_a_failure_is_final() -> None:
+    """Guards against a room that comes back to life, and against its reason that is lost."""
+    manager = decode(7)
+    reader = reader_of(manager)
+    reader.handle(status(7, 0))
+    reader.handle(status(7, 4))
+    assert manager.request_status[7] == KVPoll.Failed
+    assert "prefill could not deliver it" in manager.failure_records[7]
+
+
+def test_words_of_unknown_rooms_leave_nothing() -> None:
+    """Guards against tables that grow with every room that was aborted: its late completion,
+    failure, metadata and notice are dropped."""
+    manager = decode()
+    reader = reader_of(manager)
+    for message in (
+        status(7),
+        status(7, 0),
+        metadata(),
+        control.encode(control.Stopped(7, 0, "gone")),
+    ):
+        reader.handle(message)
+    assert not any(manager.open_rooms().values()) and not manager.aux.any()
+
+
+def test_words_of_a_room_that_is_followed() -> None:
+    """Guards against pages of a room that was given up that stay held although every writer has
+    delivered or stopped, and are released when only one of them has."""
+    manager = decode(7, writers=2)
+    reader = reader_of(manager)
+    watch = manager.servers.hold(7, ADDRESS, 1, 2)
+    manager.forget_status(7)
+    manager.required_prefill_response_num_table.clear()
+    reader.handle(status(7, writer=0))
+    assert not watch.quiet()
+    reader.handle(control.encode(control.Stopped(7, 1, "aborted")))
+    assert watch.quiet()
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ([], "not a status of 3"),
+        ([b"7", b"4"], "not a status of 3"),
+        (status(7, 3), "status 3 of writer 0 cannot be"),
+        (status(7, 4, -1), "status 4 of writer -1 cannot be"),
+        (metadata()[:5], "metadata of 5 frames, 6 wanted"),
+        (metadata(buffer=1), "metadata buffer 1 of 1"),
+        (metadata(buffer=-1), "metadata buffer -1 of 1"),
+        (metadata(slot=SLOTS), f"there is no metadata slot {SLOTS}"),
+        (metadata(slot=-1), "there is no metadata slot -1"),
+        (metadata(data=b"\1" * (ITEM + 1)), f"{ITEM + 1} bytes of metadata"),
+        (metadata(length=3), "3 were sent"),
+        ([b"CHUNK_READY", *[b"1"] * 6], "not a status of 3"),
+        (control.encode(control.Withdraw(7, "p", "h", 1, "no")), "not for a decode rank"),
+    ],
+)
+def test_what_cannot_be_served_is_dropped_by_name(
+    message: list[bytes], complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One stray or broken message must not end the thread that reads for every room, nor be
+    written to memory; the log must say what is wrong."""
+    manager = decode(7)
+    with caplog.at_level(logging.ERROR, LOGGER):
+        reader_of(manager).handle(message)
+    assert manager.request_status == {7: KVPoll.WaitingForInput}
+    assert not manager.aux.any()
+    assert complaint in caplog.text
+
+
+def test_metadata_go_to_the_rooms_own_slot_only() -> None:
+    """Guards against a late message that overwrites the first token of another request."""
+    manager = decode(7, 4)
+    reader = reader_of(manager)
+    reader.handle(metadata(room=4, slot=7))
+    assert not manager.aux.any()
+    reader.handle(metadata(room=7, slot=7, data=bytes(range(ITEM))))
+    assert manager.aux[7].tolist() == list(range(ITEM)) and not manager.aux[:7].any()
+
+
+def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever bytes arrive, the reader survives, no entry is made, no byte is written outside the
+    slots of open rooms, and the next good message is served."""
+    caplog.set_level(logging.CRITICAL)
+    rng = random.Random(0)
+    rooms = (5, 6)
+    manager = decode(*rooms, 1007, writers=3)
+    around = np.array(manager.aux, copy=True)
+    reader = reader_of(manager)
+    kinds = (
+        status(5),
+        status(6, 0),
+        status(99, writer=3),
+        metadata(room=5, slot=5),
+        metadata(room=99, slot=1),
+        control.encode(control.Stopped(6, 1, "gone")),
+        control.encode(control.Pong("10.0.0.1:5", True)),
+    )
+    for _ in range(100_000):
+        reader.handle(broken(rng, rng.choice(kinds)))
+    assert set(manager.request_status) == {*rooms, 1007} == set(manager._progress)
+    assert set(manager.failure_records) <= set(rooms) and not manager.servers.watches
+    assert np.array_equal(np.delete(manager.aux, rooms, 0), np.delete(around, rooms, 0))
+    for writer in range(3):
+        reader.handle(status(1007, writer=writer))
+    assert manager.request_status[1007] == KVPoll.Success
