@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+
+import torch
 
 from component.mooncake.pair import ADDRESS, LIMIT_S, pages, until
 from component.mooncake.scene import (
@@ -162,6 +165,34 @@ def metadata_over_tcp() -> None:
         del os.environ["SGLANG_MOONCAKE_SEND_AUX_TCP"]
 
 
+def heads_of_another_size() -> None:
+    table, session = PREFILL.decode_kv_args_table, DECODE.peer_name
+    registered = table[session]
+    # Decode has two ranks, this is the second one: pages of half the size, for the second head.
+    table[session] = dataclasses.replace(
+        registered, dst_attn_tp_size=2, dst_tp_rank=1, dst_kv_item_len=64
+    )
+    before = sent()
+    for layer in PAIR.prefill.kv:
+        layer[30:32] = torch.rand_like(layer[30:32])
+    try:
+        sender, receiver = PAIR.room()
+        receiver.announce(pages(20, 9), 5, prefix_len=0)
+        PAIR.announced(sender)
+        sender.init(2, 3)
+        sender.send(pages(30, 31))
+        assert PAIR.finish(sender, receiver) == DONE
+    finally:
+        table[session] = registered
+    for ours, theirs in zip(PAIR.decode.kv, PAIR.prefill.kv, strict=True):
+        expected = torch.zeros_like(ours).view(-1, 4, 4)
+        expected[[20, 9]] = theirs[30:32].view(2, 4, 2, 4)[:, :, 1]
+        assert torch.equal(ours.view(-1, 4, 4), expected)
+    assert sent() - before == PAGE_BYTES  # half of two pages
+    sender.clear()
+    receiver.clear()
+
+
 def mismatch() -> None:
     sender, receiver = PAIR.room()
     before = sent()
@@ -238,6 +269,7 @@ SCENARIOS = (
     full_hit,
     stock_peer,
     dummy,
+    heads_of_another_size,
     announced_before_the_request_came,
     late_words,
     metadata_over_tcp,

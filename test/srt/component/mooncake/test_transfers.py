@@ -59,6 +59,12 @@ def test_rank_that_sends_nothing(output: str) -> None:
     passed(output, "dummy")
 
 
+def test_ranks_of_another_size(output: str) -> None:
+    """Guards against another head than the decode rank holds, against bytes outside its half, and
+    against bytes counted that went to nobody."""
+    passed(output, "heads_of_another_size")
+
+
 def test_page_counts_that_differ(output: str) -> None:
     """Guards against a list cut to fit: nothing is sent, and both sides name both numbers."""
     passed(output, "mismatch", "chunk_of_another_length")

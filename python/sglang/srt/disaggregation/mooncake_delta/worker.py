@@ -62,8 +62,9 @@ class ChunkWorker:
         try:
             if self._manager.rooms.enter(chunk.room):
                 self._serve(chunk)
-        except Exception:  # the thread must outlive what it meets
+        except Exception as error:  # the thread must outlive what it meets
             logger.exception("transfer worker, room %s", chunk.room)
+            self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
         finally:
             being_sent.discard(chunk.room)
 

@@ -1,0 +1,134 @@
+"""The threads that send: what they wait for, and what they outlive, without an engine."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from component.mooncake.bare import prefill
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.utils import FastQueue
+from sglang.srt.disaggregation.mooncake_delta import staging
+from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker, SettlingExecutor
+
+
+def chunk(room: int) -> Any:
+    """A chunk of ``room``, as far as it is looked at before anything is sent."""
+    return SimpleNamespace(room=room, is_last_chunk=True)
+
+
+def test_all_layers_settle_before_a_chunk_is_done() -> None:
+    """Guards against a room called quiet while layers that stock does not wait for, after the first
+    one failed, are still being written."""
+    release, ended = threading.Event(), []
+    executor = SettlingExecutor(ThreadPoolExecutor(2))
+    executor.submit(lambda: 1 / 0)
+    executor.submit(lambda: (release.wait(10), ended.append(1)))
+    threading.Timer(0.05, release.set).start()
+    executor.settle()
+    assert ended == [1]
+
+
+def test_a_worker_outlives_what_it_cannot_even_report() -> None:
+    """Guards against a thread that ends, and with it every later transfer of its queue."""
+    manager = prefill()
+    worker = ChunkWorker(manager, ThreadPoolExecutor(1))
+    manager.rooms.gate.open(7)
+    manager.update_status(7, KVPoll.WaitingForInput)
+    manager.rooms.gate.destinations = lambda room: 1 / 0
+    worker.take(chunk(7))  # neither what it has to do nor whom to tell can be known
+    assert manager.being_sent == set()
+    assert manager.request_status == {7: KVPoll.Failed}
+    assert manager.rooms.gate.stop(7, "over"), "it was left busy"
+
+
+class Stop(BaseException):
+    """Ends a thread that serves for ever."""
+
+
+class Queue(FastQueue):
+    """Ends the thread when it is empty."""
+
+    def get(self) -> Any:
+        if not self._buf:
+            raise Stop
+        return super().get()
+
+
+def serve(manager: Any, rooms: list[int], worker: Any) -> None:
+    """Let ``worker(queue)`` serve the chunks of ``rooms``, then end."""
+    queue = Queue()
+    for room in rooms:
+        queue.put(chunk(room))
+    with pytest.raises(Stop):
+        staging.serve(manager, queue, worker)
+
+
+def open_rooms(manager: Any, *rooms: int) -> None:
+    """Requests that are ready to be sent."""
+    for room in rooms:
+        manager.rooms.gate.open(room)
+        manager.update_status(room, KVPoll.WaitingForInput)
+
+
+def test_the_staging_worker_is_behind_the_gate() -> None:
+    """Guards against rooms called quiet while SGLang's own worker for staging buffers is at them,
+    and against chunks that it sends for a room that was stopped."""
+    manager = prefill()
+    open_rooms(manager, 1, 2, 3)
+    manager.rooms.gate.stop(2, "withdrawn")
+    seen: list[tuple[int, bool]] = []
+
+    def worker(queue: Any) -> None:
+        while True:
+            room = queue.get().room
+            seen.append((room, manager.rooms.gate.stop(room, "later")))
+
+    serve(manager, [1, 2, 3], worker)
+    assert seen == [(1, False), (3, False)], "quiet while it was at it"
+    assert all(manager.rooms.gate.stop(room, "again") for room in (1, 3))
+    assert manager.being_sent == set()
+
+
+def test_a_chunk_that_decode_has_no_place_for_comes_again() -> None:
+    """Guards against a room that is left busy, or dropped, when its chunk is put back."""
+    manager = prefill()
+    open_rooms(manager, 1)
+    served: list[int] = []
+
+    def worker(queue: Any) -> None:
+        queue.put(queue.get())
+        while True:
+            served.append(queue.get().room)
+
+    serve(manager, [1], worker)
+    assert served == [1] and manager.rooms.gate.stop(1, "over")
+
+
+def test_the_staging_worker_starts_again() -> None:
+    """SGLang's worker ends with an exception at the first unexpected thing: that may fail one room,
+    not all that come after it. A failure that it only noted stops its room as well."""
+    manager = prefill()
+    open_rooms(manager, 1, 2, 3)
+    served: list[int] = []
+
+    def worker(queue: Any) -> None:
+        while True:
+            room = queue.get().room
+            served.append(room)
+            if room == 1:
+                raise RuntimeError("Transfer thread failed")
+            if room == 2:
+                manager.record_failure(room, "session failed")
+                manager.update_status(room, KVPoll.Failed)
+
+    serve(manager, [1, 2, 3], worker)
+    assert served == [1, 2, 3]
+    assert manager.rooms.gate.stopped(1) == "room 1: Transfer thread failed"
+    assert manager.rooms.gate.stopped(2) == "session failed"
+    assert manager.rooms.gate.stopped(3) is None
+    assert manager.request_status == {1: 0, 2: 0, 3: KVPoll.WaitingForInput}
