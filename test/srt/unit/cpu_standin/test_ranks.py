@@ -1,0 +1,62 @@
+"""Several ranks on a CPU: replicated KV heads, and the exchange of attention data parallel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang.srt.hardware_backend.cpu_standin import dp_attention, replicas
+from sglang.srt.hardware_backend.cpu_standin.finder import EDIT_FILES
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "padded"),
+    [
+        (4, 1, 2, False),  # a replica on each rank
+        (8, 2, 4, False),
+        (4, 2, 2, False),  # a head on each rank
+        (6, 3, 2, True),  # no GPU could lay it out
+        (3, 1, 2, True),
+    ],
+)
+def test_heads_are_padded_only_where_replicas_do_not_do(
+    heads: int, kv_heads: int, ranks: int, padded: bool
+) -> None:
+    """Guards against a model of few KV heads that cannot be loaded by two ranks, and against one
+    that needs the padding and does not get it."""
+    calls: list[int] = []
+
+    def pad(config: object, load_config: object, tp_size: int) -> object:
+        calls.append(tp_size)
+        return config
+
+    module = SimpleNamespace(adjust_config_with_unaligned_cpu_tp=pad)
+    replicas.edit(module)
+    config = SimpleNamespace(num_attention_heads=heads, get_total_num_kv_heads=lambda: kv_heads)
+    assert module.adjust_config_with_unaligned_cpu_tp(config, None, ranks) is config
+    assert bool(calls) == padded
+
+
+def test_rows_are_copied_from_and_to_an_offset() -> None:
+    """Guards against another rank's rows overwritten, or taken for one's own."""
+    whole, part = torch.arange(12.0).reshape(6, 2), torch.zeros(3, 2)
+    dp_attention.copy_rows(part, whole, 0, torch.tensor(2), torch.tensor(2), True)
+    assert part.tolist() == [[4, 5], [6, 7], [0, 0]]
+    dp_attention.copy_rows(whole, part, 0, torch.tensor(4), torch.tensor(1), False)
+    assert whole.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [4, 5], [10, 11]]
+
+
+def test_no_memory_is_pinned() -> None:
+    """Guards against a batch that asks for a driver; the rest of torch stays what it is."""
+    module = SimpleNamespace(__name__="sglang.srt.model_executor.forward_batch_info", torch=torch)
+    dp_attention.edit(module)
+    assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
+    assert module.torch.int64 is torch.int64
+
+
+def test_every_module_named_for_it_has_an_edit() -> None:
+    """Guards against a name in one table and not in the other: it would fail at import only."""
+    named = {name for name, files in EDIT_FILES.items() if "dp_attention" in files}
+    assert named == set(dp_attention._EDITS)
