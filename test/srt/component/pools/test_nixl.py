@@ -22,15 +22,10 @@ def slices() -> str:
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_room_moves_its_pages_byte_for_byte(
-    rooms: str, pool: str, page: int, request: pytest.FixtureRequest
-) -> None:
+def test_a_room_moves_its_pages_byte_for_byte(rooms: str, pool: str, page: int) -> None:
     """Guards against pools that are not keys and values of one shape: latent buffers, bytes stored
     for fp8, values shorter than keys. A delta, a full hit and a whole prompt, scattered, in chunks;
     no byte outside the announced pages may change, and the bytes counted are those moved."""
-    if pool == "mha_short_values":
-        # SGLang's NIXL manager counts a page of values as long as one of keys.
-        request.applymarker(pytest.mark.xfail(strict=True, reason="stock NIXL: length of values"))
     programs.passed(rooms, f"{pool}_{page}")
 
 
@@ -44,7 +39,6 @@ def test_unequal_ranks_move_their_heads(
     programs.passed(slices, f"ranks_{prefill}_{decode}_heads_{heads}_{page}")
 
 
-@pytest.mark.xfail(strict=True, reason="slices of values are cut by the length of keys")
 def test_slices_of_values_shorter_than_keys(slices: str) -> None:
     """Guards against values that are cut and placed by the length of keys."""
     programs.passed(slices, "ranks_short_values")

@@ -52,10 +52,18 @@ class DeltaNixlManager(NixlKVManager):
         notif = notifications.from_writer(notif, self.writer_id)
         if len(prefill_kv_indices) == 0:
             return self._notify_no_kv(peer_name, notif)
+        ours = self.kv_args
+        if not self.is_mla_backend and len(set(ours.kv_item_lens)) > 1:
+            # Stock cuts values by the length of keys.
+            whole = heads.HeadSlice(0, 0, ours.kv_head_num)
+            return self._send_heads(
+                peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif,
+                ours.kv_item_lens[0], whole,
+            )  # fmt: skip
         handle = super().send_kvcache(
             peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif
         )
-        moved = len(prefill_kv_indices) * sum(self.kv_args.kv_item_lens)
+        moved = len(prefill_kv_indices) * sum(ours.kv_item_lens)
         self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, moved)
         return handle
 
@@ -81,23 +89,38 @@ class DeltaNixlManager(NixlKVManager):
         )
         if len(prefill_kv_indices) == 0 or plan.count == 0:
             return self._notify_no_kv(peer_name, notif)
+        return self._send_heads(
+            peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif,
+            dst_kv_item_len, plan,
+        )  # fmt: skip
+
+    def _send_heads(
+        self, peer_name: str, source_pages: Pages, dst_kv_ptrs: list[int], target_pages: Pages,
+        gpu_id: int, notif: str, dst_kv_item_len: int, plan: heads.HeadSlice,
+    ) -> Any:  # fmt: skip
+        ours = self.kv_args
         source_k, source_v, target_k, target_v, layers = self.get_mha_kv_ptrs_with_pp(
             ours.kv_data_ptrs, dst_kv_ptrs
         )
-        sources, targets, length = heads.slice_descriptors(
-            [*source_k[:layers], *source_v[:layers]],
-            [*target_k[:layers], *target_v[:layers]],
-            prefill_kv_indices,
-            dst_kv_indices,
-            page=ours.page_size,
-            source_item_len=ours.kv_item_lens[0],
-            destination_item_len=dst_kv_item_len,
-            head_bytes=ours.kv_item_lens[0] // ours.page_size // ours.kv_head_num,
-            plan=plan,
-        )
-        handle = self._post(sources, targets, length, dst_gpu_id, peer_name, notif)
-        moved = len(sources) * length
-        self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, moved)
+        runs = []
+        for sources, targets, first in ((source_k, target_k, 0), (source_v, target_v, layers)):
+            item_len = ours.kv_item_lens[first]
+            from_, to, length = heads.slice_descriptors(
+                sources[:layers],
+                targets[:layers],
+                source_pages,
+                target_pages,
+                page=ours.page_size,
+                source_item_len=item_len,
+                # Decode tells the length of its keys; values differ as they do here.
+                destination_item_len=dst_kv_item_len * item_len // ours.kv_item_lens[0],
+                head_bytes=item_len // ours.page_size // ours.kv_head_num,
+                plan=plan,
+            )
+            runs.append((from_, to, np.full_like(from_, length)))
+        from_, to, lengths = (np.concatenate(column) for column in zip(*runs, strict=True))
+        handle = self._post(from_, to, lengths, gpu_id, peer_name, notif)
+        self._count_sent(peer_name, notif, source_pages, target_pages, int(lengths.sum()))
         return handle
 
     @override
@@ -123,15 +146,15 @@ class DeltaNixlManager(NixlKVManager):
         self,
         sources: heads.Addresses,
         targets: heads.Addresses,
-        length: int,
+        lengths: heads.Addresses,
         gpu_id: int,
         peer_name: str,
         notif: str,
     ) -> Any:
-        """Write runs of ``length`` bytes from our ``sources`` to ``targets`` of a peer."""
+        """Write runs of ``lengths`` bytes from our ``sources`` to ``targets`` of a peer."""
 
         def descriptors(addresses: heads.Addresses, device: int) -> Any:
-            columns = (addresses, np.full_like(addresses, length), np.full_like(addresses, device))
+            columns = (addresses, lengths, np.full_like(addresses, device))
             return self.agent.get_xfer_descs(np.column_stack(columns), "VRAM")
 
         handle = self.agent.initialize_xfer(
