@@ -30,6 +30,11 @@ _DIAGNOSES: tuple[tuple[str, str], ...] = (
     (r"No module named '([\w.]+)'", "a Python package is missing: {0}"),
     (r"unrecognized arguments: (.+)", "the server does not know an argument: {0}"),
     (r"memory leak detected|Mem Leak Detected", "SGLang's memory check found a leak"),
+    # SGLang then kills the whole server, itself included, as the kernel does when memory is short.
+    (
+        r"Scheduler hit an exception: Traceback[\s\S]*?\n([\w.]*(?:Error|Exception)\b[^\n]*)",
+        "its scheduler failed: {0}",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmark.harness.ports import allocate_ports, is_free
+from benchmark.harness.process import diagnose
 from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import session_members
 from chaos.servers import ENV, Servers, chaos_config
@@ -102,6 +103,17 @@ def test_a_server_that_never_checks_itself_is_a_problem(servers: Servers) -> Non
         with servers.current(role).process.log.open("a") as log:
             log.write("idle and balanced: all invariants hold\n")
     servers.wait_balanced(since, timeout_s=5)
+
+
+def test_a_scheduler_that_failed_is_not_taken_for_short_memory() -> None:
+    """Guards against a report that sends its reader to look for memory: SGLang ends a server whose
+    scheduler raised with the signal that the kernel uses."""
+    log = (
+        "[t] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "x.py", line 1, in f\n    raise InvariantError\n'
+        "a.b.InvariantError: rooms are left\n\n[t] SIGQUIT received\n"
+    )
+    assert diagnose(log, -9) == "its scheduler failed: a.b.InvariantError: rooms are left"
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
