@@ -1,0 +1,256 @@
+"""A scripted backend, a gate and an observer that check what they are told, and a clock."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang.srt.disaggregation.async_transfer.chunk import Chunk
+from sglang.srt.disaggregation.async_transfer.interfaces import State
+from sglang.srt.disaggregation.async_transfer.settings import Settings
+from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
+from sglang.srt.disaggregation.async_transfer.worker import Worker
+from sglang.srt.disaggregation.delta.failures import Reason
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Script:
+    """The payload of a test's chunk: what the backend does with it."""
+
+    #: Its place in the room, for the order.
+    index: int = 0
+    #: Handles that a post gives.
+    handles: int = 1
+    #: Raised after them.
+    error: Exception | None = None
+    #: The same of ``after_done``.
+    after_handles: int = 0
+    after_error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Handle:
+    """One transfer, which the test settles; ``state`` may also be an exception to raise."""
+
+    room: int
+    peer: str
+    index: int
+    kind: str
+    state: State | Exception = State.IN_PROGRESS
+    looks: int = 0
+    releases: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it has settled."""
+        return self.state is not State.IN_PROGRESS
+
+
+@dataclass
+class ScriptedBackend:
+    """Posts what the payload's ``Script`` says; refuses releases that are early or repeated."""
+
+    handles: list[Handle] = field(default_factory=list)
+    #: (room, index, peer, "post" or "after"), in order.
+    posts: list[tuple[int, int, str, str]] = field(default_factory=list)
+    #: Complaints about how it is used; they must be asserted empty, since workers swallow errors.
+    misuse: list[str] = field(default_factory=list)
+    _threads: dict[int, int] = field(default_factory=dict)
+
+    def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
+        script: Script = chunk.payload
+        yield from self._make(chunk, peer, "post", script.handles, script.error)
+
+    def after_done(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
+        script: Script = chunk.payload
+        yield from self._make(chunk, peer, "after", script.after_handles, script.after_error)
+
+    def _make(
+        self, chunk: Chunk, peer: str, kind: str, count: int, error: Exception | None
+    ) -> Iterator[Handle]:
+        if self._threads.setdefault(chunk.room, threading.get_ident()) != threading.get_ident():
+            self.misuse.append(f"room {chunk.room} is served by two threads")
+        self.posts.append((chunk.room, chunk.payload.index, peer, kind))
+        for _ in range(count):
+            handle = Handle(chunk.room, peer, chunk.payload.index, kind)
+            self.handles.append(handle)
+            yield handle
+        if error is not None:
+            raise error
+
+    def state(self, handle: Handle) -> State:
+        handle.looks += 1
+        if handle.releases:
+            self.misuse.append("looked at after its release")
+        if isinstance(handle.state, Exception):
+            raise handle.state
+        return handle.state
+
+    def release(self, handle: Handle) -> None:
+        handle.releases += 1
+        if handle.releases > 1 or not handle.over:
+            self.misuse.append(f"release {handle.releases} in state {handle.state}")
+
+    # ---- for tests ----
+
+    def open_handles(self, room: int | None = None, peer: str | None = None) -> list[Handle]:
+        """Handles that are under way."""
+        return [
+            handle
+            for handle in self.handles
+            if not handle.over and room in (None, handle.room) and peer in (None, handle.peer)
+        ]
+
+    def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
+        """Everything under way (of ``room``) settles."""
+        for handle in self.open_handles(room):
+            handle.state = state
+
+    @property
+    def looks(self) -> int:
+        """Questions about handles so far."""
+        return sum(handle.looks for handle in self.handles)
+
+    @property
+    def released(self) -> int:
+        """Handles released so far."""
+        return sum(handle.releases for handle in self.handles)
+
+
+@dataclass
+class FakeGate:
+    """Counts like ``RoomGate``: busy from ``enter`` to ``leave``."""
+
+    stopped: set[int] = field(default_factory=set)
+    busy: set[int] = field(default_factory=set)
+    misuse: list[str] = field(default_factory=list)
+    backend: ScriptedBackend | None = None
+
+    def enter(self, room: int) -> bool:
+        if room in self.stopped:
+            return False
+        self.busy.add(room)
+        return True
+
+    def leave(self, room: int) -> None:
+        if room not in self.busy:
+            self.misuse.append(f"room {room} is left without having been entered")
+        if self.backend is not None and self.backend.open_handles(room):
+            self.misuse.append(f"room {room} is left while something is under way")
+        self.busy.discard(room)
+
+
+@dataclass
+class Diary:
+    """An observer that writes everything down."""
+
+    entries: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def chunk_done(self, chunk: Chunk) -> None:
+        self.entries.append(("done", chunk.room, chunk.payload.index))
+
+    def room_failed(
+        self, room: int, reason: Reason, text: str, error: BaseException | None
+    ) -> None:
+        self.entries.append(("failed", room, reason, text, error))
+
+    def room_buried(self, room: int) -> None:
+        self.entries.append(("buried", room))
+
+    def room_quiet(self, room: int) -> None:
+        self.entries.append(("quiet", room))
+
+    def of(self, room: int) -> list[Any]:
+        """What was told of ``room``: names of entries, with the index for chunks."""
+        return [
+            f"done {entry[2]}" if entry[0] == "done" else entry[0]
+            for entry in self.entries
+            if entry[1] == room
+        ]
+
+    def failure(self, room: int) -> tuple[Reason, str]:
+        """The only failure of ``room``."""
+        (entry,) = [entry for entry in self.entries if entry[:2] == ("failed", room)]
+        return entry[2], entry[3]
+
+
+class Bench:
+    """One worker with everything around it, and rooms whose chunks are numbered."""
+
+    def __init__(self, **settings: int) -> None:
+        self.clock = Clock()
+        self.backend = ScriptedBackend()
+        self.gate = FakeGate(backend=self.backend)
+        self.diary = Diary()
+        self.stats = AsyncTransferStats(clock=self.clock)
+        self.worker = Worker(
+            self.backend, self.diary, self.gate, Settings(**settings), self.stats, 0, self.clock
+        )
+        self._indices: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+
+    def open(self, *rooms: int) -> None:
+        """Requests begin."""
+        for room in rooms:
+            self.worker.open(room)
+
+    def submit(
+        self, room: int, *peers: str, last: bool = False, within: float = 120.0, **script: Any
+    ) -> Chunk:
+        """The next chunk of ``room``, for ``peers`` (one, "a", if none are named)."""
+        chunk = Chunk(
+            room,
+            peers or ("a",),
+            Script(index=next(self._indices[room]), **script),
+            last,
+            self.clock.now + within,
+            self.clock.now,
+        )
+        self.worker.submit(chunk)
+        return chunk
+
+    def run(self, seconds: float = 0.0) -> float | None:
+        """Step as a thread would for so long; then the pause that the last step asked for."""
+        until = self.clock.now + seconds
+        steps = 0
+        while True:
+            wait = self.worker.step(self.clock.now)
+            steps += 1
+            assert steps < 200_000, "the worker spins"
+            if wait == 0.0:
+                continue
+            if wait is None or self.clock.now + wait > until:
+                self.clock.now = until
+                return wait
+            self.clock.now += wait
+
+    def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
+        """Everything under way settles, and the worker has the time to notice."""
+        self.backend.settle(room, state)
+        self.run(0.5)
+
+    def check(self) -> None:
+        """Nobody was misused."""
+        assert self.backend.misuse == [] and self.gate.misuse == []
+
+    def check_empty(self) -> None:
+        """Nothing is left, and every handle was released once."""
+        self.check()
+        assert not any(self.worker.tables().values()), self.worker.tables()
+        assert self.gate.busy == set()
+        assert Counter(handle.releases for handle in self.backend.handles) == Counter(
+            {1: len(self.backend.handles)} if self.backend.handles else {}
+        )

@@ -1,0 +1,483 @@
+"""Rooms that end early: what raises, what breaks, what is cancelled, and when they are quiet."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+
+from sglang.srt.disaggregation.async_transfer import graveyard
+from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
+from sglang.srt.disaggregation.delta.failures import Reason
+from unit.async_transfer.fakes import Bench
+
+
+def test_a_post_that_raises() -> None:
+    """Guards against one room's exception ending the worker or another room (hazards 29, 43): the
+    next chunk of the same peer is served, also of the next request with the same number."""
+    bench = Bench()
+    bench.open(1, 2)
+    error = RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+    bench.submit(1, error=error, handles=0)
+    bench.submit(1, last=True)
+    bench.submit(2, last=True)
+    bench.run()
+    reason, text = bench.diary.failure(1)
+    assert reason is Reason.TRANSPORT
+    assert "room 1" in text and "to a " in text and "REMOTE_DISCONNECT" in text
+    assert bench.diary.entries[0][4] is error
+    assert bench.diary.of(1) == ["failed", "quiet"]
+    bench.settle()
+    assert bench.diary.of(2) == ["done 0", "quiet"]
+    bench.worker.forget(1)
+    bench.open(1)
+    bench.submit(1, last=True)
+    bench.run()
+    bench.settle()
+    assert bench.diary.of(1)[2:] == ["done 2", "quiet"]
+    bench.worker.forget(1)
+    bench.worker.forget(2)
+    bench.check_empty()
+
+
+def test_a_backend_names_its_reason() -> None:
+    """Guards against a mismatch being counted as a fault of the transport."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1, error=TransferError(Reason.MISMATCH, "5 pages for 3"))
+    bench.run()
+    reason, text = bench.diary.failure(1)
+    assert reason is Reason.MISMATCH and text.endswith("5 pages for 3")
+
+
+def test_handles_of_a_post_that_raised_halfway_are_waited_for() -> None:
+    """Guards against telling decode that a room is quiet while what was posted before the exception
+    still writes (hazard 31)."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1, "a", "b", handles=2, error=RuntimeError("state refused"), last=True)
+    bench.run(1.0)
+    assert bench.diary.of(1) == ["failed"] and bench.gate.busy == {1}
+    assert [post[2] for post in bench.backend.posts] == ["a"]
+    bench.backend.handles[0].state = State.DONE
+    bench.run(1.0)
+    assert bench.diary.of(1) == ["failed"] and bench.backend.released == 0
+    bench.settle()
+    assert bench.diary.of(1) == ["failed", "quiet"] and bench.gate.busy == set()
+    bench.worker.forget(1)
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("broken", [State.ERROR, RuntimeError("remote disconnect")])
+def test_done_under_way_and_broken(broken: State | Exception) -> None:
+    """Guards against quiet, or a release, while one of three handles is under way (hazard 31), and
+    against an error of the question ending more than its room (hazard 33)."""
+    bench = Bench()
+    bench.open(1, 2)
+    bench.submit(1, handles=3)
+    bench.submit(2, last=True)
+    bench.run()
+    done, under_way, error = bench.backend.handles[:3]
+    done.state, error.state = State.DONE, broken
+    bench.run(1.0)
+    assert bench.diary.of(1) == ["failed"] and bench.gate.busy == {1, 2}
+    assert bench.diary.failure(1)[0] is Reason.TRANSPORT
+    assert bench.backend.released == 0
+    under_way.state = State.DONE
+    bench.run(1.0)
+    assert bench.diary.of(1) == ["failed", "quiet"] and bench.backend.released == 3
+    bench.settle()
+    assert bench.diary.of(2) == ["done 0", "quiet"]
+    bench.check()
+
+
+def test_the_first_cause_counts() -> None:
+    """Guards against a second failure that hides the root cause, or reports the room twice
+    (hazards 30 and 33)."""
+    bench = Bench()
+    bench.open(1)
+    for _ in range(3):
+        bench.submit(1)
+    bench.run()
+    bench.backend.handles[1].state = RuntimeError("the cause")
+    bench.run(0.1)
+    bench.settle(1, State.ERROR)
+    bench.worker.cancel(1, Reason.ABORTED)
+    bench.run(200)
+    assert bench.diary.of(1) == ["failed", "quiet"]
+    assert "the cause" in bench.diary.failure(1)[1]
+
+
+def test_failure_of_what_follows() -> None:
+    """Guards against a room that counts as delivered although its metadata could not be sent."""
+    bench = Bench()
+    bench.open(1, 2)
+    bench.submit(1, last=True, after_error=RuntimeError("no metadata"))
+    bench.submit(2, last=True, after_handles=1)
+    bench.run()
+    bench.settle()
+    assert bench.diary.of(1) == ["failed", "quiet"]
+    bench.settle(2, State.ERROR)
+    assert bench.diary.of(2) == ["failed", "quiet"]
+    bench.check()
+
+
+def test_ended_is_for_ever() -> None:
+    """Guards against a chunk or an error that brings an ended room back (hazard 30)."""
+    bench = Bench()
+    bench.open(1, 2)
+    bench.submit(1, last=True)
+    bench.worker.cancel(2, Reason.ABORTED)
+    bench.run()
+    bench.settle()
+    before = list(bench.diary.entries)
+    for room in (1, 2):
+        bench.submit(room)
+        bench.worker.cancel(room, Reason.ABORTED)
+    bench.run(500)
+    assert bench.diary.entries == before and len(bench.backend.handles) == 1
+
+
+def test_unknown_rooms() -> None:
+    """Guards against late words about a room that was cleared: they do nothing and leave nothing
+    (hazards 29, 30 and 37)."""
+    bench = Bench()
+    bench.open(1)
+    bench.worker.forget(1)
+    bench.submit(1)
+    bench.worker.cancel(1, Reason.ABORTED)
+    bench.worker.forget(1)
+    assert bench.run() is None
+    assert bench.diary.entries == [] and bench.backend.posts == []
+    bench.check_empty()
+
+
+def test_cancel_before_anything_was_posted() -> None:
+    """Guards against posting for an aborted request, whose pages and slot are given away (hazard
+    32)."""
+    bench = Bench(quota=1)
+    bench.open(1, 2)
+    bench.submit(2)
+    bench.run()
+    bench.submit(1)
+    bench.submit(1, last=True)
+    bench.run()
+    bench.worker.cancel(1, Reason.ABORTED)
+    assert bench.diary.of(1) == ["quiet"]
+    bench.settle()
+    assert {post[0] for post in bench.backend.posts} == {2}
+
+
+def test_cancel_while_something_is_under_way() -> None:
+    """Guards against source pages that are freed while they are read: quiet comes once, and only
+    when everything that was posted has settled (hazards 1 and 32)."""
+    bench = Bench(quota=2)
+    bench.open(1)
+    for _ in range(4):
+        bench.submit(1, "a", "b")
+    bench.run()
+    assert len(bench.backend.handles) == 4
+    bench.worker.cancel(1, Reason.ABORTED)
+    for handle in bench.backend.handles:
+        assert bench.diary.of(1) == [] and bench.gate.busy == {1}
+        handle.state = State.DONE
+        bench.run(0.1)
+    assert bench.diary.of(1) == ["quiet"] and bench.gate.busy == set()
+    assert len(bench.backend.handles) == 4
+    bench.worker.forget(1)
+    bench.check_empty()
+
+
+def test_a_landed_chunk_of_a_room_that_ends() -> None:
+    """Guards against a chunk that waits for an earlier one being forgotten in its place, which
+    would hold the room's quiet and the peer's quota up for ever."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1)
+    bench.submit(1)
+    bench.run()
+    bench.backend.handles[1].state = State.DONE
+    bench.run(0.1)
+    bench.worker.cancel(1, Reason.ABORTED)
+    assert bench.diary.of(1) == []
+    bench.settle()
+    assert bench.diary.of(1) == ["quiet"]
+    bench.worker.forget(1)
+    bench.check_empty()
+
+
+def test_the_gate_stops_a_room() -> None:
+    """Guards against a post after the gate said no, and against a room that is never quiet because
+    nobody cancelled it here."""
+    bench = Bench(quota=1)
+    bench.open(1, 2)
+    bench.submit(1)
+    bench.submit(1, last=True)
+    bench.submit(2, last=True)
+    bench.run()
+    bench.gate.stopped.update({1, 2})
+    bench.settle()
+    assert bench.diary.of(1) == ["quiet"] and bench.diary.of(2) == ["quiet"]
+    assert len(bench.backend.posts) == 1
+    bench.worker.forget(1)
+    bench.worker.forget(2)
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_gate_that_raises(lands: bool) -> None:
+    """Guards against a room that hangs because its gate raised, before a post or after landing."""
+    bench = Bench()
+    bench.open(1)
+
+    def broken(room: int) -> bool:
+        raise RuntimeError("gate")
+
+    if not lands:
+        bench.gate.enter = broken  # type: ignore[method-assign]
+    bench.submit(1, last=True)
+    bench.run()
+    bench.gate.enter = broken  # type: ignore[method-assign]
+    bench.settle()
+    assert bench.diary.of(1) == ["failed", "quiet"]
+    bench.worker.forget(1)
+    bench.check_empty()
+
+
+def test_observers_that_raise() -> None:
+    """Guards against a callback's exception that stops the worker or loses the next callback."""
+    bench = Bench()
+    bench.open(1, 2)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("observer")
+
+    bench.diary.chunk_done = bench.diary.room_failed = broken  # type: ignore[method-assign]
+    bench.submit(1, last=True)
+    bench.submit(2, error=RuntimeError("post"))
+    bench.run()
+    bench.settle()
+    assert bench.diary.of(1) == ["quiet"] and bench.diary.of(2) == ["quiet"]
+
+
+def test_a_release_that_raises() -> None:
+    """Guards against a handle that is released again because its release raised (hazard 42)."""
+    bench = Bench()
+    bench.open(1)
+    calls = []
+
+    def broken(handle: object) -> None:
+        calls.append(handle)
+        raise RuntimeError("release")
+
+    bench.backend.release = broken  # type: ignore[method-assign]
+    bench.submit(1, handles=2, last=True)
+    bench.run()
+    bench.settle()
+    assert calls == bench.backend.handles and bench.diary.of(1) == ["done 0", "quiet"]
+
+
+def test_deadline_of_what_waits() -> None:
+    """Guards against a chunk that waits for ever behind a stalled peer (hazards 40 and 44), and
+    against a room that was cancelled being reported as late."""
+    bench = Bench(quota=1)
+    bench.open(1, 2, 3)
+    bench.submit(1, within=1000.0)
+    bench.run()
+    bench.submit(2, within=5.0)
+    bench.submit(3, within=5.0)
+    bench.worker.cancel(3, Reason.ABORTED)
+    bench.run(4.9)
+    assert bench.diary.of(2) == []
+    bench.run(0.2)
+    reason, text = bench.diary.failure(2)
+    assert reason is Reason.TIMEOUT
+    assert text.startswith("room 2: a chunk was not delivered to a (queued) within 5.0 s")
+    assert bench.diary.of(2) == ["failed", "quiet"] and bench.diary.of(3) == ["quiet"]
+
+
+def test_deadline_of_what_is_under_way() -> None:
+    """Guards against a handle that is released, or a room that is called quiet, because time ran
+    out (hazards 31 and 42): it is waited for, rarely, and settles after all."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1, "slow peer", within=5.0)
+    bench.run(6)
+    assert bench.diary.of(1) == ["failed", "buried"]
+    assert "slow peer (posted)" in bench.diary.failure(1)[1]
+    looks = bench.backend.looks
+    bench.run(100)
+    assert 480 <= bench.backend.looks - looks <= 490 and bench.backend.released == 0
+    assert bench.gate.busy == {1}
+    bench.settle()
+    assert bench.diary.of(1) == ["failed", "buried", "quiet"] and bench.gate.busy == set()
+    bench.worker.forget(1)
+    bench.check_empty()
+
+
+def test_cancelled_and_overdue() -> None:
+    """Guards against a cancelled request that waits for ever for what does not settle."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1, within=5.0)
+    bench.run()
+    bench.submit(1, within=9.0)
+    bench.run()
+    bench.worker.cancel(1, Reason.ABORTED)
+    bench.run(6)
+    assert bench.diary.of(1) == []  # the second one has time left
+    bench.run(4)
+    assert bench.diary.of(1) == ["buried"]
+    bench.settle()
+    assert bench.diary.of(1) == ["buried", "quiet"]
+
+
+def test_overdue_transfers_do_not_use_up_the_window() -> None:
+    """Guards against a peer that never answers taking the worker's places with it, and against it
+    getting more places than its quota, deadline after deadline."""
+    bench = Bench(window=4, quota=3)
+    for room in range(100):
+        bench.open(room)
+        bench.submit(room, "dead", within=1.0)
+        bench.run(2)
+    assert len(bench.backend.open_handles()) == 3
+    bench.open(*range(100, 110))
+    for room in range(100, 110):
+        bench.submit(room, "b", last=True)
+    bench.run()
+    assert len(bench.backend.open_handles(peer="b")) == 3
+    for room in range(99):
+        bench.worker.forget(room)
+    assert bench.worker.tables()["rooms"] == 11
+
+
+def test_a_full_graveyard(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against looking at ever more dead transfers, against releasing one that is under way,
+    and against giving up without a word: its room is never said to be quiet."""
+    monkeypatch.setattr(graveyard, "KEPT", [])
+    bench = Bench(graveyard=2)
+    bench.open(1, 2, 3)
+    for room in (1, 2, 3):
+        bench.submit(room, f"peer-{room}", within=room)
+    with caplog.at_level(logging.ERROR):
+        bench.run(10)
+    assert "peer-1 is given up" in caplog.text
+    assert bench.worker.tables()["graveyard"] == 2
+    assert [bench.backend.handles[0]] == graveyard.KEPT
+    bench.settle()
+    assert bench.diary.of(1) == ["failed", "buried"] and bench.gate.busy == {1}
+    assert bench.diary.of(2) == bench.diary.of(3) == ["failed", "buried", "quiet"]
+    assert [handle.releases for handle in bench.backend.handles] == [0, 1, 1]
+    bench.check()
+
+
+def test_after_a_suspension() -> None:
+    """Guards against failing what was delivered while this process did not run: transfers are
+    looked at before deadlines are."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1, last=True, within=5.0)
+    bench.run()
+    bench.backend.settle()
+    bench.clock.now += 100
+    bench.run()
+    assert bench.diary.of(1) == ["done 0", "quiet"]
+
+
+def test_forgotten_while_under_way() -> None:
+    """Guards against words about a request that is gone, and against a gate that is left before
+    everything has settled."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1)
+    bench.submit(1, last=True)
+    bench.run()
+    bench.worker.forget(1)
+    assert bench.gate.busy == {1}
+    bench.settle()
+    assert bench.diary.entries == []
+    bench.check_empty()
+
+
+def test_a_number_that_is_used_again() -> None:
+    """Guards against the old life's transfers completing, failing or quieting the new one (hazard
+    37), and against the gate being left while those of the old life are under way."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1, last=True)
+    bench.run()
+    (old,) = bench.backend.handles
+    bench.worker.forget(1)
+    bench.open(1)
+    bench.submit(1, last=True)
+    bench.run()
+    new = bench.backend.handles[1]
+    new.state = State.DONE
+    bench.run(0.1)
+    assert bench.diary.of(1) == ["done 1", "quiet"] and bench.gate.busy == {1}
+    old.state = State.ERROR
+    bench.run(0.1)
+    assert bench.diary.of(1) == ["done 1", "quiet"] and bench.gate.busy == set()
+    bench.worker.forget(1)
+    bench.check_empty()
+
+
+def test_an_open_room_is_opened_once() -> None:
+    """Guards against a second ``open`` that loses what was queued; and one that follows an ended
+    life begins a new one."""
+    bench = Bench()
+    bench.open(1)
+    bench.submit(1)
+    bench.open(1)
+    bench.run()
+    assert bench.backend.posts == [(1, 0, "a", "post")]
+    bench.worker.cancel(1, Reason.ABORTED)
+    bench.open(1)
+    bench.submit(1, last=True)
+    bench.run()
+    bench.settle()
+    assert bench.diary.of(1) == ["done 1", "quiet"]
+
+
+def test_chunks_cannot_change() -> None:
+    """Guards against one peer's post changing what the next peer gets (hazard 39)."""
+    chunk = Bench().submit(1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        chunk.peers = ()  # type: ignore[misc]
+
+
+def test_stop() -> None:
+    """Guards against requests that wait for a worker which is stopping, and against taking in
+    more."""
+    bench = Bench(quota=1)
+    bench.open(1, 2)
+    bench.submit(1)
+    bench.run()
+    bench.submit(2)
+    bench.worker.stop()
+    bench.open(3)
+    bench.submit(3)
+    assert bench.diary.of(1) == ["failed"] and bench.diary.of(2) == ["failed", "quiet"]
+    assert bench.worker.busy
+    bench.settle()
+    assert not bench.worker.busy and bench.diary.of(1) == ["failed", "quiet"]
+    assert len(bench.backend.posts) == 1 and bench.worker.give_up() == 0
+
+
+def test_failures_are_counted_once_by_reason() -> None:
+    """Guards against a failure that is counted for every chunk, or under another reason."""
+    bench = Bench()
+    bench.open(1, 2, 3)
+    bench.submit(1, error=RuntimeError())
+    bench.submit(1)
+    bench.submit(2, within=1.0)
+    bench.submit(3)
+    bench.run()
+    bench.worker.cancel(3, Reason.PEER_LOST)
+    bench.worker.cancel(3, Reason.ABORTED)
+    bench.run(2)
+    counted = {reason: count for reason, count in bench.stats.failures.items() if count}
+    assert counted == {Reason.TRANSPORT: 1, Reason.TIMEOUT: 1, Reason.PEER_LOST: 1}

@@ -1,0 +1,146 @@
+"""Settings, sharding, pauses and deadlines: the small parts that the worker is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.disaggregation.async_transfer import settings
+from sglang.srt.disaggregation.async_transfer.deadlines import Deadlines
+from sglang.srt.disaggregation.async_transfer.pace import SHORTEST_S, next_look
+from sglang.srt.disaggregation.async_transfer.settings import Settings, worker_of
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [(1, 4), (2, 4), (64, 4), (79, 4), (80, 5), (128, 8), (192, 12), (999, 12)]
+)
+def test_default_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int) -> None:
+    """Guards against a default that is not SGLang's."""
+    for name in (settings.QUEUES, settings.THREADS):
+        monkeypatch.delenv(name, raising=False)
+    made = settings.from_environment(cpus)
+    assert (made.queues, made.threads) == (4, threads)
+    assert made.workers == 4 * (threads // 4)
+
+
+def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against variables that are not read."""
+    monkeypatch.setenv(settings.QUEUES, "3")
+    monkeypatch.setenv(settings.THREADS, "7")
+    made = settings.from_environment()
+    assert (made.queues, made.threads, made.threads_per_queue, made.workers) == (3, 7, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("queues", "threads", "named"),
+    [
+        ("0", None, settings.QUEUES),
+        ("-1", None, settings.QUEUES),
+        ("four", None, settings.QUEUES),
+        ("1000000", "1000000", settings.QUEUES),
+        ("4", "0", settings.THREADS),
+        ("4", "", settings.THREADS),
+        ("4", "3", settings.THREADS),
+        ("4", "100000", settings.THREADS),
+        ("8", None, settings.THREADS),
+    ],
+)
+def test_wrong_settings(
+    monkeypatch: pytest.MonkeyPatch, queues: str, threads: str | None, named: str
+) -> None:
+    """Guards against a wrong count that is taken for another, or fails without its name (hazard
+    47)."""
+    monkeypatch.setenv(settings.QUEUES, queues)
+    monkeypatch.delenv(settings.THREADS, raising=False)
+    if threads is not None:
+        monkeypatch.setenv(settings.THREADS, threads)
+    with pytest.raises(ValueError, match=named):
+        settings.from_environment(2)
+
+
+@pytest.mark.parametrize("name", ["queues", "threads", "window", "quota", "graveyard"])
+def test_nothing_may_be_zero(name: str) -> None:
+    """Guards against a worker that may post nothing, and so waits for ever."""
+    with pytest.raises(ValueError, match=name):
+        Settings(**{name: 0})
+
+
+def test_log_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an interval that is not read, or refused without its name."""
+    monkeypatch.delenv("SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", raising=False)
+    assert settings.log_seconds() == 60
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "never")
+    with pytest.raises(ValueError, match="TRANSFER_LOG_INTERVAL"):
+        settings.log_seconds()
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 64, 2**32, 2**40])
+@pytest.mark.parametrize("workers", [1, 3, 4, 12])
+def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
+    """Guards against rooms of one remainder (data parallel attention) that all go to one worker,
+    and against two answers for one room (hazard 34)."""
+    made = Settings(queues=workers, threads=workers)
+    rooms = [3 + stride * index for index in range(2000)]
+    shares = Counter(worker_of(room, made) for room in rooms)
+    assert set(shares) == set(range(workers))
+    assert max(shares.values()) <= 1.25 * len(rooms) / workers
+    assert [worker_of(room, made) for room in rooms] == [worker_of(room, made) for room in rooms]
+    assert worker_of(2**63 + 5, made) < workers
+
+
+@given(now=st.floats(0, 1e7), age=st.floats(0, 1e3), buried=st.booleans())
+def test_pauses(now: float, age: float, buried: bool) -> None:
+    """Guards against a pause of nothing (spinning), or one that is too long for its transfer."""
+    pause = next_look(now, age, buried) - now
+    assert pause > 0
+    if not buried:
+        assert pause <= 1.01 * min(max(SHORTEST_S, age / 16), 0.8e-3 if age < 1 else 25.6e-3)
+    assert pause <= 0.21
+
+
+@given(age=st.floats(0, 2), other=st.floats(0, 2), now=st.floats(0, 1e6))
+def test_pauses_meet(age: float, other: float, now: float) -> None:
+    """Guards against a wake-up of its own for every transfer: whoever has the longer pause is
+    looked at when one with the shorter pause is."""
+    short, long = sorted((next_look(now, age), next_look(now, other)))
+    for _ in range(2000):
+        if short >= long - SHORTEST_S / 100:
+            break
+        short = next_look(short, min(age, other))
+    assert short == pytest.approx(long, abs=SHORTEST_S / 100)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "pass"]), st.integers(0, 30))))
+def test_deadlines_against_a_list(steps: list[tuple[str, int]]) -> None:
+    """Guards against items that are due early, late, twice, or after they were discarded."""
+    deadlines: Deadlines[object] = Deadlines()
+    model: dict[object, float] = {}
+    for what, number in steps:
+        if what == "add":
+            item = object()
+            deadlines.add(float(number), item)
+            model[item] = float(number)
+        elif what == "discard" and model:
+            item = list(model)[number % len(model)]
+            deadlines.discard(item)
+            deadlines.discard(item)
+            del model[item]
+        elif what == "pass":
+            due = deadlines.passed(float(number))
+            assert [model[item] for item in due] == sorted(t for t in model.values() if t <= number)
+            model = {item: at for item, at in model.items() if item not in due}
+        assert len(deadlines) == len(model)
+        assert deadlines.next_at() == min(model.values(), default=None)
+
+
+def test_discarded_deadlines_leave_nothing() -> None:
+    """Guards against entries of delivered chunks that lie in the heap until their deadline."""
+    deadlines: Deadlines[object] = Deadlines()
+    for number in range(10_000):
+        item = object()
+        deadlines.add(120.0 + number, item)
+        deadlines.discard(item)
+    assert len(deadlines) == 0 and len(deadlines._heap) <= 100
