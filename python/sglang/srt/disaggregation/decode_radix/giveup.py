@@ -18,7 +18,7 @@ def give_up(scheduler: Any, entry: Any, message: str, status: HTTPStatus) -> Non
     from sglang.srt.disaggregation.utils import prepare_abort
 
     req, receiver = entry.req, entry.kv_receiver
-    logger.error(message)
+    logger.warning(message)
     prepare_abort(req, message, status_code=status)
     withdraw = getattr(receiver, "withdraw", None)  # warm-up and stock receivers have none
     if withdraw is not None:

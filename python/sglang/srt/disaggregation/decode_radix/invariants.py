@@ -76,7 +76,7 @@ def pool_problems(
     """
     page = allocator.page_size
     problems = []
-    free = [int(p) for p in torch.cat([allocator.free_pages, allocator.release_pages])]
+    free = torch.cat([allocator.free_pages, allocator.release_pages]).tolist()
     in_tree = {slot // page for node in tree_nodes(tree) for slot in node.value.tolist()}
     private: list[int] = []
     for req in holders:
@@ -89,9 +89,9 @@ def pool_problems(
                 f"request {req.rid}: protected length {req.cache_protected_len} is no whole page"
             )
         private += {slot // page for slot in row[req.cache_protected_len :]}
-    owners = Counter(free) + Counter(in_tree) + Counter(private)
-    twice = [p for p, count in owners.items() if count > 1]
-    if twice:
+    owned = [*free, *in_tree, *private]
+    if len(owned) != len(set(owned)):
+        twice = [p for p, count in Counter(owned).items() if count > 1]
         problems.append(f"pages owned twice: {sorted(twice)[:10]}")
     owned_tokens = sum(
         page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in holders

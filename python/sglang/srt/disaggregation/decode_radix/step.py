@@ -37,7 +37,8 @@ class AgreedSteps:
         """
         queue, budget = self._queue, self._budget
         pool = budget.pool([])
-        states = {id(entry): self._state(entry) for entry in ready}
+        limits = waiting.admission_timeout(), inflight.wait_seconds()
+        states = {id(entry): self._state(entry, *limits) for entry in ready}
         for candidate in first:
             candidate.given_up = states.get(id(candidate.entry), State.FINE) <= State.EXPIRED
         rows = queue.req_to_token_pool.available_size()
@@ -58,17 +59,17 @@ class AgreedSteps:
         finally:
             line.release(first)
 
-    def _state(self, entry: Any) -> State:
-        """What this rank thinks of a request without pages."""
+    def _state(self, entry: Any, for_memory: float, for_prefix: float) -> State:
+        """What this rank thinks of a request without pages, which may wait so many seconds."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if entry.req.finished_reason is not None or entry.kv_receiver.poll() == KVPoll.Failed:
             return State.FAILED
         now: float = self._queue.clock()
-        if now - entry.ready_since >= waiting.admission_timeout():
+        if now - entry.ready_since >= for_memory:
             return State.EXPIRED
         since: float | None = getattr(entry, "waits_for_prefix_since", None)
-        if since is not None and now - since >= inflight.wait_seconds():
+        if since is not None and now - since >= for_prefix:
             return State.WAITED_ENOUGH
         return State.FINE
 
