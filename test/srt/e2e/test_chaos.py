@@ -1,0 +1,41 @@
+"""Two minutes of the chaos run: every kind of fault and abort, on servers that are always full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmark.harness.workload import token_range
+from chaos.bank import make_bank
+from chaos.events import EventFile
+from chaos.plan import HEAVY, FaultKind, make_plans
+from chaos.report import one_line
+from chaos.run import Arm, run_arm
+from e2e.support import Reference
+
+SEED = 1
+SECONDS = 60.0
+ARMS = (Arm("nixl", 16), Arm("mooncake", 1))
+
+
+@pytest.mark.parametrize("number", range(len(ARMS)), ids=[arm.name for arm in ARMS])
+def test_every_request_is_accounted_for(
+    model: Path, reference: Reference, logs: Path, number: int
+) -> None:
+    """Requests under way, queued, retracted, held and just announced all meet killed and stopped
+    servers, disconnects and aborts at once: each must get the right tokens, end because it was
+    aborted, or fail with one error that names a cause; and memory, logs and later answers must show
+    no trace of it. The two arms share out the kinds of faults; ``make chaos`` runs for longer."""
+    bank = make_bank(token_range(model), SEED, reference.server.generate)
+    plan = make_plans(SEED, len(ARMS), SECONDS, bank.threads)[number]
+    with EventFile(logs / "events.jsonl") as events:
+        account = run_arm(ARMS[number], plan, bank, model, logs, events)
+    print(one_line(account.tally))
+    bugs = [f"request {life.rid}: {verdict}" for life, verdict in account.bugs]
+    assert account.tally.clean, "\n".join([one_line(account.tally), *bugs, *account.tally.problems])
+    done = {kind for kind in HEAVY if account.tally.faults[kind.value]}
+    assert done == {fault.kind for fault in plan.faults if fault.kind in HEAVY}
+    assert account.tally.restarts >= sum(
+        fault.kind in (FaultKind.KILL_PREFILL, FaultKind.KILL_DECODE) for fault in plan.faults
+    )
