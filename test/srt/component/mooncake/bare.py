@@ -64,6 +64,7 @@ def bare(mode: Any) -> Any:
         enable_staging=False,
         is_dummy_cp_rank=False,
         being_sent=set(),
+        _unsettled=[],
         failure_lock=threading.Lock(),
         connection_lock=threading.Lock(),
         session_lock=threading.Lock(),

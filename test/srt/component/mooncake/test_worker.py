@@ -46,6 +46,26 @@ def test_a_worker_outlives_what_it_cannot_even_report() -> None:
     assert manager.rooms.gate.stop(7, "over"), "it was left busy"
 
 
+def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a room that stays busy for ever after the engine refused a write, against one
+    that is called quiet at once, and against a server that takes it for a leak meanwhile."""
+    manager = prefill()
+    open_rooms(manager, 7)
+    assert manager.rooms.enter(7)
+    manager.rooms.gate.stop(7, "refused")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1000")
+    manager.leave_later(7)
+    manager.forget_status(7)
+    manager.rooms.gate.forget(7)
+    manager._tick()
+    assert manager.rooms.gate.rooms() == [7] and not any(manager.open_rooms().values())
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0")
+    manager._unsettled.clear()
+    manager.leave_later(7)
+    manager._tick()
+    assert manager.rooms.gate.rooms() == []
+
+
 class Stop(BaseException):
     """Ends a thread that serves for ever."""
 

@@ -232,4 +232,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
     @override
     def open_rooms(self) -> dict[str, list[int]]:
         tables: dict[str, list[int]] = super().open_rooms()
+        # Rooms whose failed transfers are waited for are no leftover: that has an end.
+        waited_for = {room for _, room in list(getattr(self, "_unsettled", ()))}
+        if "gate" in tables:
+            tables["gate"] = [room for room in tables["gate"] if room not in waited_for]
         return tables | {"progress": sorted(getattr(self, "_progress", ()))}
