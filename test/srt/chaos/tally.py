@@ -74,6 +74,9 @@ _SAYS_WHY = re.compile(
     re.IGNORECASE,
 )
 
+ABORT_TEXT = "Aborted by AbortReq"
+"""What SGLang says of requests that it was asked to abort."""
+
 
 def judge(seen: Observed, windows: Iterable[Window]) -> Verdict:
     """What became of one request."""
@@ -103,6 +106,8 @@ def judge(seen: Observed, windows: Iterable[Window]) -> Verdict:
     causes = [window for window in windows if touches(seen, window)]
     if not causes:
         return Verdict(Outcome.UNEXPLAINED, f"no fault near: {error}")
+    if ABORT_TEXT in error:
+        return Verdict(Outcome.UNEXPLAINED, f"nobody asked for this abort: {error}")
     if not _SAYS_WHY.search(error):
         return Verdict(Outcome.UNEXPLAINED, f"the error names no cause: {error!r}")
     return Verdict(Outcome.FAILED, f"{causes[-1].kind}: {error}")

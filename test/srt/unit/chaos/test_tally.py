@@ -109,6 +109,7 @@ def test_a_failure_needs_a_fault_in_its_lifetime(
         ("", Outcome.UNEXPLAINED),
         ("500 Internal Server Error", Outcome.UNEXPLAINED),
         ("KeyError: 17", Outcome.UNEXPLAINED),
+        ("Decode handshake failed for request 1: Aborted by AbortReq.", Outcome.UNEXPLAINED),
         ("ServerDisconnectedError: Server disconnected", Outcome.FAILED),
         (
             "Cannot connect to host 127.0.0.1:30000 ssl:default [Connect call failed]",
@@ -119,7 +120,8 @@ def test_a_failure_needs_a_fault_in_its_lifetime(
     ],
 )
 def test_an_error_has_to_say_what_failed(error: str, expected: Outcome) -> None:
-    """Guards against errors that nobody can act on."""
+    """Guards against errors that nobody can act on, and against a lost server that is reported as
+    an abort that nobody asked for."""
     assert outcome(replace(FAILED, error=error)) is expected
 
 
