@@ -174,6 +174,7 @@ def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Re
     assert late, "all were done before the server was killed: this shows nothing"
     failed(late, BOUND_S + 2, "lost prefill server", "Could not fetch", "connect")
     cluster.first.restart()
+    cluster.pair.processes["prefill"] = cluster.first.process
     back, _ = asyncio.run(cluster.ask_both(prompts, []))
     right(back, expected)
     cluster.pair.check()
