@@ -1,6 +1,7 @@
 """Clients: both halves of a request, every way to take it back, and what is known afterwards."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,6 +122,25 @@ def test_a_server_that_is_down_is_an_error_with_a_cause(pair: FakePair) -> None:
     asyncio.run(go())
     assert life.decode.error and "connect" in life.decode.error.lower()
     assert life.prefill.error
+
+
+@pytest.mark.parametrize(("number", "drops"), [(7, True), (8, False)])
+def test_a_request_that_prefill_refused_is_dropped_on_decode(
+    pair: FakePair, number: int, drops: bool
+) -> None:
+    """Guards against a run in which decode is full of requests that no load balancer would leave
+    there; some remain, as decode must get rid of them by itself."""
+    life = new_life(pair.addresses, number, "t", BANK.questions[0])
+    half_down = dataclasses.replace(pair.addresses, prefill="http://127.0.0.1:9")
+
+    async def go() -> None:
+        async with open_session(20) as session:
+            await live(session, half_down, life)
+
+    asyncio.run(go())
+    assert life.prefill.error and not life.late
+    assert ("dropped" in (life.decode.error or "")) is drops
+    assert verdict(life) is (Outcome.UNEXPLAINED if drops else Outcome.RIGHT)
 
 
 def test_ids_are_no_prefix_of_another(pair: FakePair) -> None:
