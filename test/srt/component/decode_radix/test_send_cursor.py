@@ -51,9 +51,13 @@ class RecordingSender:
         self.decode_prefix_len = prefix
         self.left = pages
         self.calls: list[tuple[list[int], bool]] = []
+        #: Whether the room's metadata were filled, at each call.
+        self.had_metadata: list[bool] = []
+        self.has_metadata = False
 
     def send(self, pages: np.ndarray, state_indices: Any = None) -> None:
         self.left -= len(pages)
+        self.had_metadata.append(self.has_metadata)
         self.calls.append((pages.tolist(), self.left == 0))
 
 
@@ -64,6 +68,9 @@ class Outcome:
     calls: list[tuple[list[int], bool]]
     cursor: list[int] = field(default_factory=list)
     metadata: int = 0
+    #: The end of the computed tokens at each call, and whether the metadata were filled.
+    computed: list[int] = field(default_factory=list)
+    had_metadata: list[bool] = field(default_factory=list)
 
 
 def play(scenario: Scenario) -> Outcome:
@@ -87,6 +94,7 @@ def play(scenario: Scenario) -> Outcome:
 
         def _count(self, req: Any) -> None:
             outcome.metadata += 1
+            sender.has_metadata = True
 
     req = SimpleNamespace(
         rid="r",
@@ -98,12 +106,15 @@ def play(scenario: Scenario) -> Outcome:
         disagg_kv_sender=sender,
     )
     prefill = Prefill()
+    outcome.had_metadata = sender.had_metadata
     for end in scenario.chunks:
         req.fill_ids = list(range(end))
         prefill.send_kv_chunk(req, last_chunk=False, end_idx=end if scenario.overlap else None)
+        outcome.computed += [end] * (len(sender.calls) - len(outcome.computed))
         outcome.cursor.append(req.start_send_idx)
     req.fill_ids = list(range(prompt + 1))  # with the first generated token
     prefill.send_kv_chunk(req, last_chunk=True)
+    outcome.computed += [prompt] * (len(sender.calls) - len(outcome.computed))
     outcome.cursor.append(req.start_send_idx)
     return outcome
 
@@ -163,6 +174,20 @@ def test_full_hit_sends_its_metadata_once() -> None:
     """Guards against a decode server that waits for the first token until its timeout."""
     outcome = play(Scenario(16, 64, 64, (16, 40, 63), True))
     assert outcome.calls == [([], True)] and outcome.metadata == 1
+
+
+@settings(max_examples=200)
+@given(scenario=scenarios())
+def test_nothing_is_sent_before_it_is_there(scenario: Scenario) -> None:
+    """Guards against pages sent ahead of the forward pass that fills them, which would move what
+    was in them before, and against a last call that takes metadata not written yet."""
+    outcome = play(scenario)
+    for (pages, is_last), computed, had_metadata in zip(
+        outcome.calls, outcome.computed, outcome.had_metadata, strict=True
+    ):
+        whole = page_count(computed, scenario.page) if is_last else computed // scenario.page
+        assert max(pages, default=0) < FIRST_PAGE + whole
+        assert had_metadata == is_last
 
 
 @settings(max_examples=100)
