@@ -14,6 +14,7 @@ REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
 SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 TRANSFER_FAILURES = "sglang:num_transfer_failed_reqs_total"
+FAILED_ROOMS = "sglang:kv_transfer_failed_total"
 STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
 """What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
 

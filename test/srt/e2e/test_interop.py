@@ -16,6 +16,7 @@ NEW_METRICS = (
     metrics.REQUESTED_BYTES,
     metrics.SENT_BYTES,
     metrics.SKIPPED_TOKENS,
+    metrics.FAILED_ROOMS,
 )
 
 

@@ -54,6 +54,9 @@ class DeltaManager(CommonKVManager):
     ``collect_arrivals``: how bytes move is all that is its own.
     """
 
+    #: Set by the backends that build on this; the others stay what they are in SGLang.
+    moves_deltas = False
+
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any,
         is_mla_backend: bool | None = False,
@@ -69,6 +72,8 @@ class DeltaManager(CommonKVManager):
         self._status_lock = threading.Lock()
         self.rooms: PrefillRooms | None = None
         self.servers: PrefillServers | None = None
+        if not self.moves_deltas:
+            return
         if mode == DisaggregationMode.PREFILL:
             self.rooms = PrefillRooms(self)
         elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):

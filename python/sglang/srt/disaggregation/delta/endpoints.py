@@ -212,6 +212,8 @@ class DeltaSender(CommonKVSender):
         pp_rank: int,
     ) -> None:  # fmt: skip
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        if mgr.rooms is None:
+            return  # a backend of SGLang's that knows no delta
         gate = mgr.rooms.gate
         withdrawn = gate.open(bootstrap_room) or gate.stopped(bootstrap_room)
         if withdrawn is not None:
@@ -221,6 +223,9 @@ class DeltaSender(CommonKVSender):
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         # Runs when the metadata of every decode rank is in, before the first chunk is computed.
+        if self.kv_mgr.rooms is None:
+            super().init(num_kv_indices, aux_index)
+            return
         try:
             plan = plan_delta(
                 self.bootstrap_room,
@@ -259,7 +264,8 @@ class DeltaSender(CommonKVSender):
     @override
     def abort(self) -> None:
         super().abort()
-        self.fail(Reason.ABORTED, "aborted on the prefill server")
+        if self.kv_mgr.rooms is not None:
+            self.fail(Reason.ABORTED, "aborted on the prefill server")
 
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""

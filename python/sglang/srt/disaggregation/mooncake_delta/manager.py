@@ -36,6 +36,8 @@ Pages = npt.NDArray[np.int32]
 class DeltaMooncakeManager(MooncakeKVManager):
     """Threads that outlive what they meet, rooms that end early, head slices of any sizes."""
 
+    moves_deltas = True
+
     # ---- prefill side: messages from decode ranks ----
 
     @override

@@ -62,8 +62,6 @@ class NixlAnnouncements:
 
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         manager = self._manager
         check_announcement(info)
         if info.agent_name not in manager.decode_kv_args_table:
@@ -71,7 +69,5 @@ class NixlAnnouncements:
             raise BadMessage(f"room {info.room}: peer {info.agent_name!r} never registered")
         ranks = manager.transfer_infos.setdefault(info.room, {})
         ranks[info.agent_name] = info
-        if not manager.rooms.announce(info.room, info.agent_name, info):
-            return  # it ended here already, and decode was told
-        if len(ranks) == info.required_dst_info_num:
-            manager.update_status(info.room, KVPoll.WaitingForInput)
+        if manager.rooms.announce(info.room, info.agent_name, info):
+            manager.start_if_announced(info.room)

@@ -32,6 +32,8 @@ Pages = npt.NDArray[np.int32]
 class DeltaNixlManager(NixlKVManager):
     """Posts what the plan left over, and says so where that is nothing."""
 
+    moves_deltas = True
+
     # ---- prefill side: sending ----
 
     @override
