@@ -1,0 +1,244 @@
+"""What is moved, as arrays: merged ranges of memory, or indices into lists that were prepared.
+
+Both ways say the same: the pages of a chunk, in every buffer of a rank, to the peer's pages. Ranges
+are built for each chunk, one for each run of pages that are neighbours on both sides. Prepared
+lists describe a whole pool once, one slot (page) of one buffer an entry, and a chunk only selects;
+nothing is merged, so that a chunk of neighbouring pages costs more than it has to.
+
+Pure functions over numbers: nothing here knows NIXL, but the arrays are what it takes: rows of
+(address, length, device) in uint64, and selectors in int32.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+#: Page indices into a pool, 1-D, any integer type.
+Pages = npt.NDArray[np.integer]
+#: Rows of numbers, unsigned since an address may be 2**63 or more.
+Rows = npt.NDArray[np.uint64]
+#: Indices into a prepared list, 1-D.
+Selectors = npt.NDArray[np.int32]
+
+_MOST_SELECTORS = 2**31
+_ADDRESSES = 2**64
+
+
+class SelectorOverflow(ValueError):
+    """A pool has more entries than a selector can name: send ranges instead."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The memory of one side: ``slots`` pages in each of some buffers (K and V of every layer).
+
+    The destination's numbers come from what the peer registered and announced, never from ours: it
+    may have another number of slots. Its buffers are listed in the order of ours.
+    """
+
+    #: Address of slot 0, by buffer.
+    bases: tuple[int, ...]
+    #: Bytes of a slot, by buffer.
+    item_lens: tuple[int, ...]
+    slots: int
+    #: The GPU, as its side numbers them; 0 for host memory.
+    device: int
+
+    def __post_init__(self) -> None:
+        if len(self.bases) != len(self.item_lens):
+            raise ValueError(f"{len(self.bases)} buffers with {len(self.item_lens)} lengths")
+        if self.slots < 1 or self.device < 0:
+            raise ValueError(f"{self.slots} slots on device {self.device} cannot be")
+        for base, item_len in zip(self.bases, self.item_lens, strict=True):
+            if base < 0 or item_len < 1 or base + self.slots * item_len > _ADDRESSES:
+                raise ValueError(
+                    f"a buffer of {self.slots} slots of {item_len} bytes at {base:#x} does not fit "
+                    f"into 64 bits"
+                )
+
+    @property
+    def entries(self) -> int:
+        """Entries of its prepared list."""
+        return len(self.bases) * self.slots
+
+    def check(self, pages: Pages) -> None:
+        """Whether the pool has all these pages.
+
+        Raises:
+            ValueError: it has not; the text has the page.
+        """
+        if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < self.slots:
+            wrong = int(pages.min()) if int(pages.min()) < 0 else int(pages.max())
+            raise ValueError(f"page {wrong} of a pool of {self.slots}")
+
+
+def check_pair(source: Pool, destination: Pool) -> None:
+    """Whether one can be written to the other, slot for slot.
+
+    Raises:
+        ValueError: buffers differ in number, or in the bytes of a slot. (The number of slots may.)
+    """
+    if source.item_lens != destination.item_lens:
+        raise ValueError(
+            f"{len(source.item_lens)} buffers with slots of {_lengths(source)} bytes cannot be "
+            f"written to {len(destination.item_lens)} with slots of {_lengths(destination)}"
+        )
+
+
+def _lengths(pool: Pool) -> str:
+    return ", ".join(str(length) for length in sorted(set(pool.item_lens))) or "no"
+
+
+# ---- ranges ----
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Pages in runs: each of ``counts`` pages from ``sources`` and ``destinations`` on. 1-D."""
+
+    sources: Rows
+    destinations: Rows
+    counts: Rows
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+def runs_of(source_pages: Pages, destination_pages: Pages) -> Runs:
+    """The pages in their order, with neighbours merged where they rise by one on *both* sides.
+
+    Neither side has to be sorted, and pages may repeat: with a radix tree they do.
+
+    Raises:
+        ValueError: the two sides list different numbers of pages.
+    """
+    if source_pages.shape != destination_pages.shape or source_pages.ndim != 1:
+        raise ValueError(f"{source_pages.size} pages cannot be written to {destination_pages.size}")
+    size = len(source_pages)
+    if not size:
+        nothing = np.empty(0, np.uint64)
+        return Runs(nothing, nothing, nothing)
+    sources, destinations = source_pages.astype(np.int64), destination_pages.astype(np.int64)
+    breaks = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return Runs(
+        sources[starts].astype(np.uint64),
+        destinations[starts].astype(np.uint64),
+        np.diff(starts, append=size).astype(np.uint64),
+    )
+
+
+def ranges(source: Pool, destination: Pool, runs: Runs) -> tuple[Rows, Rows]:
+    """(address, length, device) of every run in every buffer, on either side: two arrays of shape
+    (buffers x runs, 3), ordered by buffer, then run. ``source`` and ``destination`` fit
+    (``check_pair``), and have the pages (``Pool.check``)."""
+    lens = np.array(source.item_lens, np.uint64)[:, None]
+    lengths = lens * runs.counts
+    return (
+        _rows(source, runs.sources * lens, lengths),
+        _rows(destination, runs.destinations * lens, lengths),
+    )
+
+
+def _rows(pool: Pool, offsets: Rows, lengths: Rows) -> Rows:
+    """``offsets`` and ``lengths``: (buffers, runs)."""
+    rows = np.empty((*offsets.shape, 3), np.uint64)
+    np.add(np.array(pool.bases, np.uint64)[:, None], offsets, out=rows[..., 0])
+    rows[..., 1] = lengths
+    rows[..., 2] = pool.device
+    return rows.reshape(-1, 3)
+
+
+# ---- prepared lists ----
+
+
+def prepared(pool: Pool) -> Rows:
+    """(address, length, device) of every slot of every buffer: (buffers x slots, 3), ordered by
+    buffer, then slot. What ``select`` selects from.
+
+    Raises:
+        SelectorOverflow: it would have more entries than can be selected.
+    """
+    _check_selectable(pool)
+    slots = np.arange(pool.slots, dtype=np.uint64)
+    lens = np.array(pool.item_lens, np.uint64)[:, None]
+    return _rows(pool, slots * lens, np.broadcast_to(lens, (len(pool.bases), pool.slots)))
+
+
+def prepared_strided(pool: Pool) -> Rows:
+    """The same list in NIXL's short form, (address, length, device, stride, count), one row a
+    buffer: shape (buffers, 5).
+
+    Raises:
+        SelectorOverflow: it would have more entries than can be selected.
+    """
+    _check_selectable(pool)
+    rows = np.empty((len(pool.bases), 5), np.uint64)
+    rows[:, 0] = np.array(pool.bases, np.uint64)
+    rows[:, 1] = rows[:, 3] = np.array(pool.item_lens, np.uint64)
+    rows[:, 2] = pool.device
+    rows[:, 4] = pool.slots
+    return rows
+
+
+def select(pool: Pool, pages: Pages) -> Selectors:
+    """Which entries of the prepared list of ``pool`` these pages are, over all buffers, ordered by
+    buffer, then as ``pages``: 1-D, buffers x pages.
+
+    Raises:
+        ValueError: the pool has not all these pages.
+        SelectorOverflow: it has more entries than can be selected.
+    """
+    _check_selectable(pool)
+    pool.check(pages)
+    firsts = np.arange(len(pool.bases), dtype=np.int32) * np.int32(pool.slots)
+    flat: Selectors = (firsts[:, None] + pages.astype(np.int32)).reshape(-1)
+    return flat
+
+
+def _check_selectable(pool: Pool) -> None:
+    if pool.entries > _MOST_SELECTORS or pool.slots >= _MOST_SELECTORS:
+        raise SelectorOverflow(
+            f"{len(pool.bases)} buffers of {pool.slots} slots are {pool.entries} entries, and "
+            f"selectors have 32 bits"
+        )
+
+
+# ---- which of the two ----
+
+
+class Form(enum.Enum):
+    """How a chunk is described to the transport."""
+
+    RANGES = "ranges"
+    PREPARED = "prepared"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Microseconds of building and posting a chunk, and what of its wire time depends on the number
+    of its descriptors: a fixed part, and one for each descriptor."""
+
+    ranges_fixed: float
+    ranges_each: float
+    prepared_fixed: float
+    prepared_each: float
+
+
+#: Placeholders until ``benchmark/kv_transfer`` has measured them: a descriptor that is selected
+#: costs a third of one that is built.
+COSTS = Costs(ranges_fixed=40.0, ranges_each=0.3, prepared_fixed=40.0, prepared_each=0.1)
+
+
+def choose(
+    *, buffers: int, pages: int, runs: int, has_prepared: bool, costs: Costs = COSTS
+) -> Form:
+    """The cheaper form for a chunk of ``pages`` pages in ``runs`` runs, in each of ``buffers``
+    buffers. ``has_prepared``: both sides have prepared lists."""
+    by_ranges = costs.ranges_fixed + costs.ranges_each * buffers * runs
+    by_selectors = costs.prepared_fixed + costs.prepared_each * buffers * pages
+    return Form.PREPARED if has_prepared and by_selectors < by_ranges else Form.RANGES
