@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer import graveyard
 from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
 from sglang.srt.disaggregation.delta.failures import Reason
 from unit.async_transfer.fakes import Bench
@@ -276,115 +274,6 @@ def test_a_release_that_raises() -> None:
     bench.run()
     bench.settle()
     assert calls == bench.backend.handles and bench.diary.of(1) == ["done 0", "quiet"]
-
-
-def test_deadline_of_what_waits() -> None:
-    """Guards against a chunk that waits for ever behind a stalled peer (hazards 40 and 44), and
-    against a room that was cancelled being reported as late."""
-    bench = Bench(quota=1)
-    bench.open(1, 2, 3)
-    bench.submit(1, within=1000.0)
-    bench.run()
-    bench.submit(2, within=5.0)
-    bench.submit(3, within=5.0)
-    bench.worker.cancel(3, Reason.ABORTED)
-    bench.run(4.9)
-    assert bench.diary.of(2) == []
-    bench.run(0.2)
-    reason, text = bench.diary.failure(2)
-    assert reason is Reason.TIMEOUT
-    assert text.startswith("room 2: a chunk was not delivered to a (queued) within 5.0 s")
-    assert bench.diary.of(2) == ["failed", "quiet"] and bench.diary.of(3) == ["quiet"]
-
-
-def test_deadline_of_what_is_under_way() -> None:
-    """Guards against a handle that is released, or a room that is called quiet, because time ran
-    out (hazards 31 and 42): it is waited for, rarely, and settles after all."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1, "slow peer", within=5.0)
-    bench.run(6)
-    assert bench.diary.of(1) == ["failed", "buried"]
-    assert "slow peer (posted)" in bench.diary.failure(1)[1]
-    looks = bench.backend.looks
-    bench.run(100)
-    assert 480 <= bench.backend.looks - looks <= 490 and bench.backend.released == 0
-    assert bench.gate.busy == {1}
-    bench.settle()
-    assert bench.diary.of(1) == ["failed", "buried", "quiet"] and bench.gate.busy == set()
-    bench.worker.forget(1)
-    bench.check_empty()
-
-
-def test_cancelled_and_overdue() -> None:
-    """Guards against a cancelled request that waits for ever for what does not settle."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1, within=5.0)
-    bench.run()
-    bench.submit(1, within=9.0)
-    bench.run()
-    bench.worker.cancel(1, Reason.ABORTED)
-    bench.run(6)
-    assert bench.diary.of(1) == []  # the second one has time left
-    bench.run(4)
-    assert bench.diary.of(1) == ["buried"]
-    bench.settle()
-    assert bench.diary.of(1) == ["buried", "quiet"]
-
-
-def test_overdue_transfers_do_not_use_up_the_window() -> None:
-    """Guards against a peer that never answers taking the worker's places with it, and against it
-    getting more places than its quota, deadline after deadline."""
-    bench = Bench(window=4, quota=3)
-    for room in range(100):
-        bench.open(room)
-        bench.submit(room, "dead", within=1.0)
-        bench.run(2)
-    assert len(bench.backend.open_handles()) == 3
-    bench.open(*range(100, 110))
-    for room in range(100, 110):
-        bench.submit(room, "b", last=True)
-    bench.run()
-    assert len(bench.backend.open_handles(peer="b")) == 3
-    for room in range(99):
-        bench.worker.forget(room)
-    assert bench.worker.tables()["rooms"] == 11
-
-
-def test_a_full_graveyard(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against looking at ever more dead transfers, against releasing one that is under way,
-    and against giving up without a word: its room is never said to be quiet."""
-    monkeypatch.setattr(graveyard, "KEPT", [])
-    bench = Bench(graveyard=2)
-    bench.open(1, 2, 3)
-    for room in (1, 2, 3):
-        bench.submit(room, f"peer-{room}", within=room)
-    with caplog.at_level(logging.ERROR):
-        bench.run(10)
-    assert "peer-1 is given up" in caplog.text
-    assert bench.worker.tables()["graveyard"] == 2
-    assert [bench.backend.handles[0]] == graveyard.KEPT
-    bench.settle()
-    assert bench.diary.of(1) == ["failed", "buried"] and bench.gate.busy == {1}
-    assert bench.diary.of(2) == bench.diary.of(3) == ["failed", "buried", "quiet"]
-    assert [handle.releases for handle in bench.backend.handles] == [0, 1, 1]
-    bench.check()
-
-
-def test_after_a_suspension() -> None:
-    """Guards against failing what was delivered while this process did not run: transfers are
-    looked at before deadlines are."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1, last=True, within=5.0)
-    bench.run()
-    bench.backend.settle()
-    bench.clock.now += 100
-    bench.run()
-    assert bench.diary.of(1) == ["done 0", "quiet"]
 
 
 def test_forgotten_while_under_way() -> None:

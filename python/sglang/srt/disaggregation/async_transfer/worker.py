@@ -139,6 +139,7 @@ class Worker:
         return {
             "rooms": len(self._rooms),
             "waiting": self._lanes.waiting,
+            "in_window": self._lanes.in_window,
             "peers": self._lanes.peers,
             "deadlines": len(self._deadlines),
             "flying": len(self._flying),
