@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from component.broken import broken
 from component.mooncake.bare import ADDRESS, ITEM, SLOTS, decode
-from component.mooncake.broken import broken
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.reader import MessageReader

@@ -1,29 +1,36 @@
-"""When a room is complete on decode, with SGLang's own ``TransferStatus``."""
+"""When a room is complete, and when it is quiet, on a decode rank."""
 
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.nixl.conn import TransferInfo, TransferStatus
-from sglang.srt.disaggregation.nixl_async.notifications import apply, failure_text, parse
+from sglang.srt.disaggregation.nixl_async.notifications import parse
+
+
+def after(*texts: bytes, writers: int = 1, expects_state: bool = False) -> Any:
+    """The room's status after these notifications."""
+    status = TransferStatus()
+    status.expects_state = expects_state
+    for text in texts:
+        status.take(parse(text), writers)
+    return status
 
 
 def complete(*texts: bytes, writers: int = 1, expects_state: bool = False) -> bool:
     """Whether the room is done after these notifications."""
-    status = TransferStatus()
-    status.expects_state = expects_state
-    for text in texts:
-        apply(status, parse(text), writers)
-    return bool(status.is_done())
+    return bool(after(*texts, writers=writers, expects_state=expects_state).is_done())
 
 
-def test_every_order_ends_with_the_last_event() -> None:
+@pytest.mark.parametrize("aux", [b"5_aux_0", b"5_aux"])
+def test_every_order_ends_with_the_last_event(aux: bytes) -> None:
     """Guards against a room that is complete before its last chunk, or its metadata, has arrived;
-    in any order, with repetitions."""
-    texts = (b"5_kv_0_0_0", b"5_kv_1_1_0", b"5_aux")
+    in any order, with repetitions; from a stock prefill and from ours."""
+    texts = (b"5_kv_0_0_0", b"5_kv_1_1_0", aux)
     for order in permutations(texts):
         for count in range(1, 3):
             assert not complete(*order[:count], *order[:count])
@@ -31,29 +38,51 @@ def test_every_order_ends_with_the_last_event() -> None:
 
 
 def test_two_writers() -> None:
-    """Guards against the first of two prefill ranks completing the room for both."""
-    texts = (b"5_kv_0_1_0", b"5_kv_0_0_1", b"5_kv_1_1_1", b"5_aux")
+    """Guards against the first of two prefill ranks completing the room for both: the other's
+    metadata would land in a slot that is used again."""
+    texts = (b"5_kv_0_1_0", b"5_kv_0_0_1", b"5_kv_1_1_1", b"5_aux_0", b"5_aux_1")
     for order in permutations(texts):
-        assert not complete(*order[:3], writers=2)
+        assert not complete(*order[:4], writers=2)
         assert complete(*order, writers=2)
+
+
+def test_stages_of_a_stock_prefill() -> None:
+    """Guards against a stock prefill with two pipeline stages, which does not say whose metadata
+    came, that is never done, or done too early."""
+    assert not complete(b"5_kv_0_1_0", b"5_aux", writers=2)
+    assert complete(b"5_kv_0_1_0", b"5_kv_0_1_1", b"5_aux", writers=2)
 
 
 def test_full_hit_of_one_of_two_writers() -> None:
     """Guards against "nothing to send" from one rank standing for the other one's chunks."""
-    assert not complete(b"5_kv_0_1_0", b"5_aux", writers=2)
-    assert complete(b"5_kv_0_1_0", b"5_aux", b"5_kv_0_1_1", writers=2)
+    assert not complete(b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", writers=2)
+    assert complete(b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", b"5_kv_0_1_1", writers=2)
 
 
 def test_state_is_waited_for_only_where_it_is_expected() -> None:
     """Guards against dense models that wait for a state which nobody sends."""
-    assert complete(b"5_kv_0_1_0", b"5_aux")
-    assert not complete(b"5_kv_0_1_0", b"5_aux", expects_state=True)
-    assert complete(b"5_kv_0_1_0", b"5_aux", b"5_state_0", expects_state=True)
+    assert complete(b"5_kv_0_1_0", b"5_aux_0")
+    assert not complete(b"5_kv_0_1_0", b"5_aux_0", expects_state=True)
+    assert complete(b"5_kv_0_1_0", b"5_aux_0", b"5_state_0", expects_state=True)
 
 
 def test_failure_ends_a_room_at_once() -> None:
     """Guards against a failed room that waits for chunks which never come."""
-    assert complete(b"5_kv_0_0_0", failure_text(5, "gone"))
+    status = after(b"5_kv_0_0_0")
+    assert not status.is_done()
+    status.is_failure = True
+    assert status.is_done()
+
+
+def test_quiet_when_each_writer_has_delivered_or_stopped() -> None:
+    """Guards against pages given away when one of two ranks stopped and the other still writes."""
+    status = after(b"5_kv_0_0_0", b"5_kv_1_1_1", writers=2)
+    status.stop(0)
+    status.stop(0)
+    assert not status.is_quiet(2)
+    for text in (b"5_kv_0_0_1", b"5_aux_1"):
+        status.take(parse(text), 2)
+    assert status.is_quiet(2) and not status.is_done()
 
 
 def message(indices: bytes, *frames: bytes) -> list[bytes]:

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.common import DeltaBootstrapServer
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 
 def manager(*, wants_delta: bool = True, **fields: Any) -> Any:
@@ -21,12 +23,16 @@ def manager(*, wants_delta: bool = True, **fields: Any) -> Any:
     made = object.__new__(conn.CommonKVManager)
     made.__dict__.update(
         server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=wants_delta),
+        moves_deltas=True,
+        connection_lock=threading.Lock(),
+        connection_pool={},
         prefill_info_table={},
         request_status={},
         failure_records={},
         failure_lock=threading.Lock(),
         **fields,
     )
+    made.start_delta(DisaggregationMode.DECODE, made.server_args)
     return made
 
 
@@ -86,7 +92,8 @@ def test_the_real_bootstrap_server_says_what_it_takes() -> None:
             if found is not None:
                 break
             threading.Event().wait(0.05)
-        assert found == capability.OURS
+        assert found is not None and found.incarnation
+        assert msgspec.structs.replace(found, incarnation=None) == capability.OURS
         assert isinstance(server, DeltaBootstrapServer)
     finally:
         server.close()

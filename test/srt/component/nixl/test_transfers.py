@@ -80,13 +80,46 @@ def test_late_notification(output: str) -> None:
 
 def test_a_room_given_up_while_it_is_written(output: str) -> None:
     """Guards against pages of an aborted room that are given to others while prefill still writes
-    to them: the room counts as quiet when everything has arrived."""
-    passed(output, "given_up_while_written")
+    to them, and against a prefill server that goes on sending what nobody wants."""
+    passed(output, "withdrawn_while_written")
+
+
+def test_a_room_given_up_when_all_was_sent(output: str) -> None:
+    """Guards against pages held for their whole bound though nothing can be written any more."""
+    passed(output, "withdrawn_when_all_was_sent")
+
+
+def test_a_room_given_up_before_its_request_came(output: str) -> None:
+    """Guards against a prefill request that waits for a decode server that does not want it."""
+    passed(output, "withdrawn_before_the_request_came")
 
 
 def test_a_room_given_up_and_refused(output: str) -> None:
     """Guards against a failure notice that overtakes a write: it comes after what was posted."""
     passed(output, "given_up_and_refused")
+
+
+def test_room_number_still_in_use(output: str) -> None:
+    """Guards against a new request whose pages get what was sent for the one before."""
+    passed(output, "room_number_still_in_use")
+
+
+def test_prefill_rank_is_a_new_one(output: str) -> None:
+    """Guards against a decode server that waits for a prefill rank which does not know it, and
+    never registers again."""
+    passed(output, "prefill_rank_is_a_new_one")
+
+
+def test_prefill_is_gone(output: str) -> None:
+    """Guards against pages released because a prefill server is silent, which proves nothing, and
+    against pages held when it is certainly gone."""
+    passed(output, "prefill_is_gone")
+
+
+def test_transfer_that_never_settles(output: str) -> None:
+    """Guards against a request that waits for ever for a decode server that hangs, and against
+    decode being told that all is quiet before it is."""
+    passed(output, "transfer_that_never_settles")
 
 
 def test_a_room_announced_after_it_failed(output: str) -> None:
