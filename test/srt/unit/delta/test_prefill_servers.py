@@ -174,9 +174,11 @@ def test_what_differs_is_said(side: Side) -> None:
 def test_a_server_that_cannot_be_asked_is_asked_again(side: Side) -> None:
     """Guards against a server that is just starting and counts as stock for ever."""
     assert not until_known(side.servers, ADDRESS) and side.asked == 0
+    assert "could not be reached" in side.servers.refusals[ADDRESS]
     assert side.servers.capabilities(ADDRESS) == STOCK
     side.handshake()
     assert side.servers.capabilities(ADDRESS).takes_delta
+    assert side.servers.refusals == {}, "a later abort must not say that it cannot be reached"
 
 
 def test_a_restart_is_noticed_at_the_next_handshake(side: Side) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import inflight, invariants, quarantine, waiting
+from sglang.srt.disaggregation.decode_radix import aborts, inflight, invariants, quarantine, waiting
 from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
@@ -80,6 +80,15 @@ class DisaggScheduler(Scheduler):
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._namespace:
             req.extra_key = self._namespace + (req.lora_id or "")
+
+    @override
+    def abort_request(self, recv_req: Any) -> None:
+        if self._radix_on_decode:
+            aborts.end_streaming(self, recv_req)
+        queued = list(self.waiting_queue)
+        super().abort_request(recv_req)
+        if self.server_args.disaggregation_mode == "prefill":
+            aborts.close_rooms(queued, self.waiting_queue)
 
     @override
     def init_cache_with_memory_pool(self) -> None:

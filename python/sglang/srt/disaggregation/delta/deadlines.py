@@ -19,6 +19,12 @@ def transfer_seconds() -> float:
     return env_seconds("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", 120.0)
 
 
+def claim_seconds() -> float:
+    """How long an announcement waits on prefill for its request, which a router sends at the same
+    time. If it never came there, decode would hold the pages for its whole transfer deadline."""
+    return env_seconds("SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", 30.0)
+
+
 def peer_seconds() -> float:
     """After how long without a sign prefill forgets a decode rank that used to give some."""
     return env_seconds("SGLANG_DISAGGREGATION_PEER_TIMEOUT", 120.0)
@@ -37,5 +43,6 @@ def check() -> None:
     """
     quarantine_seconds()
     transfer_seconds()
+    claim_seconds()
     peer_seconds()
     handshake_seconds()

@@ -26,6 +26,7 @@ class PrefillRooms:
         #: When each decode rank that pings was last heard of, by the name it registered under.
         self._heard: dict[str, float] = {}
         self._lease_s = max(deadlines.quarantine_seconds() / 2, 1.0)
+        self._claim_s = deadlines.claim_seconds()
         self._peer_s = deadlines.peer_seconds()
         self._ticked_at = clock()
         self.gate = RoomGate(self._tell, clock=clock)
@@ -124,9 +125,12 @@ class PrefillRooms:
         to ping, and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``; their rooms fail."""
         self._check_suspension()
         now = self._ticked_at = self._clock()
-        waited = self._manager.bootstrap_timeout
-        for room in self.gate.unclaimed(waited):
-            self.gate.stop(room, f"no request for it reached this prefill rank in {waited} s")
+        for room in self.gate.unclaimed(self._claim_s):
+            self.gate.stop(
+                room,
+                f"no request for it reached this prefill rank within {self._claim_s:.0f} s "
+                f"(SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
+            )
         silent = [peer for peer, at in list(self._heard.items()) if now - at >= self._peer_s]
         for peer in silent:
             del self._heard[peer]

@@ -74,6 +74,11 @@ class PrefillServers:
             logger.error("prefill server %s cannot be used: %s", address, error)
             known = False
         del self._asked[address]
+        if not known:
+            self.refusals.setdefault(
+                address,
+                f"prefill server {address} could not be reached, or its ranks are not all up",
+            )
         return known
 
     def _handshake(self, address: str) -> bool:
