@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.delta import deadlines
 NAMES = {
     "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": (deadlines.quarantine_seconds, 60.0),
     "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT": (deadlines.transfer_seconds, 120.0),
+    "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT": (deadlines.claim_seconds, 30.0),
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT": (deadlines.peer_seconds, 120.0),
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": (deadlines.handshake_seconds, 5.0),
 }

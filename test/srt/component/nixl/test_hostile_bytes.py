@@ -1,0 +1,255 @@
+"""Well-formed messages with values that cannot be, on both ports; and HTTP on the bootstrap server.
+
+The tests beside this one break frames; here the frames are whole, and what is in them is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import logging
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from component.nixl.bare import ADDRESS, decode, prefill
+from component.nixl.test_announcements import announcement, registration
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
+from sglang.srt.disaggregation.delta import capability, complaints, control, wire
+from sglang.srt.disaggregation.delta.reader import MessageReader
+from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
+from sglang.srt.disaggregation.nixl_async.manager import _refuse
+
+VALUES: tuple[Any, ...] = (
+    *(-1, 0, 1, 5, 7, 2**31 - 1, 2**31, -(2**63), 2**63, 2**64 - 1, 1.5, float("nan"), None, True),
+    *(
+        "",
+        "7",
+        "D",
+        "10.0.0.9",
+        "x" * 3000,
+        "\N{SUPERSCRIPT TWO}:\N{SUPERSCRIPT TWO}",
+        "a:" + "9" * 5000,
+    ),
+    *(b"", b"\xff" * 9, [], [1] * 50, {}, {"a": {"b": [None]}}),
+)
+TEXTS = (
+    *(b"", b"-1", b"0", b"1", b"7", b"+7", b" 7", b"7.5", b"None", b"nan", b"\xff", b"\0"),
+    *(b"9" * 30, b"9" * 4299, b"9" * 5000, "\N{ARABIC-INDIC DIGIT FIVE}".encode(), b"D", b"E"),
+)
+
+
+def wrong_map(rng: random.Random, message: Any) -> bytes:
+    """A msgpack map with the fields of ``message``, some of them wrong, missing or new."""
+    fields = msgspec.to_builtins(message)
+    for _ in range(rng.randint(1, 3)):
+        name = rng.choice([*fields, "type", "extra"])
+        if rng.random() < 0.2:
+            fields.pop(name, None)
+        else:
+            fields[name] = rng.choice(VALUES)
+    return msgspec.msgpack.encode(fields)
+
+
+def wrong_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
+    """SGLang's own message with one to three values that cannot be."""
+    frames = list(frames)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(1, len(frames))
+        how = rng.randrange(4)
+        if frames[at].startswith(b"sglang-delta:"):
+            frame = msgspec.msgpack.decode(frames[at][13:], type=wire.DeltaFrame, strict=False)
+            frames[at] = b"sglang-delta:" + wrong_map(rng, frame)
+            return frames
+        if how == 0:
+            indices = [rng.choice((-1, 0, 3, 3, 2**31 - 1, -(2**31))) for _ in range(3)]
+            frames[at] = np.array(indices, dtype=np.int32).tobytes()
+        elif how == 1:
+            frames[at] = rng.randbytes(rng.choice((1, 3, 5, 7, 9, 63)))  # odd lengths
+        else:
+            frames[at] = rng.choice(TEXTS)
+    return frames
+
+
+def tables(manager: Any) -> tuple[Any, ...]:
+    """Everything that a message may change on a rank."""
+    gate = manager.rooms.gate if manager.rooms is not None else None
+    return (
+        dict(manager.request_status),
+        dict(manager.failure_records),
+        {room: dict(infos) for room, infos in manager.transfer_infos.items()},
+        dict(manager.decode_kv_args_table),
+        dict(manager.prefill_info_table),
+        dict(manager.connection_pool),
+        copy.deepcopy(dict(manager.transfer_statuses)),
+        None if gate is None else {r: copy.copy(it.__dict__) for r, it in gate._rooms.items()},
+        None if gate is None else dict(manager.rooms._heard),
+        None if manager.servers is None else copy.deepcopy(dict(manager.servers._ranks)),
+        None if manager.servers is None else dict(manager.servers.watches),
+    )
+
+
+class Checked:
+    """Takes messages, and compares all tables before and after one that is refused."""
+
+    def __init__(self, manager: Any, take: Callable[[Any], None]) -> None:
+        self._manager, self._take = manager, take
+        self.refused = self.taken = 0
+
+    def __call__(self, message: Any) -> None:
+        before = tables(self._manager)
+        try:
+            self._take(message)
+        except Exception:
+            self.refused += 1
+            # A withdrawal whose sender cannot be answered still ends its room: nobody wants it.
+            if not isinstance(message, control.Withdraw):
+                assert tables(self._manager) == before, message
+            raise
+        self.taken += 1
+
+
+def complained(caplog: pytest.LogCaptureFixture) -> int:
+    """Lines about peers so far."""
+    return sum("dropped a message" in record.getMessage() for record in caplog.records)
+
+
+def forget_rooms(manager: Any) -> None:
+    """Keep the tables small, so that comparing them stays fast."""
+    manager.transfer_infos.clear()
+    manager.rooms.gate._rooms.clear()
+    manager.rooms._sockets.sent.clear()
+
+
+def test_a_hundred_thousand_wrong_values_to_prefill(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a value that no peer of ours would send (a negative page, a number of 5000
+    digits, bytes of odd length, a string for a number) which ends the reader's thread, is half
+    taken, or is logged so often that it fills the disk."""
+    rng, manager, now = random.Random(1), prefill(), 0.0
+    take_control = Checked(manager, manager.rooms.take)
+    take_other = Checked(manager, NixlAnnouncements(manager).take)
+    reader = MessageReader(take_control, take_other, lambda: now)
+    reader.handle(registration())
+    messages = (
+        control.Withdraw(7, "D", "10.0.0.2", 4000, "gone"),
+        control.Ping("10.0.0.1:5", "D", "10.0.0.2", 4000),
+        control.Stopped(7, 0, "gone"),
+    )
+    with caplog.at_level(logging.ERROR):
+        for count in range(100_000):
+            if rng.random() < 0.4:
+                body = wrong_map(rng, rng.choice(messages))
+                reader.handle([control.MAGIC, body])
+            else:
+                frames = rng.choice((registration(), announcement(), announcement(9, (), 3)))
+                reader.handle(wrong_frames(rng, frames))
+            for infos in manager.transfer_infos.values():
+                for peer, info in infos.items():
+                    assert peer in manager.decode_kv_args_table
+                    assert info.dst_aux_index >= 0 and info.required_dst_info_num >= 1
+                    assert not info.dst_kv_indices.size or info.dst_kv_indices.min() >= 0
+            if count % 50 == 0:
+                forget_rooms(manager)
+    assert take_control.refused > 1000 and take_control.taken > 1000
+    assert take_other.refused > 20_000 and take_other.taken > 500
+    assert complained(caplog) <= complaints._REMEMBERED_PEERS + 1, "time stood still"
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+    assert manager.request_status == {} and len(manager.rooms.gate._ended) <= 4096
+    forget_rooms(manager)
+    manager.rooms.gate._ended.clear()
+    manager.update_status(123456789, KVPoll.Bootstrapping)
+    reader.handle(announcement(room=123456789))
+    assert manager.request_status == {123456789: KVPoll.WaitingForInput}
+
+
+def test_a_hundred_thousand_wrong_values_to_decode(caplog: pytest.LogCaptureFixture) -> None:
+    """The same on a decode rank's port, where a wrong value could give pages back too early: only
+    a whole message about a waiting or a watched room counts, and only for that room."""
+    rng, manager, now = random.Random(2), decode(5, 6, 1007), 0.0
+    servers = manager.servers
+    servers.connected(ADDRESS, [{"rank_ip": "10.0.0.1", "rank_port": 5}])
+    watch = servers.hold(6, ADDRESS, 1, 1)
+    take = Checked(manager, servers.take)
+    reader = MessageReader(take, _refuse, lambda: now)
+    messages = (
+        control.Stopped(5, 0, "gone"),
+        control.Stopped(99, 1, "gone", unknown_peer=True),
+        control.Pong("10.0.0.1:5", False),
+        control.Withdraw(5, "D", "10.0.0.2", 4000, "gone"),
+    )
+    with caplog.at_level(logging.ERROR):
+        for _ in range(100_000):
+            reader.handle([control.MAGIC, wrong_map(rng, rng.choice(messages))])
+            assert not watch.progress.stopped_writers, "nobody spoke of room 6"
+    assert take.refused > 1000 and take.taken > 10_000
+    assert complained(caplog) <= complaints._REMEMBERED_PEERS + 1
+    assert set(manager.request_status) == {5, 6, 1007} and servers.watches == {6: watch}
+    assert manager.request_status[1007] == manager.request_status[6] == KVPoll.WaitingForInput
+    assert not watch.quiet()
+    reader.handle(control.encode(control.Stopped(6, 0, "done")))
+    assert watch.quiet()
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    """SGLang's bootstrap server with our route; its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    made = conn.CommonKVBootstrapServer("127.0.0.1", port)
+    for _ in range(400):  # its thread is starting; refused connections return at once
+        if capability.fetch_capabilities(f"127.0.0.1:{port}") is not None:
+            break
+        threading.Event().wait(0.05)
+    yield port
+    made.close()
+
+
+def test_broken_requests_to_the_bootstrap_server(server: int) -> None:
+    """Guards against a request of any method, path and body, or one that is cut off, that ends the
+    thread by which all decode servers connect, or changes what it says of itself."""
+    rng = random.Random(3)
+    before = capability.fetch_capabilities(f"127.0.0.1:{server}")
+    paths = (
+        "/route",
+        "/register_dp_rank",
+        "/query_dp_ranks",
+        "/health",
+        capability.ROUTE,
+        "/",
+        "/x",
+    )
+    queries = (
+        "",
+        "?prefill_dp_rank=x",
+        "?prefill_dp_rank=-1&prefill_cp_rank=" + "9" * 5000,
+        "?%ff",
+    )
+    bodies = (b"", b"{", b"[]", b"null", b'{"bootstrap_rooms": 3}', b'{"bootstrap_room": "x"}')
+    bodies += (b"[" * 5000, b'{"rank_port": "x", "page_size": null}', b"\xff" * 100)
+    answered = 0
+    for number in range(400):
+        with socket.create_connection(("127.0.0.1", server), timeout=30) as raw:
+            if number % 8 == 0:
+                raw.sendall(rng.randbytes(rng.randrange(200)))
+                continue  # not HTTP, and closed without waiting for an answer
+            body = rng.choice((*bodies, rng.randbytes(50)))
+            line = f"{rng.choice(('GET', 'PUT', 'POST', 'DELETE', 'HEAD'))} {rng.choice(paths)}"
+            length = len(body) + (1000 if number % 8 == 1 else 0)  # cut off
+            head = (
+                f"{line}{rng.choice(queries)} HTTP/1.1\r\nHost: p\r\nContent-Length: {length}\r\n"
+            )
+            raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            if length == len(body):
+                answer = http.client.HTTPResponse(raw, method=line.split()[0])
+                answer.begin()
+                answered += 1
+    assert answered == 300
+    assert capability.fetch_capabilities(f"127.0.0.1:{server}") == before
