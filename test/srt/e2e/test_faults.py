@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.harness import servers
+from benchmark.harness import metrics, servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.pair import Pair, start
 from benchmark.harness.ports import allocate_ports
@@ -150,6 +150,11 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     back, _ = asyncio.run(cluster.ask_both(prompts, []))
     right(back, expected)
     cluster.pair.check()
+    counted = metrics.scrape(cluster.pair.decode_url)
+    assert counted[metrics.FAILED_ROOMS] >= len(prompts)
+    for gauge in ("prefix_leases", "protected_tokens", "evictable_tokens", "quarantined_tokens"):
+        assert f"sglang:decode_{gauge}" in counted
+    assert counted["sglang:decode_prefix_leases"] == counted["sglang:decode_protected_tokens"] == 0
 
 
 def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Reference) -> None:
