@@ -316,6 +316,23 @@ def transfer_that_never_settles() -> None:
     receiver.clear()
 
 
+def decode_is_gone() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4, 5), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(2, 3)
+    agent = PAIR.prefill.manager.agent
+    agent.check_xfer_state = lambda handle: 1 / 0  # as NIXL's binding does: it raises
+    try:
+        sender.send(pages(30, 31))
+        assert sender.poll() == KVPoll.Failed
+        assert "NIXL reported an error" in reason(sender)
+    finally:
+        del agent.check_xfer_state
+    until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
+    receiver.clear()
+
+
 def announced_after_the_failure() -> None:
     sender, receiver = PAIR.room()
     sender.abort()
@@ -352,6 +369,7 @@ SCENARIOS = (
     prefill_rank_is_a_new_one,
     prefill_is_gone,
     transfer_that_never_settles,
+    decode_is_gone,
     announced_after_the_failure,
     never_announced,
 )

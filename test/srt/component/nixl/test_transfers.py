@@ -122,6 +122,12 @@ def test_transfer_that_never_settles(output: str) -> None:
     passed(output, "transfer_that_never_settles")
 
 
+def test_decode_is_gone(output: str) -> None:
+    """Guards against a decode server that dies and takes the prefill scheduler along: NIXL raises
+    when it is asked for the state of a transfer to it."""
+    passed(output, "decode_is_gone")
+
+
 def test_a_room_announced_after_it_failed(output: str) -> None:
     """Guards against a decode server that waits for its timeout, and a table entry that stays,
     when prefill aborts a request first."""

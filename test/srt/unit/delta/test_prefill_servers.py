@@ -178,6 +178,7 @@ def test_a_server_that_cannot_be_asked_is_asked_again(side: Side) -> None:
     assert side.servers.capabilities(ADDRESS) == STOCK
     side.handshake()
     assert side.servers.capabilities(ADDRESS).takes_delta
+    assert side.servers.ensure(ADDRESS) and side.asked == 1, "known: not asked again"
     assert side.servers.refusals == {}, "a later abort must not say that it cannot be reached"
 
 

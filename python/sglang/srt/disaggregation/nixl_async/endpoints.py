@@ -79,15 +79,17 @@ class DeltaNixlSender(NixlKVSender):
         self._settled()
 
     def _states(self) -> list[str]:
-        return [self.kv_mgr.agent.check_xfer_state(handle) for handle in self.xfer_handles]
+        return [self.kv_mgr.state_of(handle) for handle in self.xfer_handles]
 
-    def _settled(self) -> list[str] | None:
-        """The ends of everything posted so far; None while something is under way."""
-        states = self._states()
+    def _settled(self, states: list[str] | None = None) -> bool:
+        """Whether nothing that was posted is under way; the gate is told so. ``states``: what
+        ``_states`` said just now, where the caller goes by the same."""
+        if states is None:
+            states = self._states()
         if self._buried or any(state not in ("DONE", "ERR") for state in states):
-            return None
+            return False
         self.kv_mgr.rooms.gate.leave(self.bootstrap_room)
-        return states
+        return True
 
     @override
     def poll(self) -> Any:
@@ -99,17 +101,17 @@ class DeltaNixlSender(NixlKVSender):
                 self.fail(Reason.TRANSPORT, "NIXL reported an error for a posted transfer")
             else:
                 self._check_deadlines(states)
-        ends = self._settled()
+        settled = self._settled(states)
         if self.is_stopped:
-            if ends is None and not self._buried and not self._overdue():
+            if not settled and not self._buried and not self._overdue():
                 return KVPoll.Transferring  # it still reads pages, which must not be freed
-            if self.has_sent and ends is not None and all(end == "DONE" for end in ends):
+            if self.has_sent and settled and all(state == "DONE" for state in states):
                 return KVPoll.Success  # delivered before it was stopped: decode has it
             self._bury()
             return KVPoll.Failed
         if not self.has_sent:
             return self.kv_mgr.check_status(self.bootstrap_room)
-        return KVPoll.Success if ends is not None else KVPoll.WaitingForInput
+        return KVPoll.Success if settled else KVPoll.WaitingForInput
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._posted_at >= deadlines.transfer_seconds()

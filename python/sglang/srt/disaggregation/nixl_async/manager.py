@@ -218,8 +218,19 @@ class DeltaNixlManager(NixlKVManager):
                 self.rooms.gate.leave(room)
         self._graveyard[:] = still
 
+    def state_of(self, handle: Any) -> str:
+        """What became of a posted transfer: PROC, DONE or ERR.
+
+        NIXL raises where the peer is gone, which ends the transfer as any other error does.
+        """
+        try:
+            return str(self.agent.check_xfer_state(handle))
+        except Exception as error:  # the binding raises bare exceptions of several kinds
+            logger.warning("a posted transfer broke: %r", error)
+            return "ERR"
+
     def _under_way(self, handle: Any) -> bool:
-        return self.agent.check_xfer_state(handle) not in ("DONE", "ERR")
+        return self.state_of(handle) not in ("DONE", "ERR")
 
     @property
     def _graveyard(self) -> list[tuple[int, list[Any]]]:
