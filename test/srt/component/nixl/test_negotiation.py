@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -96,37 +95,6 @@ def test_the_real_bootstrap_server_says_what_it_takes() -> None:
         assert found is not None and found.incarnation
         assert msgspec.structs.replace(found, incarnation=None) == capability.OURS
         assert isinstance(server, DeltaBootstrapServer)
-    finally:
-        server.close()
-
-
-def test_the_bootstrap_port_outlives_what_it_is_sent() -> None:
-    """Guards against a stray client on the bootstrap port that ends the thread which tells every
-    decode server where prefill's ranks are."""
-    rng = random.Random(0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = conn.CommonKVBootstrapServer("127.0.0.1", port)
-    whole = [
-        b"GET /route?prefill_dp_rank=x&prefill_cp_rank=0&target_tp_rank=0 HTTP/1.1",
-        b"GET /pd_capabilities HTTP/1.1",
-        b"POST /query_dp_ranks HTTP/1.1\r\nContent-Length: 3\r\n\r\n{]}",
-        b"PUT /route HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n[]",
-    ]
-    try:
-        while capability.fetch_capabilities(f"127.0.0.1:{port}") is None:
-            threading.Event().wait(0.05)  # its thread is starting
-        for _ in range(400):
-            text = bytearray(rng.choice(whole) + b"\r\nHost: x\r\n\r\n")
-            for _ in range(rng.randrange(4)):
-                text[rng.randrange(len(text))] = rng.randrange(256)
-            if rng.random() < 0.2:
-                text = bytearray(rng.randbytes(rng.randrange(1, 300)))
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-                client.sendall(bytes(text))
-        found = capability.fetch_capabilities(f"127.0.0.1:{port}")
-        assert found is not None and found.takes_delta and found.takes_control
     finally:
         server.close()
 
