@@ -25,6 +25,14 @@ def pull() -> Iterator[Any]:
     made.close(linger=0)
 
 
+@pytest.fixture
+def made() -> Iterator[PeerSockets]:
+    """Sockets that are gone after the test: ZeroMQ waits for open ones at the end of a process."""
+    peers = PeerSockets()
+    yield peers
+    peers._context.destroy(linger=0)
+
+
 def free_port() -> int:
     """A port where nobody listens."""
     with socket.socket() as probe:
@@ -32,20 +40,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_sent_and_read(pull: Any) -> None:
+def test_sent_and_read(made: PeerSockets, pull: Any) -> None:
     """Guards against messages that change order on their way to one peer."""
     port = pull.bind_to_random_port("tcp://127.0.0.1")
-    made = PeerSockets()
     messages = [control.Stopped(room, 0, "x") for room in range(100)]
     for message in messages:
         made.send("127.0.0.1", port, message)
     assert [control.decode(pull.recv_multipart()) for _ in messages] == messages
 
 
-def test_sending_to_nobody_never_blocks() -> None:
+def test_sending_to_nobody_never_blocks(made: PeerSockets) -> None:
     """A peer that died, or that its machine does not answer for. Guards against a full queue that
     stops the scheduler: more messages than ZeroMQ's own bound (1000) are taken at once."""
-    made, done = PeerSockets(), threading.Event()
+    done = threading.Event()
 
     def send() -> None:
         for host in ("127.0.0.1", "192.0.2.1"):  # refused; never answered (documentation's net)
@@ -58,7 +65,9 @@ def test_sending_to_nobody_never_blocks() -> None:
     assert done.wait(60)
 
 
-def test_names_are_not_resolved_by_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_not_resolved_by_the_sender(
+    made: PeerSockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a name server that is down and stops the scheduler's or the reader's thread:
     ZeroMQ resolves on a thread of its own."""
 
@@ -67,7 +76,7 @@ def test_names_are_not_resolved_by_the_sender(monkeypatch: pytest.MonkeyPatch) -
 
     for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
         monkeypatch.setattr(socket, name, resolve)
-    PeerSockets().send("decode-7.no-such-domain.invalid", 4000, PONG)
+    made.send("decode-7.no-such-domain.invalid", 4000, PONG)
 
 
 @pytest.mark.parametrize(
@@ -85,38 +94,43 @@ def test_names_are_not_resolved_by_the_sender(monkeypatch: pytest.MonkeyPatch) -
         ("\N{LATIN SMALL LETTER U WITH DIAERESIS}", 4000),
     ],
 )
-def test_addresses_that_cannot_be(host: str, port: int) -> None:
+def test_addresses_that_cannot_be(made: PeerSockets, host: str, port: int) -> None:
     """Guards against an exception of another kind on a thread that serves all peers, and against a
     port that is cut to 16 bits, where it is somebody else's. Nothing is left behind."""
-    made = PeerSockets()
     with pytest.raises((OSError, ValueError)):
         made.send(host, port, PONG)
     assert not made._sockets
 
 
-def test_a_room_number_that_cannot_be_written() -> None:
+def test_a_room_number_that_cannot_be_written(made: PeerSockets) -> None:
     """Guards against a client's huge ``bootstrap_room`` that ends a scheduler: an error of the
     kinds that every sender of messages expects."""
     with pytest.raises(ValueError):
-        PeerSockets().send("127.0.0.1", 4000, control.Stopped(2**64, 0, ""))
+        made.send("127.0.0.1", 4000, control.Stopped(2**64, 0, ""))
 
 
-def test_what_was_queued_goes_with_its_peer(pull: Any) -> None:
+def test_what_was_queued_goes_with_its_peer(made: PeerSockets, pull: Any) -> None:
     """A restarted server gets the address of the one before. Guards against its being told of rooms
     which it never had; what is queued anew arrives."""
-    made, port = PeerSockets(), free_port()
-    made.send("127.0.0.1", port, control.Stopped(1, 0, "for the dead"))
-    made.drop("127.0.0.1", port)
-    made.drop("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections, and says nothing
+        port = hung.getsockname()[1]
+        made.send("127.0.0.1", port, control.Stopped(1, 0, "for the dead"))
+        connection, _ = hung.accept()
+    with connection:
+        connection.settimeout(60)
+        made.drop("127.0.0.1", port)
+        made.drop("127.0.0.1", port)
+        while part := connection.recv(4096):  # until it is closed
+            assert b"dead" not in part
     made.send("127.0.0.1", port, control.Stopped(2, 0, "for the living"))
     pull.bind(f"tcp://127.0.0.1:{port}")
     assert control.decode(pull.recv_multipart()) == control.Stopped(2, 0, "for the living")
     assert not pull.poll(0)
 
 
-def test_dropping_another_peer_changes_nothing(pull: Any) -> None:
+def test_dropping_another_peer_changes_nothing(made: PeerSockets, pull: Any) -> None:
     """Guards against "10.0.0.1:80" taking "10.0.0.1:8000" with it."""
-    made, port = PeerSockets(), free_port()
+    port = free_port()
     made.send("127.0.0.1", port, PONG)
     for other in (port // 10, port + 1):
         made.drop("127.0.0.1", other)
@@ -124,11 +138,11 @@ def test_dropping_another_peer_changes_nothing(pull: Any) -> None:
     assert control.decode(pull.recv_multipart()) == PONG
 
 
-def test_many_addresses(monkeypatch: pytest.MonkeyPatch, pull: Any) -> None:
+def test_many_addresses(made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull: Any) -> None:
     """Every peer names its own address, and restarted ones have new ones. Guards against running
     out of sockets, after which nobody can be answered; one in use stays."""
     monkeypatch.setattr(sockets, "_MAX_SOCKETS", 8)
-    made, port = PeerSockets(), pull.bind_to_random_port("tcp://127.0.0.1")
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
     for number in range(200):
         made.send("127.0.0.1", port, control.Pong(str(number), True))
         made.send(f"10.0.0.{number}", 4000, PONG)
@@ -137,9 +151,9 @@ def test_many_addresses(monkeypatch: pytest.MonkeyPatch, pull: Any) -> None:
     assert received == [control.Pong(str(number), True) for number in range(200)]
 
 
-def test_threads_share_a_peer(pull: Any) -> None:
+def test_threads_share_a_peer(made: PeerSockets, pull: Any) -> None:
     """Guards against two threads in one ZeroMQ socket, which mixes their frames."""
-    made, port = PeerSockets(), pull.bind_to_random_port("tcp://127.0.0.1")
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
 
     def send(writer: int) -> None:
         for room in range(500):

@@ -1,0 +1,114 @@
+"""What decode ranks announce: served only if the numbers can be, before any is used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.disaggregation.delta.reader import (
+    BadMessage,
+    check_announcement,
+    check_registration,
+)
+from sglang.srt.disaggregation.delta.wire import DeltaFrame
+
+GOOD = {"kv_buffers": 4, "aux_buffers": 2, "tp_size": 2, "tp_rank": 1, "item_len": 64}
+
+
+def register(mla: bool = False, **changes: Any) -> None:
+    """A registration at a prefill rank of two, with four KV and two metadata buffers."""
+    ours = SimpleNamespace(kv_data_ptrs=[1] * 4, aux_data_ptrs=[1] * 2, kv_item_lens=[64] * 4)
+    manager = SimpleNamespace(kv_args=ours, is_mla_backend=mla, attn_tp_size=2)
+    check_registration(manager, **(GOOD | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"kv_buffers": 3}, "3 KV buffers, this prefill rank has 4"),
+        ({"aux_buffers": 1}, "1 metadata buffers, this prefill rank has 2"),
+        ({"aux_buffers": 3}, "3 metadata buffers, this prefill rank has 2"),
+        ({"tp_size": 0}, "rank 1 of 0"),
+        ({"tp_rank": -1}, "rank -1 of 2"),
+        ({"item_len": 128}, "128 bytes, this prefill rank's 64"),
+        ({"item_len": 0}, "0 bytes"),
+        ({"item_len": -64}, "-64 bytes"),
+        ({"item_len": 0, "tp_size": 4}, "0 bytes"),
+        ({"item_len": 32, "tp_size": 4, "mla": True}, "32 bytes"),
+    ],
+)
+def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: str) -> None:
+    """Guards against writes to wrong addresses: another model, page size or KV type on decode, or
+    fewer buffers than are written."""
+    with pytest.raises(BadMessage, match=complaint):
+        register(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_buffers": 6},  # decode has draft layers as well
+        {"item_len": 32, "tp_size": 4},  # half of the heads
+        {"item_len": None},
+        {"tp_rank": 3},  # an engine rank, over all data parallel groups
+    ],
+)
+def test_registrations_that_fit(changes: dict[str, Any]) -> None:
+    """Guards against peers refused that SGLang serves."""
+    register(**changes)
+
+
+def announce(pages: Any = (3, 9), slot: int | None = 0, needed: int = 1, **frame: Any) -> None:
+    """An announcement; ``frame``: fields of its delta frame, of which it has none without any."""
+    delta = None
+    if frame:
+        fields = {"decode_prefix_len": 0, "num_pages": len(pages), "is_dummy": False} | frame
+        delta = DeltaFrame(**fields)
+    check_announcement(
+        SimpleNamespace(
+            room=7,
+            dst_kv_indices=np.array(pages, dtype=np.int32),
+            dst_aux_index=slot,
+            required_dst_info_num=needed,
+            delta=delta,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"pages": (3, -1)}, "page is negative"),
+        ({"pages": (3, 4, 3)}, "listed twice"),
+        ({"slot": -1}, "index is negative"),
+        ({"needed": 0}, "count"),
+        ({"num_pages": 3}, "2 destination pages came, 3 were sent"),
+        ({"pool_pages": 9}, "page 9, but decode's pool has 9"),
+        ({"slot": 8, "metadata_slots": 8}, "slot 8, but decode has 8"),
+    ],
+)
+def test_an_announcement_that_cannot_be(changes: dict[str, Any], complaint: str) -> None:
+    """Guards against writes outside decode's pools, or twice to one page; the log has the
+    numbers."""
+    with pytest.raises(BadMessage, match=complaint):
+        announce(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pages": (), "num_pages": 0},
+        {"pages": (9, 3, 0), "pool_pages": 10},
+        {"slot": 7, "metadata_slots": 8},
+        {"slot": 10**6, "pages": (2**31 - 1,), "pool_pages": 0},  # a peer that does not say
+        {"slot": None},
+    ],
+)
+def test_announcements_that_can_be(changes: dict[str, Any]) -> None:
+    """Guards against rooms refused at the border of what is allowed, full hits among them."""
+    announce(**changes)
