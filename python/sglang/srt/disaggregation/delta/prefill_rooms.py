@@ -102,9 +102,12 @@ class PrefillRooms:
             self._sockets.send(message.host, message.port, control.Pong(message.to, known))
         elif isinstance(message, control.Withdraw):
             text = f"decode gave it up: {message.reason}"
+            is_told = self.gate.stopped(message.room) is None and message.room in self.gate.rooms(
+                message.peer
+            )  # by the gate, once: a second word could meet a new request of that number
             self.fail(message.room, Reason.ABORTED, text)
-            if self.gate.stop(message.room, text) and message.wants_answer:
-                # Also where nothing is known of the room any more: then nothing is under way.
+            if self.gate.stop(message.room, text) and message.wants_answer and not is_told:
+                # Nothing is known of the room any more, or it ended before: nothing is under way.
                 self._sockets.send(
                     message.host,
                     message.port,

@@ -255,7 +255,10 @@ class DeltaNixlManager(NixlKVManager):
         for peer in self.rooms.tick():
             logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
             self.decode_kv_args_table.pop(peer, None)
-            self.agent.remove_remote_agent(peer)
+            try:
+                self.agent.remove_remote_agent(peer)
+            except Exception as error:  # the others are to be forgotten all the same
+                logger.warning("NIXL could not forget decode rank %s: %r", peer, error)
 
     # ---- decode side ----
 
