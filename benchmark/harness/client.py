@@ -181,10 +181,15 @@ async def send_all(
         return list(await asyncio.gather(*(one(request) for request in requests)))
 
 
-def open_session(timeout_s: float = 600.0) -> aiohttp.ClientSession:
-    """A session without aiohttp's limit of 100 connections, which would queue on our side."""
+def open_session(timeout_s: float = 600.0, *, reuse: bool = True) -> aiohttp.ClientSession:
+    """A session without aiohttp's limit of 100 connections, which would queue on our side.
+
+    ``reuse=False`` opens a connection for each request: one that idled for the server's keep-alive
+    time may be closed by it just as the next request goes out.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
+        connector=aiohttp.TCPConnector(limit=0, force_close=not reuse),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
     )
 
 

@@ -113,7 +113,7 @@ class Chaos:
 
     async def _play(self) -> None:
         self._began = time.monotonic()
-        async with open_session(timeout_s=2 * clients.DEADLINE_S) as session:
+        async with open_session(2 * clients.DEADLINE_S, reuse=False) as session:
             ticker = asyncio.create_task(self._tick())
             try:
                 sending = asyncio.create_task(self._send_all(session))
@@ -259,7 +259,7 @@ class Chaos:
                 clients.new_life(self._addresses, 900_000 + i, f"{self._plan.seed}.last", question)
                 for i, question in enumerate(self._bank.questions[-LAST_QUESTIONS:])
             ]
-            async with open_session() as session:
+            async with open_session(reuse=False) as session:
                 await asyncio.gather(
                     *(clients.live(session, self._addresses, life) for life in lives)
                 )
