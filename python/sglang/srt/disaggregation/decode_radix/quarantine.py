@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang.srt.disaggregation.delta.env import env_seconds
+from sglang.srt.disaggregation.delta.deadlines import quarantine_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +47,6 @@ class Held:
     decode_req: Any
     watch: Watch
     since: float
-
-
-def timeout_seconds() -> float:
-    """How long pages are held at most without a sign from prefill.
-
-    Raises:
-        ValueError: the environment variable is not a number.
-    """
-    return env_seconds("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", 60.0)
 
 
 class Quarantine:
@@ -106,7 +97,7 @@ class Quarantine:
         if held.watch.quiet():
             return True
         waited = self._clock() - held.since
-        if waited < timeout_seconds():
+        if waited < quarantine_seconds():
             return False
         req = held.decode_req.req
         logger.error(

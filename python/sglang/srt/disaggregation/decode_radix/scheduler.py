@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import aborts, inflight, invariants, quarantine, waiting
+from sglang.srt.disaggregation.decode_radix import aborts, inflight, invariants, waiting
 from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
@@ -111,7 +111,6 @@ class DisaggScheduler(Scheduler):
             )
         inflight.window_tokens(self.page_size)  # wrong values are refused at start
         inflight.wait_seconds()
-        quarantine.timeout_seconds()
         waiting.admission_timeout()
         waiting.log_after()
         self.tree_cache.serve_decode()

@@ -7,14 +7,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import heads
+from sglang.srt.disaggregation.delta.accounting import Pages, count_sent
 from sglang.srt.disaggregation.delta.complaints import Complaints
-from sglang.srt.disaggregation.delta.events import Sent, event_log, now
 from sglang.srt.disaggregation.delta.reader import BadMessage, MessageReader
-from sglang.srt.disaggregation.delta.stats import STATS
 from sglang.srt.disaggregation.nixl_async import notifications
 from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 
@@ -24,9 +22,6 @@ else:
     NixlKVManager = object
 
 logger = logging.getLogger(__name__)
-
-#: Page indices into a pool, 1-D int32.
-Pages = npt.NDArray[np.int32]
 
 
 class DeltaNixlManager(NixlKVManager):
@@ -66,7 +61,8 @@ class DeltaNixlManager(NixlKVManager):
             peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif
         )
         moved = len(prefill_kv_indices) * sum(ours.kv_item_lens)
-        self._count_sent(peer_name, notif, prefill_kv_indices, dst_kv_indices, moved)
+        room = notifications.parse(notif.encode()).room
+        count_sent(room, peer_name, prefill_kv_indices, dst_kv_indices, moved)
         return handle
 
     @override
@@ -122,7 +118,8 @@ class DeltaNixlManager(NixlKVManager):
             runs.append((from_, to, np.full_like(from_, length)))
         from_, to, lengths = (np.concatenate(column) for column in zip(*runs, strict=True))
         handle = self._post(from_, to, lengths, gpu_id, peer_name, notif)
-        self._count_sent(peer_name, notif, source_pages, target_pages, int(lengths.sum()))
+        room = notifications.parse(notif.encode()).room
+        count_sent(room, peer_name, source_pages, target_pages, int(lengths.sum()))
         return handle
 
     @override
@@ -174,23 +171,6 @@ class DeltaNixlManager(NixlKVManager):
         """Complete the KV part where there is none: NIXL refuses a transfer of no descriptors, and
         the receiver waits for each writer's last chunk, so the notification is sent on its own."""
         self.agent.send_notif(peer_name, notif.encode("ascii"))
-
-    def _count_sent(
-        self, peer_name: str, notif: str, source: Pages, destination: Pages, moved: int
-    ) -> None:
-        STATS.add("kv_transfer_sent_bytes", moved)
-        log = event_log("prefill")
-        if log is not None:
-            log.write(
-                Sent(
-                    at=now(),
-                    room=notifications.parse(notif.encode()).room,
-                    peer=peer_name,
-                    source_pages=source.tolist(),
-                    destination_pages=destination.tolist(),
-                    bytes=moved,
-                )
-            )
 
     # ---- prefill side: transfers that outlive their request ----
 
