@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import zmq
 from nixl._api import nixl_agent, nixl_agent_config
 
+from component.pair import ADDRESS, AUX, LAYERS, LIMIT_S, PAGE, PAGES, Rooms, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.decode_radix.invariants import idle_rooms
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-PAGE, PAGES, LAYERS, AUX = 4, 48, 2, 8
-ADDRESS = "127.0.0.1:8998"
-LIMIT_S = 30.0
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for another thread or for the transport; an error names what did not happen."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(0.0005)
+__all__ = ["ADDRESS", "LIMIT_S", "Pair", "pages", "until"]
 
 
 class Side:
@@ -100,70 +86,30 @@ class Side:
         self.manager = manager
 
 
-class Pair:
+class Pair(Rooms):
     """Prefill and decode, connected."""
+
+    ends = (conn, "Nixl")
 
     def __init__(self) -> None:
         self.prefill = Side("prefill", DisaggregationMode.PREFILL)
         self.decode = Side("decode", DisaggregationMode.DECODE)
-        for layer, tensor in enumerate(self.prefill.kv):
-            tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
-        self._next_room = 100
+        self.fill()
         self.prefill.manager._start_bootstrap_thread()
-        port = self.prefill.manager.rank_port
         manager = self.decode.manager
         manager._start_heartbeat_checker_thread()
         manager.servers._capabilities[ADDRESS] = capability.OURS
         manager.servers._epochs[ADDRESS] = 1
-        manager.prefill_info_table[ADDRESS] = SimpleNamespace(
-            target_tp_rank=0,
-            target_tp_ranks=[0],
-            target_cp_ranks=[0],
-            target_pp_ranks=[0],
-            required_dst_info_num=1,
-            required_prefill_response_num=1,
-            attn_tp_size=1,
-        )
-        info = {"rank_ip": "127.0.0.1", "rank_port": port, "is_dummy": False}
-        manager.connection_pool[f"{ADDRESS}_0_0_0"] = [info]
+        self.connect()
         self.room()[1]._register_kv_args()
         until(lambda: self.prefill.manager.decode_kv_args_table, "registration")
         self.forget_everything()
-
-    def next_room(self) -> int:
-        """A room number that was not used yet."""
-        self._next_room += 1
-        return self._next_room
-
-    def receiver(self, room: int) -> Any:
-        """Decode's end of a room, handshake done."""
-        receiver = conn.NixlKVReceiver(self.decode.manager, ADDRESS, room)
-        if receiver.conclude_state is None:
-            receiver.init(0)
-        return receiver
-
-    def sender(self, room: int) -> Any:
-        """Prefill's end of a room."""
-        return conn.NixlKVSender(self.prefill.manager, ADDRESS, room, [0], 0)
-
-    def room(self) -> tuple[Any, Any]:
-        """A new room: its sender and its receiver."""
-        room = self.next_room()
-        receiver = self.receiver(room)
-        return self.sender(room), receiver
 
     def announced(self, sender: Any) -> None:
         """Wait until prefill has read the room's announcement."""
         infos = self.prefill.manager.transfer_infos
         until(lambda: sender.bootstrap_room in infos, "announcement")
         until(lambda: sender.poll() == KVPoll.WaitingForInput, "bootstrapped")
-
-    def finish(self, sender: Any, receiver: Any) -> tuple[int, int]:
-        """Poll both until each has ended; returns how."""
-        ends = (KVPoll.Success, KVPoll.Failed)
-        until(lambda: sender.poll() in ends, "sender")
-        until(lambda: receiver.poll() in ends, "receiver")
-        return sender.poll(), receiver.poll()
 
     def forget_everything(self) -> None:
         """After the registration, which used a room that is never announced."""
@@ -173,27 +119,3 @@ class Pair:
             side.manager.addr_to_rooms_tracker.clear()
         for room in self.prefill.manager.rooms.gate.rooms():
             self.prefill.manager.rooms.gate.forget(room)
-
-    def leftovers(self) -> list[str]:
-        """Entries of rooms, of which there must be none."""
-        return [*idle_rooms(self.prefill.manager), *idle_rooms(self.decode.manager)]
-
-    def wipe(self) -> None:
-        """Empty decode's memory, to see what arrives."""
-        for layer in self.decode.kv:
-            layer.zero_()
-        self.decode.aux.zero_()
-
-    def arrived(self, source: list[int], target: list[int]) -> bool:
-        """Whether decode's memory holds exactly ``source`` pages at ``target``, nothing else."""
-        for ours, theirs in zip(self.decode.kv, self.prefill.kv, strict=True):
-            expected = torch.zeros_like(ours)
-            expected[target] = theirs[source]
-            if not torch.equal(ours, expected):
-                return False
-        return True
-
-
-def pages(*numbers: int) -> np.ndarray:
-    """A page list as SGLang keeps it."""
-    return np.array(numbers, dtype=np.int32)
