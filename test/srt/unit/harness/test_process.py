@@ -28,7 +28,9 @@ signal.pause()
 
 # A run that starts the server above and is then killed, so that none of its clean-up happens.
 RUN = """
-import sys, time
+import signal, sys, time
+# A shell's background job ignores Ctrl-C, and so would everything started from it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from benchmark.harness.process import ServerProcess
 import test_process
