@@ -1,13 +1,17 @@
-"""The shipped arithmetic model answers right, and as well from the decode tree as without it."""
+"""The shipped arithmetic model scores through prefill and decode what it scores on one server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.harness.client import Request, Target, send_all
-from benchmark.harness.metrics import HIT_TOKENS
+import pytest
+
+from benchmark.harness.client import Request, Result, Target, send_all
+from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS
 from benchmark.harness.pair import Aggregated, Pair
 from benchmark.harness.servers import Sizes
 from e2e.support import START_METHOD, pair_config, settle
@@ -16,9 +20,20 @@ from models.arithmetic import number_of
 MODEL = Path(__file__).parents[1] / "models" / "tiny_arith"
 QUESTIONS = 100
 ANSWER_TOKENS = 120
+PAGE = 16
+POOL_TOKENS = 32_000
+"""Holds every question with its answer: a second pass finds all of them in the tree."""
 
 
-def questions() -> tuple[list[Request], list[int]]:
+@dataclass(frozen=True)
+class Graded:
+    """What a server answered to the questions, and how many of its answers are right."""
+
+    texts: list[str]
+    correct: int
+
+
+def held_out() -> tuple[list[Request], list[int | None]]:
     """Chat requests for the first held-out questions, and the right numbers."""
     rows = [json.loads(line) for line in (MODEL / "test_set.jsonl").read_text().splitlines()]
     asked = [
@@ -26,23 +41,52 @@ def questions() -> tuple[list[Request], list[int]]:
         for row in rows[:QUESTIONS]
     ]
     right = [number_of(row["answer"]) for row in rows[:QUESTIONS]]
-    assert None not in right
-    return asked, [int(number) for number in right if number is not None]
+    assert len(right) == QUESTIONS and None not in right
+    return asked, right
 
 
-def test_held_out_arithmetic(logs: Path) -> None:
-    """A model that answers at random would make every demo and equality test worth little; and a
-    second pass, answered from the decode tree, must give the very same texts."""
-    asked, right = questions()
-    sizes = Sizes(pool_tokens=16_000)
-    with Aggregated(MODEL, logs / "aggregated", sizes, env={START_METHOD: "fork"}) as server:
-        results = asyncio.run(send_all(Target(server.config.url), asked, concurrency=16))
+def grade(results: Sequence[Result], right: Sequence[int | None]) -> Graded:
+    assert [result.error for result in results] == [None] * len(results)
     texts = [result.text for result in results]
     correct = sum(number_of(text) == number for text, number in zip(texts, right, strict=True))
-    assert correct >= 0.9 * QUESTIONS
+    return Graded(texts, correct)
 
-    with Pair(pair_config(MODEL, logs, page_size=16), logs / "pair") as pair:
-        for _ in range(2):
-            assert [r.text for r in pair.send(asked[:40], concurrency=8)] == texts[:40]
+
+@pytest.fixture(scope="module")
+def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Graded:
+    """The stock aggregated server's answers, asked once for all arms."""
+    asked, right = held_out()
+    folder = tmp_path_factory.mktemp("aggregated")
+    sizes = Sizes(pool_tokens=POOL_TOKENS)
+    with Aggregated(MODEL, folder, sizes, env={START_METHOD: "fork"}) as server:
+        return grade(asyncio.run(send_all(Target(server.config.url), asked, 16)), right)
+
+
+def test_the_model_knows_arithmetic(aggregated: Graded) -> None:
+    """A model that answers at random would make equal scores worth little."""
+    assert aggregated.correct >= 0.9 * QUESTIONS
+
+
+@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no_radix"])
+def test_prefill_and_decode_score_what_one_server_scores(
+    aggregated: Graded, logs: Path, radix: bool
+) -> None:
+    """KV that is wrong, late or another request's would cost answers: with and without the tree,
+    and in a second pass, whose prompts the tree holds up to their last page where there is one."""
+    asked, right = held_out()
+    config = pair_config(MODEL, logs, radix=radix, page_size=PAGE, decode_tokens=POOL_TOKENS)
+    with Pair(config, logs / "pair") as pair:
+        assert grade(pair.send(asked, concurrency=16), right) == aggregated
         settle(pair)
-        assert pair.metrics()[1][HIT_TOKENS] > 0
+        before = pair.metrics()[1]
+        second = pair.send(asked, concurrency=16)
+        assert grade(second, right) == aggregated
+        settle(pair)
+        after = pair.metrics()[1]
+    hit = after.get(HIT_TOKENS, 0.0) - before.get(HIT_TOKENS, 0.0)
+    if radix:
+        prompts = [result.prompt_tokens for result in second]
+        assert after[PROMPT_TOKENS] - before[PROMPT_TOKENS] == sum(prompts)
+        assert hit == sum(tokens // PAGE * PAGE for tokens in prompts)
+    else:
+        assert hit == 0
