@@ -1,0 +1,120 @@
+"""What crosses between the benchmark and its processes, besides ``patterns.RoomPlan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmark.kv_transfer.shapes import Shape
+
+ARMS = ("stock", "ours", "bare")
+BACKENDS = ("nixl", "mooncake")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process is."""
+
+    arm: str
+    backend: str
+    #: ``prefill`` or ``decode``.
+    role: str
+    shape: Shape
+    page_size: int
+    pool_pages: int
+    #: Metadata slots.
+    slots: int
+    #: ``cpu`` or ``cuda``.
+    device: str
+    bootstrap_port: int
+    dist_port: int
+    #: Seconds between two looks at what is under way: of the prefill loop, and of decode's.
+    prefill_pause_s: float
+    decode_pause_s: float
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a decode process is reached and named."""
+
+    name: str
+    pid: int
+    #: For the bare arm: the library's own description, buffer addresses.
+    metadata: bytes = b""
+    bases: tuple[int, ...] = ()
+
+
+@dataclass
+class Transfer:
+    """One transfer handed to the library: what timing wrappers around its calls saw. Seconds;
+    None where it cannot be told."""
+
+    room: int | None
+    is_metadata: bool
+    descriptors: int
+    #: In the library's calls that describe a transfer, before the post.
+    describe_s: float
+    #: From the beginning of the work on it until the post: SGLang's part, and ``describe_s``.
+    build_s: float | None
+    post_s: float | None = None
+    #: From the end of the post until it was seen done.
+    wire_s: float | None = None
+    #: In a worker's queue before that.
+    queue_s: float | None = None
+    #: On the thread that calls ``send``.
+    on_caller: bool = False
+
+
+@dataclass
+class RoomTimes:
+    """A room as prefill's loop saw it; times in seconds of the machine's monotonic clock."""
+
+    room: int
+    peer: int
+    began: float = 0.0
+    ended: float = 0.0
+    #: What each call of ``send`` took.
+    sends: list[float] = field(default_factory=list)
+    #: ``done``, ``failed`` or ``stuck`` (no end before the limit).
+    outcome: str = "stuck"
+    error: str = ""
+    #: When decode saw it complete; 0 where it did not.
+    arrived: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """From the call of ``send`` until prefill sees that it is done."""
+        return self.ended - self.began
+
+
+@dataclass
+class Round:
+    """Rooms that were sent together."""
+
+    rooms: list[RoomTimes]
+    transfers: list[Transfer]
+    wall_s: float
+    #: CPU time of the prefill process, all its threads.
+    cpu_s: float
+    moved_bytes: int
+    #: CPU time of the decode processes together.
+    peer_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ThreadUse:
+    """CPU time of one thread over a while."""
+
+    name: str
+    cpu_s: float
+
+
+#: A reply that carries an exception's text.
+@dataclass(frozen=True)
+class Failure:
+    """A process could not do what it was asked."""
+
+    text: str
+
+
+Reply = Any
