@@ -1,0 +1,11 @@
+"""What lies below HiCache's host pages: how a page is kept in a store, and stores that fail.
+
+``parts``     the parts of a page (K and V; a latent; latent and index), their keys and memory
+``stores``    the storage backends of this release on top of that, one mixin each
+``guard``     every call of a store with a deadline: faults become misses and failures
+``worker``    the threads that the calls run on
+``beliefs``   page keys that are known to be stored
+
+The parts are used where the host pool is a stage (``is_stage`` is true on it); elsewhere the
+backends are SGLang's own.
+"""

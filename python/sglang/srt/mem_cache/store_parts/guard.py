@@ -1,0 +1,352 @@
+"""Calls of a store, with a deadline: whatever it does becomes a miss or a failure, never more.
+
+``StoreGuard`` stands between HiCache's storage threads and a ``HiCacheStorage``. A call runs on a
+thread of the guard; the caller waits for it until the deadline and then gives it up. A call cannot
+be taken back, so a given-up read may still write into the host pages that it was handed, and a
+given-up write may still read them, at any later time until it returns. Those pages are *busy*: the
+owner of the stage is told before the caller goes on (``on_busy``, and ``Outcome.busy``), must not
+hand them to anyone else, and gets a callback when the call has returned. There is no bound on that
+time: memory that a store may write into is better lost than wrong.
+
+After a missed deadline the store counts as down: calls are refused at once, without touching it,
+until a probe is answered. Calls under way, the given-up ones among them, are at most ``max_calls``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import enum
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.disaggregation.delta.env import env_int, env_seconds
+from sglang.srt.mem_cache.store_parts.health import Health
+from sglang.srt.mem_cache.store_parts.parts import leading
+from sglang.srt.mem_cache.store_parts.worker import CallThreads
+
+logger = logging.getLogger(__name__)
+
+#: A key that no page has: a page's key is a SHA-256.
+PROBE_KEY = "0" * 64
+
+
+class Fault(enum.Enum):
+    """What a store did; the values are for metrics. The first four count calls."""
+
+    ERROR = "error"
+    #: Not answered in time, and given up.
+    DEADLINE = "deadline"
+    #: Refused here: the store is down, or too many calls are under way.
+    DOWN = "down"
+    #: An answer that means nothing: another number of results, or none.
+    MALFORMED = "malformed"
+    #: Pages that a read or a write did not complete.
+    MISSING = "missing"
+    #: Pages behind the first missing one: complete, and of no use.
+    HOLE = "hole"
+    #: Values of a page that were shorter than they must be; their pages are missing too.
+    SHORT = "short"
+
+
+@dataclass(frozen=True, eq=False)
+class Busy:
+    """Memory that a given-up call may still use."""
+
+    #: Host slots, 1-D.
+    host_indices: torch.Tensor
+    #: Done when the call has returned. Its callbacks run on a thread of the guard.
+    returned: Future[Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call for some pages in a row."""
+
+    #: Leading pages that are there: found, read or durably written.
+    pages: int
+    #: Why there are no more; None also for a query that found less than all.
+    fault: Fault | None = None
+    #: Set if the call was given up: its pages, until it has returned.
+    busy: Busy | None = None
+
+    @property
+    def evidence(self) -> int | None:
+        """Of a query: how many pages are there, or None where the answer says nothing about it."""
+        return None if self.fault is not None else self.pages
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Bounds of the calls of one store; durations in seconds."""
+
+    deadline: float = 10.0
+    max_calls: int = 8
+    first_retry: float = 1.0
+    longest_retry: float = 60.0
+
+    @classmethod
+    def from_env(cls) -> GuardSettings:
+        """``SGLANG_HICACHE_STORE_DEADLINE``, ``_MAX_CALLS``, ``_FIRST_RETRY``, ``_LONGEST_RETRY``.
+
+        Raises:
+            ValueError: one of them is no such number; the message names it.
+        """
+        prefix = "SGLANG_HICACHE_STORE"
+        return cls(
+            deadline=env_seconds(f"{prefix}_DEADLINE", cls.deadline),
+            max_calls=env_int(f"{prefix}_MAX_CALLS", cls.max_calls, minimum=1),
+            first_retry=env_seconds(f"{prefix}_FIRST_RETRY", cls.first_retry),
+            longest_retry=env_seconds(f"{prefix}_LONGEST_RETRY", cls.longest_retry),
+        )
+
+
+def _wait(call: Future[Any], seconds: float) -> None:
+    concurrent.futures.wait([call], timeout=seconds)
+
+
+class StoreGuard:
+    """A store that never raises and never hangs. Thread-safe, as far as the store is."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        settings: GuardSettings | None = None,
+        on_busy: Callable[[Busy], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[Future[Any], float], None] = _wait,
+    ) -> None:
+        """Guard ``store``, a ``HiCacheStorage`` with the ``_v1`` calls.
+
+        Args:
+            name: what messages call it.
+            on_busy: told of every given-up read and write, on the thread that made the call and
+                before it goes on; must not raise.
+            clock, wait: for tests; ``wait`` returns when the call is done or its time is over.
+        """
+        self.store, self.name = store, name
+        self.settings = settings or GuardSettings.from_env()
+        self.faults: Counter[Fault] = Counter()
+        self._on_busy = on_busy
+        self._clock, self._wait = clock, wait
+        self._threads = CallThreads(f"hicache-store-{name}")
+        self._lock = threading.RLock()  # a future's callback may run on the thread that adds it
+        self._health = Health(self.settings.first_retry, self.settings.longest_retry)
+        self._under_way: set[Future[Any]] = set()
+        self._busy: dict[Future[Any], Busy] = {}
+        self._error_logged = False
+        if hasattr(store, "on_short"):
+            store.on_short = lambda: self._count(Fault.SHORT)
+
+    # ---- what the storage threads call ----
+
+    def query(self, keys: Sequence[str], extra_info: Any = None) -> Outcome:
+        """How many leading pages the store has."""
+        asked = list(keys)
+        found, fault, _ = self._call("batch_exists", lambda: self._query(asked, extra_info))
+        return Outcome(0, fault) if fault else Outcome(found)
+
+    def read(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> Outcome:
+        """Read pages into host memory. Pages behind the first missing one do not count, whatever
+        was written into their memory."""
+        return self._move("batch_get_v1", keys, host_indices, extra_info)
+
+    def write(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> Outcome:
+        """Write pages from host memory."""
+        return self._move("batch_set_v1", keys, host_indices, extra_info)
+
+    def clear(self) -> bool:
+        """Remove everything from the store; whether it did."""
+        _, fault, _ = self._call("clear", self.store.clear)
+        return fault is None
+
+    def close(self) -> None:
+        """Close the store, where it can be closed, and end the threads."""
+        if hasattr(self.store, "close"):
+            self._call("close", self.store.close)
+        self._threads.close()
+
+    # ---- the same under SGLang's names; busy pages are then known by on_busy only ----
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """``HiCacheStorage.batch_exists``."""
+        return self.query(keys, extra_info).pages
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """``HiCacheStorage.batch_get_v1``; True for leading pages only."""
+        pages = self.read(keys, host_indices, extra_info).pages
+        return [at < pages for at in range(len(keys))]
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """``HiCacheStorage.batch_set_v1``; True for leading pages only."""
+        pages = self.write(keys, host_indices, extra_info).pages
+        return [at < pages for at in range(len(keys))]
+
+    def get_stats(self) -> Any:
+        """``HiCacheStorage.get_stats``: numbers that the backend keeps in this process."""
+        try:
+            return self.store.get_stats()
+        except Exception:
+            self._count(Fault.ERROR)
+            return None
+
+    # ---- for gauges and tests ----
+
+    @property
+    def up(self) -> bool:
+        """Whether the store is asked."""
+        return self._health.up
+
+    @property
+    def under_way(self) -> int:
+        """Calls that have not returned, the given-up ones among them."""
+        return len(self._under_way)
+
+    def busy(self) -> list[Busy]:
+        """What given-up calls may still use."""
+        with self._lock:
+            return list(self._busy.values())
+
+    # ---- inside ----
+
+    def _query(self, keys: list[str], extra_info: Any) -> int:
+        found = self.store.batch_exists(keys, extra_info)
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
+            raise _Malformed(f"{found!r} pages found of {len(keys)}")
+        return found
+
+    def _move(self, method: str, keys: Any, host_indices: torch.Tensor, extra: Any) -> Outcome:
+        asked = list(keys)
+        if not asked:
+            return Outcome(0)
+        call = getattr(self.store, method)
+        results, fault, given_up = self._call(
+            method, lambda: _results(call(asked, host_indices, extra), len(asked))
+        )
+        if given_up is not None:
+            busy = Busy(host_indices, given_up)
+            with self._lock:
+                self._busy[given_up] = busy
+            given_up.add_done_callback(self._not_busy)
+            if self._on_busy is not None:
+                self._on_busy(busy)
+            return Outcome(0, fault, busy)
+        if fault is not None:
+            return Outcome(0, fault)
+        pages, there = leading(results), sum(results)
+        self._count(Fault.MISSING, len(asked) - there)
+        self._count(Fault.HOLE, there - pages)
+        return Outcome(pages, None if pages == len(asked) else Fault.MISSING)
+
+    def _call(
+        self, method: str, call: Callable[[], Any]
+    ) -> tuple[Any, Fault | None, Future[Any] | None]:
+        """The call's answer, or why there is none; the future of a call that was given up."""
+        future = self._start(call)
+        if future is None:
+            self._count(Fault.DOWN)
+            return None, Fault.DOWN, None
+        self._wait(future, self.settings.deadline)
+        if not future.done():
+            self._gave_up(method)
+            return None, Fault.DEADLINE, future
+        error = future.exception()
+        if error is not None:
+            return None, self._failed(method, error), None
+        with self._lock:
+            self._health.worked()
+            self._error_logged = False
+        return future.result(), None, None
+
+    def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
+        with self._lock:
+            if len(self._under_way) >= self.settings.max_calls:
+                return None
+            probe = self._health.claim_probe(self._clock())
+            if not (self._health.up or probe):
+                return None
+            # A probe runs beside: the call that started it is refused like any other.
+            future = self._threads.start(
+                (lambda: self.store.batch_exists([PROBE_KEY], None)) if probe else call
+            )
+            self._under_way.add(future)
+        future.add_done_callback(self._returned)
+        if not probe:
+            return future
+        future.add_done_callback(self._probed)
+        return None
+
+    def _returned(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way.discard(future)
+
+    def _not_busy(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._busy.pop(future, None)
+
+    def _probed(self, future: Future[Any]) -> None:
+        if future.exception() is not None:
+            return
+        with self._lock:
+            was_up = self._health.up
+            self._health.answered()
+        if not was_up:
+            logger.warning("HiCache store %s answers again and is used again", self.name)
+
+    def _gave_up(self, method: str) -> None:
+        with self._lock:
+            self.faults[Fault.DEADLINE] += 1
+            first = self._health.hung(self._clock())
+            retry = self._health.retry_in
+        if first:
+            logger.error(
+                "HiCache store %s: %s did not return within %g s "
+                "(SGLANG_HICACHE_STORE_DEADLINE); the store is not used until it answers a probe, "
+                "the first one in %g s",
+                self.name,
+                method,
+                self.settings.deadline,
+                retry,
+            )
+
+    def _failed(self, method: str, error: BaseException) -> Fault:
+        fault = Fault.MALFORMED if isinstance(error, _Malformed) else Fault.ERROR
+        with self._lock:
+            self.faults[fault] += 1
+            first, self._error_logged = not self._error_logged, True
+        if first:  # once, until a call has worked again; the others are counted
+            logger.error(
+                "HiCache store %s: %s failed: %s", self.name, method, error, exc_info=error
+            )
+        return fault
+
+    def _count(self, fault: Fault, number: int = 1) -> None:
+        if number:
+            with self._lock:
+                self.faults[fault] += number
+
+
+class _Malformed(Exception):
+    """An answer that means nothing."""
+
+
+def _results(results: Any, count: int) -> list[bool]:
+    if not isinstance(results, (list, tuple)) or len(results) != count:
+        raise _Malformed(f"{results!r:.100} for {count} pages")
+    return [result is True for result in results]

@@ -1,0 +1,219 @@
+"""The parts of a page: what a store has to keep of it, where that lies, and under which keys.
+
+A *part* is one tensor of the host pool seen as pages: keys, values, a latent, an index. A *value*
+is what a store keeps under one key: one part or several, one behind the other. A page's values come
+in one fixed order, and all lists here are page by page: every value of the first page, then those
+of the next. A page is there only if all its values are, and only leading pages count, since KV
+behind a gap is of no use.
+
+Everything here is pure: pools are looked at, never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PAGE_FIRST = ("page_first", "page_first_direct", "page_head")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a page, in every page of a host pool."""
+
+    #: What SGLang's keys call it: "k" and "v", also "k" for a latent; "index" for NSA's index.
+    label: str
+    #: Views of the pool's memory, uint8, (pages, bytes): one, or one a layer in layer_first.
+    pieces: tuple[torch.Tensor, ...]
+    #: All tensor parallel ranks hold the same: the key has no rank, and one rank writes.
+    shared: bool = False
+    #: SGLang's own keys and flat pages do not know it.
+    extra: bool = False
+    #: The group of KV heads it has, where a rank's heads are stored apart.
+    group: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of one page."""
+        return sum(piece.shape[1] for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a store keeps under one key of a page: the bytes of its parts, one behind the other."""
+
+    label: str
+    parts: tuple[Part, ...]
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        """All pieces of all parts, in their order."""
+        return tuple(piece for part in self.parts for piece in part.pieces)
+
+    @property
+    def size(self) -> int:
+        """Bytes of one page."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it lies in one piece, so that a store can read and write the pool's memory."""
+        return len(self.pieces) == 1
+
+    def memory(self, page: int) -> torch.Tensor:
+        """The pool's own bytes of ``page``, 1-D uint8; only where it is ``in_place``."""
+        (piece,) = self.pieces
+        return piece[page]
+
+    def gather(self, page: int) -> torch.Tensor:
+        """A copy of the bytes of ``page``, 1-D uint8."""
+        return torch.cat([piece[page] for piece in self.pieces])
+
+    def scatter(self, page: int, content: torch.Tensor) -> None:
+        """Write ``content``, 1-D uint8 of ``size`` bytes, into ``page``."""
+        offset = 0
+        for piece in self.pieces:
+            width = piece.shape[1]
+            piece[page].copy_(content[offset : offset + width])
+            offset += width
+
+
+# ---- what a pool has ----
+
+
+def describe(pool: Any, groups: int = 1) -> tuple[Part, ...]:
+    """The parts of a page in one of SGLang's host pools, in the order in which they are stored.
+
+    Args:
+        pool: ``MHATokenToKVPoolHost``, ``MLATokenToKVPoolHost`` or ``NSATokenToKVPoolHost``.
+        groups: parts into which K and V are cut by heads; needs the layout ``page_head``.
+
+    Raises:
+        ValueError: a pool or a layout whose pages are not known here.
+    """
+    from sglang.srt.mem_cache import memory_pool_host as pools
+
+    if isinstance(pool, pools.MHATokenToKVPoolHost):
+        return _keys_and_values(pool, groups)
+    if isinstance(pool, pools.NSATokenToKVPoolHost):
+        latent = Part("k", _rows(pool, pool.kv_buffer), shared=True)
+        index = _rows(pool, pool.index_k_with_scale_buffer)
+        return (latent, Part("index", index, shared=True, extra=True))
+    if isinstance(pool, pools.MLATokenToKVPoolHost):
+        return (Part("k", _rows(pool, pool.kv_buffer), shared=True),)
+    raise ValueError(f"the parts of a page of {type(pool).__name__} are not known")
+
+
+def tensors(pool: Any) -> list[torch.Tensor]:
+    """All host tensors of a pool, each in one stretch of memory: what a store has to register."""
+    index = getattr(pool, "index_k_with_scale_buffer", [])
+    return [pool.kv_buffer, *([index] if isinstance(index, torch.Tensor) else index)]
+
+
+def _keys_and_values(pool: Any, groups: int) -> tuple[Part, ...]:
+    sides = [("k", _rows(pool, pool.kv_buffer[0])), ("v", _rows(pool, pool.kv_buffer[1]))]
+    if groups == 1:
+        return tuple(Part(label, rows) for label, rows in sides)
+    if pool.layout != "page_head" or pool.head_num % groups:
+        raise ValueError(
+            f"{pool.head_num} heads in layout {pool.layout} cannot be stored in {groups} groups: "
+            "this needs --hicache-mem-layout page_head"
+        )
+    return tuple(
+        Part(label, (rows[0].view(len(rows[0]), groups, -1)[:, group],), group=group)
+        for group in range(groups)
+        for label, rows in sides
+    )
+
+
+def _rows(pool: Any, buffer: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Views of a buffer as (pages, bytes): one where pages lie together, else one a layer."""
+    if pool.layout not in (*_PAGE_FIRST, "layer_first"):
+        raise ValueError(f"pages of layout {pool.layout} are not known (--hicache-mem-layout)")
+    wholes = [buffer] if pool.layout in _PAGE_FIRST else list(buffer)
+    page_size = pool.page_size
+
+    def rows(whole: Any) -> torch.Tensor:
+        # Token-wise buffers have as many rows as slots, page-wise ones as many as pages; NSA's
+        # index buffer has a page or so more than the pool, which no slot leads to.
+        pages = len(whole) // page_size if len(whole) == pool.size else len(whole)
+        flat: torch.Tensor = whole.view(torch.uint8).view(pages, -1)
+        return flat
+
+    return tuple(rows(whole) for whole in wholes)
+
+
+# ---- how a store keeps it ----
+
+
+def apart(parts: Sequence[Part]) -> tuple[Value, ...]:
+    """Every part under a key of its own."""
+    return tuple(Value(part.label, (part,)) for part in parts)
+
+
+def together(parts: Sequence[Part]) -> tuple[Value, ...]:
+    """SGLang's flat page under one key, with an empty label; what it does not know apart."""
+    flat = Value("", tuple(part for part in parts if not part.extra))
+    return (flat, *apart([part for part in parts if part.extra]))
+
+
+def packed(parts: Sequence[Part]) -> tuple[Value, ...]:
+    """All parts under one key, with an empty label."""
+    return (Value("", tuple(parts)),)
+
+
+# ---- lists ----
+
+
+def page_numbers(host_indices: torch.Tensor, page_size: int) -> list[int]:
+    """The host pages that ``host_indices`` (1-D, slots) stand for, in their order.
+
+    Raises:
+        ValueError: they are not whole pages, each with its slots in order.
+    """
+    slots = host_indices.reshape(-1)
+    if len(slots) % page_size:
+        raise ValueError(f"{len(slots)} host slots are no whole pages of {page_size}")
+    rows = slots.view(-1, page_size)
+    pages = torch.div(rows[:, 0], page_size, rounding_mode="floor")
+    if not torch.equal(rows, pages[:, None] * page_size + torch.arange(page_size)):
+        raise ValueError(f"host slots that are no whole pages of {page_size} in order")
+    numbers: list[int] = pages.tolist()
+    return numbers
+
+
+def keys(
+    values: Sequence[Value], hashes: Sequence[str], key: Callable[[str, Value], str]
+) -> list[str]:
+    """The keys of all values of all pages; ``key`` is the store's way to name a value of a page."""
+    return [key(page_hash, value) for page_hash in hashes for value in values]
+
+
+def buffers(values: Sequence[Value], pages: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Addresses and sizes in bytes of all values of ``pages``; all values must be ``in_place``."""
+    memory = [value.memory(page) for page in pages for value in values]
+    return [view.data_ptr() for view in memory], [view.numel() for view in memory]
+
+
+def sizes(values: Sequence[Value], count: int) -> list[int]:
+    """Bytes of all values of ``count`` pages."""
+    return [value.size for value in values] * count
+
+
+def fold(found: Sequence[bool], per_page: int, count: int) -> list[bool]:
+    """Results by value as results by page: a page is there if all its ``per_page`` values are.
+
+    Raises:
+        ValueError: results for anything but ``count`` pages.
+    """
+    if len(found) != per_page * count:
+        raise ValueError(f"{len(found)} results for {count} pages of {per_page} values")
+    return [all(found[at : at + per_page]) for at in range(0, len(found), per_page)]
+
+
+def leading(pages: Sequence[bool]) -> int:
+    """How many pages are there before the first that is not."""
+    return next((at for at, there in enumerate(pages) if not there), len(pages))

@@ -1,0 +1,148 @@
+"""What the backends share: pages in, values out, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from sglang.srt.mem_cache.store_parts import parts
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+else:
+    HiCacheStorage = object
+
+
+class StoreError(Exception):
+    """A store's answer that says nothing about the keys that it was asked for."""
+
+
+class PartStore(HiCacheStorage):
+    """A storage backend that keeps values of pages; SGLang's own unless the host pool is a stage.
+
+    A backend says how it lays out a page (``keep``), names a value (``value_key``), and has, gets
+    and puts values; what is folded into pages, copied or skipped is decided here.
+    """
+
+    #: Values of a page in their order; empty: everything goes SGLang's own way.
+    page_values: tuple[parts.Value, ...] = ()
+    #: Called for every value that was shorter in the store than it must be.
+    on_short: Callable[[], None] | None = None
+    part_pool: Any = None
+
+    def keep(self, pool: Any, values: Sequence[parts.Value]) -> None:
+        """Take over if ``pool`` is a stage."""
+        self.part_pool = pool
+        self.page_values = tuple(values)
+
+    # ---- what a backend answers ----
+
+    def value_key(self, page_hash: str, value: parts.Value) -> str:
+        """The name of a value of a page; SGLang's own where it knows the value."""
+        raise NotImplementedError
+
+    def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
+        """Which keys are there, with ``sizes`` bytes where the backend can tell.
+
+        Raises:
+            StoreError: it cannot be said.
+        """
+        raise NotImplementedError
+
+    def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
+        """Read values into ``memory`` (1-D uint8, of the size that each must have); returns how
+        many bytes were read of each, zero or less for one that is not there."""
+        raise NotImplementedError
+
+    def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
+        """Write values that are not there; returns which are there now, whoever wrote them."""
+        raise NotImplementedError
+
+    # ---- SGLang's interface ----
+
+    @override
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        if not self.page_values:
+            return int(super().batch_exists(keys, extra_info))
+        names = self._names(keys)
+        found = self.has_values(names, parts.sizes(self.page_values, len(keys)))
+        return parts.leading(self._fold(found, len(keys)))
+
+    @override
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        if not self.page_values:
+            result: list[bool] = super().batch_get_v1(keys, host_indices, extra_info)
+            return result
+        pages = self._pages(keys, host_indices)
+        slots = [(value, page) for page in pages for value in self.page_values]
+        memory = [
+            value.memory(page) if value.in_place else torch.empty(value.size, dtype=torch.uint8)
+            for value, page in slots
+        ]
+        counts = self.get_values(self._names(keys), memory)
+        self._same_length(counts, slots)
+        whole = [
+            self._is_whole(value, count) for (value, _), count in zip(slots, counts, strict=True)
+        ]
+        for (value, page), content, good in zip(slots, memory, whole, strict=True):
+            if good and not value.in_place:
+                value.scatter(page, content)
+        return self._fold(whole, len(keys))
+
+    @override
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        if not self.page_values:
+            result: list[bool] = super().batch_set_v1(keys, host_indices, extra_info)
+            return result
+        pages = self._pages(keys, host_indices)
+        slots = [(value, page) for page in pages for value in self.page_values]
+        names = self._names(keys)
+        there = self.has_values(names, parts.sizes(self.page_values, len(keys)))
+        self._same_length(there, slots)
+        absent = [at for at, found in enumerate(there) if not found]
+        if absent:
+            memory = [
+                value.memory(page) if value.in_place else value.gather(page)
+                for value, page in (slots[at] for at in absent)
+            ]
+            done = self.put_values([names[at] for at in absent], memory)
+            self._same_length(done, absent)
+            for at, good in zip(absent, done, strict=True):
+                there[at] = good
+        return self._fold(there, len(keys))
+
+    # ---- inside ----
+
+    def _names(self, hashes: list[str]) -> list[str]:
+        return parts.keys(self.page_values, hashes, self.value_key)
+
+    def _pages(self, keys: list[str], host_indices: torch.Tensor) -> list[int]:
+        pages = parts.page_numbers(host_indices, self.part_pool.page_size)
+        if len(pages) != len(keys):
+            raise ValueError(f"{len(keys)} keys for {len(pages)} host pages")
+        return pages
+
+    def _fold(self, found: Sequence[bool], count: int) -> list[bool]:
+        return parts.fold(found, len(self.page_values), count)
+
+    def _is_whole(self, value: parts.Value, count: int) -> bool:
+        if 0 < count != value.size and self.on_short is not None:
+            self.on_short()
+        return count == value.size
+
+    @staticmethod
+    def _same_length(results: Sequence[Any], asked: Sequence[Any]) -> None:
+        if len(results) != len(asked):
+            raise StoreError(f"{len(results)} results for {len(asked)} values")
+
+
+def is_stage(pool: Any) -> bool:
+    """Whether a host pool is HiCache's stage (``--hicache-host-memory-mode buffer_only``)."""
+    return bool(getattr(pool, "is_stage", False))

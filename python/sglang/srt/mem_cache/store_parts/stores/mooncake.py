@@ -1,0 +1,81 @@
+"""Mooncake: every part under a key of its own, read and written in the pool's own memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from sglang.srt.mem_cache.store_parts import parts
+from sglang.srt.mem_cache.store_parts.stores.base import PartStore, StoreError, is_stage
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+    class _Base(PartStore, MooncakeStore):
+        pass
+
+else:
+    _Base = PartStore
+
+
+class MooncakeParts(_Base):
+    """All host tensors are registered, and a value of another length than asked is a miss."""
+
+    @override
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)  # registers the first tensor
+        if not is_stage(mem_pool_host):
+            return
+        for tensor in parts.tensors(mem_pool_host)[1:]:
+            self.register_buffer(tensor)
+        described = parts.describe(mem_pool_host, self.split_factor or 1)
+        self.keep(mem_pool_host, parts.apart(described))
+
+    @override
+    def value_key(self, page_hash: str, value: parts.Value) -> str:
+        (part,) = value.parts
+        if part.shared:
+            suffix = self.mla_suffix
+        else:
+            suffix = self.mha_suffix[part.group] if self.split_factor else self.mha_suffix
+        tag = "" if self.extra_backend_tag is None else f"{self.extra_backend_tag}_"
+        return f"{tag}{page_hash}_{suffix}_{value.label}"
+
+    @override
+    def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
+        codes = self._batch_exist(keys)
+        failed = next((code for code in codes if code < 0), None)
+        if failed is not None:  # no answer, for instance without its master
+            raise StoreError(f"Mooncake error {failed}")
+        return [code == 1 for code in codes]
+
+    @override
+    def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
+        start = time.perf_counter()
+        counts = self._get_batch_zero_copy_impl(keys, *_addresses(memory))
+        if self.enable_storage_metrics:
+            self._measured(self.prefetch_pgs, self.prefetch_bandwidth, memory, start)
+        return list(counts)
+
+    @override
+    def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
+        start = time.perf_counter()
+        codes = self._put_batch_zero_copy_impl(keys, *_addresses(memory))
+        if self.enable_storage_metrics:
+            self._measured(self.backup_pgs, self.backup_bandwidth, memory, start)
+        return [code == 0 for code in codes]
+
+    def _measured(
+        self, pages: list[float], bandwidth: list[float], memory: Sequence[torch.Tensor], at: float
+    ) -> None:
+        size = sum(view.numel() for view in memory)
+        pages.append(len(memory) / len(self.page_values))
+        bandwidth.append(size / (1 << 30) / max(time.perf_counter() - at, 1e-9))
+
+
+def _addresses(memory: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    return [view.data_ptr() for view in memory], [view.numel() for view in memory]
