@@ -1,0 +1,146 @@
+"""From measured requests to a JSON line each, a table and a plot: a row, or a point, a size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from benchmark.harness.report import percentile, print_table
+from benchmark.kv_transfer.blackbox.stages import RoomStages
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: what the client saw, and its room's stages."""
+
+    label: str
+    tokens: int
+    """Length of the prompt."""
+    again: bool
+    """The same prompt had just been answered."""
+    ttft_s: float
+    cached_tokens: int
+    """Prompt tokens that prefill had, as it tells the client."""
+    stages: RoomStages
+
+
+Value = Callable[[RoomStages], float | None]
+
+STAGES: dict[str, Value] = {
+    "bootstrap": lambda room: room.bootstrap_s,
+    "queue": lambda room: room.last.queue_s if room.last else None,
+    "build": lambda room: room.last.build_s if room.last else None,
+    "post": lambda room: room.last.post_s if room.last else None,
+    "wire": lambda room: room.last.wire_s if room.last else None,
+    "notice": lambda room: room.notice_s,
+}
+"""What the transfer adds to a request; together with ``prefill`` they make the whole way."""
+
+
+def without_prefill(room: RoomStages) -> float | None:
+    """Seconds of the way that are not prefill's computing, and waiting for it."""
+    if room.total_s is None or room.prefill_s is None:
+        return None
+    return room.total_s - room.prefill_s
+
+
+def gigabytes_per_s(room: RoomStages) -> float | None:
+    """Bytes of all chunks (10^9) over the seconds that they were on the wire."""
+    if room.whole is None or room.whole.wire_s <= 0:
+        return None
+    return room.whole.bytes / room.whole.wire_s / 1e9
+
+
+def median(rooms: Sequence[RoomStages], value: Value) -> float:
+    """Over the rooms that have the value; NaN where none has it."""
+    return percentile([v for v in map(value, rooms) if v is not None], 50)
+
+
+def write_lines(path: Path, asked: Sequence[Asked]) -> None:
+    """A JSON line a request; replaces what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(asdict(a)) + b"\n" for a in asked))
+
+
+def print_stages(title: str, asked: Sequence[Asked], console: Console) -> None:
+    """A row a quantity, a column a size, medians; ``asked`` are of one kind, first or again."""
+    sizes = {size: [a.stages for a in of_size] for size, of_size in by_size(asked).items()}
+
+    def row(name: str, value: Value, cell: Callable[[float], str]) -> list[str]:
+        return [name, *(cell(median(rooms, value)) for rooms in sizes.values())]
+
+    rows = [
+        row("tokens in tree", lambda room: room.prefix_tokens, "{:,.0f}".format),
+        row("moved, KiB", _kibibytes, "{:,.0f}".format),
+        row("chunks", lambda room: room.chunks, "{:,.0f}".format),
+        *(row(name, value, milliseconds) for name, value in STAGES.items()),
+        row("all of these", without_prefill, milliseconds),
+        ["the slowest", *(milliseconds(slowest(rooms)) for rooms in sizes.values())],
+        row("prefill", lambda room: room.prefill_s, milliseconds),
+        row("all chunks", _whole_seconds, milliseconds),
+        row("GB/s on the wire", gigabytes_per_s, "{:.2f}".format),
+    ]
+    print_table(
+        f"{title}; p50, milliseconds",
+        ["prompt, tokens", *(f"{size:,}" for size in sizes)],
+        rows,
+        console,
+    )
+
+
+def slowest(rooms: Sequence[RoomStages]) -> float:
+    """The longest way without prefill, seconds; NaN where none is known."""
+    known = [v for v in map(without_prefill, rooms) if v is not None]
+    return max(known, default=math.nan)
+
+
+def _kibibytes(room: RoomStages) -> float | None:
+    return room.whole.bytes / 2**10 if room.whole else None
+
+
+def _whole_seconds(room: RoomStages) -> float | None:
+    return room.whole.seconds if room.whole else None
+
+
+def draw(path: Path, asked: Sequence[Asked]) -> None:
+    """Writes a PNG: each stage's median against the prompt's length. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharex=True, sharey=True)
+    lines: dict[str, Value] = {**STAGES, "without prefill": without_prefill}
+    for axis, again in zip(axes, (False, True), strict=True):
+        sizes = by_size([a for a in asked if a.again == again])
+        for name, value in lines.items():
+            points = [median([a.stages for a in s], value) * 1e3 for s in sizes.values()]
+            total = name == "without prefill"
+            style = {"color": "black", "linewidth": 2} if total else {"linewidth": 1}
+            axis.plot(list(sizes), points, marker="o", markersize=3, label=name, **style)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("symlog", linthresh=0.01)  # notice may be below zero
+        axis.set_title("the same prompt again" if again else "a new prompt", fontsize=10)
+        axis.set_xlabel("prompt, tokens")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("p50, ms (less is better)")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def by_size(asked: Sequence[Asked]) -> dict[int, list[Asked]]:
+    """Prompt length -> its requests, shortest first."""
+    sizes = sorted({a.tokens for a in asked})
+    return {size: [a for a in asked if a.tokens == size] for size in sizes}
+
+
+def milliseconds(seconds: float) -> str:
+    """Three significant digits, as stages differ by factors of thousands."""
+    return "-" if math.isnan(seconds) else f"{float(f'{seconds * 1e3:.3g}'):,g}"
