@@ -92,16 +92,16 @@ def test_records_come_in_any_order_and_rooms_do_not_mix() -> None:
 
 
 def test_the_last_rank_ends_a_stage() -> None:
-    """Guards against stages that end with the fastest of several ranks."""
-    [room] = stages(
-        [
-            *(admitted(100), admitted(101)),
-            *(Announced(at=103, room=1), Announced(at=104, room=1)),
-            *(sent(115), moved(120, 0, is_last=True)),
-            *(sent(120, peer="d1"), moved(125, 0, is_last=True, peer="d1")),
-            *(Arrived(at=123, room=1), Arrived(at=128, room=1)),
-        ]
-    )
+    """Guards against stages that end with the fastest of several ranks, or with the one whose file
+    comes last."""
+    records = [
+        *(admitted(100), admitted(101)),
+        *(Announced(at=103, room=1), Announced(at=104, room=1)),
+        *(sent(115), moved(120, 0, is_last=True)),
+        *(sent(120, peer="d1"), moved(125, 0, is_last=True, peer="d1")),
+        *(Arrived(at=123, room=1), Arrived(at=128, room=1)),
+    ]
+    [room] = stages(reversed(records))  # of files whose names sort otherwise
     assert room.missing == ()
     assert (room.bootstrap_s, room.prefill_s, room.notice_s, room.total_s) == (4, 11, 3, 28)
     assert room.last == room.whole == Transfer(2, 4, 6, 8, descriptors=10, bytes=200)
