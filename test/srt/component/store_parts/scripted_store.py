@@ -1,0 +1,220 @@
+"""An in-memory store that does what a test tells it: fail, hang, lose, shorten, answer nonsense.
+
+It is a ``HiCacheStorage`` with the ``_v1`` calls (the host pool's own memory is read and written,
+as with Mooncake) and the older ones (whole flat pages, as with SGLang's ``file``)::
+
+    store = ScriptedStore(pool)              # or ScriptedStore(other_pool, content=store.content):
+                                             # another server on the same store
+    store.fail("batch_set_v1", call=2)       # the 2nd such call from now raises OSError
+    gate = store.hang("batch_get_v1")        # the next one waits
+    ... gate.entered.wait(5) ...             # until then it has not touched any memory
+    gate.open()                              # now it moves its bytes and returns
+    store.answer("batch_set_v1", lambda results: results[:-1])   # nonsense of the next call
+    store.drop(key), store.shorten(key)      # what is in the store changes
+
+What it saw: ``store.calls`` (method, keys), ``store.disturbed`` (keys of writes whose memory was
+changed by somebody while the call was under way), ``store.written`` (host pages that a read wrote
+to, in order, at the time it did). ``open_all`` in a fixture's end lets every hanging call return.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.store_parts import parts
+
+PATIENCE = 60.0
+"""Seconds after which a gate that nobody opened lets its call fail, so that no test hangs."""
+
+
+class Gate:
+    """Where one call waits."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        """Let the call go on; harmless when it did."""
+        self._open.set()
+
+    def pass_through(self) -> None:
+        """What the call does."""
+        self.entered.set()
+        if not self._open.wait(PATIENCE):
+            raise TimeoutError("nobody opened the gate of a scripted store")
+
+
+class ScriptedStore(HiCacheStorage):
+    """Keys are page keys; a page's content is the bytes of all its parts, one behind the other."""
+
+    def __init__(self, pool: Any = None, content: dict[str, bytes] | None = None) -> None:
+        self.content: dict[str, bytes] = {} if content is None else content
+        self.calls: list[tuple[str, list[str]]] = []
+        self.disturbed: list[str] = []
+        self.written: list[int] = []
+        self._lock = threading.Lock()
+        self._count: dict[str, int] = defaultdict(int)
+        self._before: dict[tuple[str, int], Callable[[], None]] = {}
+        self._after: dict[tuple[str, int], Callable[[Any], Any]] = {}
+        self._gates: list[Gate] = []
+        if pool is not None:
+            self.register_mem_pool_host(pool)
+
+    # ---- the script ----
+
+    def fail(self, method: str, call: int = 1, error: BaseException | None = None) -> None:
+        """The ``call``-th call of ``method`` from now raises, before it does anything."""
+
+        def raise_it() -> None:
+            raise error or OSError(f"scripted failure of {method}")
+
+        self._before[method, self._count[method] + call] = raise_it
+
+    def hang(self, method: str, call: int = 1) -> Gate:
+        """The ``call``-th call of ``method`` from now waits at the gate."""
+        gate = Gate()
+        self._gates.append(gate)
+        self._before[method, self._count[method] + call] = gate.pass_through
+        return gate
+
+    def answer(self, method: str, change: Callable[[Any], Any], call: int = 1) -> None:
+        """The ``call``-th call of ``method`` from now does its work and answers ``change`` of what
+        it would have answered."""
+        self._after[method, self._count[method] + call] = change
+
+    def drop(self, *keys: str) -> None:
+        """The store has lost them, as stores do that evict."""
+        for key in keys:
+            del self.content[key]
+
+    def shorten(self, *keys: str) -> None:
+        """The store has only half of their bytes, and does not know it."""
+        for key in keys:
+            self.content[key] = self.content[key][: len(self.content[key]) // 2]
+
+    def open_all(self) -> None:
+        """Every call that hangs returns, and none hangs any more."""
+        for gate in self._gates:
+            gate.open()
+
+    # ---- what HiCache calls ----
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        (self.page,) = parts.packed(parts.describe(mem_pool_host))
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        def exists() -> int:
+            return parts.leading([key in self.content for key in keys])
+
+        return self._scripted("batch_exists", keys, exists)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        pages = parts.page_numbers(host_indices, self.mem_pool_host.page_size)
+        assert len(pages) == len(keys)
+
+        def get() -> list[bool]:
+            return [self._read(key, page) for key, page in zip(keys, pages, strict=True)]
+
+        return self._scripted("batch_get_v1", keys, get)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        pages = parts.page_numbers(host_indices, self.mem_pool_host.page_size)
+        assert len(pages) == len(keys)
+        before = [self._bytes(page) for page in pages]
+
+        def put() -> list[bool]:
+            for key, page, was in zip(keys, pages, before, strict=True):
+                now = self._bytes(page)
+                if now != was:
+                    self.disturbed.append(key)
+                self.content.setdefault(key, now)
+            return [True] * len(keys)
+
+        return self._scripted("batch_set_v1", keys, put)
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        def get() -> list[torch.Tensor | None]:
+            return [
+                self._into(key, target) for key, target in zip(keys, target_locations, strict=True)
+            ]
+
+        return self._scripted("batch_get", keys, get)
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        def put() -> bool:
+            for key, value in zip(keys, values, strict=True):
+                content = value.contiguous().view(torch.uint8).numpy().tobytes()
+                self.content.setdefault(key, content)
+            return True
+
+        return self._scripted("batch_set", keys, put)
+
+    def clear(self) -> None:
+        self._scripted("clear", [], self.content.clear)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # ---- inside ----
+
+    def _scripted(self, method: str, keys: list[str], work: Callable[[], Any]) -> Any:
+        with self._lock:
+            self._count[method] += 1
+            turn = (method, self._count[method])
+            self.calls.append((method, list(keys)))
+        before = self._before.pop(turn, None)
+        if before is not None:
+            before()
+        answer = work()
+        change = self._after.pop(turn, None)
+        return answer if change is None else change(answer)
+
+    def _bytes(self, page: int) -> bytes:
+        content: bytes = self.page.gather(page).numpy().tobytes()
+        return content
+
+    def _read(self, key: str, page: int) -> bool:
+        content = self.content.get(key)
+        if content is None:
+            return False
+        self.written.append(page)
+        # Short content still overwrites the page: a caller must not believe what lies in it.
+        room = self.page.gather(page)
+        room[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.page.scatter(page, room)
+        return len(content) == self.page.size
+
+    def _into(self, key: str, target: torch.Tensor) -> torch.Tensor | None:
+        content = self.content.get(key)
+        if content is None or len(content) != target.numel() * target.element_size():
+            return None
+        target.view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return target

@@ -1,0 +1,274 @@
+"""Pages through the storage backends of this release, on stub clients: what they keep, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from component.store_parts import backends
+from component.store_parts.host_pools import (
+    KINDS,
+    LAYOUTS,
+    PAGE,
+    content,
+    fill,
+    hashes,
+    host_pool,
+    slots,
+)
+from sglang.srt.mem_cache.store_parts import parts
+
+BACKENDS = ("file", "hf3fs", "eic", "mooncake")
+COMBINATIONS = [
+    (backend, kind, layout)
+    for backend in BACKENDS
+    for kind in KINDS
+    for layout in LAYOUTS
+    if not (backend == "mooncake" and layout == "layer_first")  # refused by SGLang
+]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """Backends by name, each on an empty store that all stores of one test share."""
+    from contextlib import ExitStack
+
+    clients = {"mooncake": backends.MooncakeClient(), "eic": backends.EicClient()}
+    with ExitStack() as stack:
+
+        def build(backend: str, pool: Any) -> Any:
+            if backend == "mooncake":
+                return backends.mooncake(pool, clients["mooncake"])
+            if backend == "eic":
+                return stack.enter_context(backends.eic(pool, clients["eic"], tmp_path))
+            if backend == "hf3fs":
+                return backends.hf3fs(pool, tmp_path)
+            return backends.file(pool, tmp_path)
+
+        build.clients = clients  # type: ignore[attr-defined]
+        yield build
+
+
+@pytest.mark.parametrize(("backend", "kind", "layout"), COMBINATIONS)
+def test_every_byte_of_a_page_comes_back(make: Any, backend: str, kind: str, layout: str) -> None:
+    """Guards against parts of a page that a backend forgets (the index of NSA), and against pages
+    that come back at another page's place or in another order."""
+    pool = host_pool(kind, layout)
+    store = make(backend, pool)
+    keys = hashes(3)
+    written = [content(pool, page) for page in (4, 1, 2)]
+    assert store.batch_set_v1(keys, slots(4, 1, 2)) == [True] * 3
+    fill(pool, seed=9)
+    untouched = content(pool, 0)
+    assert store.batch_exists([*keys, "f" * 64]) == 3
+    assert store.batch_get_v1(keys, slots(5, 3, 4)) == [True] * 3
+    assert [content(pool, page) for page in (5, 3, 4)] == written
+    assert content(pool, 0) == untouched
+
+
+@pytest.mark.parametrize(("backend", "kind", "layout"), COMBINATIONS)
+def test_a_page_that_is_missing_is_missing_alone(
+    make: Any, backend: str, kind: str, layout: str
+) -> None:
+    """Guards against a missing page in the middle that moves later pages to wrong places, fails
+    the whole batch, or is not noticed at all."""
+    pool = host_pool(kind, layout)
+    store = make(backend, pool)
+    first, gone, last = hashes(3)
+    written = content(pool, 2)
+    assert store.batch_set_v1([first, last], slots(1, 2)) == [True, True]
+    assert store.batch_exists([first, gone, last]) == 1
+    assert store.batch_get_v1([first, gone, last], slots(3, 4, 5)) == [True, False, True]
+    assert content(pool, 5) == written
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_mooncake_asks_as_sglang_does(make: Any, kind: str, layout: str) -> None:
+    """Guards against keys, addresses or orders other than stock, so that servers with and without
+    a stage would not find each other's pages."""
+    calls = {}
+    for stage in (False, True):
+        client = backends.MooncakeClient()
+        pool = host_pool(kind, layout, stage=stage)
+        store = backends.mooncake(
+            pool, client, rank=1, ranks=2, extra_config={"extra_backend_tag": "t"}
+        )
+        store.batch_set_v1(hashes(2), slots(4, 1))
+        store.batch_get_v1(hashes(2), slots(4, 1))
+        store.batch_exists(hashes(3))
+        calls[stage] = backends.relative(client.calls, pool)
+    assert calls[True] == calls[False]
+
+
+@pytest.mark.parametrize("layout", ["page_head"])
+def test_mooncake_asks_as_sglang_does_for_groups_of_heads(layout: str) -> None:
+    """The same where ranks store their heads apart, for servers with other numbers of ranks."""
+    calls = {}
+    for stage in (False, True):
+        client = backends.MooncakeClient()
+        pool = host_pool("mha", layout, stage=stage)
+        store = backends.mooncake(
+            pool, client, rank=1, ranks=2, tp_lcm_size=4, should_split_heads=True
+        )
+        assert store.batch_set_v1(hashes(2), slots(4, 1)) == [True, True]
+        calls[stage] = backends.relative(client.calls, pool)
+    assert calls[True] == calls[False]
+    assert {key.split("_")[1] for key in calls[True][0][1]} == {"2", "3"}
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["hf3fs", "eic"])
+def test_pages_of_a_stock_server_are_found(make: Any, backend: str, kind: str, layout: str) -> None:
+    """Guards against a page that is kept otherwise than SGLang's own backend keeps it."""
+    stock, ours = host_pool(kind, layout, stage=False), host_pool(kind, layout)
+    fill(ours, seed=7)
+    store = make(backend, stock)
+    assert all(store.batch_set_v1(hashes(2), slots(4, 1)))  # SGLang's answer is by value
+    store.register_mem_pool_host(ours)
+    assert store.page_values
+    assert store.batch_get_v1(hashes(2), slots(2, 3)) == [True, True]
+    assert [content(ours, 2), content(ours, 3)] == [content(stock, 4), content(stock, 1)]
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_of_a_stock_server_are_found_and_the_other_way(
+    make: Any, kind: str, layout: str
+) -> None:
+    """The same for the file backend, whose stock calls take flat pages."""
+    stock, ours = host_pool(kind, layout, stage=False), host_pool(kind, layout)
+    fill(ours, seed=7)
+    theirs, mine = make("file", stock), make("file", ours)
+    one, two = hashes(2)
+    assert theirs.batch_set([one], [stock.get_data_page(PAGE)])
+    assert mine.batch_get_v1([one], slots(2)) == [True]
+    assert content(ours, 2) == content(stock, 1)
+    assert mine.batch_set_v1([two], slots(5)) == [True]
+    (flat,) = theirs.batch_get([two], [stock.get_dummy_flat_data_page()])
+    stock.set_from_flat_data_page(0, flat)
+    assert content(stock, 0) == content(ours, 5)
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_mooncake_registers_every_host_tensor(layout: str) -> None:
+    """Guards against an index buffer that is not registered: zero-copy transfers of it fail."""
+    client, pool = backends.MooncakeClient(), host_pool("nsa", layout)
+    store = backends.mooncake(pool, client)
+    assert client.registered == [backends.address_of(tensor) for tensor in parts.tensors(pool)]
+    assert store.batch_set_v1(hashes(1), slots(1)) == [True]
+    key = hashes(1)[0]
+    assert client.calls[-1][1] == [f"{key}__k", f"{key}__index"]
+
+
+def test_a_page_without_its_index_is_not_there() -> None:
+    """Guards against NSA pages that a stock server stored without their index."""
+    client = backends.MooncakeClient()
+    pool = host_pool("nsa", "page_first_direct")
+    store = backends.mooncake(pool, client)
+    keys = hashes(2)
+    store.batch_set_v1(keys, slots(1, 2))
+    del client.content[f"{keys[1]}__index"]
+    assert store.batch_exists(keys) == 1
+    assert store.batch_get_v1(keys, slots(3, 4)) == [True, False]
+    assert store.batch_set_v1(keys, slots(1, 2)) == [True, True]
+    assert client.calls[-1][1] == [f"{keys[1]}__index"]
+
+
+def test_short_values_are_misses_and_counted() -> None:
+    """Guards against the positive byte count of a value that is shorter than the page."""
+    client, pool = backends.MooncakeClient(), host_pool("mha", "page_first_direct")
+    store, short = backends.mooncake(pool, client), []
+    store.on_short = lambda: short.append(1)
+    keys = hashes(2)
+    store.batch_set_v1(keys, slots(1, 2))
+    client.content[f"{keys[0]}_0_v"] = client.content[f"{keys[0]}_0_v"][:-1]
+    assert store.batch_get_v1(keys, slots(3, 4)) == [False, True]
+    assert len(short) == 1
+
+
+def test_mooncake_without_a_master_is_no_miss() -> None:
+    """Guards against a failed query that is taken for the news that nothing is stored."""
+    client, pool = backends.MooncakeClient(), host_pool("mha", "page_first_direct")
+    store = backends.mooncake(pool, client)
+    client.dead = True
+    with pytest.raises(Exception, match="Mooncake error -900"):
+        store.batch_exists(hashes(2))
+
+
+def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
+    """Guards against a file whose writer died: found for ever, and read by nobody."""
+    pool = host_pool("mha", "page_first_direct")
+    store = backends.file(pool, tmp_path)
+    keys = hashes(2)
+    store.batch_set_v1(keys, slots(1, 2))
+    path = Path(store.value_key(keys[0], store.page_values[0]))
+    path.write_bytes(path.read_bytes()[:100])
+    assert store.batch_exists(keys) == 0
+    assert store.batch_get_v1(keys, slots(3, 4)) == [False, True]
+    assert store.batch_set_v1(keys, slots(1, 2)) == [True, True]
+    assert store.batch_exists(keys) == 2
+    assert len(list(tmp_path.iterdir())) == 2  # and nothing beside them
+
+
+def test_hf3fs_slots_that_moved_are_misses(tmp_path: Path) -> None:
+    """Guards against another page's bytes: a full file gives slots to other keys, also between the
+    look-up of a slot and the read."""
+    pool = host_pool("mla", "page_first_direct")
+    store = backends.hf3fs(pool, tmp_path, slots=2)
+    old, new = hashes(4)[:2], hashes(4)[2:]
+    assert store.batch_set_v1(old, slots(1, 2)) == [True, True]
+    look_up = store.metadata_client.get_page_indices
+
+    def then_overwritten(rank: int, keys: list[str]) -> list[Any]:
+        found: list[Any] = look_up(rank, keys)
+        store.metadata_client.get_page_indices = look_up
+        assert store.batch_set_v1(new, slots(3, 4)) == [True, True]
+        return found
+
+    store.metadata_client.get_page_indices = then_overwritten
+    assert store.batch_get_v1(old, slots(5, 0)) == [False, False]
+
+
+def test_hf3fs_gives_slots_back_when_a_write_fails(tmp_path: Path) -> None:
+    """Guards against slots that stay reserved for a key that nobody can read."""
+    pool = host_pool("mla", "page_first_direct")
+    store = backends.hf3fs(pool, tmp_path, slots=2)
+
+    def broken(*arguments: Any) -> Any:
+        raise OSError("broken")
+
+    for client in store.clients:
+        client.batch_write = broken
+    with pytest.raises(OSError, match="broken"):
+        store.batch_set_v1(hashes(2), slots(1, 2))
+    assert sorted(store.metadata_client.rank_metadata.free_pages) == [0, 1]
+    assert store.batch_exists(hashes(2)) == 0
+
+
+def test_eic_values_that_fail_fail_their_page_alone(make: Any) -> None:
+    """Guards against the status of the first value standing for all."""
+    pool = host_pool("mha", "page_first")
+    store = make("eic", pool)
+    keys = hashes(2)
+    make.clients["eic"].refused = {store.value_key(keys[1], store.page_values[1])}
+    assert store.batch_set_v1(keys, slots(1, 2)) == [True, False]
+    assert all(registered for _, _, registered in make.clients["eic"].calls[-1][2])
+    assert store.batch_exists(keys) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_a_stage_the_backend_is_stock(tmp_path: Path, kind: str, layout: str) -> None:
+    """Guards against any change for servers without our flag."""
+    pool = host_pool(kind, layout, stage=False)
+    assert backends.file(pool, tmp_path).page_values == ()
+    assert backends.hf3fs(pool, tmp_path).page_values == ()
+    if layout != "layer_first":
+        client = backends.MooncakeClient()
+        assert backends.mooncake(pool, client).page_values == ()
+        assert client.registered == [backends.address_of(pool.kv_buffer)]
