@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from sglang.srt.patchset import compat
+from sglang.srt.patchset import compat, compat_buffer_only
 from sglang.srt.patchset.status import require_active
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ class DisaggArgs(_Base):
     """Adds the flags; where none is given, every method is the stock one."""
 
     disaggregation_decode_enable_radix_cache: bool = False
+    hicache_host_memory_mode: str = "cache"
+    hicache_buffer_pages: int | None = None
 
     @override
     def __post_init__(self) -> None:
@@ -32,7 +34,11 @@ class DisaggArgs(_Base):
             require_active(compat.FLAG)
             compat.check_explicit_disable(self)
             compat.check_decode_radix_args(self)
+        compat_buffer_only.check_given(self)
         super().__post_init__()
+        if compat_buffer_only.wanted(self):
+            require_active(compat_buffer_only.MODE)
+            compat_buffer_only.complete(self)
         if wanted:
             # Once more on the values that SGLang has filled in or changed.
             compat.check_decode_radix_args(self)
@@ -44,6 +50,8 @@ class DisaggArgs(_Base):
         # The first handler that has the model's configuration at hand.
         if self.disaggregation_decode_enable_radix_cache:
             compat.check_decode_radix_model(self.get_model_config())
+        if compat_buffer_only.wanted(self):
+            compat_buffer_only.check_model(self.get_model_config())
         super()._handle_model_specific_adjustments()
 
     @override
@@ -65,6 +73,7 @@ class DisaggArgs(_Base):
             "the prefill server send only the pages that the tree does not hold. Needs "
             f"--disaggregation-transfer-backend {' or '.join(compat.DELTA_BACKENDS)}.",
         )
+        compat_buffer_only.add_arguments(group)
 
 
 def _upstream() -> type[_Base]:

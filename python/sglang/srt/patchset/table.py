@@ -41,6 +41,7 @@ class Replacement:
 
 
 _DISAGG = "sglang.srt.disaggregation"
+_CACHE = "sglang.srt.mem_cache"
 
 TABLE: tuple[Replacement, ...] = (
     Replacement(
@@ -166,5 +167,48 @@ TABLE: tuple[Replacement, ...] = (
         name="ScheduleBatchDisaggregationDecodeMixin",
         mixin=f"{_DISAGG}.decode_radix.prebuilt:RadixPrebuiltBatch",
         why="the prebuilt batch continues after the shared prefix",
+    ),
+    # Buffer-only host memory for HiCache.
+    Replacement(
+        module=f"{_CACHE}.radix_cache",
+        name="TreeNode",
+        mixin=f"{_CACHE}.buffer_only.marks:StoredNode",
+        why="a node notes what the store holds of it",
+    ),
+    Replacement(
+        module=f"{_CACHE}.hiradix_cache",
+        name="MHATokenToKVPoolHost",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolMHA",
+        why="a stage is smaller than the device pool",
+    ),
+    Replacement(
+        module=f"{_CACHE}.hiradix_cache",
+        name="MLATokenToKVPoolHost",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolMLA",
+        why="a stage is smaller than the device pool",
+    ),
+    Replacement(
+        module=f"{_CACHE}.hiradix_cache",
+        name="NSATokenToKVPoolHost",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolNSA",
+        why="a stage is smaller than the device pool",
+    ),
+    Replacement(
+        module=f"{_CACHE}.hiradix_cache",
+        name="HiCacheController",
+        mixin=f"{_CACHE}.buffer_only.controller:StageController",
+        why="the pipelines call the store, instead of SGLang's threads",
+    ),
+    Replacement(
+        module=f"{_CACHE}.hiradix_cache",
+        name="HiRadixCache",
+        mixin=f"{_CACHE}.buffer_only.tree:BufferOnlyTree",
+        why="device and store, with a stage between them",
+    ),
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",
+        why="prefetch, idle predicate, namespaces and storage hits of a buffer-only cache",
     ),
 )

@@ -1,0 +1,63 @@
+"""Both pipelines of one rank, and the one step that drives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sglang.srt.mem_cache.buffer_only.agreement import Facts, Reduce, agree
+from sglang.srt.mem_cache.buffer_only.parts import Parts
+from sglang.srt.mem_cache.buffer_only.reads import Reads
+from sglang.srt.mem_cache.buffer_only.writes import Writes
+
+#: How long the store may keep the threads when the server ends.
+CLOSE_S = 10.0
+
+
+class Pipelines:
+    """Writes and reads over one stage.
+
+    Args:
+        parts: what both work with.
+        reduce_min: elementwise minimum of a vector of integers over the ranks of this server.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, parts: Parts, reduce_min: Reduce, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.parts = parts
+        self.writes = Writes(parts)
+        self.reads = Reads(parts)
+        self._reduce_min = reduce_min
+        self._clock = clock
+        self._born = clock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or is on its way, apart from what was given up."""
+        return self.writes.busy or self.reads.busy
+
+    def step(self) -> None:
+        """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""
+        written, writes = self.writes.facts()
+        loaded, reads = self.reads.facts()
+        now_ms = int((self._clock() - self._born) * 1000)
+        facts = Facts(now_ms, written, loaded, writes, reads)
+        agreed = agree(facts, self.parts.ledger, self._reduce_min)
+        self.parts.now_ms = max(self.parts.now_ms, agreed.clock_ms)
+        self.writes.apply(agreed)
+        self.reads.apply(agreed)
+        # Reads first: a request waits for them.
+        self.reads.pump()
+        self.writes.pump()
+
+    def reset(self) -> None:
+        """The tree is about to be emptied."""
+        self.writes.reset()
+        self.reads.reset()
+
+    def close(self) -> bool:
+        """End the threads; False if the store still keeps one."""
+        ended = [self.writes.close(CLOSE_S), self.reads.close(CLOSE_S)]
+        return all(ended)

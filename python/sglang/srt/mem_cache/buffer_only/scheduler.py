@@ -1,0 +1,105 @@
+"""The scheduler over a buffer-only cache: start checks, prefetch, idle, what a response reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
+from sglang.srt.patchset import require_active
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+
+class BufferOnlyScheduler(Scheduler):
+    """Stock unless the server was started with ``--hicache-host-memory-mode buffer_only``."""
+
+    _request_namespace: str | None = None
+
+    @property
+    def _buffer_only(self) -> bool:
+        return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
+
+    @override
+    def init_cache_with_memory_pool(self) -> None:
+        super().init_cache_with_memory_pool()
+        if not self._buffer_only:
+            return
+        require_active(MODE_FLAG, load=True)
+        if getattr(self.tree_cache, "buffer", None) is None:
+            raise ValueError(
+                f"{MODE_FLAG} buffer_only needs SGLang's HiRadixCache, but this server built a "
+                f"{type(self.tree_cache).__name__}. Remove {MODE_FLAG}, or the option that chose "
+                "that cache."
+            )
+
+    @override
+    def run_event_loop(self) -> None:
+        if self._buffer_only:
+            # Made after the cache: what is written to the store must have been computed on it.
+            self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
+        super().run_event_loop()
+
+    @override
+    def handle_generate_request(self, recv_req: Any) -> None:
+        # This release drops ``extra_key`` and ``cache_salt`` when it builds its Req. A store that
+        # is shared by servers and tenants must keep such namespaces apart.
+        self._request_namespace = recv_req.extra_key if self._buffer_only else None
+        try:
+            super().handle_generate_request(recv_req)
+        finally:
+            self._request_namespace = None
+
+    @override
+    def init_req_max_new_tokens(self, req: Any) -> None:
+        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
+        if self._request_namespace:
+            req.extra_key = self._request_namespace + (req.lora_id or "")
+
+    @override
+    def _prefetch_kvcache(self, req: Any) -> None:
+        if not self._buffer_only:
+            super()._prefetch_kvcache(req)
+            return
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        self.tree_cache.want(req.rid, RadixKey(tokens, req.extra_key))
+
+    @override
+    def get_new_batch_prefill(self) -> Any:
+        batch = super().get_new_batch_prefill()
+        if self._buffer_only and batch is not None:
+            for req in batch.reqs:
+                report_storage_hit(req, self.tree_cache.take_storage_hit(req.rid))
+        return batch
+
+    @override
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        idle = bool(super().is_fully_idle(for_health_check))
+        if idle and self._buffer_only and not for_health_check:
+            return not self.tree_cache.buffer.busy
+        return idle
+
+    @override
+    def maybe_sleep_on_idle(self) -> None:
+        # A sleeping scheduler would not see that a copy or the store has ended.
+        if not (self._buffer_only and self.tree_cache.buffer.busy):
+            super().maybe_sleep_on_idle()
+
+
+def report_storage_hit(req: Any, tokens: int) -> None:
+    """``req`` starts to run, with ``tokens`` of its prefix fetched for it from the store.
+
+    SGLang counts every cached token that is in the device tree as a device hit. What was evicted
+    again since it was fetched, and what a retracted request finds, is not counted.
+    """
+    if req.retracted_stain:
+        return
+    storage = min(tokens, req.cached_tokens_device)
+    req.cached_tokens_device -= storage
+    req.cached_tokens_storage += storage

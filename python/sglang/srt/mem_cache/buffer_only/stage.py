@@ -1,0 +1,105 @@
+"""The staging pages: one owner, leases that end once, and a count that is derived from them."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+
+from sglang.srt.mem_cache.buffer_only.sizing import Share
+
+
+class Direction(enum.Enum):
+    """Which way the pages of a lease go."""
+
+    WRITE = "write"  # device to store
+    READ = "read"  # store to device
+
+
+class Lease:
+    """Pages that belong to one transfer until ``release``, which may be called again."""
+
+    def __init__(self, stage: Stage, direction: Direction, pages: tuple[int, ...]) -> None:
+        self._stage: Stage | None = stage
+        self.direction = direction
+        self.pages = pages
+
+    @property
+    def live(self) -> bool:
+        """Whether the pages are still this lease's."""
+        return self._stage is not None
+
+    def split(self, pages: int) -> Lease:
+        """Keep the first ``pages`` pages; the rest is the new lease's."""
+        if self._stage is None or not 0 < pages < len(self.pages):
+            raise ValueError(f"{pages} of {len(self.pages)} pages cannot be split off")
+        rest = Lease(self._stage, self.direction, self.pages[pages:])
+        self.pages = self.pages[:pages]
+        self._stage._leases.add(rest)
+        return rest
+
+    def release(self) -> None:
+        """Give the pages back; the first call counts."""
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage._take_back(self)
+
+
+class Stage:
+    """Page numbers ``0 .. pages - 1``, lent to transfers.
+
+    Used by the scheduler thread alone. How much is in use is the sum over the live leases: there is
+    no counter that could disagree with them.
+    """
+
+    def __init__(self, pages: int, write: Share, read: Share) -> None:
+        self.pages = pages
+        self.shares: Mapping[Direction, Share] = {Direction.WRITE: write, Direction.READ: read}
+        if write.floor + read.floor > pages or max(write.ceiling, read.ceiling) > pages:
+            raise ValueError(f"shares {write} and {read} do not fit into {pages} staging pages")
+        self._free = deque(range(pages))
+        self._leases: set[Lease] = set()
+        #: Most pages in use at one time.
+        self.peak = 0
+
+    def room(self, direction: Direction) -> int:
+        """Pages that a lease in ``direction`` could get now."""
+        other = Direction.READ if direction is Direction.WRITE else Direction.WRITE
+        promised = max(0, self.shares[other].floor - self.used(other))
+        within = self.shares[direction].ceiling - self.used(direction)
+        return max(0, min(within, len(self._free) - promised))
+
+    def lease(self, direction: Direction, pages: int) -> Lease | None:
+        """Lend ``pages`` pages, or None where :meth:`room` has fewer.
+
+        Raises:
+            ValueError: ``pages`` is not positive.
+        """
+        if pages <= 0:
+            raise ValueError(f"a lease of {pages} pages")
+        if pages > self.room(direction):
+            return None
+        lease = Lease(self, direction, tuple(self._free.popleft() for _ in range(pages)))
+        self._leases.add(lease)
+        self.peak = max(self.peak, self.used())
+        return lease
+
+    def used(self, direction: Direction | None = None) -> int:
+        """Pages that are lent, in one direction or in both."""
+        return sum(len(x.pages) for x in self._leases if direction in (None, x.direction))
+
+    @property
+    def leases(self) -> frozenset[Lease]:
+        """The leases that live."""
+        return frozenset(self._leases)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the books; empty unless somebody wrote into them."""
+        numbers = [*self._free, *(page for lease in self._leases for page in lease.pages)]
+        if sorted(numbers) == list(range(self.pages)):
+            return []
+        return [f"staging pages lost or lent twice: {sorted(numbers)} of {self.pages}"]
+
+    def _take_back(self, lease: Lease) -> None:
+        self._leases.remove(lease)
+        self._free.extend(lease.pages)

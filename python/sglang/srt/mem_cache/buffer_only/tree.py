@@ -1,0 +1,239 @@
+"""SGLang's ``HiRadixCache`` over a stage: no node has a host copy, the store has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.mem_cache.buffer_only import metrics, sizing
+from sglang.srt.mem_cache.buffer_only.agreement import alone, group_min
+from sglang.srt.mem_cache.buffer_only.copies import Copier
+from sglang.srt.mem_cache.buffer_only.host_pool import of_pages
+from sglang.srt.mem_cache.buffer_only.marks import split_marks
+from sglang.srt.mem_cache.buffer_only.parts import Parts
+from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
+from sglang.srt.mem_cache.buffer_only.settings import Settings, read_timeout_ms
+from sglang.srt.mem_cache.buffer_only.stage import Stage
+from sglang.srt.mem_cache.buffer_only.store import FlatStore, PageStore
+from sglang.srt.mem_cache.store_parts.guard import StoreGuard
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+else:
+    HiRadixCache = object
+
+MODE_FLAG = "--hicache-host-memory-mode"
+NO_RUNTIME_CHANGE = (
+    f"{MODE_FLAG} buffer_only keeps KV in the store alone, so that --hicache-storage-backend and "
+    "its policies cannot be changed while the server runs. Restart it with other flags."
+)
+
+
+class BufferOnlyTree(HiRadixCache):
+    """Stock unless the server was started with ``--hicache-host-memory-mode buffer_only``.
+
+    A node that is evicted from the device is gone from the tree; the next request that wants it
+    finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
+    what the store holds of a node is noted on the node (``marks.StoredNode``).
+    """
+
+    #: Write and read pipeline; None in SGLang's own mode.
+    buffer: Pipelines | None = None
+    _closing: bool = False
+
+    @override
+    def __init__(self, params: Any, server_args: Any) -> None:
+        if getattr(server_args, "hicache_host_memory_mode", "cache") != "buffer_only":
+            super().__init__(params, server_args)
+            return
+        pages: int = server_args.hicache_buffer_pages
+        with of_pages(pages):
+            super().__init__(params, server_args)
+        sizing.check_pages(pages, self.page_size, self.prefetch_threshold)
+        self.buffer = Pipelines(self._parts(pages), self._reduction())
+        self._buffer_metrics = metrics.BufferMetrics()
+        if self.enable_storage_metrics:
+            self._buffer_metrics.bind(self.storage_metrics_collector.labels)
+        strategy: Any = self.eviction_strategy
+        self.eviction_strategy = PendingLast(strategy)
+
+    def _parts(self, pages: int) -> Parts:
+        controller, device = self.cache_controller, self.token_to_kv_pool_allocator
+        settings = Settings(
+            page_size=self.page_size,
+            prefetch_threshold=controller.prefetch_threshold,
+            device_tokens=device.size,
+            policy=self.prefetch_stop_policy,
+            read_ms=read_timeout_ms(),
+            timeout_base_ms=self.prefetch_timeout_base * 1000,
+            timeout_page_ms=self.prefetch_timeout_per_page * 1000,
+            pass_prefix_keys=self.hicache_storage_pass_prefix_keys,
+        )
+        return Parts(
+            tree=self,
+            stage=Stage(pages, *sizing.shares(pages)),
+            store=PageStore(self._guarded(controller), self.page_size),
+            copier=Copier(controller, lambda: self.forward_stream),
+            settings=settings,
+            writes_elsewhere=controller.backup_skip,
+        )
+
+    def _guarded(self, controller: Any) -> StoreGuard:
+        backend, pool = controller.storage_backend, self.token_to_kv_pool_host
+        direct = controller.zero_copy or getattr(backend, "page_values", ())
+        store = backend if direct else FlatStore(backend, pool)
+        return StoreGuard(store, controller.storage_backend_type)
+
+    def _reduction(self) -> Any:
+        return group_min(self.tp_group) if self.tp_world_size > 1 else alone
+
+    #: The stream of the forward passes, set by the scheduler.
+    forward_stream: Any = None
+
+    # Writing.
+
+    @override
+    def _inc_hit_count(self, node: Any, chunked: bool = False) -> None:
+        if self.buffer is None:
+            super()._inc_hit_count(node, chunked)
+        elif not chunked:
+            node.hit_count += 1
+            if not node.storage_ready and node.hit_count >= self.write_through_threshold:
+                self.buffer.writes.want(node)
+
+    @override
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        front = super()._split_node(key, child, split_len)
+        if self.buffer is not None:
+            split_marks(front, child, split_len)
+        return front
+
+    @override
+    def _delete_leaf(self, node: Any) -> None:
+        super()._delete_leaf(node)
+        if self.buffer is not None:
+            self.buffer.writes.intents.deleted(node)
+
+    # Reading.
+
+    def want(self, rid: str, key: Any) -> None:
+        """Prefetch the part of ``key`` (a ``RadixKey``) that the store has and the tree has not.
+
+        At least one token of the prompt is always left to compute.
+        """
+        assert self.buffer is not None
+        key, _ = self.maybe_bigram_convert(key[: len(key) - 1])
+        self.buffer.reads.want(rid, key[: len(key) // self.page_size * self.page_size])
+
+    @override
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        if self.buffer is None:
+            return bool(super().check_prefetch_progress(req_id))
+        return self.buffer.reads.ready(req_id)
+
+    @override
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        if self.buffer is None:
+            return int(super().pop_prefetch_loaded_tokens(req_id))
+        # A request that does not get in now asks again; its hits are taken when it runs.
+        return int(self.prefetch_loaded_tokens_by_reqid.get(req_id, 0))
+
+    def take_storage_hit(self, rid: str) -> int:
+        """Tokens that were loaded from the store for a request; the next answer is 0."""
+        return int(self.prefetch_loaded_tokens_by_reqid.pop(rid, 0))
+
+    @override
+    def release_aborted_request(self, rid: str) -> None:
+        if self.buffer is None:
+            super().release_aborted_request(rid)
+            return
+        self.buffer.reads.forget(rid)
+        self.take_storage_hit(rid)
+
+    @override
+    def ready_to_load_host_cache(self) -> int:
+        if self.buffer is None:
+            return int(super().ready_to_load_host_cache())
+        return self.buffer.reads.consumer_index
+
+    # Driving.
+
+    @override
+    def check_hicache_events(self) -> None:
+        if self.buffer is None:
+            super().check_hicache_events()
+            return
+        self.buffer.step()
+        self._buffer_metrics.update(self.buffer)
+        if self.enable_storage_metrics:
+            self.storage_metrics_collector.log_storage_metrics(
+                self.cache_controller.storage_backend.get_stats()
+            )
+
+    @override
+    def flush_write_through_acks(self) -> None:
+        # The scheduler calls this between steps, on some ways only; what it would look at is agreed
+        # on once a step.
+        if self.buffer is None:
+            super().flush_write_through_acks()
+
+    @override
+    def reset(self) -> None:
+        if self.buffer is not None:
+            self.buffer.reset()
+        super().reset()
+
+    @override
+    def clear_storage_backend(self) -> bool:
+        cleared = bool(super().clear_storage_backend())
+        if cleared and self.buffer is not None:
+            self.buffer.writes.forget_stored(self.root_node)
+        return cleared
+
+    @override
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        if self.buffer is not None:
+            return False, NO_RUNTIME_CHANGE
+        ok, message = super().attach_storage_backend(
+            storage_backend,
+            storage_backend_extra_config_json,
+            served_model_name,
+            hicache_storage_prefetch_policy,
+            hicache_write_policy,
+        )
+        return ok, message
+
+    @override
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        if self.buffer is not None and not self._closing:
+            return False, NO_RUNTIME_CHANGE
+        ok, message = super().detach_storage_backend()
+        return ok, message
+
+    @override
+    def shutdown(self) -> None:
+        self._closing = True
+        if self.buffer is not None and not self.buffer.close():
+            return  # a call of the store still uses the backend; the process ends anyway
+        super().shutdown()
+
+
+class PendingLast:
+    """SGLang's eviction order, but nodes that wait to be written go last: only they would be
+    lost."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def get_priority(self, node: Any) -> Any:
+        """The order of eviction, smallest first."""
+        pending = node.intent is not None and not node.storage_ready
+        return (pending, self._strategy.get_priority(node))

@@ -1,0 +1,161 @@
+"""What ``--hicache-host-memory-mode buffer_only`` can be combined with, and its default size.
+
+Checks on anything that has the attributes of ``ServerArgs`` or ``ModelConfig``. As in ``compat``,
+every refusal names both settings and a way out, before any memory is touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.mem_cache.buffer_only import sizing
+from sglang.srt.patchset.compat import _env_true, _has_state_layers
+
+MODE = "--hicache-host-memory-mode"
+PAGES = sizing.PAGES_FLAG
+MODES = ("cache", "buffer_only")
+ON = f"{MODE} buffer_only"
+#: SGLang's, where --hicache-storage-backend-extra-config has no prefetch_threshold.
+PREFETCH_THRESHOLD = 256
+
+#: (attribute, how the user wrote it, why not).
+_EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
+    ("disable_radix_cache", "--disable-radix-cache", "without a tree nothing is shared"),
+    ("enable_lmcache", "--enable-lmcache", "it brings a tree and a host tier of its own"),
+    ("enable_hisparse", "--enable-hisparse", "it keeps a part of a request's KV on the host"),
+    (
+        "enable_streaming_session",
+        "--enable-streaming-session",
+        "it wraps the tree and keeps pages itself",
+    ),
+    ("dllm_algorithm", "--dllm-algorithm", "its scheduling loop does not drive the store"),
+    ("hicache_size", "--hicache-size", f"it sizes a host cache; the stage is sized by {PAGES}"),
+)
+
+
+def wanted(args: Any) -> bool:
+    """Whether the mode is on."""
+    return bool(args.hicache_host_memory_mode == "buffer_only")
+
+
+def add_arguments(group: Any) -> None:
+    """The flags of the mode."""
+    group.add_argument(
+        MODE,
+        choices=MODES,
+        default="cache",
+        help="What HiCache's host memory is: 'cache' keeps evicted KV (SGLang's behaviour), "
+        "'buffer_only' is a small stage between the device and --hicache-storage-backend.",
+    )
+    group.add_argument(
+        PAGES,
+        type=int,
+        default=None,
+        help=f"Size of the stage of {ON}, in pages of --page-size tokens. Default: room for "
+        f"{sizing.CHUNKS} chunks of --chunked-prefill-size.",
+    )
+
+
+def check_given(args: Any) -> None:
+    """Raise ``ValueError`` at the first setting, as the user gave it, that does not fit."""
+    for problem in _problems(args):
+        raise ValueError(problem)
+
+
+def complete(args: Any) -> None:
+    """After SGLang has filled in the rest: check once more, and choose or check the size."""
+    check_given(args)
+    threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
+    if args.hicache_buffer_pages is None:
+        args.hicache_buffer_pages = sizing.default_pages(
+            args.chunked_prefill_size, args.page_size, threshold
+        )
+    sizing.check_pages(args.hicache_buffer_pages, args.page_size, threshold)
+
+
+def check_model(config: Any) -> None:
+    """Raise ``ValueError`` for a model whose KV is not one pool of pages."""
+    kind = _unsupported_kind(config)
+    if kind:
+        raise ValueError(
+            f"{ON} does not support {kind}, given with --model-path "
+            f"{getattr(config, 'model_path', '')}. Use {MODE} cache, or remove "
+            "--enable-hierarchical-cache."
+        )
+
+
+def prefetch_threshold(extra_config: str | None) -> int:
+    """Tokens of the smallest hit that is fetched, from the JSON of the backend's configuration.
+
+    A configuration in a file ("@path") is read by SGLang when it builds the cache, which then
+    checks the size again; until then the default counts.
+    """
+    if not extra_config or extra_config.startswith("@"):
+        return PREFETCH_THRESHOLD
+    try:
+        value = json.loads(extra_config).get("prefetch_threshold", PREFETCH_THRESHOLD)
+    except (ValueError, AttributeError):
+        return PREFETCH_THRESHOLD  # SGLang reports what is wrong with it
+    return value if isinstance(value, int) else PREFETCH_THRESHOLD
+
+
+def _problems(args: Any) -> Iterator[str]:
+    mode, pages = args.hicache_host_memory_mode, args.hicache_buffer_pages
+    if mode not in MODES:
+        yield f"{MODE} {mode} is not known. Use {' or '.join(MODES)}."
+    if pages is not None and mode != "buffer_only":
+        yield (
+            f"{PAGES} {pages} sizes the stage of {ON}, but {MODE} is {mode}. "
+            f"Add {ON}, or remove {PAGES}."
+        )
+    if pages is not None and pages <= 0:
+        yield f"{PAGES} {pages} must be positive. Remove {PAGES} to have it computed."
+    if mode != "buffer_only":
+        return
+    if args.disaggregation_mode == "decode":
+        yield (
+            f"{ON} is for prefill and aggregated servers, but --disaggregation-mode is decode, "
+            f"whose loops do not drive HiCache. Remove {MODE} on the decode server."
+        )
+    if not args.enable_hierarchical_cache:
+        yield f"{ON} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}."
+    if args.hicache_storage_backend is None:
+        yield (
+            f"{ON} keeps KV in a store, but --hicache-storage-backend is not given. "
+            f"Add --hicache-storage-backend, or use {MODE} cache."
+        )
+    if args.hicache_write_policy == "write_back":
+        yield (
+            f"{ON} writes KV to the store while it is on the device, and "
+            "--hicache-write-policy write_back only when it leaves it. "
+            "Use --hicache-write-policy write_through or write_through_selective."
+        )
+    for attribute, written, why in _EXCLUSIVE:
+        if getattr(args, attribute, None):
+            yield f"{ON} cannot be combined with {written}: {why}. Remove one of them."
+    if _env_true("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
+        yield (
+            f"{ON} cannot be combined with SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1: it replaces the "
+            "radix tree. Remove one of them."
+        )
+    for attribute, written in (
+        ("pp_size", "--pipeline-parallel-size"),
+        ("attn_cp_size", "--attention-context-parallel-size"),
+    ):
+        if getattr(args, attribute, 1) > 1:
+            yield (
+                f"{ON} cannot be combined with {written} above 1: its ranks would fetch different "
+                f"lengths of a prefix. Use {written} 1, or {MODE} cache."
+            )
+
+
+def _unsupported_kind(config: Any) -> str:
+    text_config = getattr(config, "hf_text_config", None)
+    hf_configs = [c for c in (getattr(config, "hf_config", None), text_config) if c is not None]
+    if getattr(config, "is_hybrid_swa", False):
+        return "models with a separate pool for sliding-window layers"
+    if any(_has_state_layers(c) for c in hf_configs):
+        return "models with state-space or linear-attention layers"
+    return ""
