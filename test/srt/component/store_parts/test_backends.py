@@ -1,4 +1,4 @@
-"""Pages through the storage backends of this release, on stub clients: what they keep, and where."""
+"""Pages through the storage backends of this release: what they keep, and where."""
 
 from __future__ import annotations
 

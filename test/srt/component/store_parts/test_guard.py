@@ -1,0 +1,402 @@
+"""A store that fails in every way a store can, behind the guard: misses and failures, no more."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from component.store_parts.host_pools import content, fill, hashes, host_pool, slots
+from component.store_parts.scripted_store import Gate, ScriptedStore
+from sglang.srt.mem_cache.store_parts.guard import (
+    PROBE_KEY,
+    Busy,
+    Fault,
+    GuardSettings,
+    StoreGuard,
+)
+
+KEYS = hashes(3)
+
+
+class Scene:
+    """A store with three pages, its guard, a clock, and deadlines that pass when a call hangs."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.pool = host_pool("mha", "page_first_direct")
+        self.store = ScriptedStore(self.pool)
+        self.now = 100.0
+        self.gates: list[Gate] = []
+        self.told: list[Busy] = []
+        self.guard = StoreGuard(
+            self.store, "scripted", GuardSettings(**settings), self.told.append,
+            clock=lambda: self.now, wait=self._wait,
+        )  # fmt: skip
+        assert self.guard.write(KEYS, slots(0, 1, 2)).pages == 3
+        self.stored = [content(self.pool, page) for page in (0, 1, 2)]
+        self.store.calls.clear()
+
+    def hang(self, method: str) -> Gate:
+        """The next call of ``method`` hangs, and its deadline passes once it does."""
+        gate = self.store.hang(method)
+        self.gates.append(gate)
+        return gate
+
+    def _wait(self, call: Future[Any], seconds: float) -> None:
+        while not call.done():
+            concurrent.futures.wait([call], timeout=0.002)
+            hanging = [gate for gate in self.gates if gate.entered.is_set()]
+            if hanging:
+                self.gates = [gate for gate in self.gates if gate not in hanging]
+                return
+
+    def settled(self) -> None:
+        """Every call has returned."""
+        self.store.open_all()
+        with self.guard._lock:
+            calls = list(self.guard._under_way)
+        concurrent.futures.wait(calls, timeout=30)
+        assert self.guard.under_way == 0
+        assert self.guard.busy() == []
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.settled()
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(1), MemoryError()])
+def test_exceptions_are_misses(
+    scene: Scene, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a store's exception that ends a storage thread: nothing is written any more,
+    and staging pages never come back."""
+    for method in ("batch_exists", "batch_get_v1", "batch_set_v1"):
+        scene.store.fail(method, 1, error)
+        scene.store.fail(method, 2, error)
+    for _ in range(2):
+        assert scene.guard.query(KEYS).fault is Fault.ERROR
+        assert scene.guard.read(KEYS, slots(3, 4, 5)).fault is Fault.ERROR
+        assert scene.guard.write(KEYS, slots(3, 4, 5)).pages == 0
+    assert scene.guard.faults[Fault.ERROR] == 6
+    assert [r.message.split(":")[0] for r in caplog.records] == ["HiCache store scripted"]
+    assert scene.guard.up
+    assert scene.guard.query(KEYS).pages == 3
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).pages == 3
+
+
+def test_a_failed_query_is_no_evidence(scene: Scene) -> None:
+    """Guards against a store that is slow or broken being taken for one that lost its pages."""
+    assert scene.guard.query([*KEYS, "f" * 64]).evidence == 3
+    scene.store.fail("batch_exists")
+    assert scene.guard.query(KEYS).evidence is None
+    scene.hang("batch_exists")
+    assert scene.guard.query(KEYS).evidence is None
+    assert scene.guard.query(KEYS).fault is Fault.DOWN
+    assert scene.guard.query(KEYS).evidence is None
+
+
+def test_a_hung_read_keeps_its_pages_until_it_returns(scene: Scene) -> None:
+    """Guards against a late zero-copy read that writes into pages which somebody else has got:
+    their owner hears of it before the call is given up, and again when it has returned."""
+    gate = scene.hang("batch_get_v1")
+    outcome = scene.guard.read(KEYS[:2], slots(4, 5))
+    assert (outcome.pages, outcome.fault) == (0, Fault.DEADLINE)
+    (busy,) = scene.told
+    assert outcome.busy is busy and busy.host_indices.tolist() == slots(4, 5).tolist()
+    assert scene.guard.busy() == [busy] and not busy.returned.done()
+    free = threading.Event()
+    busy.returned.add_done_callback(lambda _: free.set())
+    before = content(scene.pool, 4)
+    assert scene.store.written == []
+    gate.open()
+    assert free.wait(10)
+    # It did write, long after it was given up: this is why the pages had to stay out of use.
+    assert scene.store.written == [4, 5]
+    assert content(scene.pool, 4) == scene.stored[0] != before
+
+
+def test_a_hung_write_keeps_its_pages_until_it_returns(scene: Scene) -> None:
+    """Guards against a late zero-copy write that stores what the pages hold by then, under the
+    keys of what they held before."""
+    gate = scene.hang("batch_set_v1")
+    outcome = scene.guard.write(["9" * 64], slots(5))
+    assert outcome.busy is not None and outcome.busy.host_indices.tolist() == slots(5).tolist()
+    written = content(scene.pool, 5)
+    gate.open()
+    concurrent.futures.wait([outcome.busy.returned], timeout=10)
+    assert scene.store.content["9" * 64] == written
+    assert scene.store.disturbed == []
+
+
+def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -> None:
+    """The control for the tests that rely on it."""
+    gate = scene.hang("batch_set_v1")
+    outcome = scene.guard.write(["9" * 64], slots(5))
+    fill(scene.pool, seed=5)
+    gate.open()
+    assert outcome.busy is not None
+    concurrent.futures.wait([outcome.busy.returned], timeout=10)
+    assert scene.store.disturbed == ["9" * 64]
+
+
+def test_a_call_that_works_leaves_nothing_busy(scene: Scene) -> None:
+    """Guards against pages that are held for calls that have returned."""
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).busy is None
+    scene.store.fail("batch_get_v1")
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).busy is None
+    assert scene.told == [] and scene.guard.busy() == []
+
+
+def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a deadline for every call of a dead store, against threads and messages
+    without number, and against a store that is never asked again."""
+    caplog.set_level(logging.WARNING)
+    gate = scene.hang("batch_get_v1")
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).fault is Fault.DEADLINE
+    scene.store.calls.clear()
+    for _ in range(50):
+        assert scene.guard.query(KEYS).fault is Fault.DOWN
+        assert scene.guard.write(KEYS, slots(0, 1, 2)).fault is Fault.DOWN
+    assert scene.store.calls == [] and not scene.guard.up
+    assert scene.guard.faults == {Fault.DEADLINE: 1, Fault.DOWN: 100}
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert "scripted" in caplog.text and "batch_get_v1" in caplog.text
+
+    probe = scene.store.hang("batch_exists")
+    scene.now += 1.0
+    assert scene.guard.query(KEYS).fault is Fault.DOWN, "a probe holds up nobody"
+    assert probe.entered.wait(10)
+    assert scene.store.calls == [("batch_exists", [PROBE_KEY])]
+    scene.now += 2.0
+    second = scene.store.hang("batch_exists")
+    scene.guard.query(KEYS)
+    assert second.entered.wait(10), "the first probe may never return"
+    gate.open()
+    probe.open()
+    _until(lambda: scene.guard.up)
+    assert scene.guard.query(KEYS).fault is None
+    assert [r.levelname for r in caplog.records] == ["ERROR", "WARNING"]
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).pages == 3
+
+
+def test_a_probe_that_fails_leaves_the_store_down(scene: Scene) -> None:
+    """Guards against an error that counts as an answer."""
+    scene.hang("batch_exists")
+    scene.guard.query(KEYS)
+    scene.store.fail("batch_exists", 1)
+    scene.now += 1.0
+    scene.guard.query(KEYS)
+    _until(lambda: len(scene.store.calls) == 2 and scene.guard.under_way == 1)
+    assert not scene.guard.up
+
+
+def test_threads_are_bounded() -> None:
+    """Guards against a thread for every call of a store whose look-ups answer and whose reads
+    hang for ever."""
+    scene = Scene(max_calls=3, longest_retry=1.0)
+    for _ in range(10):
+        scene.hang("batch_get_v1")
+        scene.guard.read(KEYS, slots(3, 4, 5))
+        scene.now += 10.0
+        scene.guard.query(KEYS)
+        if scene.guard.under_way < 3:
+            _until(lambda: scene.guard.up)
+    assert scene.guard.under_way == 3
+    assert scene.guard._threads.made <= 4  # a probe may start while the last call ends
+    assert scene.guard.faults[Fault.DEADLINE] == 3
+    scene.settled()
+    scene.now += 10.0
+    scene.guard.query(KEYS)
+    _until(lambda: scene.guard.up)
+    assert scene.guard.query(KEYS).pages == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda r: r[:-1], lambda r: [*r, True], lambda r: None, lambda r: True, lambda r: []],
+    ids=["short", "long", "none", "true", "empty"],
+)
+@pytest.mark.parametrize("method", ["batch_get_v1", "batch_set_v1"])
+def test_results_of_another_length_mean_nothing(
+    scene: Scene, method: str, change: Callable[[Any], Any]
+) -> None:
+    """Guards against results by key read as results by page, and against backends that answer with
+    one word for all."""
+    scene.store.answer(method, change)
+    call = scene.guard.read if method == "batch_get_v1" else scene.guard.write
+    outcome = call(KEYS, slots(3, 4, 5))
+    assert (outcome.pages, outcome.fault) == (0, Fault.MALFORMED)
+    assert scene.guard.faults == {Fault.MALFORMED: 1}
+
+
+@pytest.mark.parametrize("answer", [4, -1, None, True, [True] * 3])
+def test_hits_that_cannot_be(scene: Scene, answer: Any) -> None:
+    """Guards against more hits than pages: a backend that counts keys instead of pages."""
+    scene.store.answer("batch_exists", lambda _: answer)
+    outcome = scene.guard.query(KEYS)
+    assert (outcome.pages, outcome.fault, outcome.evidence) == (0, Fault.MALFORMED, None)
+
+
+def test_lost_and_short_pages_end_the_run(scene: Scene) -> None:
+    """Guards against pages behind a hole that count, and against short pages that count at all."""
+    scene.store.shorten(KEYS[1])
+    outcome = scene.guard.read(KEYS, slots(3, 4, 5))
+    assert (outcome.pages, outcome.fault) == (1, Fault.MISSING)
+    assert scene.guard.faults == {Fault.MISSING: 1, Fault.HOLE: 1}
+    scene.store.drop(KEYS[0])
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).pages == 0
+    assert scene.guard.faults == {Fault.MISSING: 3, Fault.HOLE: 2}
+    assert scene.guard.up
+
+
+def test_a_write_with_a_hole_counts_to_the_hole(scene: Scene) -> None:
+    """Guards against a node that is marked as stored with a page of it missing."""
+    scene.store.answer("batch_set_v1", lambda _: [True, False, True])
+    assert scene.guard.write(KEYS, slots(3, 4, 5)).pages == 1
+
+
+@pytest.mark.parametrize("truth", [1, -5, "no", None])
+def test_only_true_is_true(scene: Scene, truth: Any) -> None:
+    """Guards against error codes that are taken for success."""
+    scene.store.answer("batch_get_v1", lambda _: [True, truth, True])
+    assert scene.guard.read(KEYS, slots(3, 4, 5)).pages == 1
+
+
+def test_sglangs_own_names(scene: Scene) -> None:
+    """Guards against a guard that HiCache's controller cannot call, and one that passes a hole."""
+    scene.store.drop(KEYS[1])
+    assert scene.guard.batch_exists(KEYS) == 1
+    assert scene.guard.batch_get_v1(KEYS, slots(3, 4, 5)) == [True, False, False]
+    assert scene.guard.batch_set_v1(KEYS, slots(0, 1, 2)) == [True] * 3
+    assert scene.guard.batch_get_v1([], slots(0)[:0]) == []
+    gate = scene.hang("batch_get_v1")
+    assert scene.guard.batch_get_v1(KEYS, slots(3, 4, 5)) == [False] * 3
+    assert len(scene.told) == 1, "how its pages' owner knows"
+    gate.open()
+
+
+def test_a_callers_list_is_the_callers(scene: Scene) -> None:
+    """Guards against a call that hangs, and then works on keys that its caller has changed."""
+    gate = scene.hang("batch_get_v1")
+    keys = list(KEYS)
+    scene.guard.read(keys, slots(3, 4, 5))
+    keys.clear()
+    gate.open()
+    scene.settled()
+    assert scene.store.written == [3, 4, 5]
+
+
+def test_the_rest_never_raises(scene: Scene) -> None:
+    """Guards against a scheduler that ends because of /clear_hicache_storage_backend, its metrics
+    or its own end."""
+    scene.store.fail("clear")
+    assert not scene.guard.clear()
+    assert scene.guard.clear() and scene.store.content == {}
+
+    def broken() -> None:
+        raise OSError("broken")
+
+    scene.store.get_stats = broken
+    assert scene.guard.get_stats() is None
+    scene.store.close = broken
+    scene.guard.close()
+    assert scene.guard.faults[Fault.ERROR] == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_page_is_handed_out_while_a_call_may_use_it(seed: int) -> None:
+    """Guards against every interleaving of calls that hang, are given up, and return late: three
+    threads on one store, each page with its own content, and an owner that hands out a page again
+    as soon as it may."""
+    _Stampede(seed).run()
+
+
+class _Stampede:
+    """Threads that write and read pages through one guard, with calls that hang now and then."""
+
+    def __init__(self, seed: int) -> None:
+        import random
+
+        self.random = random.Random(seed)
+        self.pool = host_pool("mha", "page_first_direct")
+        self.store = ScriptedStore(self.pool)
+        self.lock = threading.Lock()
+        self.free = [0, 1, 2, 3, 4, 5]
+        self.truth: dict[str, bytes] = {}
+        self.problems: list[str] = []
+        self.late = 0
+        settings = GuardSettings(deadline=0.002, max_calls=16, first_retry=0.0, longest_retry=0.0)
+        self.guard = StoreGuard(self.store, "stampede", settings)
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._live, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        self.store.open_all()
+        _until(lambda: self.guard.under_way == 0)
+        _until(lambda: sorted(self.free) == [0, 1, 2, 3, 4, 5])
+        assert self.problems == [] and self.store.disturbed == []
+        assert self.late > 0, "no call was given up: the test shows nothing"
+        assert all(self.store.content[key] == self.truth[key] for key in self.store.content)
+
+    def _live(self, number: int) -> None:
+        for turn in range(40):
+            with self.lock:
+                page = self.free.pop(self.random.randrange(len(self.free))) if self.free else None
+                hang = self.random.random() < 0.2
+                method = self.random.choice(["batch_get_v1", "batch_set_v1"])
+                known = self.random.choice(list(self.truth)) if self.truth else None
+                if hang:
+                    gate = self.store.hang(method)
+                    threading.Timer(self.random.uniform(0, 0.03), gate.open).start()
+            if page is None:
+                continue
+            outcome = (
+                self._write(f"{number}-{turn}", page)
+                if method == "batch_set_v1" or known is None
+                else self._read(known, page)
+            )
+            if outcome.busy is None:
+                self._give_back(page)
+            else:
+                self.late += 1
+                outcome.busy.returned.add_done_callback(lambda _, page=page: self._give_back(page))
+
+    def _write(self, key: str, page: int) -> Any:
+        self.store.page.scatter(page, self.store.page.gather(page).random_(0, 256))
+        with self.lock:
+            self.truth[key] = content(self.pool, page)
+        return self.guard.write([key], slots(page))
+
+    def _read(self, key: str, page: int) -> Any:
+        outcome = self.guard.read([key], slots(page))
+        if outcome.pages and content(self.pool, page) != self.truth[key]:
+            self.problems.append(f"page {page} does not hold {key}")
+        return outcome
+
+    def _give_back(self, page: int) -> None:
+        with self.lock:
+            self.free.append(page)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for threads of the guard to come to it."""
+    patience = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        patience.wait(0.005)
+    raise AssertionError("it did not come to that")
