@@ -31,7 +31,7 @@ _GRACE_S = 60.0
 #: ``--transport`` -> UCX's choice; on a GPU ``auto`` is what makes sense.
 TRANSPORTS: dict[str, dict[str, str]] = {
     "tcp": {"UCX_TLS": "tcp,self"},
-    "shm": {"UCX_TLS": "sm,self"},
+    "shm": {"UCX_TLS": "sm,tcp,self"},
     "auto": {},
 }
 
@@ -138,13 +138,19 @@ class Fleet:
         for times in measured.rooms:
             times.arrived = arrivals.get(times.room, 0.0)
         if check:
-            self._check(shares)
+            done = {times.room for times in measured.rooms if times.outcome == "done"}
+            self._check([[plan for plan in share if plan.room in done] for share in shares])
         return measured
 
     def idle(self, seconds: float) -> list[ThreadUse]:
         """CPU time of the prefill process's threads while nothing is asked."""
         used: list[ThreadUse] = self.ask(0, "idle", seconds, patience_s=seconds)
         return used
+
+    @property
+    def alive(self) -> bool:
+        """Whether none of the processes has ended."""
+        return all(process.poll() is None for process in self._processes)
 
     def _check(self, shares: Sequence[Sequence[RoomPlan]]) -> None:
         for peer, share in enumerate(shares):

@@ -1,8 +1,8 @@
 """Timing wrappers around a library's calls, the same in every arm.
 
-A NIXL transfer is described (``get_xfer_descs``, ``initialize_xfer``, ``make_prepped_xfer``), posted
-(``transfer``) and looked at (``check_xfer_state``). What a thread does between beginning to work
-and the post is *build*: SGLang's own arithmetic and the describing calls. A thread begins when
+A NIXL transfer is described (``get_xfer_descs``, ``initialize_xfer``, ``make_prepped_xfer``),
+posted (``transfer``) and looked at (``check_xfer_state``). What a thread does between beginning to
+work and the post is *build*: SGLang's own arithmetic and the describing calls. A thread begins when
 ``send`` is called on it, or when a worker of ours takes a chunk from its queue.
 """
 

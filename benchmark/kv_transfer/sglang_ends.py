@@ -57,6 +57,7 @@ def _server_args(setup: Setup) -> Any:
 def _start_ranks(setup: Setup, args: Any) -> None:
     """One tensor parallel rank of one."""
     import torch
+
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
 
@@ -76,6 +77,7 @@ class _End:
 
     def __init__(self, setup: Setup, pool: Pool) -> None:
         import torch
+
         from sglang.srt.disaggregation.base.conn import KVArgs
         from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 

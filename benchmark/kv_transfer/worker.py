@@ -48,10 +48,12 @@ class _Prefill(_Process):
         self.pool.fill()
         self._probe = Probe()
         self._end = _ends(setup).Prefill(setup, self.pool, self._probe)
+        self._peers: Sequence[Peer] = ()
         self._plans: Sequence[RoomPlan] = ()
         self._senders: dict[int, Any] = {}
 
     def connect(self, peers: Sequence[Peer]) -> None:
+        self._peers = peers
         self._end.connect(peers)
 
     def prepare(self, plans: Sequence[RoomPlan]) -> None:
@@ -69,6 +71,12 @@ class _Prefill(_Process):
             pause_s=self.setup.prefill_pause_s,
             page_bytes=self.pool.item_len * len(self.pool.buffers),
         )
+
+    def forms(self, chunks: Sequence[Any], repeats: int) -> Any:
+        """Of the bare arm over NIXL: see ``forms.py``."""
+        from benchmark.kv_transfer import forms
+
+        return forms.measure(self._end.agent, self.pool, self._peers[0], chunks, repeats)
 
 
 class _Decode(_Process):

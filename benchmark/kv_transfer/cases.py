@@ -1,0 +1,170 @@
+"""Loads, and how they are run: every arm in turn, in fresh processes, with the same rooms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from benchmark.kv_transfer.fleet import ArmFailed, Fleet, FleetConfig
+from benchmark.kv_transfer.output import Lines
+from benchmark.kv_transfer.patterns import RoomPlan, pages_of, plan_rooms
+from benchmark.kv_transfer.records import Round
+from benchmark.kv_transfer.shapes import Shape, pool_bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load: ``rooms`` rooms of ``tokens`` tokens, ``in_flight`` of them at once."""
+
+    tokens: int
+    page_size: int = 16
+    pattern: str = "scattered"
+    rooms: int = 1
+    in_flight: int = 1
+    peers: int = 1
+    chunks: int = 1
+
+    @property
+    def pages(self) -> int:
+        """Pages of a room."""
+        return pages_of(self.tokens, self.page_size)
+
+    @property
+    def rooms_a_peer(self) -> int:
+        """The most that one peer gets of a round."""
+        return -(-self.rooms // self.peers)
+
+    def plans(self, first_room: int, seed: int) -> list[RoomPlan]:
+        """A round of it."""
+        return plan_rooms(
+            first_room=first_room,
+            rooms=self.rooms,
+            peers=self.peers,
+            pages=self.pages,
+            pattern=self.pattern,
+            chunks=self.chunks,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all runs have in common."""
+
+    backend: str
+    shape: Shape
+    arms: Sequence[str]
+    transport: str
+    device: str
+    #: Times that every arm is started afresh.
+    passes: int
+    #: Measured rounds of each case in each pass, after one that is only checked.
+    rounds: int
+    limit_s: float
+    pause_s: float
+    max_bytes: int
+    seed: int
+    console: Console = field(repr=False)
+
+    def check_memory(self, cases: Sequence[Case]) -> None:
+        """Raises ValueError where a case needs more than ``max_bytes``."""
+        for case in cases:
+            wanted = pool_bytes(self.shape, case.tokens, case.rooms, case.peers)
+            if wanted > self.max_bytes:
+                raise ValueError(
+                    f"{case.rooms} rooms of {case.tokens:,} tokens on {case.peers} peers take "
+                    f"{wanted / 1e9:.1f} GB of pools, and --max-bytes is "
+                    f"{self.max_bytes / 1e9:.1f} GB: fewer --layers, --tokens or --rooms"
+                )
+
+
+_rooms = itertools.count(1000)
+
+
+def take_rooms(case: Case) -> int:
+    """The first of ``case.rooms`` numbers that no room had."""
+    first = next(_rooms)
+    for _ in range(case.rooms - 1):
+        next(_rooms)
+    return first
+
+
+@contextmanager
+def arm_of(
+    options: Options, arm: str, cases: Sequence[Case], env: dict[str, str] | None = None
+) -> Iterator[Fleet]:
+    """The processes of one arm, with pools for the largest of these cases, which have one page size
+    and one number of peers."""
+    (page_size,) = {case.page_size for case in cases}
+    (peers,) = {case.peers for case in cases}
+    config = FleetConfig(
+        arm=arm,
+        backend=options.backend,
+        shape=options.shape,
+        page_size=page_size,
+        pool_pages=max(case.rooms_a_peer * case.pages for case in cases) + 1,
+        slots=max(case.rooms_a_peer for case in cases),
+        peers=peers,
+        transport=options.transport,
+        device=options.device,
+        prefill_pause_s=options.pause_s,
+        env=env or {},
+    )
+    with Fleet(config) as fleet:
+        yield fleet
+
+
+def run_case(fleet: Fleet, options: Options, case: Case, rounds: int | None = None) -> list[Round]:
+    """One round that makes the connections and is checked for its contents, then the measured ones.
+
+    Raises:
+        ArmFailed: pages arrived wrong, or a room failed in the first round.
+    """
+    first = _round(fleet, options, case, check=True)
+    for times in first.rooms:
+        if times.outcome != "done":
+            raise ArmFailed(
+                f"{fleet.config.arm}, {case}: room {times.room} {times.outcome}: {times.error}"
+            )
+    measured = options.rounds if rounds is None else rounds
+    return [_round(fleet, options, case) for _ in range(measured)]
+
+
+def _round(fleet: Fleet, options: Options, case: Case, check: bool = False) -> Round:
+    plans = case.plans(take_rooms(case), options.seed)
+    return fleet.round(plans, in_flight=case.in_flight, limit_s=options.limit_s, check=check)
+
+
+Measured = dict[tuple[str, Case], list[Round]]
+
+
+def run_cases(options: Options, cases: Sequence[Case], lines: Lines) -> Measured:
+    """Every case on every arm, ``passes`` times, each time in fresh processes; arms take turns."""
+    options.check_memory(cases)
+    measured: Measured = {(arm, case): [] for case in cases for arm in options.arms}
+    groups: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.page_size, case.peers), []).append(case)
+    for number in range(options.passes):
+        for group in groups.values():
+            # Who is first changes, since the machine may warm up or tire.
+            turn = number % len(options.arms)
+            for arm in [*options.arms[turn:], *options.arms[:turn]]:
+                options.console.print(f"pass {number + 1}, [bold]{arm}[/]: {len(group)} loads")
+                with arm_of(options, arm, group) as fleet:
+                    for case in group:
+                        try:
+                            rounds = run_case(fleet, options, case)
+                        except ArmFailed as failure:
+                            options.console.print(f"[red]{arm}: {str(failure).splitlines()[0]}[/]")
+                            lines.failure(arm, case, failure)
+                            if not fleet.alive:
+                                break
+                            continue
+                        lines.rounds(arm, case, rounds)
+                        measured[arm, case] += rounds
+    return measured

@@ -1,0 +1,108 @@
+"""From rounds to numbers: percentiles of each stage, bandwidth, CPU time. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmark.harness.report import Spread, spread
+from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
+
+#: Starts the names of the threads that carry transfers in our patch set.
+_WORKERS = ("kv-transfer", "nixl-transfer", "transfer")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm on one load. Times in seconds; stages are those of one transfer (a chunk to a peer),
+    metadata left out; NaN where an arm has no such stage or cannot tell."""
+
+    rooms: int
+    failed: int
+    #: A call of ``send`` on the thread of the scheduler.
+    send: Spread
+    queue: Spread
+    build: Spread
+    #: The part of ``build`` that is the library's.
+    describe: Spread
+    post: Spread
+    wire: Spread
+    #: A room, from its first ``send`` until prefill sees that it is done.
+    total: Spread
+    #: The same until decode sees it.
+    arrival: Spread
+    #: Of one transfer, the median.
+    descriptors: float
+    room_bytes: float
+    #: All bytes over the time from the first ``send`` to the last end, 10**9 bytes a second.
+    gb_per_s: float
+    #: CPU time of the prefill process, and of the decode processes, for 10**9 bytes.
+    cpu_s_per_gb: float
+    peer_cpu_s_per_gb: float
+
+    @property
+    def tail(self) -> float:
+        """p99 of a room over its p50."""
+        return self.total.p99 / self.total.p50
+
+
+def summarize(rounds: Sequence[Round]) -> Summary:
+    """All rounds of one load together."""
+    rooms = [times for each in rounds for times in each.rooms]
+    good = [times for times in rooms if times.outcome == "done"]
+    moves = [t for each in rounds for t in each.transfers if not t.is_metadata]
+    moved = sum(each.moved_bytes for each in rounds)
+    gigabytes = moved / 1e9 if moved else math.nan
+    return Summary(
+        rooms=len(rooms),
+        failed=len(rooms) - len(good),
+        send=spread([seconds for times in rooms for seconds in times.sends]),
+        queue=_stage(moves, "queue_s"),
+        build=_stage(moves, "build_s"),
+        describe=_stage(moves, "describe_s"),
+        post=_stage(moves, "post_s"),
+        wire=_stage(moves, "wire_s"),
+        total=spread([times.total for times in good]),
+        arrival=spread([times.arrived - times.began for times in good if times.arrived]),
+        descriptors=spread([float(move.descriptors) for move in moves]).p50,
+        room_bytes=moved / len(good) if good else math.nan,
+        gb_per_s=gigabytes / sum(each.wall_s for each in rounds),
+        cpu_s_per_gb=sum(each.cpu_s for each in rounds) / gigabytes,
+        peer_cpu_s_per_gb=sum(each.peer_cpu_s for each in rounds) / gigabytes,
+    )
+
+
+def _stage(moves: Sequence[Transfer], name: str) -> Spread:
+    values = [getattr(move, name) for move in moves]
+    return spread([value for value in values if value is not None])
+
+
+def totals(rounds: Iterable[Round], *, peers: Sequence[int]) -> list[float]:
+    """What the rooms of some peers took that were done."""
+    return [
+        times.total
+        for each in rounds
+        for times in each.rooms
+        if times.peer in peers and times.outcome == "done"
+    ]
+
+
+def of_peer(rounds: Iterable[Round], peer: int) -> list[RoomTimes]:
+    """All rooms of one peer."""
+    return [times for each in rounds for times in each.rooms if times.peer == peer]
+
+
+def thread_groups(uses: Sequence[ThreadUse], seconds: float) -> dict[str, float]:
+    """Share of a core that the workers, other Python threads, and native threads (NIXL's, UCX's,
+    Mooncake's) used."""
+    groups = {"workers": 0.0, "other Python threads": 0.0, "native threads": 0.0}
+    for use in uses:
+        if use.name.startswith("native "):
+            group = "native threads"
+        elif use.name.startswith(_WORKERS):
+            group = "workers"
+        else:
+            group = "other Python threads"
+        groups[group] += use.cpu_s / seconds
+    return groups
