@@ -55,8 +55,7 @@ class BufferOnlyTree(HiRadixCache):
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
             self._buffer_metrics.bind(self.storage_metrics_collector.labels)
-        strategy: Any = self.eviction_strategy
-        self.eviction_strategy = PendingLast(strategy)
+        self.eviction_strategy: Any = PendingLast(self.eviction_strategy)
 
     def _parts(self, pages: int) -> Parts:
         controller, device = self.cache_controller, self.token_to_kv_pool_allocator

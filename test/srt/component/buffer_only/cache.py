@@ -1,0 +1,243 @@
+"""One rank's cache with a stage: SGLang's tree, controller and pools, and a scheduler's calls.
+
+Every KV slot holds a number that is a function of the tokens up to it and of the namespace, so that a
+page at a wrong position, of a wrong request or half copied shows wherever it turns up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from component.buffer_only.lanes import HandLane
+from component.store_parts.scripted_store import ScriptedStore
+from sglang.srt import server_args as arguments
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache import hiradix_cache
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.buffer_only.agreement import alone
+from sglang.srt.mem_cache.buffer_only.parts import Parts
+from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
+from sglang.srt.mem_cache.buffer_only.read_state import Read, State
+from sglang.srt.mem_cache.buffer_only.store import PageStore
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.store_parts.guard import GuardSettings, StoreGuard
+
+PAGE, LAYERS = 4, 2
+
+
+def server_arguments(**changes: Any) -> Any:
+    """What the tree reads of ``ServerArgs``."""
+    args = arguments.ServerArgs(
+        model_path="dummy", page_size=PAGE, device="cpu", attention_backend="torch_native"
+    )
+    extra = {"interface_v1": 1, "prefetch_threshold": PAGE}
+    wanted = {
+        "hicache_host_memory_mode": "buffer_only",
+        "hicache_buffer_pages": 16,
+        "hicache_storage_backend": "dynamic",
+        "hicache_mem_layout": "page_first_direct",
+        "hicache_io_backend": "direct",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "page_size": PAGE,
+    }
+    for name, value in (wanted | changes).items():
+        setattr(args, name, value)
+    arguments.set_global_server_args_for_scheduler(args)
+    return args
+
+
+class Cache:
+    """A cache whose store, lanes and clock belong to the test."""
+
+    def __init__(
+        self,
+        store: ScriptedStore | None = None,
+        pages: int = 16,
+        tokens: int = 40 * PAGE,
+        reduce_min: Callable[[list[int]], list[int]] = alone,
+        rank: int = 0,
+        lanes: Any = HandLane,
+        settings: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.store = ScriptedStore() if store is None else store
+        self.now = 0.0
+        args = server_arguments(hicache_buffer_pages=pages, **changes)
+        self.device = MHATokenToKVPool(tokens, PAGE, torch.float32, 1, 4, LAYERS, "cpu", False)
+        self.allocator = PagedTokenToKVPoolAllocator(
+            tokens, PAGE, torch.float32, "cpu", self.device, False
+        )
+        self.tree = self._tree(args, rank)
+        built = self.tree.buffer
+        assert built.close()
+        guard = StoreGuard(self.store, "scripted", GuardSettings(deadline=5.0))
+        parts = built.parts
+        fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
+        limits = dataclasses.replace(parts.settings, **(settings or {}))
+        fresh |= {"store": PageStore(guard, PAGE), "make_lane": lanes, "settings": limits}
+        self.buffer = self.tree.buffer = Pipelines(Parts(**fresh), reduce_min, lambda: self.now)
+        self.stage = self.buffer.parts.stage
+        self.held: dict[str, Any] = {}
+
+    def _tree(self, args: Any, rank: int) -> Any:
+        names = {
+            "get_tensor_model_parallel_rank": lambda: rank,
+            "get_tensor_model_parallel_world_size": lambda: 1,
+            "is_dp_attention_enabled": lambda: False,
+        }
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tp_cache_group=dist.group.WORLD,
+        )
+        with (
+            mock.patch.multiple(cache_controller, **names),
+            mock.patch.object(
+                StorageBackendFactory, "create_backend", lambda *a, **k: self.store
+            ),
+            mock.patch.object(hiradix_cache.atexit, "register"),
+        ):
+            return hiradix_cache.HiRadixCache(params, args)
+
+    # ---- lanes ----
+
+    @property
+    def lanes(self) -> dict[str, HandLane]:
+        reads, writes = self.buffer.reads, self.buffer.writes
+        return {x.name: x for x in (writes._lane, reads._query_lane, reads._fetch_lane)}
+
+    def work(self) -> int:
+        """Do all that the lanes have to do."""
+        return sum(lane.run() for lane in self.lanes.values())
+
+    def step(self, work: bool = True) -> None:
+        """A scheduler step, after the lanes have done their work."""
+        if work:
+            self.work()
+        self.tree.check_hicache_events()
+
+    def settle(self, steps: int = 200) -> None:
+        """Steps until nothing is under way."""
+        for _ in range(steps):
+            self.step()
+            if not self.buffer.busy and not self.stage.used():
+                return
+        raise AssertionError(f"still busy: {self.describe()}")
+
+    def describe(self) -> str:
+        reads = [(read.rid, read.state.name) for read in self.buffer.reads.live]
+        return (
+            f"intents {len(self.buffer.writes.intents)}, writes {len(self.buffer.writes.ops)}, "
+            f"reads {reads}, loads {len(self.buffer.reads.loads)}, stage {self.stage.used()}"
+        )
+
+    # ---- requests ----
+
+    def want(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> None:
+        self.tree.want(rid, RadixKey(list(tokens), extra_key))
+
+    def read(self, rid: str) -> Read | None:
+        return self.buffer.reads._by_rid.get(rid)
+
+    def state(self, rid: str) -> State | None:
+        read = self.read(rid)
+        return None if read is None else read.state
+
+    def match(self, tokens: Sequence[int], extra_key: str | None = None) -> Any:
+        return self.tree.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens), extra_key)))
+
+    def held_tokens(self, tokens: Sequence[int], extra_key: str | None = None) -> int:
+        return len(self.match(tokens, extra_key).device_indices)
+
+    def compute(self, tokens: Sequence[int], extra_key: str | None = None, chunked=False) -> int:
+        """A request runs, computes what the tree has not, and is finished; tokens that it hit.
+
+        Raises:
+            MemoryError: the device has no room for it.
+        """
+        tokens = list(tokens)[: len(tokens) // PAGE * PAGE]
+        match = self.match(tokens, extra_key)
+        hit = len(match.device_indices)
+        self.verify(tokens, match.device_indices, extra_key)
+        self.tree.inc_lock_ref(match.last_device_node)
+        try:
+            new = self._slots(len(tokens) - hit)
+        finally:
+            self.tree.dec_lock_ref(match.last_device_node)
+        slots = torch.cat([match.device_indices, new])
+        self.fill(tokens, slots, hit, extra_key)
+        key = RadixKey(tokens, extra_key)
+        result = self.tree.insert(InsertParams(key=key, value=slots, chunked=chunked))
+        self.allocator.free(slots[hit : result.prefix_len])
+        return hit
+
+    def serve(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> int:
+        """The whole life of a request: prefetch, admission, run; tokens that it hit."""
+        self.want(rid, tokens, extra_key)
+        for _ in range(200):
+            self.step()
+            if self.tree.check_prefetch_progress(rid):
+                return self.compute(tokens, extra_key)
+        raise AssertionError(f"{rid} is never admitted: {self.describe()}")
+
+    def evict(self, tokens: int) -> int:
+        return int(self.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
+
+    def flush(self) -> None:
+        """``/flush_cache`` as the scheduler does it."""
+        self.tree.reset()
+        self.allocator.clear()
+
+    def _slots(self, tokens: int) -> torch.Tensor:
+        short = tokens - self.allocator.available_size()
+        if short > 0:
+            self.evict(short)
+        slots = self.allocator.alloc(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+        if slots is None:
+            raise MemoryError
+        return slots
+
+    # ---- content ----
+
+    def fill(self, tokens: Sequence[int], slots: Any, begin: int, extra_key: str | None) -> None:
+        values = tags(tokens, extra_key)[begin:]
+        for layer in range(LAYERS):
+            self.device.k_buffer[layer][slots[begin:]] = values[:, None, None].expand(-1, 1, 4) + layer
+            self.device.v_buffer[layer][slots[begin:]] = -values[:, None, None].expand(-1, 1, 4) - layer
+
+    def verify(self, tokens: Sequence[int], slots: Any, extra_key: str | None = None) -> None:
+        """The KV in ``slots`` is that of the first tokens."""
+        values = tags(tokens, extra_key)[: len(slots)]
+        for layer in range(LAYERS):
+            k, v = self.device.k_buffer[layer][slots], self.device.v_buffer[layer][slots]
+            assert torch.equal(k[:, 0, 3], values + layer), "wrong keys"
+            assert torch.equal(v[:, 0, 0], -values - layer), "wrong values"
+
+
+def tags(tokens: Sequence[int], extra_key: str | None = None) -> torch.Tensor:
+    """What the KV of each token must hold: a function of everything before it."""
+    crc, found = zlib.crc32((extra_key or "").encode()), []
+    for token in tokens:
+        crc = zlib.crc32(int(token).to_bytes(8, "little"), crc)
+        found.append(float(crc % 100003))
+    return torch.tensor(found)
+
+
+def prompt(seed: int, pages: int, base: Sequence[int] = ()) -> list[int]:
+    """``base`` and ``pages`` more pages of tokens of its own."""
+    return [*base, *(seed * 1000 + number for number in range(pages * PAGE))]

@@ -1,0 +1,121 @@
+"""What must hold after every step, and what must be empty when nothing is under way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from component.buffer_only.cache import PAGE, Cache
+from sglang.srt.mem_cache.buffer_only.agreement import READ_SLOTS, WRITE_SLOTS
+from sglang.srt.mem_cache.buffer_only.read_state import State
+
+
+def nodes(tree: Any) -> list[Any]:
+    """All nodes but the root."""
+    stack, found = [tree.root_node], []
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        stack.extend(node.children.values())
+    return found[1:]
+
+
+def path(node: Any) -> list[Any]:
+    """From the first node below the root down to ``node``."""
+    found = []
+    while node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found[::-1]
+
+
+def check(cache: Cache, content: bool = True) -> None:
+    """Tree, device pool, locks, stage and queues agree with each other."""
+    _check_tree(cache)
+    _check_locks(cache)
+    _check_stage(cache)
+    _check_intents(cache)
+    if content:
+        _check_content(cache)
+
+
+def check_idle(cache: Cache) -> None:
+    """Nothing is held by anybody."""
+    check(cache)
+    assert not cache.buffer.busy and not cache.buffer.reads.live and not cache.buffer.writes.ops
+    assert cache.stage.used() == 0 and not cache.stage.leases
+    assert cache.tree.protected_size() == 0
+    assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
+    assert not cache.buffer.reads._by_rid
+    assert all(node.launched == node.stored for node in nodes(cache.tree))
+
+
+def _check_tree(cache: Cache) -> None:
+    tree, found = cache.tree, nodes(cache.tree)
+    for node in found:
+        assert node.value is not None and node.host_value is None
+        assert len(node.value) == len(node.key) > 0 and len(node.key) % PAGE == 0
+        assert len(node.hash_value) == len(node.key) // PAGE
+        assert node.parent.children[tree.get_child_key_fn(node.key)] is node
+        assert 0 <= node.stored <= node.launched <= len(node.key)
+    evictable = sum(len(node.key) for node in found if node.lock_ref == 0)
+    protected = sum(len(node.key) for node in found if node.lock_ref > 0)
+    assert (tree.evictable_size(), tree.protected_size()) == (evictable, protected)
+    assert cache.allocator.available_size() + evictable + protected == cache.device.size
+    slots = [slot for node in found for slot in node.value.tolist()]
+    assert len(slots) == len(set(slots)), "a device slot in two nodes"
+
+
+def _check_locks(cache: Cache) -> None:
+    locks: Counter[Any] = Counter()
+    references: Counter[Any] = Counter()
+    reads, writes = cache.buffer.reads, cache.buffer.writes
+    for read in reads.live:
+        if read.pin is not None:
+            assert read.pin.held and read.state not in (State.DRAINING, State.LINGERING)
+            locks.update(path(read.pin.node))
+            references[read.pin.node] += 1
+    for load in reads.loads:
+        locks.update(path(load.node))
+    for op in writes._copies.owners:
+        for segment in op.segments:
+            locks.update(path(segment.node))
+    for node in nodes(cache.tree):
+        assert node.lock_ref == locks[node], (node.lock_ref, locks[node])
+        assert node.host_ref_counter == references[node]
+
+
+def _check_stage(cache: Cache) -> None:
+    reads, writes, stage = cache.buffer.reads, cache.buffer.writes, cache.stage
+    assert stage.problems() == []
+    leases = [read.lease for read in reads.live if read.lease is not None]
+    leases += [load.lease for load in reads.loads] + [op.lease for op in writes.ops]
+    assert len(leases) == len(set(leases)) and set(leases) == stage.leases
+    for direction, share in stage.shares.items():
+        assert stage.used(direction) <= share.ceiling
+    assert len(writes.ops) <= WRITE_SLOTS and len(reads.live) <= READ_SLOTS
+    pinned = reads._pinned_with(None)
+    assert pinned <= cache.buffer.parts.settings.pinned_tokens
+
+
+def _check_intents(cache: Cache) -> None:
+    intents = cache.buffer.writes.intents
+    covered: Counter[Any] = Counter()
+    for intent in intents:
+        pieces = intent.pieces()
+        assert sum(len(node.key) for node in pieces) == intent.tokens
+        covered.update(pieces)
+    assert all(count == 1 for count in covered.values()), "a node in two intents"
+    for node in nodes(cache.tree):
+        assert (node.intent is not None) == (node in covered)
+    assert intents.tokens == sum(intent.tokens for intent in intents) <= intents.max_tokens
+
+
+def _check_content(cache: Cache) -> None:
+    loading = {load.node for load in cache.buffer.reads.loads}
+    for node in nodes(cache.tree):
+        if node.children or any(above in loading for above in path(node)):
+            continue
+        tokens = [token for above in path(node) for token in above.key.token_ids]
+        slots = [slot for above in path(node) for slot in above.value.tolist()]
+        cache.verify(tokens, slots, node.key.extra_key)

@@ -1,0 +1,32 @@
+"""The real HiRadixCache, controller and pools on the CPU; a store in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These build CPU pools under the stand-in, which is refused beside a GPU."""
+    if gpu_device_node() is None:
+        return
+    for item in items:
+        if "component/buffer_only" in str(item.path):
+            item.add_marker(pytest.mark.skip(reason="the CPU stand-in is refused beside a GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_rank() -> Iterator[None]:
+    """The process group of a server with one rank."""
+    torch.set_num_threads(1)
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if mine:
+        dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""A lane that does its jobs when a test says so, on the test's thread."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sglang.srt.mem_cache.buffer_only.lanes import Job
+
+
+class HandLane:
+    """Like ``Lane``, but nothing happens before ``run``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs: deque[Job] = deque()
+
+    def submit(self, work) -> Job:
+        job = Job(work)
+        self.jobs.append(job)
+        return job
+
+    def run(self, jobs: int | None = None) -> int:
+        """Do the oldest ``jobs`` jobs, or all that are there; how many that were."""
+        count = len(self.jobs) if jobs is None else min(jobs, len(self.jobs))
+        for _ in range(count):
+            self.jobs.popleft().run()
+        return count
+
+    def close(self, timeout: float) -> bool:
+        return True
