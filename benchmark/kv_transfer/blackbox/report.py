@@ -75,15 +75,15 @@ def print_stages(title: str, asked: Sequence[Asked], console: Console) -> None:
         return [name, *(cell(median(rooms, value)) for rooms in sizes.values())]
 
     rows = [
-        row("tokens in tree", lambda room: room.prefix_tokens, "{:,.0f}".format),
-        row("moved, KiB", _kibibytes, "{:,.0f}".format),
-        row("chunks", lambda room: room.chunks, "{:,.0f}".format),
+        row("tokens in tree", lambda room: room.prefix_tokens, count),
+        row("moved, KiB", _kibibytes, count),
+        row("chunks", lambda room: room.chunks, count),
         *(row(name, value, milliseconds) for name, value in STAGES.items()),
         row("all of these", without_prefill, milliseconds),
         ["the slowest", *(milliseconds(slowest(rooms)) for rooms in sizes.values())],
         row("prefill", lambda room: room.prefill_s, milliseconds),
         row("all chunks", _whole_seconds, milliseconds),
-        row("GB/s on the wire", gigabytes_per_s, "{:.2f}".format),
+        row("GB/s on the wire", gigabytes_per_s, two_digits),
     ]
     print_table(
         f"{title}; p50, milliseconds",
@@ -139,6 +139,14 @@ def by_size(asked: Sequence[Asked]) -> dict[int, list[Asked]]:
     """Prompt length -> its requests, shortest first."""
     sizes = sorted({a.tokens for a in asked})
     return {size: [a for a in asked if a.tokens == size] for size in sizes}
+
+
+def count(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}"
+
+
+def two_digits(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -73,9 +73,7 @@ def run(out: Path, model: Path | None, console: Console, load: Load) -> int:
         {**describe(), "load": dataclasses.asdict(load), "model": made and SHAPE or model.name},
     )
     for again, title in ((False, "A new prompt"), (True, "The same prompt again")):
-        report.print_stages(
-            f"{title}, p50; {where}", [a for a in asked if a.again == again], console
-        )
+        report.print_stages(f"{title}; {where}", [a for a in asked if a.again == again], console)
     report.draw(out / "blackbox.png", asked)
     problems = faults(results, asked, load.page_size)
     for problem in problems:

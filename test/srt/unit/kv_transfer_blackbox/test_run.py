@@ -136,5 +136,6 @@ def test_lines_table_and_plot(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(name in text for name in report.STAGES)
     assert all(cell in text for cell in (" 500 ", " 250 ", " 265 ", " 1,024 "))
+    assert "nan" not in text
     report.draw(tmp_path / "p.png", rows)
     assert (tmp_path / "p.png").stat().st_size > 1000
