@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import zmq
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl import _api
 
 from component.pair import ADDRESS, AUX, LAYERS, LIMIT_S, PAGE, PAGES, Rooms, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.nixl import conn
+from sglang.srt.disaggregation.nixl_async.agent import attuned
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 __all__ = ["ADDRESS", "LIMIT_S", "Pair", "pages", "until"]
@@ -27,7 +28,8 @@ class Side:
         self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
         self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
         manager = conn.NixlKVManager.__new__(conn.NixlKVManager)
-        manager.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        with attuned():
+            manager.agent = _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
         manager.kv_args = SimpleNamespace(
             kv_data_ptrs=[layer.data_ptr() for layer in self.kv],
             kv_data_lens=[layer.nbytes for layer in self.kv],
@@ -101,21 +103,14 @@ class Pair(Rooms):
         manager.servers._capabilities[ADDRESS] = capability.OURS
         manager.servers._epochs[ADDRESS] = 1
         self.connect()
-        self.room()[1]._register_kv_args()
+        sender, receiver = self.room()
+        receiver._register_kv_args()
         until(lambda: self.prefill.manager.decode_kv_args_table, "registration")
-        self.forget_everything()
+        sender.clear()
+        receiver.clear()
 
     def announced(self, sender: Any) -> None:
         """Wait until prefill has read the room's announcement."""
         infos = self.prefill.manager.transfer_infos
         until(lambda: sender.bootstrap_room in infos, "announcement")
         until(lambda: sender.poll() == KVPoll.WaitingForInput, "bootstrapped")
-
-    def forget_everything(self) -> None:
-        """After the registration, which used a room that is never announced."""
-        for side in (self.prefill, self.decode):
-            side.manager.request_status.clear()
-            side.manager.required_prefill_response_num_table.clear()
-            side.manager.addr_to_rooms_tracker.clear()
-        for room in self.prefill.manager.rooms.gate.rooms():
-            self.prefill.manager.rooms.gate.forget(room)

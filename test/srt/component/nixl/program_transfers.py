@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("UCX_TLS", "tcp,self")
@@ -133,21 +135,67 @@ def abort_on_prefill() -> None:
     assert reason(sender)
 
 
-def post_raises() -> None:
-    sender, receiver = PAIR.room()
-    receiver.announce(pages(20, 9), 5, prefix_len=0)
-    PAIR.announced(sender)
-    sender.init(2, 3)
+@contextmanager
+def agent_that(**calls):
+    """Prefill's NIXL agent with some of its calls replaced."""
     agent = PAIR.prefill.manager.agent
-    agent.initialize_xfer = lambda *arguments, **options: 1 / 0
+    agent.__dict__.update(calls)
     try:
-        sender.send(pages(30, 31))
+        yield agent
     finally:
-        del agent.initialize_xfer
-    assert {sender.poll() for _ in range(3)} == {KVPoll.Failed}
-    assert PAIR.finish(sender, receiver) == LOST
-    assert "ZeroDivisionError" in reason(sender)
-    assert "prefill reported" in reason(receiver)
+        for name in calls:
+            del agent.__dict__[name]
+
+
+def raises(*arguments, **options):
+    """As NIXL's binding does when it does not like something."""
+    raise ZeroDivisionError
+
+
+def post_raises() -> None:
+    for call in ("make_prepped_xfer", "transfer"):
+        sender, receiver = PAIR.room()
+        receiver.announce(pages(20, 9), 5, prefix_len=0)
+        PAIR.announced(sender)
+        sender.init(2, 3)
+        with agent_that(**{call: raises}):
+            sender.send(pages(30, 31))
+            assert PAIR.finish(sender, receiver) == LOST
+        assert {sender.poll() for _ in range(3)} == {KVPoll.Failed}
+        try:
+            sender.failure_exception()
+        except RuntimeError as error:
+            assert "ZeroDivisionError" in str(error), error
+            assert isinstance(error.__cause__, ZeroDivisionError)
+        assert "prefill reported" in reason(receiver)
+        assert PAIR.arrived([], [])
+
+
+def no_prepared_lists() -> None:
+    backend = PAIR.prefill.manager.transfers.backend
+    for lists in (backend._lists, PAIR.prefill.manager.peers.hold("decode").lists):
+        lists._lists.clear()
+    try:
+        with agent_that(prep_xfer_dlist=raises):
+            partial_delta()
+        with agent_that(prep_xfer_dlist=only_rows_of_three):
+            for lists in (backend._lists, PAIR.prefill.manager.peers.hold("decode").lists):
+                lists._lists.clear()
+            PAIR.wipe()
+            partial_delta()
+    finally:
+        peer = PAIR.prefill.manager.peers.hold("decode")
+        for _ in range(peer.users):
+            PAIR.prefill.manager.peers.release(peer)
+
+
+def only_rows_of_three(name, rows, memory):
+    """An older NIXL, which does not know the strided form."""
+    if rows.shape[1] != 3:
+        raise ValueError("rows of three")
+    return type(PAIR.prefill.manager.agent).prep_xfer_dlist(
+        PAIR.prefill.manager.agent, name, rows, memory
+    )
 
 
 def late_notification() -> None:
@@ -179,6 +227,7 @@ def withdrawn_while_written() -> None:
     PAIR.announced(sender)
     sender.init(2, 3)
     sender.send(pages(30))
+    until(lambda: PAIR.arrived([30], [4]), "first chunk")
     receiver.abort()
     assert receiver.poll() == KVPoll.Failed
     watch = receiver.hold()  # tells prefill
@@ -225,9 +274,14 @@ def given_up_and_refused() -> None:
     receiver.announce(pages(4, 5), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(2, 3)
-    sender.send(pages(30))
-    sender.abort()  # tells decode, but only when the first page has arrived
-    until(lambda: receiver.poll() == KVPoll.Failed or sender.poll() is None, "notice")
+    with agent_that(check_xfer_state=lambda handle: "PROC"):
+        sender.send(pages(30))
+        until(lambda: PAIR.arrived([30], [4]), "first chunk")
+        sender.abort()  # tells decode, but only when NIXL says that the first page has arrived
+        assert {sender.poll() for _ in range(3)} == {KVPoll.Transferring}
+        assert receiver.poll() != KVPoll.Failed
+    until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+    until(lambda: sender.poll() == KVPoll.Failed, "sender")
     assert PAIR.arrived([30], [4])
     assert receiver.hold() is None, "all that prefill would write has arrived"
     assert reason(sender) and "aborted on the prefill server" in reason(receiver)
@@ -238,15 +292,18 @@ def room_number_still_in_use() -> None:
     receiver.announce(pages(4, 5), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(2, 3)
-    PAIR.prefill.manager.rooms.gate.enter(sender.bootstrap_room)  # something is under way
-    receiver.abort()
-    watch = receiver.hold()
-    assert reason(receiver)
-    again = PAIR.receiver(sender.bootstrap_room)
-    assert again.poll() == KVPoll.Failed and "still in use" in reason(again)
-    assert not watch.quiet()
-    until(lambda: sender.is_stopped, "withdrawal")
-    assert sender.poll() == KVPoll.Failed and reason(sender)
+    with agent_that(check_xfer_state=lambda handle: "PROC"):
+        sender.send(pages(30))  # and is under way from here on
+        until(lambda: PAIR.arrived([30], [4]), "first chunk")
+        receiver.abort()
+        watch = receiver.hold()
+        assert reason(receiver)
+        again = PAIR.receiver(sender.bootstrap_room)
+        assert again.poll() == KVPoll.Failed and "still in use" in reason(again)
+        until(lambda: sender.is_stopped, "withdrawal")
+        assert not watch.quiet()
+    until(lambda: sender.poll() == KVPoll.Failed, "settled")
+    assert reason(sender)
     until(watch.quiet, "quiet")
     watch.close()
 
@@ -297,21 +354,19 @@ def transfer_that_never_settles() -> None:
     receiver.announce(pages(4), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(1, 3)
-    agent = PAIR.prefill.manager.agent
-    agent.check_xfer_state = lambda handle: "PROC"
-    os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = "0"
+    gate = PAIR.prefill.manager.rooms.gate
+    os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = "0.2"
     try:
-        sender.send(pages(30))
-        assert sender.poll() == KVPoll.Failed
-        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in reason(sender)
-        gate = PAIR.prefill.manager.rooms.gate
-        assert gate.rooms(), "what is under way is waited for"
-        PAIR.prefill.manager.settle()
-        assert gate.rooms()
+        with agent_that(check_xfer_state=lambda handle: "PROC"):
+            sender.send(pages(30))
+            until(lambda: sender.poll() == KVPoll.Failed, "deadline")
+            text = reason(sender)
+            assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and "decode" in text, text
+            assert gate.rooms(), "what is under way is waited for"
+            assert receiver.poll() != KVPoll.Failed, "decode is not told before it is over"
     finally:
-        del agent.check_xfer_state
         del os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"]
-    until(lambda: PAIR.prefill.manager.settle() or not gate.rooms(), "settled")
+    until(lambda: not gate.rooms(), "settled")
     until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
     receiver.clear()
 
@@ -321,16 +376,87 @@ def decode_is_gone() -> None:
     receiver.announce(pages(4, 5), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(2, 3)
-    agent = PAIR.prefill.manager.agent
-    agent.check_xfer_state = lambda handle: 1 / 0  # as NIXL's binding does: it raises
-    try:
+    with agent_that(check_xfer_state=raises):
         sender.send(pages(30, 31))
-        assert sender.poll() == KVPoll.Failed
-        assert "NIXL reported an error" in reason(sender)
-    finally:
-        del agent.check_xfer_state
+        until(lambda: sender.poll() == KVPoll.Failed, "failure")
+        text = reason(sender)
+        assert "to decode was broken off by the transport: ZeroDivisionError" in text, text
     until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
     receiver.clear()
+
+
+def source_is_kept_until_it_was_read() -> None:
+    """Everything waits in the queue: NIXL has been told nothing yet."""
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    posting, go_on = threading.Event(), threading.Event()
+    agent = PAIR.prefill.manager.agent
+    transfer = type(agent).transfer
+
+    def held_up(handle, note=b""):
+        posting.set()
+        go_on.wait(LIMIT_S)
+        return transfer(agent, handle, note)
+
+    table = pages(30)
+    with agent_that(transfer=held_up):
+        sender.send(table)
+        assert posting.wait(LIMIT_S)
+        table[0] = 31  # the scheduler's table changes; the chunk in the queue does not
+        sender.abort()
+        assert {sender.poll() for _ in range(3)} == {KVPoll.Transferring}, "its page is still read"
+        go_on.set()
+        until(lambda: sender.poll() == KVPoll.Failed, "settled")
+    assert PAIR.arrived([30], [4])
+    assert reason(sender)
+    until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+    assert reason(receiver)
+
+
+def many_rooms_drain_once() -> None:
+    """Twenty receivers, polled turn by turn."""
+    rooms = [PAIR.room() for _ in range(20)]
+    for slot, (sender, receiver) in enumerate(rooms):
+        receiver.announce(pages(slot), slot % 8, prefix_len=0)
+        PAIR.announced(sender)
+    agent, drains = PAIR.decode.manager.agent, []
+    drain = type(agent).get_new_notifs
+    agent.get_new_notifs = lambda: drains.append(1) or drain(agent)
+    try:
+        for _ in range(5):
+            for _, receiver in rooms:
+                receiver.poll()
+    finally:
+        del agent.get_new_notifs
+    assert len(drains) == 5, drains
+    for sender, receiver in rooms:
+        sender.init(1, 0)
+        sender.send(pages(40))
+    for sender, receiver in rooms:
+        assert PAIR.finish(sender, receiver) == DONE
+        sender.clear()
+        receiver.clear()
+
+
+def decode_rank_was_forgotten() -> None:
+    manager = PAIR.prefill.manager
+    info = manager.decode_kv_args_table["decode"]
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    manager.peers.forget("decode")
+    sender.send(pages(30))
+    until(lambda: sender.poll() == KVPoll.Failed, "failure")
+    assert "decode rank decode is not registered here any more" in reason(sender)
+    until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+    assert reason(receiver)
+    manager.peers.add(info)  # it registers again
+    assert manager.decode_kv_args_table["decode"] is info
+    PAIR.wipe()
+    partial_delta()
 
 
 def announced_after_the_failure() -> None:
@@ -372,6 +498,10 @@ SCENARIOS = (
     decode_is_gone,
     announced_after_the_failure,
     never_announced,
+    no_prepared_lists,
+    source_is_kept_until_it_was_read,
+    many_rooms_drain_once,
+    decode_rank_was_forgotten,
 )
 
 for scenario in SCENARIOS:

@@ -137,3 +137,26 @@ def test_a_room_announced_after_it_failed(output: str) -> None:
 def test_a_room_that_is_never_announced(output: str) -> None:
     """Guards against a prefill request that waits for ever for a decode server that is gone."""
     passed(output, "never_announced")
+
+
+def test_no_prepared_lists(output: str) -> None:
+    """Guards against a NIXL that prepares no lists, or knows no strided ones, failing every room:
+    ranges are built, with the same result."""
+    passed(output, "no_prepared_lists")
+
+
+def test_source_is_kept_until_it_was_read(output: str) -> None:
+    """Guards against pages and a metadata slot given to the next request while a worker still reads
+    them, and against a queued chunk that changes with the scheduler's own table."""
+    passed(output, "source_is_kept_until_it_was_read")
+
+
+def test_many_rooms_drain_once(output: str) -> None:
+    """Guards against one call of the agent for each of a decode server's rooms in every step."""
+    passed(output, "many_rooms_drain_once")
+
+
+def test_decode_rank_was_forgotten(output: str) -> None:
+    """Guards against a room sent to a decode rank that is gone, and against one that registers
+    again and is not served."""
+    passed(output, "decode_rank_was_forgotten")

@@ -29,8 +29,15 @@ from component.pools.memory import (  # noqa: E402
     scattered,
     snapshot,
 )
+from sglang.srt.disaggregation.async_transfer.chunk import Chunk  # noqa: E402
+from sglang.srt.disaggregation.async_transfer.interfaces import State  # noqa: E402
+from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats  # noqa: E402
 from sglang.srt.disaggregation.delta.heads import sources_of  # noqa: E402
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
+from sglang.srt.disaggregation.nixl_async.backend import NixlBackend  # noqa: E402
+from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load  # noqa: E402
+from sglang.srt.disaggregation.nixl_async.layout import Layout  # noqa: E402
+from sglang.srt.disaggregation.nixl_async.peers import Peers  # noqa: E402
 
 PROMPT, PREFIX = 11, 4
 """Pages of a prompt, and those of them that decode holds."""
@@ -76,21 +83,36 @@ def run(prefill_size: int, decode_size: int, heads: int, page: int, v_dim: int =
     wanted = rank_pools(decode_size, heads, page, seed=1, v_dim=v_dim)
     decode = rank_pools(decode_size, heads, page, seed=2, v_dim=v_dim)
     ours, theirs = agent_of("prefill", prefill), agent_of("decode", decode)
-    ours.add_remote_agent(theirs.get_agent_metadata())
-    senders = [manager(ours, pool, rank, prefill_size, heads) for rank, pool in enumerate(prefill)]
+    peers = Peers(ours, {})
     source, target = (np.array(pages[PREFIX:], np.int32) for pages in scattered(3, PROMPT))
+    senders = [
+        NixlBackend(ours, peers, Layout(found), AsyncTransferStats(0), writer=rank)
+        for rank, pool in enumerate(prefill)
+        for found in [manager(ours, pool, rank, prefill_size, heads)]
+    ]
     for rank, pool in enumerate(decode):
         before = snapshot(pool)
         bases, _, item_lens = pool.get_contiguous_buf_infos()
         connected = sources_of(rank, prefill_size, decode_size)
-        for sender in connected:
-            handle = senders[sender].send_kvcache_slice(
-                "decode", source, bases, target, 0, f"{rank}_kv_0_1_0",
-                prefill_tp_size=prefill_size, decode_tp_size=decode_size, decode_tp_rank=rank,
+        peers.add(
+            SimpleNamespace(
+                agent_name="decode",
+                agent_metadata=theirs.get_agent_metadata(),
+                dst_kv_ptrs=bases,
                 dst_kv_item_len=item_lens[0],
-            )  # fmt: skip
-            if handle is not None:
-                until(lambda handle=handle: ours.check_xfer_state(handle) == "DONE", "transfer")
+                decode_tp_size=decode_size,
+                decode_tp_rank=rank,
+                gpu_id=0,
+            )
+        )
+        to = Destination(target, (), 0, len(pool.k_buffer[0]) // page, None)
+        chunk = Chunk(rank, ("decode",), Load(0, source, None, (), {"decode": to}), False, 0.0, 0.0)
+        for sender in connected:
+            for posted in list(senders[sender].post(chunk, "decode")):
+                done = partial(senders[sender].state, posted)
+                until(lambda done=done: done() is State.DONE, "transfer")
+                senders[sender].release(posted)
+        peers.forget("decode")
         said: set[bytes] = set()
 
         def all_said(said: set[bytes] = said, wanted: int = len(connected)) -> bool:

@@ -112,6 +112,7 @@ class TransferPool:
         name: str = "kv-transfer",
     ) -> None:
         """``prepare_thread`` is called first on every thread: it sets the CUDA device."""
+        self.backend = backend
         self._settings = settings
         self._stop_lock = threading.Lock()
         self._stopped = False

@@ -132,6 +132,9 @@ class DisaggScheduler(Scheduler):
                 self.decode_metrics.bind(self.metrics_collector.labels)
             elif mode == "prefill":
                 STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
+                manager = self.disagg_prefill_bootstrap_queue.kv_manager
+                if hasattr(manager, "transfer_stats"):
+                    manager.transfer_stats.bind(self.metrics_collector.labels)
 
     @cached_property
     def decode_metrics(self) -> DecodeMetrics:

@@ -15,6 +15,7 @@ from aiohttp import web
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import capability, deadlines
+from sglang.srt.disaggregation.delta.accounting import log_announced
 from sglang.srt.disaggregation.delta.prefill_rooms import PrefillRooms
 from sglang.srt.disaggregation.delta.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.watch import Progress
@@ -153,14 +154,21 @@ class DeltaManager(CommonKVManager):
             self.request_status.pop(room, None)
             self.failure_records.pop(room, None)
 
-    def start_if_announced(self, room: int) -> None:
+    def start_if_announced(self, room: int) -> bool:
         """A room starts when its request is here and all its decode ranks have announced it,
-        whichever comes last. Prefill only."""
+        whichever comes last; whether the latter have. Prefill only."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         infos = list(self.transfer_infos.get(room, {}).values())
-        if infos and len(infos) >= infos[-1].required_dst_info_num:
+        is_announced = bool(infos) and len(infos) >= infos[-1].required_dst_info_num
+        if is_announced:
             self.advance(room, KVPoll.WaitingForInput)
+        return is_announced
+
+    def take_announcement(self, room: int) -> None:
+        """One more decode rank has announced ``room``."""
+        if self.start_if_announced(room):
+            log_announced(room)
 
     def open_rooms(self) -> dict[str, list[int]]:
         """Every per-room table of this rank with its rooms; all empty on an idle server."""

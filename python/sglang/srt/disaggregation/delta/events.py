@@ -40,6 +40,44 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
     bytes: int
 
 
+class Announced(msgspec.Struct, frozen=True, tag="announced", kw_only=True):
+    """Every decode rank of a room has told this prefill rank its pages."""
+
+    at: float
+    room: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved", kw_only=True):
+    """One chunk of a room, and with the last one the metadata, was seen to be with one decode rank.
+
+    ``queue_s``: from ``send`` until a worker took it; then the descriptors were made (``build_s``),
+    the transfers started (``post_s``), and waited for (``wire_s``). Bytes and descriptors are those
+    of everything that went along.
+    """
+
+    at: float
+    room: int
+    peer: str
+    chunk: int
+    is_last: bool
+    queue_s: float
+    build_s: float
+    post_s: float
+    wire_s: float
+    descriptors: int
+    bytes: int
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
+    """Decode saw that a room is complete."""
+
+    at: float
+    room: int
+
+
+Event = Admitted | Sent | Announced | Moved | Arrived
+
+
 class EventLog:
     """Appends events to one file; one line a write, so that lines of threads do not mix."""
 
@@ -47,7 +85,7 @@ class EventLog:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
-    def write(self, event: Admitted | Sent) -> None:
+    def write(self, event: Event) -> None:
         """Append one event."""
         self._file.write(self._encoder.encode(event) + b"\n")
 

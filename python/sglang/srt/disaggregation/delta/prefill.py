@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.pages import chunk_end
@@ -21,33 +22,39 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
 
     @override
     def send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+        if last_chunk and self._has_state:
+            # Which state goes along is SGLang's to say. Such models never have a prefix on decode.
+            super().send_kv_chunk(req, last_chunk, end_idx)
+            return
         sender = req.disagg_kv_sender
         prefix: int = getattr(sender, "decode_prefix_len", 0)
-        if prefix:
-            req.start_send_idx = max(req.start_send_idx, prefix)
-            computed = (
-                min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
-            )
-            end = chunk_end(computed, self.token_to_kv_pool_allocator.page_size, last_chunk)
-            if end <= req.start_send_idx:
-                # Decode holds all of this chunk. The cursor stays: moving it back to ``end`` would
-                # send prefix pages into the delta's destinations.
-                if last_chunk:
-                    self._send_metadata_only(req)
-                    STATS.add("kv_transfer_skipped_tokens", prefix)
-                return
-        super().send_kv_chunk(req, last_chunk, end_idx)
+        page: int = self.token_to_kv_pool_allocator.page_size
+        computed = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
+        start, end = max(req.start_send_idx, prefix), chunk_end(computed, page, last_chunk)
         if last_chunk:
-            STATS.add("kv_transfer_skipped_tokens", prefix)
+            self.disagg_metadata_buffers.set_buf(req)
+            if prefix:
+                STATS.add("kv_transfer_skipped_tokens", prefix)
+        elif end <= start:
+            # Decode holds all of this chunk, or it fills no page. The cursor never moves back: that
+            # would send prefix pages into the delta's destinations.
+            return
+        req.start_send_idx = max(start, end)
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        sender.send(page_indices(row, start, end, page), None)
 
-    @override
-    def process_disagg_prefill_inflight_queue(self, rids_to_check: list[str] | None = None) -> Any:
-        settle = getattr(self.disagg_prefill_bootstrap_queue.kv_manager, "settle", None)
-        if settle is not None:
-            settle()
-        return super().process_disagg_prefill_inflight_queue(rids_to_check)
+    @property
+    def _has_state(self) -> bool:
+        """Whether this model has state beside its KV that goes with the last chunk."""
+        return hasattr(self.token_to_kv_pool_allocator.get_kvcache(), "get_state_buf_infos")
 
-    def _send_metadata_only(self, req: Any) -> None:
-        """A full prefix hit moves no KV, but decode still needs the first token."""
-        self.disagg_metadata_buffers.set_buf(req)
-        req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), None)
+
+def page_indices(row: Any, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
+    """The pages of tokens ``start`` to ``end``, from a request's row of token slots (a tensor).
+
+    ``start`` is at the beginning of a page. Pages are taken on the device: of their slots only the
+    first is looked at, and only so many numbers wait for the copy to the host.
+    """
+    pages = row[start:end:page] // page
+    taken: npt.NDArray[np.int32] = pages.cpu().numpy().astype(np.int32)
+    return taken

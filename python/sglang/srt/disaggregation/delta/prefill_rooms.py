@@ -30,6 +30,8 @@ class PrefillRooms:
         self._peer_s = deadlines.peer_seconds()
         self._ticked_at = clock()
         self.gate = RoomGate(self._tell, clock=clock)
+        #: Told of each room that fails: whoever has chunks of it in a queue drops them.
+        self.on_failure: Callable[[int, Reason], None] = lambda room, kind: None
 
     # ---- a room's life ----
 
@@ -41,6 +43,7 @@ class PrefillRooms:
             log = logger.info if kind is Reason.ABORTED else logger.error
             log("KV transfer of room %s failed: %s", room, text)
         self.gate.stop(room, text)
+        self.on_failure(room, kind)
 
     def announce(self, room: int, peer: str, info: Any) -> bool:
         """A decode rank listed its pages. False if they will not be filled, which it is told."""
@@ -119,9 +122,13 @@ class PrefillRooms:
     # ---- time ----
 
     def enter(self, room: int) -> bool:
-        """Whether a write may be posted now; if so, ``gate.leave`` it once it has settled."""
+        """Whether a write may be posted now; if so, ``leave`` it once it has settled."""
         self._check_suspension()
         return self.gate.enter(room)
+
+    def leave(self, room: int) -> None:
+        """What was posted for ``room`` has settled."""
+        self.gate.leave(room)
 
     def tick(self) -> list[str]:
         """Called every second or so by the reader thread. Decode ranks to be forgotten: they used

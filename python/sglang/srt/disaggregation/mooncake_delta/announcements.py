@@ -111,4 +111,4 @@ class MooncakeAnnouncements:
         manager.transfer_infos.setdefault(info.room, {})[session] = info
         # Where it ended here already, decode was just told and the entry is gone.
         if manager.rooms.announce(info.room, session, info):
-            manager.start_if_announced(info.room)
+            manager.take_announcement(info.room)

@@ -51,14 +51,7 @@ class NixlAnnouncements:
             tp_rank=info.decode_tp_rank,
             item_len=info.dst_kv_item_len,
         )
-        manager = self._manager
-        known = info.agent_name in manager.decode_kv_args_table
-        try:
-            manager._add_remote_peer(info)
-        except Exception:
-            if not known:  # SGLang lists a peer before NIXL has taken it
-                manager.decode_kv_args_table.pop(info.agent_name, None)
-            raise
+        self._manager.peers.add(info)
 
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
@@ -70,4 +63,4 @@ class NixlAnnouncements:
         ranks = manager.transfer_infos.setdefault(info.room, {})
         ranks[info.agent_name] = info
         if manager.rooms.announce(info.room, info.agent_name, info):
-            manager.start_if_announced(info.room)
+            manager.take_announcement(info.room)

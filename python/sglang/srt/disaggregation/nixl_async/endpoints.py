@@ -10,8 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta import deadlines, wire
+from sglang.srt.disaggregation.async_transfer.tickets import Ticket
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.accounting import log_arrived
 from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferInfo
@@ -47,113 +50,106 @@ class DeltaTransferInfo(TransferInfo):
 
 
 class DeltaNixlSender(NixlKVSender):
-    """Fails its own room, never the scheduler, and not before posted transfers have settled."""
+    """Queues a room's chunks, and says what became of them. Holds no transfer itself."""
 
-    #: The manager waits for what this room posted.
-    _buried = False
+    curr_idx: int  # of the upstream class; named for the type checker
+    has_sent: bool
+    chunk_id: int
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
         pp_rank: int,
     ) -> None:  # fmt: skip
+        # First: a room that decode has withdrawn fails while it is being made.
+        self._ticket: Ticket = mgr.tickets.open(bootstrap_room)
+        mgr.transfers.open(bootstrap_room)
+        self._created_at = time.monotonic()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        self._created_at = self._posted_at = time.monotonic()
 
     @override
     def send(
         self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
     ) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.utils import filter_kv_indices_for_cp_rank
 
-        self._settled()
-        if self.is_stopped or not self.kv_mgr.rooms.enter(self.bootstrap_room):
+        if self.is_stopped:
+            return
+        manager, room = self.kv_mgr, self.bootstrap_room
+        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        self.curr_idx = part.stop
+        is_last = part.stop == self.num_kv_indices
+        if manager.enable_all_cp_ranks_for_transfer:
+            kv_indices, part = filter_kv_indices_for_cp_rank(manager, kv_indices, part)
+        elif manager.is_dummy_cp_rank:  # another rank of the context parallel group sends all
+            self._ticket.delivered |= is_last
+            self.has_sent |= is_last
             return
         try:
-            super().send(kv_indices, state_indices)
-        except Exception as error:  # the binding raises bare exceptions of several kinds
-            self.fail(Reason.TRANSPORT, f"NIXL could not post the transfer: {error!r}")
-        self._posted_at = time.monotonic()
-        if self.has_sent:
-            # Stock forgets the room here, and could not fail it any more.
-            self.kv_mgr.request_status.setdefault(self.bootstrap_room, KVPoll.Transferring)
-        self._settled()
-
-    def _states(self) -> list[str]:
-        return [self.kv_mgr.state_of(handle) for handle in self.xfer_handles]
-
-    def _settled(self, states: list[str] | None = None) -> bool:
-        """Whether nothing that was posted is under way; the gate is told so. ``states``: what
-        ``_states`` said just now, where the caller goes by the same."""
-        if states is None:
-            states = self._states()
-        if self._buried or any(state not in ("DONE", "ERR") for state in states):
-            return False
-        self.kv_mgr.rooms.gate.leave(self.bootstrap_room)
-        return True
+            manager.add_transfer_request(
+                room, kv_indices, part, is_last, self.chunk_id,
+                self.aux_index if is_last else None, state_indices if is_last else None,
+            )  # fmt: skip
+        except DeltaMismatch as error:
+            self.fail(Reason.MISMATCH, str(error))
+            return
+        self.chunk_id += 1
+        if is_last:
+            self.has_sent = True
+            manager.advance(room, KVPoll.Transferring)
 
     @override
     def poll(self) -> Any:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        states = self._states()
-        if not self.is_stopped:
-            if "ERR" in states:
-                self.fail(Reason.TRANSPORT, "NIXL reported an error for a posted transfer")
-            else:
-                self._check_deadlines(states)
-        settled = self._settled(states)
+        ticket = self._ticket
+        if not self.is_stopped and not self.has_sent:
+            self._check_announced()
+        if ticket.delivered:
+            return KVPoll.Success  # also if it was stopped after that: decode has it
         if self.is_stopped:
-            if not settled and not self._buried and not self._overdue():
-                return KVPoll.Transferring  # it still reads pages, which must not be freed
-            if self.has_sent and settled and all(state == "DONE" for state in states):
-                return KVPoll.Success  # delivered before it was stopped: decode has it
-            self._bury()
-            return KVPoll.Failed
-        if not self.has_sent:
-            return self.kv_mgr.check_status(self.bootstrap_room)
-        return KVPoll.Success if settled else KVPoll.WaitingForInput
+            # While its pages are read, they must not be freed. (Where nothing was queued, nothing
+            # is read; and the bootstrap queue takes any other answer for "go on".)
+            is_over = ticket.is_over or not self.chunk_id
+            return KVPoll.Failed if is_over else KVPoll.Transferring
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if self.has_sent or (status == KVPoll.Bootstrapping and self._is_initialised):
+            return KVPoll.WaitingForInput
+        return status
 
-    def _overdue(self) -> bool:
-        return time.monotonic() - self._posted_at >= deadlines.transfer_seconds()
+    @property
+    def _is_initialised(self) -> bool:
+        """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
+        return getattr(self, "num_kv_indices", None) is not None
 
-    def _check_deadlines(self, states: list[str]) -> None:
-        """Decode announces a room when it has memory for it, and takes what is sent; not for ever,
-        though."""
+    def _check_announced(self) -> None:
+        """Decode announces a room when it has memory for it; it is not waited for without end."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager, room = self.kv_mgr, self.bootstrap_room
-        if "PROC" in states and self._overdue():
+        if manager.request_status.get(room) != KVPoll.Bootstrapping:
+            return
+        waited = time.monotonic() - self._created_at
+        if waited >= manager.bootstrap_timeout:
             self.fail(
                 Reason.TIMEOUT,
-                f"room {room}: a posted transfer did not settle within "
-                f"{deadlines.transfer_seconds():.0f} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
+                f"room {room}: no decode server announced it within {waited:.0f} s "
+                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
             )
-        elif manager.request_status.get(room) == KVPoll.Bootstrapping:
-            waited = time.monotonic() - self._created_at
-            if waited >= manager.bootstrap_timeout:
-                self.fail(
-                    Reason.TIMEOUT,
-                    f"room {room}: no decode server announced it within {waited:.0f} s "
-                    f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
-                )
-
-    def _bury(self) -> None:
-        """Leave what did not settle to the manager: it cannot be taken back, only waited for."""
-        self._buried |= self.kv_mgr.bury(self.bootstrap_room, self.xfer_handles)
-        self.xfer_handles: list[Any] = []
 
     @override
     def failure_exception(self) -> None:
         # Stock also calls this where the room failed on another rank only.
         self.fail(Reason.PEER_FAILED, "it failed on another prefill rank")
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
+        cause = self._ticket.error
         self.clear()
-        raise RuntimeError(reason)
+        raise RuntimeError(reason) from cause
 
     def clear(self) -> None:
         """Forget the room: called by the scheduler once the request left the in-flight queue."""
-        self._settled()
-        self._bury()
+        self.kv_mgr.transfers.forget(self.bootstrap_room)
+        self.kv_mgr.tickets.close(self.bootstrap_room, self._ticket)
         self.forget()
 
 
@@ -166,17 +162,16 @@ class DeltaNixlReceiver(NixlKVReceiver):
     def poll(self) -> Any:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        if self._servers is None:
-            return super().poll()
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
         status = manager.check_status(room)
         if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
-            manager.collect_arrivals()
+            manager.collect_arrivals_once(room)
             status = KVPoll.WaitingForInput
             if manager.check_transfer_done(room):
                 status = KVPoll.Success
+                log_arrived(room)
             elif time.time() - self.init_time >= manager.waiting_timeout:
                 self._fail(
                     Reason.TIMEOUT,

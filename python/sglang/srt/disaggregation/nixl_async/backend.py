@@ -1,0 +1,294 @@
+"""How NIXL moves a chunk: the backend of a prefill rank's transfer pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.disaggregation.async_transfer.chunk import Chunk
+from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
+from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
+from sglang.srt.disaggregation.delta.accounting import count_moved, count_sent
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.nixl_async import descriptors
+from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load, Pages
+from sglang.srt.disaggregation.nixl_async.descriptors import Form, Rows
+from sglang.srt.disaggregation.nixl_async.layout import Layout, Pair
+from sglang.srt.disaggregation.nixl_async.peers import OURS, Peer, Peers, PreparedLists
+
+_STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
+
+
+@dataclass(eq=False)
+class _Delivery:
+    """What one post of a chunk to one peer took, for the statistics. Seconds."""
+
+    chunk: Chunk
+    peer: str
+    began_at: float
+    build_s: float = 0.0
+    post_s: float = 0.0
+    ended_at: float = 0.0
+    descriptors: int = 0
+    bytes: int = 0
+    #: Handles that are not released.
+    open: int = 0
+    is_broken: bool = False
+
+
+@dataclass(eq=False)
+class _Posted:
+    """A handle of NIXL's, with what keeps it valid and what it belongs to."""
+
+    handle: Any
+    peer: Peer
+    delivery: _Delivery
+    #: NIXL reads the lists that a transfer was selected from.
+    lists: tuple[Any, ...] = field(default=(), repr=False)
+
+
+class NixlBackend:
+    """``async_transfer.interfaces.Backend``; the payload of a chunk is a ``chunks.Load``.
+
+    Each peer gets the chunk's KV, and with the last chunk the state, where the model has one, and
+    the metadata. Nothing waits for anything else: decode counts what has arrived.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        peers: Peers,
+        layout: Layout,
+        stats: AsyncTransferStats,
+        *,
+        writer: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``writer``: ``DeltaManager.writer_id`` of this rank."""
+        self._agent = agent
+        self._peers = peers
+        self._layout = layout
+        self._stats = stats
+        self._writer = writer
+        self._clock = clock
+        self._lists = PreparedLists(agent, OURS)
+
+    # ---- async_transfer.interfaces.Backend ----
+
+    def post(self, chunk: Chunk, peer: str) -> Iterator[_Posted]:
+        """KV, state and metadata of one chunk to one peer."""
+        load: Load = chunk.payload
+        to = load.destinations[peer]
+        began = self._clock()
+        delivery = _Delivery(chunk, peer, began, ended_at=began)
+        known = self._peers.hold(peer)
+        try:
+            yield from self._kv(load, to, known, delivery)
+            if chunk.is_last:
+                if load.state_pages:
+                    yield from self._state(load, to, known, delivery)
+                yield from self._metadata(load, to, known, delivery)
+        finally:
+            self._peers.release(known)
+        delivery.ended_at = self._clock()
+        self._stats.posted(
+            build_s=delivery.build_s,
+            post_s=delivery.post_s,
+            descriptors=delivery.descriptors,
+            moved=delivery.bytes,
+        )
+
+    def state(self, posted: _Posted) -> State:
+        """NIXL raises where the peer is gone, which ends the transfer as any other error does."""
+        try:
+            state = _STATES[self._agent.check_xfer_state(posted.handle)]
+        except Exception as error:
+            posted.delivery.is_broken = True
+            self._drop_if_disconnected(posted.peer, error)
+            raise
+        posted.delivery.is_broken |= state is State.ERROR
+        return state
+
+    def release(self, posted: _Posted) -> None:
+        """Free NIXL's request, and let go of the peer."""
+        delivery = posted.delivery
+        delivery.open -= 1
+        if not delivery.open and not delivery.is_broken:
+            self._log(delivery)
+        try:
+            self._agent.release_xfer_handle(posted.handle)
+        finally:
+            self._peers.release(posted.peer)
+
+    def after_done(self, chunk: Chunk, peer: str) -> Iterable[_Posted]:
+        """Nothing: everything goes with ``post``."""
+        return ()
+
+    # ---- what is sent ----
+
+    def _kv(
+        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        chunk = delivery.chunk
+        note = f"{chunk.room}_kv_{load.chunk_id}_{int(chunk.is_last)}_{self._writer}"
+        if not len(load.pages):
+            self._notify(peer, note, delivery)
+        elif self._layout.sends_whole_pages(peer.info):
+            pair = self._layout.kv(peer.info, to.pool_pages)
+            yield from self._pages(
+                pair, load.pages, to.pages, "VRAM", peer, note, delivery, to.pool_pages is not None
+            )
+        else:
+            yield from self._heads(load.pages, to.pages, peer, note, delivery)
+        if delivery.bytes:  # not where nothing was left to send, or a replica sends it
+            count_sent(chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
+
+    def _state(
+        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        room = delivery.chunk.room
+        if len(load.state_pages) != len(to.state_pages):
+            raise TransferError(
+                Reason.MISMATCH,
+                f"room {room}: {len(load.state_pages)} pages of state, and decode rank "
+                f"{peer.name} listed {len(to.state_pages)}",
+            )
+        source, destination = (
+            np.array(pages, np.int32) for pages in (load.state_pages, to.state_pages)
+        )
+        note = f"{room}_state_{self._writer}"
+        pair = self._layout.state(peer.info)
+        yield from self._pages(pair, source, destination, "VRAM", peer, note, delivery, False)
+
+    def _metadata(
+        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
+        note = f"{delivery.chunk.room}_aux_{self._writer}"
+        pair = self._layout.metadata(peer.info, to.metadata_slots)
+        yield from self._pages(
+            pair, slots[0], slots[1], "DRAM", peer, note, delivery, to.metadata_slots is not None
+        )
+
+    # ---- how it is described and posted ----
+
+    def _pages(
+        self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer, note: str,
+        delivery: _Delivery, may_prepare: bool,
+    ) -> Iterator[_Posted]:  # fmt: skip
+        """Whole slots of a pair of pools, as ranges or selected from the prepared lists."""
+        began = self._clock()
+        try:
+            pair.source.check(source)
+            pair.destination.check(destination)
+        except ValueError as error:
+            raise TransferError(Reason.MISMATCH, str(error)) from error
+        runs = descriptors.runs_of(source, destination)
+        ours = theirs = None
+        if may_prepare:
+            ours = self._lists.get(memory, pair.source)
+            theirs = peer.lists.get(memory, pair.destination)
+        buffers = len(pair.source.bases)
+        form = descriptors.choose(
+            buffers=buffers,
+            pages=len(source),
+            runs=len(runs),
+            has_prepared=ours is not None and theirs is not None,
+        )
+        delivery.descriptors += buffers * len(runs)
+        delivery.bytes += len(source) * sum(pair.source.item_lens)
+        if form is Form.RANGES:
+            rows = descriptors.ranges(pair.source, pair.destination, runs)
+            yield from self._ranges(*rows, memory, peer, note, delivery, began)
+            return
+        handle = self._agent.make_prepped_xfer(
+            "WRITE",
+            ours,
+            descriptors.select(pair.source, source),
+            theirs,
+            descriptors.select(pair.destination, destination),
+            note.encode("ascii"),
+        )
+        yield from self._start(handle, peer, delivery, began, (ours, theirs))
+
+    def _heads(
+        self, source: Pages, destination: Pages, peer: Peer, note: str, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        """Some heads of every token, to a rank of another tensor parallel size."""
+        began = self._clock()
+        rows = self._layout.head_rows(peer.info, source, destination)
+        if rows is None:
+            self._notify(peer, note, delivery)
+            return
+        delivery.descriptors += len(rows[0])
+        delivery.bytes += int(rows[0][:, 1].sum())
+        yield from self._ranges(*rows, "VRAM", peer, note, delivery, began)
+
+    def _ranges(
+        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, note: str, delivery: _Delivery,
+        began: float,
+    ) -> Iterator[_Posted]:  # fmt: skip
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs(ours, memory),
+            agent.get_xfer_descs(theirs, memory),
+            peer.name,
+            note.encode("ascii"),
+        )
+        yield from self._start(handle, peer, delivery, began, ())
+
+    def _start(
+        self, handle: Any, peer: Peer, delivery: _Delivery, began: float, lists: tuple[Any, ...]
+    ) -> Iterator[_Posted]:
+        if not handle:
+            raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
+        built = self._clock()
+        delivery.build_s += built - began
+        posted = _Posted(handle, self._peers.hold(peer.name), delivery, lists)
+        delivery.open += 1
+        # First: what is in flight is waited for and released, also if posting raises half way.
+        yield posted
+        began = self._clock()
+        try:
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            self._drop_if_disconnected(peer, error)
+            raise
+        delivery.post_s += self._clock() - began
+        if state == "ERR":
+            raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")
+
+    def _notify(self, peer: Peer, note: str, delivery: _Delivery) -> None:
+        """NIXL refuses a transfer of nothing; but decode waits for each writer's last chunk."""
+        began = self._clock()
+        try:
+            self._agent.send_notif(peer.name, note.encode("ascii"))
+        except Exception as error:
+            self._drop_if_disconnected(peer, error)
+            raise
+        delivery.post_s += self._clock() - began
+
+    def _drop_if_disconnected(self, peer: Peer, error: Exception) -> None:
+        """NIXL never reaches a peer again that it lost: it has to register anew."""
+        if type(error).__name__ == "nixlRemoteDisconnectError":
+            self._peers.forget(peer.name)
+
+    def _log(self, delivery: _Delivery) -> None:
+        chunk = delivery.chunk
+        count_moved(
+            chunk.room,
+            delivery.peer,
+            chunk=chunk.payload.chunk_id,
+            is_last=chunk.is_last,
+            queue_s=delivery.began_at - chunk.enqueued_at,
+            build_s=delivery.build_s,
+            post_s=delivery.post_s,
+            wire_s=self._clock() - delivery.ended_at,
+            descriptors=delivery.descriptors,
+            moved=delivery.bytes,
+        )

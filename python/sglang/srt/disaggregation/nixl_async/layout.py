@@ -1,0 +1,172 @@
+"""Where KV, state and metadata lie on this rank, and where on a decode rank: pairs of pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
+from sglang.srt.disaggregation.delta import heads
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.nixl_async.descriptors import Pages, Pool, Rows, check_pair
+
+#: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
+#: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
+UNKNOWN_SLOTS = 2**31
+
+#: State of a hybrid model that lies in pages, as KV does.
+PAGED_STATE = ("swa", "nsa")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same buffers on either side, in one order."""
+
+    source: Pool
+    destination: Pool
+
+    def __post_init__(self) -> None:
+        check_pair(self.source, self.destination)
+
+
+class Layout:
+    """Reads SGLang's ``KVArgs`` of this rank and what a decode rank registered. Keeps nothing."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._ours = manager.kv_args
+
+    def sends_whole_pages(self, info: Any) -> bool:
+        """Whether a decode rank has the same heads of every token as this rank."""
+        manager = self._manager
+        return bool(manager.is_mla_backend or info.decode_tp_size == manager.attn_tp_size)
+
+    def kv(self, info: Any, slots: int | None) -> Pair:
+        """KV pools of whole pages. ``slots``: pages of the decode rank's pool, if it said so."""
+        ours = self._ours
+        source, destination = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
+        return self._pair(
+            source,
+            destination,
+            ours.kv_item_lens,
+            ours.kv_data_lens[0] // ours.kv_item_lens[0],
+            slots,
+            info.gpu_id,
+        )
+
+    def metadata(self, info: Any, slots: int | None) -> Pair:
+        """Metadata buffers; always in host memory."""
+        ours = self._ours
+        return self._pair(
+            ours.aux_data_ptrs,
+            info.dst_aux_ptrs,
+            ours.aux_item_lens,
+            ours.aux_data_lens[0] // ours.aux_item_lens[0],
+            slots,
+            None,
+        )
+
+    def state(self, info: Any) -> Pair:
+        """State of a hybrid model.
+
+        Raises:
+            TransferError: it is of a kind, or between tensor parallel sizes, that is not served.
+        """
+        ours, kind = self._ours, getattr(self._ours, "state_type", "none")
+        same_size = info.decode_tp_size == self._manager.attn_tp_size
+        if kind not in (*PAGED_STATE, "mamba"):
+            raise TransferError(Reason.MISMATCH, f"NIXL moves no state of the kind {kind!r}")
+        if not same_size and not (kind in PAGED_STATE and self._manager.is_mla_backend):
+            raise TransferError(
+                Reason.MISMATCH,
+                f"state of the kind {kind!r} needs one tensor parallel size, not "
+                f"{self._manager.attn_tp_size} on prefill and {info.decode_tp_size} on decode",
+            )
+        source, destination = ours.state_data_ptrs, info.dst_state_data_ptrs
+        if kind in PAGED_STATE:
+            source, destination = self._buffers(source, destination)
+        lens = ours.state_item_lens
+        return self._pair(
+            source, destination, lens, ours.state_data_lens[0] // lens[0], None, info.gpu_id
+        )
+
+    def head_rows(self, info: Any, source: Pages, destination: Pages) -> tuple[Rows, Rows] | None:
+        """(address, length, device) on either side of the heads that this rank sends of these
+        pages to a rank of another tensor parallel size; None where a replica sends them.
+
+        Stock divides by zero where there are fewer KV heads than ranks, and cuts values by the
+        length of keys.
+        """
+        manager, ours = self._manager, self._ours
+        size, theirs = manager.attn_tp_size, info.decode_tp_size
+        total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * size
+        plan = heads.plan_heads(
+            ours.engine_rank % size, size, info.decode_tp_rank % theirs, theirs, total
+        )
+        if not plan.count:
+            return None
+        from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
+        layers = len(from_) // 2
+        halves = []
+        for first in (0, layers):  # keys, then values
+            item_len = ours.kv_item_lens[first]
+            sources, destinations, length = heads.slice_descriptors(
+                from_[first : first + layers],
+                to[first : first + layers],
+                source,
+                destination,
+                page=ours.page_size,
+                source_item_len=item_len,
+                # Decode tells the length of its keys; values differ as they do here.
+                destination_item_len=info.dst_kv_item_len * item_len // ours.kv_item_lens[0],
+                head_bytes=item_len // ours.page_size // ours.kv_head_num,
+                plan=plan,
+            )
+            halves.append((sources, destinations, np.full_like(sources, length)))
+        sources, destinations, lengths = (
+            np.concatenate(column) for column in zip(*halves, strict=True)
+        )
+        return (
+            np.column_stack((sources, lengths, np.full_like(sources, ours.gpu_id))),
+            np.column_stack((destinations, lengths, np.full_like(sources, info.gpu_id))),
+        )
+
+    def _buffers(
+        self, source: Sequence[int], destination: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Addresses of this pipeline stage's buffers on either side: keys of all layers, then
+        values; or the latent buffers."""
+        if self._manager.is_mla_backend:
+            ours, theirs, layers = self._manager.get_mla_kv_ptrs_with_pp(source, destination)
+            return list(ours[:layers]), list(theirs[:layers])
+        keys, values, their_keys, their_values, layers = self._manager.get_mha_kv_ptrs_with_pp(
+            source, destination
+        )
+        return (
+            [*keys[:layers], *values[:layers]],
+            [*their_keys[:layers], *their_values[:layers]],
+        )
+
+    def _pair(
+        self,
+        source: Sequence[int],
+        destination: Sequence[int],
+        item_lens: Sequence[int],
+        source_slots: int,
+        destination_slots: int | None,
+        their_device: int | None,
+    ) -> Pair:
+        lens = tuple(item_lens)
+        in_host_memory = their_device is None
+        try:
+            return Pair(
+                Pool(tuple(source), lens, source_slots, 0 if in_host_memory else self._ours.gpu_id),
+                Pool(
+                    tuple(destination), lens, destination_slots or UNKNOWN_SLOTS, their_device or 0
+                ),
+            )
+        except ValueError as error:
+            raise TransferError(Reason.MISMATCH, str(error)) from error

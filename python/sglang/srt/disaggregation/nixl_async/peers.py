@@ -1,0 +1,140 @@
+"""The decode ranks that NIXL knows, and the lists that were prepared for each of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.nixl_async import descriptors
+from sglang.srt.disaggregation.nixl_async.descriptors import Pool
+
+logger = logging.getLogger(__name__)
+
+#: NIXL's name for the side that starts transfers.
+OURS = "NIXL_INIT_AGENT"
+
+
+class PreparedLists:
+    """The prepared lists of one side; one for each kind of memory, made when it is first asked for.
+
+    A list is released when the last user of its handle lets go of it: NIXL's handles release
+    themselves, once.
+    """
+
+    def __init__(self, agent: Any, name: str) -> None:
+        """``name``: the peer's, or ``OURS``."""
+        self._agent = agent
+        self._name = name
+        self._lock = threading.Lock()
+        self._lists: dict[str, tuple[Pool, Any]] = {}
+
+    def get(self, memory: str, pool: Pool) -> Any | None:
+        """The handle of a list with every slot of ``pool``, or None where it cannot be prepared.
+
+        ``memory``: NIXL's name of the kind. A second pool of one kind is not prepared: a peer that
+        says something else each time must not fill the memory here.
+        """
+        with self._lock:
+            if memory not in self._lists:
+                self._lists[memory] = (pool, self._prepare(memory, pool))
+            prepared_for, handle = self._lists[memory]
+            return handle if prepared_for == pool else None
+
+    def _prepare(self, memory: str, pool: Pool) -> Any | None:
+        try:
+            rows: npt.NDArray[np.uint64] = descriptors.prepared_strided(pool)
+            try:
+                return self._agent.prep_xfer_dlist(self._name, rows, memory)
+            except (ValueError, TypeError):  # an older NIXL knows no strided form
+                rows = descriptors.prepared(pool)
+                return self._agent.prep_xfer_dlist(self._name, rows, memory)
+        except Exception as error:  # bindings raise what they like
+            logger.warning(
+                "NIXL could not prepare %d buffers of %s (%r); ranges are built instead",
+                len(pool.bases),
+                "this rank" if self._name == OURS else f"decode rank {self._name}",
+                error,
+            )
+            return None
+
+
+class Peer:
+    """One decode rank, from its registration until nobody uses it any more."""
+
+    def __init__(self, agent: Any, info: Any) -> None:
+        self.name: str = info.agent_name
+        #: What it registered: SGLang's ``KVArgsRegisterInfo``.
+        self.info = info
+        self.lists = PreparedLists(agent, self.name)
+        #: Transfers to it that are not released.
+        self.users = 0
+        self.forgotten = False
+
+
+class Peers:
+    """All decode ranks of a prefill rank. Used by the reader thread and by transfer workers.
+
+    A rank is published in ``table`` (SGLang's ``decode_kv_args_table``, by name) when NIXL has
+    taken it, not before. NIXL is told to forget one only when nothing is under way to it.
+    """
+
+    def __init__(self, agent: Any, table: dict[str, Any]) -> None:
+        self._agent = agent
+        self._table = table
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+
+    def add(self, info: Any) -> None:
+        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind."""
+        with self._lock:
+            known = self._peers.get(info.agent_name)
+            if known is None:
+                self._agent.add_remote_agent(info.agent_metadata)
+                known = self._peers[info.agent_name] = Peer(self._agent, info)
+            known.forgotten = False
+            self._table[known.name] = known.info
+
+    def hold(self, name: str) -> Peer:
+        """The peer, for one transfer, to be given back with ``release``.
+
+        Raises:
+            TransferError: it is not known, or not any more.
+        """
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is None or peer.forgotten:
+                raise TransferError(
+                    Reason.PEER_LOST, f"decode rank {name} is not registered here any more"
+                )
+            peer.users += 1
+            return peer
+
+    def release(self, peer: Peer) -> None:
+        """One transfer to it is over."""
+        with self._lock:
+            peer.users -= 1
+            self._remove_if_unused(peer)
+
+    def forget(self, name: str) -> None:
+        """It gives no sign any more: nothing new is sent to it."""
+        with self._lock:
+            self._table.pop(name, None)
+            peer = self._peers.get(name)
+            if peer is not None:
+                peer.forgotten = True
+                self._remove_if_unused(peer)
+
+    def _remove_if_unused(self, peer: Peer) -> None:
+        if not peer.forgotten or peer.users or self._peers.get(peer.name) is not peer:
+            return
+        del self._peers[peer.name]
+        try:
+            self._agent.remove_remote_agent(peer.name)
+        except Exception as error:  # the others are served all the same
+            logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)
