@@ -1,0 +1,276 @@
+"""The write pipeline: what is written, when, and what a store that fails does to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import check, check_idle, nodes
+from sglang.srt.mem_cache.buffer_only.intents import EVICTED, FULL, UNCOVERED
+from sglang.srt.mem_cache.buffer_only.stage import Direction
+
+
+def stored(cache: Cache) -> list[int]:
+    """Stored tokens of every node, front to back."""
+    return [node.stored for node in sorted(nodes(cache.tree), key=lambda x: x.hash_value[0])]
+
+
+def test_staging_pages_are_free_when_the_store_has_answered():
+    """Freed at submission, a zero-copy store would write what the next transfer put there; freed
+    at eviction of the node, they would starve the stage."""
+    cache = Cache()
+    cache.compute(prompt(1, 3))
+    cache.step()
+    assert cache.stage.used(Direction.WRITE) == 3  # copied, and handed to the lane in the next step
+    cache.step(work=False)
+    assert cache.stage.used(Direction.WRITE) == 3
+    cache.step(work=False)
+    assert cache.stage.used(Direction.WRITE) == 3, "the lane has not written yet"
+    cache.work()
+    assert cache.stage.used(Direction.WRITE) == 3, "freed off the scheduler thread"
+    cache.step(work=False)
+    assert cache.stage.used() == 0 and not cache.store.disturbed
+    check_idle(cache)
+
+
+def test_a_node_may_be_evicted_while_the_store_writes_it():
+    """The lock is for the copy alone: a slow store must not pin the device pool."""
+    cache = Cache()
+    cache.compute(prompt(1, 3))
+    cache.step(work=False)
+    assert cache.tree.protected_size() == 3 * PAGE and cache.evict(100) == 0
+    cache.step(work=False)
+    assert cache.tree.protected_size() == 0 and cache.evict(100) == 3 * PAGE
+    cache.settle()
+    check_idle(cache)
+    assert len(cache.store.content) == 3
+
+
+def test_a_prompt_larger_than_the_stage_is_cut():
+    """An oversize write at the head of the queue would block everything behind it for ever."""
+    cache = Cache(pages=8)
+    cache.compute(prompt(1, 20))
+    cache.compute(prompt(2, 2))
+    cache.settle()
+    check_idle(cache)
+    assert len(cache.store.content) == 22 and cache.stage.peak <= 8
+
+
+def test_many_nodes_take_one_copy():
+    """A launch for each node of each step would cost more than the copies."""
+    cache = Cache(pages=64)
+    launches = 0
+    start_writing = cache.tree.cache_controller.start_writing
+
+    def count() -> None:
+        nonlocal launches
+        launches += 1
+        start_writing()
+
+    cache.tree.cache_controller.start_writing = count
+    for number in range(10):
+        cache.compute(prompt(number, 2))
+    cache.step()
+    assert launches == 1 and len(cache.buffer.writes.intents) == 0
+    cache.settle()
+    assert len(cache.store.content) == 20
+
+
+def test_the_same_node_is_queued_once():
+    """Each request that passes a node presents it, and all above it, again."""
+    cache = Cache()
+    tokens = prompt(1, 2)
+    for _ in range(50):
+        cache.compute(tokens)
+    assert len(cache.buffer.writes.intents) == 1
+    cache.step()
+    for _ in range(50):
+        cache.compute(tokens)
+    assert len(cache.buffer.writes.intents) == 0
+    cache.settle()
+    sets = [keys for method, keys in cache.store.calls if method == "batch_set_v1"]
+    assert len(sets) == 1
+
+
+def test_the_queue_is_bounded_and_says_what_it_dropped():
+    """A store slower than the device must not grow a list without end."""
+    cache = Cache(tokens=12 * PAGE)
+    gate = prompt(99, 4)
+    for number in range(40):
+        cache.compute(prompt(number, 4))
+        check(cache)
+    intents = cache.buffer.writes.intents
+    assert intents.tokens <= 2 * 12 * PAGE
+    assert intents.dropped[EVICTED] > 0, "what was evicted meanwhile is no longer queued"
+    assert cache.compute(gate) == 0
+    cache.settle()
+    check_idle(cache)
+
+
+def test_the_bound_itself():
+    """Nothing evicts, so that the bound is what drops; twice the device pool, in tokens."""
+    cache = Cache()
+    intents = cache.buffer.writes.intents
+    assert intents.max_tokens == 2 * cache.device.size
+    intents.max_tokens = 3 * PAGE
+    cache.compute(prompt(1, 3))
+    cache.compute(prompt(2, 2, base=prompt(1, 3)))
+    assert len(intents) == 1 and intents.dropped[FULL] == 2 * PAGE
+    check(cache)
+    cache.settle()
+    # Presented again, now there is room.
+    cache.compute(prompt(2, 2, base=prompt(1, 3)))
+    cache.settle()
+    assert len(cache.store.content) == 5
+    check_idle(cache)
+
+
+def test_parents_are_written_before_children():
+    """A page whose prefix is missing is out of reach of every query."""
+    cache = Cache(pages=8, hicache_write_policy="write_through")
+    base = prompt(1, 6)
+    cache.compute(base[: 3 * PAGE], chunked=True)  # a chunk: presented with the next insert only
+    cache.compute(base)
+    cache.compute(prompt(2, 3, base=base))
+    cache.settle()
+    order = [key for method, keys in cache.store.calls if method == "batch_set_v1" for key in keys]
+    expected: list[str] = []
+    node = cache.match(prompt(2, 3, base=base)).last_device_node
+    while node.parent is not None:
+        expected = [*node.hash_value, *expected]
+        node = node.parent
+    # One page stays: the match is of whole pages.
+    assert order == expected
+
+
+def test_a_failed_parent_cancels_what_waits_below_it():
+    """Written all the same, the child would be dead weight in the store; both are written when a
+    request comes by again."""
+    cache = Cache(pages=4)  # two pages of writes, one at a time
+    base = prompt(1, 1)
+    cache.store.fail("batch_set_v1")
+    cache.compute(base)
+    cache.step()
+    cache.compute(prompt(2, 8, base=base))
+    cache.settle()
+    assert cache.buffer.writes.intents.dropped[UNCOVERED] > 0
+    assert not any(node.storage_backed for node in nodes(cache.tree) if len(node.key) > PAGE)
+    check_idle(cache)
+    cache.compute(prompt(2, 8, base=base))
+    cache.settle()
+    assert all(node.storage_backed for node in nodes(cache.tree))
+    assert len(cache.store.content) == 9
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_only_leading_durable_pages_count(good: int):
+    """Page number ``good`` of three fails, the one after it is written: a node counts as stored only
+    up to the hole, and is written again from there."""
+    cache = Cache()
+    cache.store.answer("batch_set_v1", lambda r: [at != good for at in range(len(r))])
+    cache.compute(prompt(1, 3))
+    cache.settle()
+    (node,) = nodes(cache.tree)
+    assert node.stored == good * PAGE and not node.storage_backed and not node.storage_ready
+    check_idle(cache)
+    cache.compute(prompt(1, 3))
+    cache.settle()
+    assert node.storage_backed
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+@pytest.mark.parametrize("state", ["queued", "copying", "writing", "answered", "settled"])
+def test_split_at_every_page_in_every_state(cut: int, state: str):
+    """Whatever a split does to a node on its way, every page of the chain ends in the store, and
+    both halves know it."""
+    cache = Cache(pages=16)
+    cache.compute(prompt(1, 5))
+    steps = ["queued", "copying", "writing", "answered", "settled"].index(state)
+    for at in range(steps):
+        cache.step(work=at == 3)
+    cache.match(prompt(1, 5)[: cut * PAGE])
+    assert len(nodes(cache.tree)) == 2
+    check(cache)
+    cache.settle()
+    assert len(cache.store.content) == 5 and all(n.storage_backed for n in nodes(cache.tree))
+    check_idle(cache)
+
+
+def test_one_half_of_a_split_node_is_evicted_while_queued():
+    """The front half must still be written, and what was lost must not be looked for."""
+    cache = Cache(pages=16)
+    cache.compute(prompt(1, 5))
+    cache.match(prompt(1, 5)[: 2 * PAGE])
+    assert cache.evict(1) == 3 * PAGE
+    check(cache)
+    assert cache.buffer.writes.intents.dropped[EVICTED] == 3 * PAGE
+    cache.settle()
+    assert len(cache.store.content) == 2
+    check_idle(cache)
+
+
+def test_evicted_and_inserted_again_while_being_written():
+    """The acknowledgement of the first writing must not be taken for that of the second node."""
+    cache = Cache()
+    tokens = prompt(1, 3)
+    cache.compute(tokens)
+    cache.step(work=False)
+    cache.step(work=False)
+    assert cache.evict(100) == 3 * PAGE
+    cache.store.fail("batch_set_v1", call=2)
+    cache.compute(tokens)
+    cache.settle()
+    assert stored(cache) == [0], "the second writing failed"
+    check_idle(cache)
+
+
+def test_nodes_that_wait_to_be_written_are_evicted_last():
+    """A prefix seen for the first time would be lost if it went before those in the store."""
+    cache = Cache()
+    cache.compute(prompt(1, 2))
+    cache.settle()
+    cache.compute(prompt(2, 2))
+    cache.compute(prompt(1, 2))  # newer than the one that waits
+    cache.evict(2 * PAGE)
+    assert cache.held_tokens(prompt(2, 2)) == 2 * PAGE and cache.held_tokens(prompt(1, 2)) == 0
+
+
+def test_namespaces_have_keys_of_their_own():
+    """Two tenants with the same prompt must never read each other's pages, and a server without
+    namespaces must find the pages of one that knows none."""
+    cache = Cache()
+    tokens = prompt(1, 3)
+    keys = {}
+    for extra_key in (None, "a", "b"):
+        before = set(cache.store.content)
+        cache.serve(f"rid {extra_key}", tokens, extra_key)
+        cache.settle()
+        keys[extra_key] = set(cache.store.content) - before
+        check(cache)
+    assert [len(found) for found in keys.values()] == [3, 3, 3]
+    plain = cache.match(tokens).last_device_node
+    assert keys[None] == set(plain.hash_value) | set(plain.parent.hash_value)
+    cache.flush()
+    for extra_key in ("b", None, "a"):
+        assert cache.serve(f"again {extra_key}", tokens, extra_key) == 2 * PAGE
+    assert cache.serve("c", tokens, "c") == 0
+    cache.settle()
+    check_idle(cache)
+
+
+def test_the_store_is_cleared():
+    """What was stored is not any more; a write under way does not bring the belief back."""
+    cache = Cache()
+    cache.compute(prompt(1, 2))
+    cache.settle()
+    cache.compute(prompt(2, 2))
+    cache.step(work=False)
+    cache.step()
+    assert cache.tree.clear_storage_backend()
+    cache.settle()
+    assert not any(node.storage_backed for node in nodes(cache.tree))
+    check_idle(cache)
+    cache.compute(prompt(1, 2))
+    cache.settle()
+    assert len(cache.store.content) >= 2 and cache.match(prompt(1, 2)).last_device_node.storage_ready
