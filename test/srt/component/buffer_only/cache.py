@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.buffer_only.agreement import alone
 from sglang.srt.mem_cache.buffer_only.parts import Parts
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.read_state import Read, State
+from sglang.srt.mem_cache.buffer_only.stage import Lease
 from sglang.srt.mem_cache.buffer_only.store import PageStore
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -90,7 +91,9 @@ class Cache:
         fresh |= {"store": PageStore(guard, PAGE), "make_lane": lanes, "settings": limits}
         self.buffer = self.tree.buffer = Pipelines(Parts(**fresh), reduce_min, lambda: self.now)
         self.stage = self.buffer.parts.stage
-        self.held: dict[str, Any] = {}
+        #: Staging pages that the test itself holds, and whether its copies last.
+        self.hogs: list[Lease] = []
+        self.slow = False
 
     def _tree(self, args: Any, rank: int) -> Any:
         names = {
@@ -138,6 +141,23 @@ class Cache:
             if not self.buffer.busy and not self.stage.used():
                 return
         raise AssertionError(f"still busy: {self.describe()}")
+
+    def settle_until_done(self, rid: str) -> None:
+        """Steps until the read of ``rid`` has ended, or is only waiting to be claimed."""
+        for _ in range(100):
+            if self.state(rid) in (None, State.DONE):
+                return
+            self.step()
+        raise AssertionError(f"{rid} is never done: {self.describe()}")
+
+    def settle_until_ready(self, rid: str) -> None:
+        """Steps until the scheduler may admit ``rid``, and the end of what that left."""
+        self.settle_until_done(rid)
+        assert self.tree.check_prefetch_progress(rid)
+        self.settle()
+
+    def store_calls(self, method: str) -> int:
+        return sum(name == method for name, _ in self.store.calls)
 
     def describe(self) -> str:
         reads = [(read.rid, read.state.name) for read in self.buffer.reads.live]

@@ -89,6 +89,7 @@ def _check_stage(cache: Cache) -> None:
     reads, writes, stage = cache.buffer.reads, cache.buffer.writes, cache.stage
     assert stage.problems() == []
     leases = [read.lease for read in reads.live if read.lease is not None]
+    leases += cache.hogs
     leases += [load.lease for load in reads.loads] + [op.lease for op in writes.ops]
     assert len(leases) == len(set(leases)) and set(leases) == stage.leases
     for direction, share in stage.shares.items():
