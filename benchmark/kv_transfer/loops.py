@@ -53,9 +53,10 @@ def run_round(
     probe.take()
     cpu, began = time.process_time(), time.monotonic()
     while (waiting or active) and time.monotonic() - began < limit_s:
+        turn = time.monotonic()
         while waiting and len(active) < in_flight:
             plan = waiting.popleft()
-            times = active[plan.room] = RoomTimes(plan.room, plan.peer, began=time.monotonic())
+            times = active[plan.room] = RoomTimes(plan.room, plan.peer, began=turn)
             try:
                 _send(senders[plan.room], plan, times, probe)
             except Exception as error:  # libraries raise bare exceptions of several kinds

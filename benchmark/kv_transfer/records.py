@@ -71,6 +71,8 @@ class RoomTimes:
 
     room: int
     peer: int
+    #: When the loop turned to the rooms that were sent together with this one: who comes later
+    #: among them waits for the ``send`` calls of the others.
     began: float = 0.0
     ended: float = 0.0
     #: What each call of ``send`` took.
@@ -83,7 +85,7 @@ class RoomTimes:
 
     @property
     def total(self) -> float:
-        """From the call of ``send`` until prefill sees that it is done."""
+        """From ``began`` until prefill sees that it is done."""
         return self.ended - self.began
 
 

@@ -28,7 +28,7 @@ class Summary:
     describe: Spread
     post: Spread
     wire: Spread
-    #: A room, from its first ``send`` until prefill sees that it is done.
+    #: A room, from its turn (``RoomTimes.began``) until prefill sees that it is done.
     total: Spread
     #: The same until decode sees it.
     arrival: Spread

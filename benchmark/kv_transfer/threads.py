@@ -22,6 +22,11 @@ def cpu_of(stat: str) -> float:
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
+def cpu_of_tick() -> float:
+    """Seconds of a clock tick."""
+    return _TICK_S
+
+
 def native_name(stat: str) -> str:
     """The kernel's name of the thread."""
     return stat.partition("(")[2].rpartition(")")[0]

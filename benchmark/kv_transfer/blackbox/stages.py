@@ -59,7 +59,8 @@ class RoomStages:
     """Tokens that decode had in its tree, and prefill did not send."""
     chunks: int = 0
     bootstrap_s: float | None = None
-    """From decode's reservation of pages until prefill knows them."""
+    """From decode's announcement of its pages until prefill knows them all. Below zero where prefill
+    was quicker to read it than decode to note that it is out."""
     prefill_s: float | None = None
     """From then until the last chunk is handed to the transfer workers: waiting for the scheduler
     and the forward passes, while which earlier chunks are already under way."""
@@ -71,7 +72,7 @@ class RoomStages:
     """From prefill seeing the last chunk done until decode knows that the room is complete. Below
     zero where decode saw it first: each side looks in its own rhythm."""
     total_s: float | None = None
-    """From the reservation of pages until decode knows that the room is complete."""
+    """From the announcement until decode knows that the room is complete."""
 
 
 def read(folder: Path) -> list[Event]:

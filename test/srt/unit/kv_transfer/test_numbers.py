@@ -1,0 +1,132 @@
+"""From rounds to numbers: percentiles, shares, constants; on inputs whose answer is known."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmark.kv_transfer import choice, output, summary, threads
+from benchmark.kv_transfer.forms import Chunk
+from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
+
+
+def room(number: int, total: float, outcome: str = "done", peer: int = 0) -> RoomTimes:
+    """A room that took ``total`` seconds, and decode a tenth more to see it."""
+    ended = 100.0 + total
+    arrived = 100.0 + total * 1.1 if outcome == "done" else 0.0
+    return RoomTimes(number, peer, 100.0, ended, [total / 10], outcome, arrived=arrived)
+
+
+def kv(build: float | None, wire: float | None = 2.0) -> Transfer:
+    """A transfer of 7 descriptors."""
+    return Transfer(1, False, 7, 0.1, build, 1.0, wire)
+
+
+def test_numbers_of_known_rounds() -> None:
+    """Failed rooms counted as fast ones, metadata counted as KV, or rates over the wrong time."""
+    rounds = [
+        Round([room(1, 1.0), room(2, 3.0)], [kv(0.5), kv(1.5)], 4.0, 1.0, 10**9, 0.5),
+        Round(
+            [room(3, 2.0), room(4, 0.001, "failed")],
+            [kv(1.0), Transfer(3, True, 10, 9.0, 9.0, 9.0, 9.0)],
+            1.0,
+            2.0,
+            10**9,
+            0.5,
+        ),
+    ]
+    found = summary.summarize(rounds)
+    assert (found.rooms, found.failed) == (4, 1)
+    assert (found.total.p50, found.build.p50, found.post.p99) == (2.0, 1.0, 1.0)
+    assert found.total.p99 == pytest.approx(2.98)
+    assert found.arrival.p50 == pytest.approx(2.2)
+    assert found.descriptors == 7
+    assert found.gb_per_s == pytest.approx(2 / 5)
+    assert found.cpu_s_per_gb == pytest.approx(1.5)
+    assert found.peer_cpu_s_per_gb == pytest.approx(0.5)
+    assert found.room_bytes == pytest.approx(2e9 / 3)
+    assert found.tail == pytest.approx(1.49)
+
+
+def test_a_stage_that_an_arm_cannot_tell_is_no_number() -> None:
+    """Zeros for stages that were not measured."""
+    found = summary.summarize([Round([room(1, 1.0)], [kv(None, None)], 1.0, 1.0, 10**9)])
+    assert math.isnan(found.build.p50) and math.isnan(found.wire.p99)
+    assert output.p50_p99(found.build, 1e-3) == "-"
+
+
+def test_nothing_arrived() -> None:
+    """A division by zero where every room failed."""
+    found = summary.summarize([Round([room(1, 1.0, "failed")], [], 1.0, 1.0, 0)])
+    assert found.failed == 1 and math.isnan(found.total.p50) and math.isnan(found.gb_per_s)
+
+
+def test_rooms_of_some_peers() -> None:
+    """The stopped peer's rooms among those of the others."""
+    rounds = [Round([room(1, 1.0), room(2, 9.0, peer=3), room(3, 8.0, "failed")], [], 1, 1, 1)]
+    assert summary.totals(rounds, peers=[0, 1, 2]) == [1.0]
+    assert [times.room for times in summary.of_peer(rounds, 3)] == [2]
+
+
+def test_thread_groups() -> None:
+    """NIXL's own threads charged to the workers, or the other way round."""
+    uses = [ThreadUse("kv-transfer-0", 0.5), ThreadUse("native python", 2.0), ThreadUse("x", 1.0)]
+    assert summary.thread_groups(uses, 10.0) == {
+        "workers": 0.05,
+        "other Python threads": 0.1,
+        "native threads": 0.2,
+    }
+
+
+def test_cpu_time_of_a_thread_with_spaces_in_its_name() -> None:
+    """Fields counted from the wrong place."""
+    fields = ["S"] + ["0"] * 10 + ["150", "50"] + ["0"] * 30
+    stat = f"42 (tricky) name) {' '.join(fields)}"
+    ticks = 200
+    assert threads.cpu_of(stat) == pytest.approx(ticks * threads.cpu_of_tick())
+    assert threads.native_name(stat) == "tricky) name"
+
+
+def costs(ranges_each: float, shared: float) -> choice.Table:
+    """Builds that follow the model exactly: 50 + a n, and 10 + 0.01 pages + c runs."""
+    table = {}
+    for buffers in (8, 64):
+        for pages in (16, 64, 256):
+            for run in (1, 4, 16):
+                chunk = Chunk(buffers, pages, run)
+                runs, all_pages = buffers * pages // run, buffers * pages
+                by_ranges = 50 + ranges_each * runs
+                by_lists = 10 + 0.01 * all_pages + shared * runs
+                table["ranges", chunk] = choice.Medians(by_ranges, 1.0)
+                table["strided", chunk] = choice.Medians(by_lists, 1.0)
+    return table
+
+
+def test_constants_are_found_again() -> None:
+    """A fit that gives other constants than the costs were made of."""
+    table = costs(ranges_each=0.3, shared=0.1)
+    found = choice.fit(table)
+    assert found.ranges_fixed == pytest.approx(50) and found.ranges_each == pytest.approx(0.2)
+    assert found.prepared_fixed == pytest.approx(10)
+    assert found.prepared_each == pytest.approx(0.01)
+    right, of, dearer = choice.judge(found, table)
+    assert (right, of, dearer) == (18, 18, 0.0)
+
+
+def test_a_bad_choice_is_seen() -> None:
+    """A judge that praises any constants."""
+    always_ranges = choice.Constants(0.0, 0.0, 1e9, 0.0)
+    right, of, dearer = choice.judge(always_ranges, costs(ranges_each=0.3, shared=0.1))
+    assert right < of and dearer > 0.1
+
+
+def test_no_number_is_null_and_floats_are_short() -> None:
+    """JSON lines that no reader takes."""
+    text = json.dumps(output.plain({"a": math.nan, "b": [1 / 3], "c": summary.spread([1.0])}))
+    assert json.loads(text) == {
+        "a": None,
+        "b": [0.333333],
+        "c": {"p50": 1.0, "p90": 1.0, "p99": 1.0},
+    }

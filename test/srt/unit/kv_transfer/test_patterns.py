@@ -1,0 +1,95 @@
+"""Page patterns of the KV transfer benchmark: overlapping or merged pages would flatter an arm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark.kv_transfer import patterns
+
+counts = st.integers(1, 60)
+
+
+@given(count=counts, rooms=st.integers(1, 6), pattern=st.sampled_from(patterns.PATTERNS))
+def test_rooms_share_no_page(count: int, rooms: int, pattern: str) -> None:
+    """Two rooms under way that write one page, or page 0, which no request owns."""
+    pages = np.concatenate(patterns.pages_for(pattern, count, rooms, seed=3))
+    assert sorted(pages) == list(range(1, rooms * count + 1))
+
+
+def test_contiguous_rooms_are_one_run_and_scattered_ones_many() -> None:
+    """A "scattered" load whose neighbours the library merges."""
+    (plain,) = patterns.plan_rooms(
+        first_room=1, rooms=1, peers=1, pages=2048, pattern="contiguous", chunks=1, seed=0
+    )
+    (mixed,) = patterns.plan_rooms(
+        first_room=1, rooms=1, peers=1, pages=2048, pattern="scattered", chunks=1, seed=0
+    )
+    assert len(patterns.merged(plain.source, plain.destination)[0]) == 1
+    assert len(patterns.merged(mixed.source, mixed.destination)[0]) >= 2045
+
+
+@given(data=st.data(), count=counts)
+def test_merged_runs_cover_every_page(data: st.DataObject, count: int) -> None:
+    """The bare arm moving less than the others do."""
+    order = st.permutations(range(count))
+    source = np.array(data.draw(order), np.int32)
+    destination = np.array(data.draw(order), np.int32)
+    pairs = [
+        (first + i, to + i)
+        for first, to, length in zip(*patterns.merged(source, destination), strict=True)
+        for i in range(length)
+    ]
+    assert pairs == list(zip(source, destination, strict=True))
+
+
+def test_rooms_are_dealt_to_the_peers_in_turn() -> None:
+    """A peer with all the rooms, and slots or pages that two rooms of a peer share."""
+    plans = patterns.plan_rooms(
+        first_room=10, rooms=10, peers=4, pages=3, pattern="scattered", chunks=1, seed=0
+    )
+    assert [plan.room for plan in plans] == list(range(10, 20))
+    shares = patterns.by_peer(plans, 4)
+    assert [len(share) for share in shares] == [3, 3, 2, 2]
+    for share in shares:
+        assert len({plan.slot for plan in share}) == len(share)
+        for side in ("source", "destination"):
+            pages = np.concatenate([getattr(plan, side) for plan in share])
+            assert len(set(pages)) == len(pages)
+
+
+def test_chunks_are_the_whole_room_in_order() -> None:
+    """A chunk that is left out, or one without pages."""
+    (plan,) = patterns.plan_rooms(
+        first_room=1, rooms=1, peers=1, pages=10, pattern="scattered", chunks=3, seed=0
+    )
+    parts = plan.parts()
+    assert np.array_equal(np.concatenate(parts), plan.source) and all(len(p) for p in parts)
+    with pytest.raises(ValueError, match="--chunks 11"):
+        patterns.plan_rooms(
+            first_room=1, rooms=1, peers=1, pages=10, pattern="scattered", chunks=11, seed=0
+        )
+
+
+@pytest.mark.parametrize("run", [1, 4, 16])
+def test_runs_have_their_length(run: int) -> None:
+    """Page lists of other runs than the table says."""
+    pages = patterns.runs_for(64, run, seed=5)
+    assert sorted(pages) == list(range(1, 65))
+    assert (np.diff(pages.reshape(-1, run), axis=1) == 1).all()
+    with pytest.raises(ValueError, match="runs of 5"):
+        patterns.runs_for(64, 5, seed=0)
+
+
+def test_unknown_pattern() -> None:
+    """An error that does not name the flag."""
+    with pytest.raises(ValueError, match="--pattern diagonal"):
+        patterns.pages_for("diagonal", 1, 1, 0)
+
+
+@pytest.mark.parametrize("tokens, page, pages", [(512, 16, 32), (513, 16, 33), (1, 64, 1)])
+def test_whole_pages(tokens: int, page: int, pages: int) -> None:
+    """The last tokens of a prompt left behind."""
+    assert patterns.pages_of(tokens, page) == pages

@@ -1,0 +1,70 @@
+"""Sizes of the KV transfer benchmark: a wrong one would make every bandwidth wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmark.kv_transfer import shapes
+
+TOKEN_BYTES = {
+    "qwen3-32b": 2 * 64 * 8 * 128 * 2,
+    "qwen3-coder-30b-a3b": 98_304,
+    "deepseek-v3": 61 * 576 * 2,
+    "llama-3.1-8b": 2 * 32 * 8 * 128 * 2,
+}
+
+
+@pytest.mark.parametrize("name", sorted(TOKEN_BYTES))
+def test_bytes_a_token(name: str) -> None:
+    """The published sizes: a typing error in a YAML file, or MLA counted as keys and values."""
+    assert shapes.load(name).token_bytes == TOKEN_BYTES[name]
+
+
+def test_every_file_is_a_shape() -> None:
+    """A new file that cannot be read, or one that no test knows."""
+    assert shapes.names() == sorted(TOKEN_BYTES)
+
+
+def test_buffers() -> None:
+    """One buffer of keys and one of values a layer; one in all for latent attention."""
+    assert shapes.load("qwen3-32b").buffers == 128
+    assert shapes.load("deepseek-v3").buffers == 61
+
+
+def test_fewer_layers_are_said_in_the_name() -> None:
+    """Results of a shrunk model that pass for those of the whole one."""
+    shape = shapes.load("qwen3-32b").with_layers(8)
+    assert shape.token_bytes == 32_768 and "8 layers" in shape.name
+    assert shapes.load("qwen3-32b").with_layers(None).name == "Qwen3-32B"
+    with pytest.raises(ValueError, match="--layers 65"):
+        shapes.load("qwen3-32b").with_layers(65)
+
+
+def test_unknown_shape() -> None:
+    """An error that does not say what there is."""
+    with pytest.raises(ValueError, match="deepseek-v3"):
+        shapes.load("gpt")
+
+
+@pytest.mark.parametrize(
+    "field, value", [("layers", 0), ("dtype_bytes", -2), ("kv_heads", 0), ("head_dim", 0)]
+)
+def test_shapes_that_cannot_be(field: str, value: int) -> None:
+    """Pools of no bytes, which every arm would move at once."""
+    fields = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype_bytes": 1} | {field: value}
+    with pytest.raises(ValueError, match=field):
+        shapes.Shape("x", mla=False, **fields)
+
+
+def test_pools_of_all_processes_count() -> None:
+    """A cap that forgets the peers, and a machine that runs out of memory."""
+    shape = shapes.Shape("x", layers=1, kv_heads=1, head_dim=1, dtype_bytes=1, mla=True)
+    assert shapes.pool_bytes(shape, 100, in_flight=1, peers=1) == 200
+    assert shapes.pool_bytes(shape, 100, in_flight=5, peers=4) == 5 * 2 * 100
+
+
+def test_what_does_not_fit_is_named() -> None:
+    """Sizes left out in silence."""
+    shape = shapes.Shape("x", layers=1, kv_heads=1, head_dim=1, dtype_bytes=1, mla=True)
+    fit, left_out = shapes.fitting(shape, [10, 20, 30], 40, in_flight=1, peers=1)
+    assert fit == [10, 20] and left_out == [(30, 60)]
