@@ -1,4 +1,4 @@
-"""From measured requests to a JSON line each, a table and a plot: a row, or a point, a size."""
+"""From measured requests to a JSON line each, two tables and a plot, by length of the prompt."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class Asked:
     """Prompt tokens that prefill had, as it tells the client."""
     stages: RoomStages
 
+
+TITLES = {False: "A new prompt", True: "The same prompt again"}
+"""By ``Asked.again``."""
 
 Value = Callable[[RoomStages], float | None]
 
@@ -69,14 +72,18 @@ def write_lines(path: Path, asked: Sequence[Asked]) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(asdict(a)) + b"\n" for a in asked))
 
 
-def print_stages(title: str, asked: Sequence[Asked], console: Console) -> None:
-    """A row a quantity, a column a size, medians; ``asked`` are of one kind, first or again."""
+def table(asked: Sequence[Asked]) -> list[list[str]]:
+    """A column a size, headed by it, and a row a quantity; medians, times in milliseconds.
+
+    ``asked`` are of one kind, first or again.
+    """
     sizes = {size: [a.stages for a in of_size] for size, of_size in by_size(asked).items()}
 
     def row(name: str, value: Value, cell: Callable[[float], str]) -> list[str]:
         return [name, *(cell(median(rooms, value)) for rooms in sizes.values())]
 
-    rows = [
+    return [
+        ["prompt, tokens", *(f"{size:,}" for size in sizes)],
         row("tokens in tree", lambda room: room.prefix_tokens, count),
         row("moved, KiB", _kibibytes, count),
         row("chunks", lambda room: room.chunks, count),
@@ -87,12 +94,23 @@ def print_stages(title: str, asked: Sequence[Asked], console: Console) -> None:
         row("all chunks", _whole_seconds, milliseconds),
         row("GB/s", gigabytes_per_s, two_digits),
     ]
-    print_table(
-        f"{title}; p50, milliseconds",
-        ["prompt, tokens", *(f"{size:,}" for size in sizes)],
-        rows,
-        console,
-    )
+
+
+def print_stages(title: str, asked: Sequence[Asked], console: Console) -> None:
+    """The table for a terminal."""
+    head, *rows = table(asked)
+    print_table(f"{title}; p50, milliseconds", head, rows, console)
+
+
+def write_markdown(path: Path, intro: str, asked: Sequence[Asked]) -> None:
+    """The tables of both kinds, for reading where the run is not at hand."""
+    parts = [intro]
+    for again, title in TITLES.items():
+        head, *rows = table([a for a in asked if a.again == again])
+        lines = [head, ["---"] * len(head), *rows]
+        parts.append(f"## {title}")
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    path.write_text("\n\n".join(parts) + "\n")
 
 
 def slowest(rooms: Sequence[RoomStages]) -> float:
@@ -127,7 +145,7 @@ def draw(path: Path, asked: Sequence[Asked]) -> None:
             axis.plot(list(sizes), points, marker="o", markersize=3, label=name, **style)
         axis.set_xscale("log", base=2)
         axis.set_yscale("symlog", linthresh=0.01)  # notice may be below zero
-        axis.set_title("the same prompt again" if again else "a new prompt", fontsize=10)
+        axis.set_title(TITLES[again], fontsize=10)
         axis.set_xlabel("prompt, tokens")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("p50, ms (less is better)")

@@ -64,15 +64,18 @@ def run(out: Path, model: Path | None, console: Console, load: Load) -> int:
         pair.check()  # also lets the last records be written
     asked = join(results, logs / "events")
 
-    where = (
-        f"{load.backend}, pages of {load.page_size}, {kv_bytes_per_token(model):,} B of KV a token"
-    )
+    machine = describe()
+    kv = f"{kv_bytes_per_token(model):,} B of KV a token"
+    where = f"{load.backend}, pages of {load.page_size}, {kv}, {load.repeats} prompts a size"
     report.write_lines(out / "blackbox.requests.jsonl", asked)
     write_summary(
         out / "blackbox.summary.json",
-        {**describe(), "load": dataclasses.asdict(load), "model": made and SHAPE or model.name},
+        {**machine, "load": dataclasses.asdict(load), "model": SHAPE if made else model.name},
     )
-    for again, title in ((False, "A new prompt"), (True, "The same prompt again")):
+    run_of = f"{machine['date']}, {machine['machine']}, commit {machine['commit']}"
+    intro = f"# Stages by length of the prompt\n\n{run_of}; {where}. Milliseconds, p50 of each."
+    report.write_markdown(out / "blackbox.md", intro, asked)
+    for again, title in report.TITLES.items():
         report.print_stages(f"{title}; {where}", [a for a in asked if a.again == again], console)
     report.draw(out / "blackbox.png", asked)
     problems = faults(results, asked, load.page_size)

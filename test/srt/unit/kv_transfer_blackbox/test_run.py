@@ -116,12 +116,12 @@ def test_requests_and_rooms_meet_by_request_id(tmp_path: Path) -> None:
 def test_what_the_transfer_adds() -> None:
     """Guards the sum that the table is read for, and its unit."""
     assert report.without_prefill(ROOM) == pytest.approx(0.265)
-    assert report.gigabytes_per_s(ROOM) == pytest.approx(2**20 / 0.25 / 1e9)
+    assert report.gigabytes_per_s(ROOM) == pytest.approx(2**20 / (0.004 + 0.25) / 1e9)
     assert report.gigabytes_per_s(dataclasses.replace(ROOM, whole=None)) is None
     assert sum(value(ROOM) or 0.0 for value in report.STAGES.values()) == pytest.approx(0.265)
 
 
-def test_lines_table_and_plot(tmp_path: Path) -> None:
+def test_lines_tables_and_plot(tmp_path: Path) -> None:
     """Guards against output that breaks where a stage is unknown, or that leaves one out."""
     rows = [asked("64-0-first"), asked("64-0-again", last=None, whole=None, prefill_s=None)]
     report.write_lines(tmp_path / "r.jsonl", rows)
@@ -137,5 +137,9 @@ def test_lines_table_and_plot(tmp_path: Path) -> None:
     assert all(name in text for name in report.STAGES)
     assert all(cell in text for cell in (" 500 ", " 250 ", " 265 ", " 1,024 "))
     assert "nan" not in text
+    report.write_markdown(tmp_path / "r.md", "# Two kinds", rows)
+    written = (tmp_path / "r.md").read_text()
+    assert written.startswith("# Two kinds\n\n## A new prompt\n\n| prompt, tokens | 64 |\n| --- |")
+    assert written.count("| wire | 250 |") == written.count("| wire | - |") == 1
     report.draw(tmp_path / "p.png", rows)
     assert (tmp_path / "p.png").stat().st_size > 1000
