@@ -14,7 +14,7 @@ from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
 from sglang.srt.disaggregation.delta.events import ENV as EVENT_LOG
-from sglang.srt.disaggregation.delta.events import Admitted, Sent
+from sglang.srt.disaggregation.delta.events import Admitted, Event, Sent
 
 Ids = list[int]
 
@@ -79,8 +79,11 @@ class EventLogs:
         for path in sorted(self._folder.glob("*.jsonl")):
             lines = path.read_bytes().splitlines()
             for line in lines[self._seen.get(path, 0) :]:
-                event = msgspec.json.decode(line, type=Admitted | Sent)
-                (admitted if isinstance(event, Admitted) else sent).append(event)
+                event = msgspec.json.decode(line, type=Event)
+                if isinstance(event, Admitted):
+                    admitted.append(event)
+                elif isinstance(event, Sent):
+                    sent.append(event)
             self._seen[path] = len(lines)
         return admitted, sent
 
@@ -108,10 +111,10 @@ class RankLogs:
         sent: dict[Path, list[Sent]] = {}
         for path in sorted((logs / "events").glob("*.jsonl")):
             for line in path.read_bytes().splitlines():
-                event = msgspec.json.decode(line, type=Admitted | Sent)
+                event = msgspec.json.decode(line, type=Event)
                 if isinstance(event, Admitted):
                     admitted.setdefault(path, []).append(event)
-                else:
+                elif isinstance(event, Sent):
                     sent.setdefault(path, []).append(event)
         return cls(admitted, sent)
 

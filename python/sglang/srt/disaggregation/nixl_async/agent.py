@@ -56,13 +56,13 @@ def attuned() -> Iterator[None]:
 def _progress_delay(agent: Any, delay_us: int) -> Iterator[None]:
     """The binding's settings, with ``pthrDelay`` as we want it: Python callers cannot give it."""
     binding = getattr(sys.modules[agent.__module__], "nixlBind", None)
-    stock = getattr(binding, "nixlAgentConfig", None)
+    stock: Any = getattr(binding, "nixlAgentConfig", None)
     if stock is None or not hasattr(stock, "pthrDelay"):
         logger.warning("this NIXL does not take %s; its progress thread spins", PROGRESS_DELAY)
         yield
         return
 
-    class Delayed(stock):  # type: ignore[misc]
+    class Delayed(stock):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, delay_us if name == "pthrDelay" else value)
 
