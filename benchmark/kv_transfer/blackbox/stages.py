@@ -59,8 +59,8 @@ class RoomStages:
     """Tokens that decode had in its tree, and prefill did not send."""
     chunks: int = 0
     bootstrap_s: float | None = None
-    """From decode's announcement of its pages until prefill knows them all. Below zero where prefill
-    was quicker to read it than decode to note that it is out."""
+    """From decode's announcement of its pages until prefill knows them all. Below zero where
+    prefill was quicker to read it than decode to note that it is out."""
     prefill_s: float | None = None
     """From then until the last chunk is handed to the transfer workers: waiting for the scheduler
     and the forward passes, while which earlier chunks are already under way."""
