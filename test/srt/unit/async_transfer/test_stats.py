@@ -81,7 +81,8 @@ def test_prometheus() -> None:
         stats.queued(0.5)
         stats.settled(0.25)
         stats.posted(build_s=0.5, post_s=0.125, descriptors=7, moved=4096)
-        for name, value in zip(HISTOGRAMS, (0.5, 0.5, 0.125, 0.25, 7, 4096), strict=True):
+        stats.transported(0.0625)
+        for name, value in zip(HISTOGRAMS, (0.5, 0.5, 0.125, 0.25, 0.0625, 7, 4096), strict=True):
             assert exported(f"{name}_sum", labels) == value
             assert exported(f"{name}_count", labels) == 1
         stats.level(0, 5, 4, 3)

@@ -29,6 +29,10 @@ HISTOGRAMS = {
     "kv_transfer_build_seconds": ("Making the descriptors of a transfer", SECONDS),
     "kv_transfer_post_seconds": ("The transport's calls that start a transfer", SECONDS),
     "kv_transfer_wire_seconds": ("From the end of the post until a transfer settled", SECONDS),
+    "kv_transfer_transport_seconds": (
+        "A transfer as the transport timed it",
+        SECONDS,
+    ),
     "kv_transfer_descriptors": ("Descriptors of a transfer", DESCRIPTORS),
     "kv_transfer_bytes": ("Bytes of a transfer", BYTES),
 }
@@ -117,6 +121,11 @@ class AsyncTransferStats:
         self._add("kv_transfer_post_seconds", post_s)
         self._add("kv_transfer_descriptors", descriptors)
         self._add("kv_transfer_bytes", moved)
+
+    @harmless
+    def transported(self, seconds: float) -> None:
+        """What the transport's own telemetry says of one of its transfers."""
+        self._add("kv_transfer_transport_seconds", seconds)
 
     # ---- for the workers ----
 

@@ -44,7 +44,9 @@ def attuned() -> Iterator[None]:
         )
     delay_us = env_int(PROGRESS_DELAY, 1000, minimum=0)
     config = _api.nixl_agent_config
-    _api.nixl_agent_config = functools.partial(config, sync_mode=modes.NIXL_THREAD_SYNC_STRICT)
+    _api.nixl_agent_config = functools.partial(
+        config, sync_mode=modes.NIXL_THREAD_SYNC_STRICT, capture_telemetry=True
+    )
     try:
         with _progress_delay(_api.nixl_agent, delay_us):
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load, Pages
 from sglang.srt.disaggregation.nixl_async.descriptors import Form, Rows
 from sglang.srt.disaggregation.nixl_async.layout import Layout, Pair
 from sglang.srt.disaggregation.nixl_async.peers import OURS, Peer, Peers, PreparedLists
+
+logger = logging.getLogger(__name__)
 
 _STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
 
@@ -76,6 +79,7 @@ class NixlBackend:
         self._writer = writer
         self._clock = clock
         self._lists = PreparedLists(agent, OURS)
+        self._has_telemetry = True
 
     # ---- async_transfer.interfaces.Backend ----
 
@@ -117,8 +121,10 @@ class NixlBackend:
         """Free NIXL's request, and let go of the peer."""
         delivery = posted.delivery
         delivery.open -= 1
-        if not delivery.open and not delivery.is_broken:
-            self._log(delivery)
+        if not delivery.is_broken:
+            self._read_telemetry(posted.handle)
+            if not delivery.open:
+                self._log(delivery)
         try:
             self._agent.release_xfer_handle(posted.handle)
         finally:
@@ -277,6 +283,15 @@ class NixlBackend:
         """NIXL never reaches a peer again that it lost: it has to register anew."""
         if type(error).__name__ == "nixlRemoteDisconnectError":
             self._peers.forget(peer.name)
+
+    def _read_telemetry(self, handle: Any) -> None:
+        if not self._has_telemetry:
+            return
+        try:
+            self._stats.transported(self._agent.get_xfer_telemetry(handle).xferDuration / 1e6)
+        except Exception as error:  # whatever it is, the transfer is done
+            self._has_telemetry = False
+            logger.warning("NIXL gives no telemetry (%r); it is not asked any more", error)
 
     def _log(self, delivery: _Delivery) -> None:
         chunk = delivery.chunk
