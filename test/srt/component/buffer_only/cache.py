@@ -24,6 +24,7 @@ from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.buffer_only.agreement import alone
+from sglang.srt.mem_cache.buffer_only.copies import Copier
 from sglang.srt.mem_cache.buffer_only.parts import Parts
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.read_state import Read, State
@@ -89,6 +90,7 @@ class Cache:
         fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
         limits = dataclasses.replace(parts.settings, **(settings or {}))
         fresh |= {"store": PageStore(guard, PAGE), "make_lane": lanes, "settings": limits}
+        fresh["copier"] = SlowCopier(self)
         self.buffer = self.tree.buffer = Pipelines(Parts(**fresh), reduce_min, lambda: self.now)
         self.stage = self.buffer.parts.stage
         #: Staging pages that the test itself holds, and whether its copies last.
@@ -247,6 +249,43 @@ class Cache:
             k, v = self.device.k_buffer[layer][slots], self.device.v_buffer[layer][slots]
             assert torch.equal(k[:, 0, 3], values + layer), "wrong keys"
             assert torch.equal(v[:, 0, 0], -values - layer), "wrong values"
+
+
+class Later:
+    """A copy that is made, and has ended, when the copies of its cache are not slow any more."""
+
+    def __init__(self, cache: Cache, copy: Callable[[], Any]) -> None:
+        self._cache = cache
+        self._copy: Callable[[], Any] | None = copy
+
+    def query(self) -> bool:
+        if not self._cache.slow:
+            self.synchronize()
+        return self._copy is None
+
+    def synchronize(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy()
+
+
+class SlowCopier(Copier):
+    """Copies at once, or, while ``cache.slow``, later: what it reads or writes must still be there
+    then."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache.tree.cache_controller, lambda: None)
+        self._cache = cache
+
+    def to_stage(self, pairs: Any) -> Any:
+        event = Later(self._cache, lambda: Copier.to_stage(self, pairs))
+        event.query()
+        return event
+
+    def to_device(self, pairs: Any) -> Any:
+        event = Later(self._cache, lambda: Copier.to_device(self, pairs))
+        event.query()
+        return event, self._controller.layer_done_counter.producer_index
 
 
 def tags(tokens: Sequence[int], extra_key: str | None = None) -> torch.Tensor:

@@ -6,24 +6,13 @@ from typing import Any
 
 import pytest
 
-from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.cache import PAGE, Cache, Later, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from sglang.srt.mem_cache.buffer_only.copies import LOADS
 from sglang.srt.mem_cache.buffer_only.read_state import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 9)
-
-
-class SlowEvent:
-    """The finish event of a copy that lasts as long as ``cache.slow``."""
-
-    def __init__(self, cache: Cache) -> None:
-        cache.slow = True
-        self.query = lambda: not cache.slow
-
-    def synchronize(self) -> None:
-        assert self.query()
 
 
 def filled(stored: int = 9, **changes: Any) -> Cache:
@@ -45,8 +34,9 @@ def reach(cache: Cache, state: State, rid: str = "r") -> None:
     if state is State.PARKED:
         cache.hogs.append(cache.stage.lease(Direction.READ, cache.stage.room(Direction.READ)))
     if state is State.STAGED:
+        cache.slow = True
         for _ in range(LOADS):
-            cache.buffer.reads._loads.add(SlowEvent(cache), ())
+            cache.buffer.reads._loads.add(Later(cache, lambda: None), ())
     for _ in range(20):
         if cache.state(rid) is state:
             for hog in cache.hogs:
@@ -429,3 +419,40 @@ def test_a_batch_waits_for_the_copy():
     cache.tree.release_aborted_request("r")
     cache.settle()
     assert cache.tree.ready_to_load_host_cache() == -1
+
+
+def test_a_burst_with_one_prefix_reads_it_once():
+    """Each on its own, sixteen requests would read the prefix sixteen times, through a stage that
+    is too small for one."""
+    cache = filled(pages=8, tokens=80 * PAGE)
+    rids = [f"r{number}" for number in range(16)]
+    for number, rid in enumerate(rids):
+        cache.want(rid, prompt(50 + number, 1, base=PROMPT))
+    for _ in range(60):
+        cache.step()
+        check(cache)
+    assert [cache.state(rid) for rid in rids] == [State.DONE] * 16
+    fetched = [key for method, keys in cache.store.calls for key in keys if "get" in method]
+    assert len(fetched) == len(set(fetched)) == 9
+    for rid in rids:
+        assert cache.tree.check_prefetch_progress(rid)
+    assert cache.held_tokens(PROMPT) == 9 * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_burst_whose_first_read_fails():
+    """Those who waited for it fetch for themselves."""
+    cache = filled(tokens=80 * PAGE)
+    for number in range(3):
+        cache.want(f"r{number}", prompt(50 + number, 1, base=PROMPT))
+    for _ in range(2):
+        cache.step()
+    cache.store.fail("batch_get_v1")
+    for number in range(3):
+        cache.settle_until_done(f"r{number}")
+    assert cache.held_tokens(PROMPT) == 9 * PAGE
+    for number in range(3):
+        cache.tree.check_prefetch_progress(f"r{number}")
+    cache.settle()
+    check_idle(cache)

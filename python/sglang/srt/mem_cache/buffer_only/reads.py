@@ -205,13 +205,15 @@ class Reads:
     def _fetch(self, read: Read) -> bool:
         """PARKED -> FETCHING; False where the read has to wait for room."""
         parts = self._parts
-        if not read.admitted and not self._reserve(read):
+        if self._on_its_way(read.keys[0]):
+            return True  # another request's fetch brings it; this one goes on from there
+        if not self._least_fits(read):
+            return self._defer(read)
+        if self._skip_what_came(read) and not read.admitted and not self._reserve(read):
             return self._defer(read)
         if read.state is not State.PARKED:
-            return True  # abandoned: its hit would never fit
+            return True  # nothing is left to fetch, or it would never fit
         pages = min(len(read.keys), self._round_pages, parts.stage.room(Direction.READ))
-        if pages < min(len(read.keys), self._least_pages):
-            return self._defer(read)
         lease = read.lease = parts.stage.lease(Direction.READ, pages)
         assert lease is not None, "the room was asked for"
         keys, prefix_keys = read.keys[:pages], read.prefix_keys
@@ -223,12 +225,54 @@ class Reads:
         )
         return True
 
+    def _on_its_way(self, key: str) -> bool:
+        """Whether another read is just bringing the page ``key``.
+
+        A burst of requests with one prefix would otherwise fetch it once for each of them.
+        """
+        under_way = (State.FETCHING, State.STAGED)
+        return any(
+            key in x.keys[: len(x.lease.pages)]
+            for x in self._live
+            if x.state in under_way and x.lease is not None
+        )
+
+    def _least_fits(self, read: Read) -> bool:
+        if read.blocked_at == self._changes:
+            return False
+        least = min(len(read.keys), self._least_pages)
+        return self._parts.stage.room(Direction.READ) >= least
+
+    def _skip_what_came(self, read: Read) -> bool:
+        """Leave out what the tree has got since the query; False if nothing is left."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        assert read.pin is not None
+        page = self._parts.page_size
+        end = read.begin + len(read.keys) * page
+        match = self._parts.tree.match_prefix(MatchPrefixParams(key=read.key[:end]))
+        came = (len(match.device_indices) - read.begin) // page
+        if came:
+            read.pin.move(match.last_device_node)
+            self._advance(read, came)
+        if not read.keys:
+            self._enter(read, State.DONE)
+        return bool(read.keys)
+
+    def _advance(self, read: Read, pages: int) -> None:
+        """The next ``pages`` pages of the hit are in the tree."""
+        if read.prefix_keys is not None:
+            read.prefix_keys = [*read.prefix_keys, *read.keys[:pages]]
+        read.begin += pages * self._parts.page_size
+        read.hashes, read.keys = read.hashes[pages:], read.keys[pages:]
+
     def _reserve(self, read: Read) -> bool:
         """Set aside what the whole hit will pin, so that no read stops half-way for another one."""
         page = self._parts.page_size
         spare = (self._parts.settings.pinned_tokens - self._pinned_with(None)) // page
         if len(read.keys) > spare:
             if any(other.pin for other in self._live if other is not read):
+                read.blocked_at = self._changes
                 return False
             # Nobody's end would make room for more.
             cut = max(0, spare)
@@ -288,17 +332,11 @@ class Reads:
             return None
         lease, read.lease = read.lease, None
         read.pin.move(published.node)
-        if read.prefix_keys is not None:
-            read.prefix_keys = [*read.prefix_keys, *read.keys[: read.staged]]
         covered, first = published.covered, published.covered // page
         read.loaded += read.staged * page - covered
         parts.tally["prefetch_loaded_tokens"] += read.staged * page - covered
         host = slots_of(lease.pages[first : read.staged], page)
-        read.begin, read.hashes, read.keys = (
-            end,
-            read.hashes[read.staged :],
-            read.keys[read.staged :],
-        )
+        self._advance(read, read.staged)
         self._enter(read, State.PARKED if read.keys else State.DONE)
         if published.slots is None:
             lease.release()

@@ -1,0 +1,86 @@
+"""The ranks of one server: each a cache of its own, that agree in each step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from component.buffer_only.cache import Cache
+from component.buffer_only.checks import check, nodes, path
+
+PATIENCE_S = 20.0
+
+
+class Group:
+    """MIN over vectors, one from each rank; remembers how long they were."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, action=self._reduce)
+        self._vectors: dict[int, list[int]] = {}
+        self._result: list[int] = []
+        #: Lengths of the vectors of each collective.
+        self.log: list[set[int]] = []
+
+    def of(self, rank: int) -> Callable[[list[int]], list[int]]:
+        def reduce_min(vector: list[int]) -> list[int]:
+            self._vectors[rank] = vector
+            self._barrier.wait(PATIENCE_S)
+            return list(self._result)
+
+        return reduce_min
+
+    def _reduce(self) -> None:
+        self.log.append(set(map(len, self._vectors.values())))
+        self._result = [min(values) for values in zip(*self._vectors.values(), strict=True)]
+
+
+class Ranks:
+    """What the scheduler of each rank does, it does on all of them."""
+
+    def __init__(self, ranks: int, **changes: Any) -> None:
+        self.group = Group(ranks)
+        self.caches = [
+            Cache(reduce_min=self.group.of(rank), rank=rank, **changes) for rank in range(ranks)
+        ]
+        self._threads = ThreadPoolExecutor(ranks)
+
+    def each(self, action: Callable[[Cache], Any]) -> Any:
+        """The same on all ranks, with the same outcome."""
+        found = [action(cache) for cache in self.caches]
+        assert all(one == found[0] for one in found), f"the ranks differ: {found}"
+        return found[0]
+
+    def step(self) -> None:
+        """One scheduler step of all ranks at the same time."""
+        for future in [self._threads.submit(cache.step, False) for cache in self.caches]:
+            future.result()
+
+    def check(self) -> None:
+        for cache in self.caches:
+            check(cache)
+        self.each(shape)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def shape(cache: Cache) -> Any:
+    """Everything in which ranks must not differ."""
+    tree = sorted(
+        ([t for above in path(node) for t in above.key.token_ids], str(node.key.extra_key),
+         node.stored, node.launched, node.lock_ref, node.host_ref_counter)
+        for node in nodes(cache.tree)
+    )  # fmt: skip
+    reads = cache.buffer.reads
+    states = [(read.rid, read.state.name, read.begin, len(read.keys)) for read in reads.live]
+    return (
+        tree,
+        states,
+        [read.rid for read in reads.waiting],
+        [len(op.keys) for op in cache.buffer.writes.ops],
+        cache.stage.used(),
+        cache.allocator.available_size(),
+        cache.buffer.busy,
+    )
