@@ -1,0 +1,87 @@
+"""A real Mooncake master on loopback, which can be stopped, continued, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmark.harness.ports import allocate_ports
+
+#: Beside the interpreter, where Mooncake's package puts it.
+PROGRAM = Path(sys.executable).with_name("mooncake_master")
+
+SEGMENT = 32 << 20
+"""Bytes that a client gives to the store."""
+
+
+class Master:
+    """One master with its metadata server; its ports stay the same over restarts."""
+
+    def __init__(self) -> None:
+        self.rpc, self.http, self.metrics = allocate_ports(3)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        """What ``--hicache-storage-backend-extra-config`` says of it."""
+        return {
+            "master_server_address": f"127.0.0.1:{self.rpc}",
+            "metadata_server": f"http://127.0.0.1:{self.http}/metadata",
+            "master_metrics_port": self.metrics,
+            "local_hostname": "127.0.0.1",
+            "protocol": "tcp",
+            "global_segment_size": SEGMENT,
+        }
+
+    def start(self) -> None:
+        """Start it, and wait until it can be reached."""
+        self._process = subprocess.Popen(
+            [
+                str(PROGRAM), f"--rpc_port={self.rpc}", "--rpc_address=127.0.0.1",
+                "--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1",
+                f"--http_metadata_server_port={self.http}", f"--metrics_port={self.metrics}",
+                "--metrics_host=127.0.0.1",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        for port in (self.rpc, self.http):
+            _reachable(port)
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP and SIGCONT, say."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once; harmless when it has ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+def end_with_parent() -> None:
+    """For a child process: end when the parent does, whatever ends that."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def _reachable(port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError(f"Mooncake's master does not listen on port {port}")

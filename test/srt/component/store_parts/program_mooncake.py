@@ -1,0 +1,227 @@
+"""Pages through a real Mooncake master and store on loopback; prints a line for each scenario.
+
+Run by ``test_mooncake.py``, whose tests say what each scenario guards against. With the arguments
+``hold PORTS`` it is another server instead: it writes two pages into its own memory and stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MC_FORCE_TCP", "1")
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
+
+from component.store_parts.backends import combined, config  # noqa: E402
+from component.store_parts.host_pools import (  # noqa: E402
+    KINDS,
+    content,
+    fill,
+    hashes,
+    host_pool,
+    slots,
+)
+from component.store_parts.masters import Master, end_with_parent  # noqa: E402
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
+    MooncakeStore,
+)
+from sglang.srt.mem_cache.store_parts.guard import (  # noqa: E402
+    Busy,
+    Fault,
+    GuardSettings,
+    StoreGuard,
+)
+from sglang.srt.mem_cache.store_parts.stores.mooncake import MooncakeParts  # noqa: E402
+
+#: Kinds of pools and their layouts.
+PAGES = [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]
+
+DEADLINE = 1.5
+"""Seconds that a call may take."""
+
+
+def backend(pool: Any, extra: dict[str, Any], tag: str = "") -> Any:
+    """A server's backend with a client of its own; ``tag`` keeps the pages of scenarios apart."""
+    settings = extra | ({"extra_backend_tag": tag} if tag else {})
+    store = combined(MooncakeStore, MooncakeParts)(config(pool, extra_config=settings), pool)
+    store.register_mem_pool_host(pool)
+    return store
+
+
+def guarded(store: Any, on_busy: Callable[[Busy], None] | None = None) -> StoreGuard:
+    """The store behind a guard with short times."""
+    settings = GuardSettings(deadline=DEADLINE, first_retry=0.1, longest_retry=0.5)
+    return StoreGuard(store, "mooncake", settings, on_busy)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
+    """Wait for another process."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not {what}"
+        time.sleep(0.05)
+
+
+def pages(master: Master, kind: str, layout: str) -> None:
+    """What one server writes, another reads, from its own memory; a missing page is missing."""
+    ours, theirs = host_pool(kind, layout), host_pool(kind, layout)
+    fill(theirs, seed=3)
+    tag = f"{kind}-{layout}"
+    writer, reader = (backend(pool, master.extra_config, tag) for pool in (ours, theirs))
+    first, gone, last = hashes(3)
+    assert writer.batch_set_v1([first, last], slots(4, 1)) == [True, True]
+    assert reader.batch_exists([first, last, gone]) == 2
+    untouched = content(theirs, 0)
+    assert reader.batch_get_v1([first, gone, last], slots(2, 3, 5)) == [True, False, True]
+    assert [content(theirs, 2), content(theirs, 5)] == [content(ours, 4), content(ours, 1)]
+    assert content(theirs, 0) == untouched
+    assert reader.batch_set_v1([first, gone], slots(0, 3)) == [True, True]
+    assert writer.batch_get_v1([first], slots(0)) == [True]
+    assert content(ours, 0) == content(ours, 4), "what is stored is not written again"
+
+
+def master_hangs(master: Master) -> None:
+    """Every kind of call is given up in time; once the master goes on, so does the store."""
+    pool = host_pool("mha", "page_first_direct")
+    told: list[Busy] = []
+    guard = guarded(backend(pool, master.extra_config, "hangs"), told.append)
+    keys = hashes(2)
+    assert guard.write(keys, slots(0, 1)).pages == 2
+    master.signal(signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        assert guard.read(keys, slots(2, 3)).fault is Fault.DEADLINE
+        assert guard.query(keys).fault is Fault.DOWN
+        assert guard.write(keys, slots(0, 1)).fault is Fault.DOWN
+        assert time.monotonic() - start < 2 * DEADLINE
+        assert len(told) == 1 and not told[0].returned.done()
+    finally:
+        master.signal(signal.SIGCONT)
+    until(lambda: guard.query(keys).fault is None, "up again")
+    until(lambda: guard.under_way == 0 and not guard.busy(), "returned")
+    assert guard.read(keys, slots(2, 3)).pages == 2
+    assert [content(pool, 2), content(pool, 3)] == [content(pool, 0), content(pool, 1)]
+
+
+def master_restarts(master: Master) -> None:
+    """While pages are written and read: hits are lost, nothing is wrong, and it goes on."""
+    pool = host_pool("mha", "page_first_direct")
+    guard = guarded(backend(pool, master.extra_config, "restarts"))
+    turns, wrong, stop = [0, 0], [], threading.Event()
+
+    def use(first: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            key = f"{first * 1_000_000 + turn:064x}"
+            pool.kv_buffer[:, first] = turn % 1000
+            before = content(pool, first)
+            written = guard.write([key], slots(first))
+            if written.busy is None and guard.read([key], slots(first + 1)).pages:
+                turns[first // 2] += 1
+                if content(pool, first + 1) != before:
+                    wrong.append(key)
+
+    threads = [threading.Thread(target=use, args=(first,)) for first in (0, 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: min(turns) > 20, "in use")
+        master.kill()
+        # Calls fail at once at first, and hang once Mooncake's client tries to connect again.
+        until(lambda: guard.faults[Fault.ERROR] > 0 and not guard.up, "noticed")
+        assert guard.query(hashes(2)).evidence is None
+        master.start()
+        before = list(turns)
+        until(lambda: min(now - was for now, was in zip(turns, before)) > 20, "in use again")  # noqa: B905
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def holder_hangs(master: Master) -> None:
+    """The server whose memory has the pages hangs: a read is given up, and writes late."""
+    other = subprocess.Popen(
+        [sys.executable, __file__, "hold", json.dumps(master.extra_config)],
+        stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent,
+    )  # fmt: skip
+    try:
+        assert other.stdout is not None
+        until(lambda: "HOLDING" in other.stdout.readline(), "holding")  # type: ignore[union-attr]
+        pool = host_pool("mha", "page_first_direct")
+        expected = content(pool, 1)
+        fill(pool, seed=8)
+        guard = guarded(backend(pool, master.extra_config, "held"))
+        keys = hashes(2)
+        assert guard.query(keys).pages == 2
+        other.send_signal(signal.SIGSTOP)
+        outcome = guard.read(keys, slots(2, 3))
+        assert outcome.fault is Fault.DEADLINE and outcome.busy is not None
+        before = content(pool, 2)
+        other.send_signal(signal.SIGCONT)
+        outcome.busy.returned.result(30)
+        assert content(pool, 2) == expected != before, "this is why the pages stay out of use"
+        until(lambda: guard.query(keys).fault is None, "up again")
+        other.kill()
+        other.wait(10)
+        outcome = guard.read(keys, slots(4, 5))
+        assert outcome.pages == 0
+    finally:
+        other.kill()
+        other.wait(10)
+
+
+def hold(extra: dict[str, Any]) -> None:
+    """Be the other server."""
+    pool = host_pool("mha", "page_first_direct")
+    store = backend(pool, extra, "held")  # its memory leaves the store with it
+    assert store.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
+    print("HOLDING", flush=True)
+    time.sleep(150)
+    os._exit(0)
+
+
+SCENARIOS: dict[str, Callable[[Master], None]] = {
+    # First: with no other server's memory in the store, the pages lie with the one that hangs.
+    "holder_hangs": holder_hangs,
+    "master_hangs": master_hangs,
+    "master_restarts": master_restarts,
+}
+SCENARIOS |= {
+    f"pages_{kind}_{layout}": partial(pages, kind=kind, layout=layout) for kind, layout in PAGES
+}
+
+
+def main() -> None:
+    """Run every scenario on a master of its own, whatever becomes of the others."""
+    for name, scenario in SCENARIOS.items():
+        master = Master()
+        start = time.monotonic()
+        try:
+            scenario(master)
+            print("PASSED", name, flush=True)
+        except Exception:
+            print("FAILED", name, traceback.format_exc(), flush=True)
+        finally:
+            master.kill()
+        print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["hold"]:
+        hold(json.loads(sys.argv[2]))
+    main()
+    os._exit(0)

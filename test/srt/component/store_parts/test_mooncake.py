@@ -1,0 +1,48 @@
+"""Pages through a real Mooncake master and store on loopback, and what happens when they fail."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from component.store_parts import programs
+from component.store_parts.host_pools import KINDS
+from component.store_parts.masters import PROGRAM
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None or not PROGRAM.exists(),
+    reason="needs Mooncake's store and master",
+)
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What the program printed."""
+    return programs.run("program_mooncake.py")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]
+)
+def test_another_server_reads_what_one_wrote(output: str, kind: str, layout: str) -> None:
+    """Guards against host tensors that are not registered (NSA's index), against parts that change
+    places, and against a missing page that moves the others."""
+    programs.passed(output, f"pages_{kind}_{layout}")
+
+
+def test_the_master_hangs(output: str) -> None:
+    """Guards against storage threads that wait for ever, and a store that stays down after it."""
+    programs.passed(output, "master_hangs")
+
+
+def test_the_master_restarts_during_use(output: str) -> None:
+    """Guards against threads that end, wrong content, and a store that is lost for good: the keys
+    are gone, the client connects again by itself."""
+    programs.passed(output, "master_restarts")
+
+
+def test_the_server_that_has_the_pages_hangs(output: str) -> None:
+    """Guards against pages that are handed out again while a read may still write into them: this
+    one does, when the other server goes on."""
+    programs.passed(output, "holder_hangs")
