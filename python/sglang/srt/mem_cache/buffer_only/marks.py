@@ -80,9 +80,12 @@ def settle(segment: Segment, durable: int) -> None:
     for node, back in path_pieces(segment.node, segment.start):
         length = len(node.key)
         origin = back + length  # the node's first token, back from the segment's node
+        if origin <= segment.end:
+            continue  # a split has left the node wholly behind the segment
         start, end = origin - segment.start, origin - segment.start + durable
         if start <= node.stored < end:
             node.stored = min(length, end)
+            node.launched = max(node.launched, node.stored)
         if durable < len(segment):
             node.launched = node.stored
 
