@@ -1,14 +1,15 @@
 """The arm ``bare`` over NIXL: the library alone, every transfer prepared outside the timing.
 
-The agent is configured as SGLang configures it. A room is one transfer over ranges of neighbouring
-pages in all buffers, so that ``send`` is a single post. No metadata, no bootstrap, no manager.
+A room is one transfer over ranges of neighbouring pages in all buffers, so that ``send`` is one
+post. No metadata, no bootstrap, no manager. Agents are configured as ours are (NIXL's progress
+thread sleeps while nothing comes), or, in the arm ``bare-stock``, as SGLang's are (it spins).
 """
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,15 @@ def memory(device: str) -> str:
     return "VRAM" if device == "cuda" else "DRAM"
 
 
-def make_agent(pool: Pool, threads: int) -> Any:
+def make_agent(arm: str, pool: Pool, threads: int) -> Any:
     """An agent that has registered the pool."""
-    from nixl._api import nixl_agent, nixl_agent_config
+    from nixl import _api
 
-    config = nixl_agent_config(backends=["UCX"], num_threads=threads)
-    agent = nixl_agent(str(uuid.uuid4()), config)
+    from sglang.srt.disaggregation.nixl_async.agent import attuned
+
+    with nullcontext() if arm == "bare-stock" else attuned():
+        config = _api.nixl_agent_config(backends=["UCX"], num_threads=threads)
+        agent = _api.nixl_agent(str(uuid.uuid4()), config)
     regions = [(buffer.data_ptr(), buffer.nbytes, 0, "") for buffer in pool.buffers]
     agent.register_memory(regions, memory(pool.device))
     return agent
@@ -54,8 +58,7 @@ class Prefill:
 
     def __init__(self, setup: Setup, pool: Pool, probe: Probe) -> None:
         self._pool = pool
-        threads = int(os.environ.get("KV_TRANSFER_BARE_THREADS", _PREFILL_THREADS))
-        self.agent = make_agent(pool, threads)
+        self.agent = make_agent(setup.arm, pool, _PREFILL_THREADS)
         self._peers: Sequence[Peer] = ()
         probe.watch_nixl(self.agent)
 
@@ -122,7 +125,7 @@ class Decode:
 
     def __init__(self, setup: Setup, pool: Pool) -> None:
         self._pool = pool
-        self.agent = make_agent(pool, 0)
+        self.agent = make_agent(setup.arm, pool, 0)
         self._arrived: set[int] = set()
 
     def describe(self, pid: int) -> Peer:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmark.kv_transfer.summary import Summary
 
-_COLORS = {"stock": "#9a9a9a", "ours": "#2a7fb8", "bare": "#3a3a3a"}
+_COLORS = {"stock": "#9a9a9a", "ours": "#2a7fb8", "bare": "#3a3a3a", "bare-stock": "#c88a2a"}
 
 
 def draw(folder: Path, stem: str, lines: Mapping[str, Sequence[tuple[int, Summary]]]) -> list[Path]:

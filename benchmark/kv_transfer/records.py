@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmark.kv_transfer.shapes import Shape
 
-ARMS = ("stock", "ours", "bare")
+#: ``bare`` configures its NIXL agents as ours does, ``bare-stock`` as SGLang does.
+ARMS = ("stock", "ours", "bare", "bare-stock")
 BACKENDS = ("nixl", "mooncake")
 
 

@@ -22,7 +22,7 @@ from benchmark.kv_transfer.threads import use_over
 
 
 def _ends(setup: Setup) -> Any:
-    name = "sglang_ends" if setup.arm != "bare" else f"bare_{setup.backend}"
+    name = f"bare_{setup.backend}" if setup.arm.startswith("bare") else "sglang_ends"
     return importlib.import_module(f"benchmark.kv_transfer.{name}")
 
 
@@ -128,7 +128,7 @@ def serve(connection: Connection) -> None:
 
 
 def main(arm: str, descriptors: Sequence[int]) -> None:
-    if arm == "bare":
+    if arm.startswith("bare"):
         importlib.import_module("torch")
     else:
         importlib.import_module("benchmark.kv_transfer.sglang_ends").preload()
