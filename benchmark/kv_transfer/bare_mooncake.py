@@ -43,7 +43,7 @@ class Prefill:
         self._peers: Sequence[Peer] = ()
         # SGLang's name for the call, which the probe knows.
         self.batch_transfer_sync = self._engine.batch_transfer_sync_write
-        probe.watch_mooncake(self)
+        probe.watch_mooncake(self, pool.holds)
 
     def connect(self, peers: Sequence[Peer]) -> None:
         """Remember their sessions."""

@@ -87,9 +87,10 @@ def _send(sender: Any, plan: RoomPlan, times: RoomTimes, probe: Probe) -> None:
     sender.start()
     for pages in plan.parts():
         probe.begin()
-        began = time.perf_counter()
+        cpu, began = time.thread_time(), time.perf_counter()
         sender.send(pages)
         times.sends.append(time.perf_counter() - began)
+        times.send_cpus.append(time.thread_time() - cpu)
 
 
 def _end(times: RoomTimes, senders: dict[int, Any], outcome: str) -> RoomTimes:

@@ -47,6 +47,7 @@ class Lines:
                     "outcome": times.outcome,
                     "error": times.error or None,
                     "send_s": times.sends,
+                    "send_cpu_s": times.send_cpus,
                     "total_s": times.total,
                     "arrival_s": times.arrived - times.began if times.arrived else None,
                     "transfers": [

@@ -60,6 +60,10 @@ class Pool:
         """Address of page 0, by buffer."""
         return [buffer.data_ptr() for buffer in self.buffers]
 
+    def holds(self, address: int) -> bool:
+        """Whether the address lies in one of the buffers."""
+        return any(base <= address < base + self.pages * self.item_len for base in self.bases)
+
     def describe(self, args: Any) -> None:
         """Write the pool into SGLang's ``KVArgs``."""
         args.kv_data_ptrs = self.bases

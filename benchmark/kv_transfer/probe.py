@@ -125,16 +125,19 @@ class Probe:
 
     # ---- Mooncake ----
 
-    def watch_mooncake(self, engine: Any) -> None:
-        """Wrap SGLang's engine: its one call posts and waits, so that all of it is wire."""
+    def watch_mooncake(self, engine: Any, is_kv: Callable[[int], bool]) -> None:
+        """Wrap SGLang's engine: its one call posts and waits, so that all of it is wire. ``is_kv``:
+        whether an address is one of the pool's."""
         call = engine.batch_transfer_sync
 
         def timed(session: Any, sources: Any, destinations: Any, lengths: Any) -> Any:
             began = time.perf_counter()
             state = call(session, sources, destinations, lengths)
             wire_s = time.perf_counter() - began
+            is_metadata = not is_kv(sources[0])
+            moved = Transfer(None, is_metadata, len(lengths), 0.0, None, None, wire_s)
             with self._lock:
-                self._transfers.append(Transfer(None, False, len(lengths), 0.0, None, None, wire_s))
+                self._transfers.append(moved)
             return state
 
         engine.batch_transfer_sync = timed

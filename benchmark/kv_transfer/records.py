@@ -78,6 +78,8 @@ class RoomTimes:
     ended: float = 0.0
     #: What each call of ``send`` took.
     sends: list[float] = field(default_factory=list)
+    #: What of that was CPU time of the calling thread: the rest, it waited (for a lock, a core).
+    send_cpus: list[float] = field(default_factory=list)
     #: ``done``, ``failed`` or ``stuck`` (no end before the limit).
     outcome: str = "stuck"
     error: str = ""

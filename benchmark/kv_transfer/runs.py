@@ -37,7 +37,7 @@ class Answer:
 
 
 COLUMNS = [
-    "arm", "load", "room MB", "rooms (failed)", "send us", "queue ms", "build ms", "post ms",
+    "arm", "load", "room MB", "rooms (failed)", "send us", "its CPU us", "queue ms", "build ms", "post ms",
     "wire ms", "total ms", "descriptors", "GB/s", "CPU s/GB", "decode CPU s/GB",
 ]  # fmt: skip
 
@@ -50,6 +50,7 @@ def row(arm: str, load: str, found: Summary) -> list[str]:
         number(found.room_bytes / 1e6, 1),
         f"{found.rooms} ({found.failed})",
         p50_p99(found.send, 1e-6),
+        p50_p99(found.send_cpu, 1e-6),
         p50_p99(found.queue, 1e-3),
         p50_p99(found.build, 1e-3),
         p50_p99(found.post, 1e-3),

@@ -131,7 +131,7 @@ class Prefill(_End):
         if setup.backend == "nixl":
             probe.watch_nixl(self.manager.agent)
         else:
-            probe.watch_mooncake(self.manager.engine)
+            probe.watch_mooncake(self.manager.engine, pool.holds)
         probe.watch_workers()
 
     def connect(self, peers: Sequence[Peer]) -> None:

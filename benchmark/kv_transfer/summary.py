@@ -22,6 +22,8 @@ class Summary:
     failed: int
     #: A call of ``send`` on the thread of the scheduler.
     send: Spread
+    #: CPU time of that thread in it.
+    send_cpu: Spread
     queue: Spread
     build: Spread
     #: The part of ``build`` that is the library's.
@@ -58,6 +60,7 @@ def summarize(rounds: Sequence[Round]) -> Summary:
         rooms=len(rooms),
         failed=len(rooms) - len(good),
         send=spread([seconds for times in rooms for seconds in times.sends]),
+        send_cpu=spread([seconds for times in rooms for seconds in times.send_cpus]),
         queue=_stage(moves, "queue_s"),
         build=_stage(moves, "build_s"),
         describe=_stage(moves, "describe_s"),
