@@ -150,7 +150,12 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     back, _ = asyncio.run(cluster.ask_both(prompts, []))
     right(back, expected)
     cluster.pair.check()
-    counted = metrics.scrape(cluster.pair.decode_url)
+    deadline = time.monotonic() + 10
+    while True:  # gauges are set once a second
+        counted = metrics.scrape(cluster.pair.decode_url)
+        if not counted["sglang:decode_protected_tokens"] or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
     assert counted[metrics.FAILED_ROOMS] >= len(prompts)
     for gauge in ("prefix_leases", "protected_tokens", "evictable_tokens", "quarantined_tokens"):
         assert f"sglang:decode_{gauge}" in counted

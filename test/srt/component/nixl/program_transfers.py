@@ -355,7 +355,8 @@ def transfer_that_never_settles() -> None:
     PAIR.announced(sender)
     sender.init(1, 3)
     gate = PAIR.prefill.manager.rooms.gate
-    os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = "0.2"
+    manager = PAIR.prefill.manager
+    allowed, manager.transfer_s = manager.transfer_s, 0.2
     try:
         with agent_that(check_xfer_state=lambda handle: "PROC"):
             sender.send(pages(30))
@@ -365,7 +366,7 @@ def transfer_that_never_settles() -> None:
             assert gate.rooms(), "what is under way is waited for"
             assert receiver.poll() != KVPoll.Failed, "decode is not told before it is over"
     finally:
-        del os.environ["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"]
+        manager.transfer_s = allowed
     until(lambda: not gate.rooms(), "settled")
     until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
     receiver.clear()

@@ -89,4 +89,6 @@ def load(
 
 def _numbers(pages: Sequence[Any] | None) -> tuple[int, ...]:
     """SGLang gives lists of numbers, arrays, and lists of arrays."""
-    return () if pages is None else tuple(np.asarray(pages, np.int64).reshape(-1).tolist())
+    if pages is None or not len(pages):
+        return ()
+    return tuple(np.asarray(pages, np.int64).reshape(-1).tolist())

@@ -70,9 +70,6 @@ class DeltaNixlSender(NixlKVSender):
     def send(
         self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
     ) -> None:
-        from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.utils import filter_kv_indices_for_cp_rank
-
         if self.is_stopped:
             return
         manager, room = self.kv_mgr, self.bootstrap_room
@@ -80,6 +77,8 @@ class DeltaNixlSender(NixlKVSender):
         self.curr_idx = part.stop
         is_last = part.stop == self.num_kv_indices
         if manager.enable_all_cp_ranks_for_transfer:
+            from sglang.srt.disaggregation.utils import filter_kv_indices_for_cp_rank
+
             kv_indices, part = filter_kv_indices_for_cp_rank(manager, kv_indices, part)
         elif manager.is_dummy_cp_rank:  # another rank of the context parallel group sends all
             self._ticket.delivered |= is_last
@@ -94,9 +93,7 @@ class DeltaNixlSender(NixlKVSender):
             self.fail(Reason.MISMATCH, str(error))
             return
         self.chunk_id += 1
-        if is_last:
-            self.has_sent = True
-            manager.advance(room, KVPoll.Transferring)
+        self.has_sent = is_last
 
     @override
     def poll(self) -> Any:

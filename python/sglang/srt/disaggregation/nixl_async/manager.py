@@ -59,6 +59,8 @@ class DeltaNixlManager(NixlKVManager):
             ValueError: a variable is set to something that cannot be; the message names it.
         """
         assert self.rooms is not None
+        #: Seconds that a chunk may take, from the queue to its end.
+        self.transfer_s = deadlines.transfer_seconds()
         self.transfer_stats = AsyncTransferStats(settings.log_seconds())
         backend = NixlBackend(
             self.agent, self.peers, Layout(self), self.transfer_stats, writer=self.writer_id
@@ -120,7 +122,7 @@ class DeltaNixlManager(NixlKVManager):
                 peers=tuple(load.destinations),
                 payload=load,
                 is_last=is_last,
-                deadline=now + deadlines.transfer_seconds(),
+                deadline=now + self.transfer_s,
                 enqueued_at=now,
             )
         )
