@@ -37,8 +37,8 @@ class Answer:
 
 
 COLUMNS = [
-    "arm", "load", "room MB", "rooms (failed)", "send us", "its CPU us", "queue ms", "build ms", "post ms",
-    "wire ms", "total ms", "descriptors", "GB/s", "CPU s/GB", "decode CPU s/GB",
+    "arm", "load", "room MB", "rooms (failed)", "send us", "its CPU us", "queue ms", "build ms",
+    "post ms", "wire ms", "total ms", "descriptors", "GB/s", "CPU s/GB", "decode CPU s/GB",
 ]  # fmt: skip
 
 

@@ -16,7 +16,9 @@ def room(number: int, total: float, outcome: str = "done", peer: int = 0) -> Roo
     """A room that took ``total`` seconds, and decode a tenth more to see it."""
     ended = 100.0 + total
     arrived = 100.0 + total * 1.1 if outcome == "done" else 0.0
-    return RoomTimes(number, peer, 100.0, ended, [total / 10], outcome, arrived=arrived)
+    return RoomTimes(
+        number, peer, 100.0, ended, sends=[total / 10], outcome=outcome, arrived=arrived
+    )
 
 
 def kv(build: float | None, wire: float | None = 2.0) -> Transfer:
