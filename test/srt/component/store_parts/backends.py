@@ -23,11 +23,15 @@ from sglang.srt.mem_cache.store_parts.stores.file import FileParts
 from sglang.srt.mem_cache.store_parts.stores.hf3fs import Hf3fsParts
 from sglang.srt.mem_cache.store_parts.stores.mooncake import MooncakeParts
 from sglang.srt.patchset.combine import combine
+from sglang.srt.patchset.guard import mismatches
 
 
 def combined(base: type, mixin: type) -> Any:
     """The class that the hook would build, or has built."""
-    return base if issubclass(base, mixin) else combine(base, mixin)
+    if issubclass(base, mixin):
+        return base
+    assert mismatches(base, mixin) == []
+    return combine(base, mixin)
 
 
 def config(pool: Any, rank: int = 0, ranks: int = 1, **changes: Any) -> Any:

@@ -55,10 +55,15 @@ class Master:
         for port in (self.rpc, self.http):
             _reachable(port)
 
-    def signal(self, number: int) -> None:
-        """SIGSTOP and SIGCONT, say."""
+    def freeze(self) -> None:
+        """From now on it answers nothing."""
         assert self._process is not None
-        self._process.send_signal(number)
+        freeze(self._process)
+
+    def thaw(self) -> None:
+        """It goes on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it at once; harmless when it has ended."""
@@ -66,6 +71,18 @@ class Master:
             self._process.kill()
             self._process.wait(10)
             self._process = None
+
+
+def freeze(process: subprocess.Popen[Any]) -> None:
+    """Stop all threads of a process, and come back when they have stopped."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+    while any(_state(task) != "T" for task in tasks.iterdir()):
+        time.sleep(0.005)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def end_with_parent() -> None:

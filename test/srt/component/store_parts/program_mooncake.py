@@ -31,7 +31,7 @@ from component.store_parts.host_pools import (  # noqa: E402
     host_pool,
     slots,
 )
-from component.store_parts.masters import Master, end_with_parent  # noqa: E402
+from component.store_parts.masters import Master, end_with_parent, freeze  # noqa: E402
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
     MooncakeStore,
 )
@@ -46,7 +46,7 @@ from sglang.srt.mem_cache.store_parts.stores.mooncake import MooncakeParts  # no
 #: Kinds of pools and their layouts.
 PAGES = [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]
 
-DEADLINE = 1.5
+DEADLINE = 3.0
 """Seconds that a call may take."""
 
 
@@ -97,7 +97,7 @@ def master_hangs(master: Master) -> None:
     guard = guarded(backend(pool, master.extra_config, "hangs"), told.append)
     keys = hashes(2)
     assert guard.write(keys, slots(0, 1)).pages == 2
-    master.signal(signal.SIGSTOP)
+    master.freeze()
     try:
         start = time.monotonic()
         assert guard.read(keys, slots(2, 3)).fault is Fault.DEADLINE
@@ -106,7 +106,7 @@ def master_hangs(master: Master) -> None:
         assert time.monotonic() - start < 2 * DEADLINE
         assert len(told) == 1 and not told[0].returned.done()
     finally:
-        master.signal(signal.SIGCONT)
+        master.thaw()
     until(lambda: guard.query(keys).fault is None, "up again")
     until(lambda: guard.under_way == 0 and not guard.busy(), "returned")
     assert guard.read(keys, slots(2, 3)).pages == 2
@@ -167,7 +167,7 @@ def holder_hangs(master: Master) -> None:
         guard = guarded(backend(pool, master.extra_config, "held"))
         keys = hashes(2)
         assert guard.query(keys).pages == 2
-        other.send_signal(signal.SIGSTOP)
+        freeze(other)
         outcome = guard.read(keys, slots(2, 3))
         assert outcome.fault is Fault.DEADLINE and outcome.busy is not None
         before = content(pool, 2)

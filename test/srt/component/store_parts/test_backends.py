@@ -20,6 +20,7 @@ from component.store_parts.host_pools import (
     slots,
 )
 from sglang.srt.mem_cache.store_parts import parts
+from sglang.srt.mem_cache.store_parts.guard import Fault, StoreGuard
 
 BACKENDS = ("file", "hf3fs", "eic", "mooncake")
 COMBINATIONS = [
@@ -182,13 +183,12 @@ def test_a_page_without_its_index_is_not_there() -> None:
 def test_short_values_are_misses_and_counted() -> None:
     """Guards against the positive byte count of a value that is shorter than the page."""
     client, pool = backends.MooncakeClient(), host_pool("mha", "page_first_direct")
-    store, short = backends.mooncake(pool, client), []
-    store.on_short = lambda: short.append(1)
-    keys = hashes(2)
-    store.batch_set_v1(keys, slots(1, 2))
-    client.content[f"{keys[0]}_0_v"] = client.content[f"{keys[0]}_0_v"][:-1]
-    assert store.batch_get_v1(keys, slots(3, 4)) == [False, True]
-    assert len(short) == 1
+    guard = StoreGuard(backends.mooncake(pool, client), "mooncake")
+    keys = hashes(3)
+    assert guard.write(keys, slots(0, 1, 2)).pages == 3
+    client.content[f"{keys[1]}_0_v"] = client.content[f"{keys[1]}_0_v"][:-1]
+    assert guard.read(keys, slots(3, 4, 5)).pages == 1
+    assert guard.faults == {Fault.SHORT: 1, Fault.MISSING: 1, Fault.HOLE: 1}
 
 
 def test_mooncake_without_a_master_is_no_miss() -> None:
@@ -272,3 +272,18 @@ def test_without_a_stage_the_backend_is_stock(tmp_path: Path, kind: str, layout:
         client = backends.MooncakeClient()
         assert backends.mooncake(pool, client).page_values == ()
         assert client.registered == [backends.address_of(pool.kv_buffer)]
+
+
+@pytest.mark.parametrize("layout", ["page_first_kv_split", "unheard_of"])
+def test_layouts_that_are_not_known_are_refused(layout: str) -> None:
+    """Guards against pages that are guessed at; the message names the flag."""
+    pool = host_pool("mla", "page_first_direct")
+    pool.layout = layout
+    with pytest.raises(ValueError, match=f"{layout} .*--hicache-mem-layout"):
+        parts.describe(pool)
+
+
+def test_pools_that_are_not_known_are_refused() -> None:
+    """Guards against state-space models, whose pages are something else."""
+    with pytest.raises(ValueError, match="object"):
+        parts.describe(object())

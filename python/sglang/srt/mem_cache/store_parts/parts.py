@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-_PAGE_FIRST = ("page_first", "page_first_direct", "page_head")
+#: Layouts whose rows are pages; those of the others are slots.
+_PAGE_ROWS = ("page_first_direct", "page_head")
+_LAYOUTS = ("layer_first", "page_first", *_PAGE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def describe(pool: Any, groups: int = 1) -> tuple[Part, ...]:
         return _keys_and_values(pool, groups)
     if isinstance(pool, pools.NSATokenToKVPoolHost):
         latent = Part("k", _rows(pool, pool.kv_buffer), shared=True)
-        index = _rows(pool, pool.index_k_with_scale_buffer)
+        index = _rows(pool, pool.index_k_with_scale_buffer, by_page=True)
         return (latent, Part("index", index, shared=True, extra=True))
     if isinstance(pool, pools.MLATokenToKVPoolHost):
         return (Part("k", _rows(pool, pool.kv_buffer), shared=True),)
@@ -129,21 +131,19 @@ def _keys_and_values(pool: Any, groups: int) -> tuple[Part, ...]:
     )
 
 
-def _rows(pool: Any, buffer: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Views of a buffer as (pages, bytes): one where pages lie together, else one a layer."""
-    if pool.layout not in (*_PAGE_FIRST, "layer_first"):
-        raise ValueError(f"pages of layout {pool.layout} are not known (--hicache-mem-layout)")
-    wholes = [buffer] if pool.layout in _PAGE_FIRST else list(buffer)
-    page_size = pool.page_size
+def _rows(
+    pool: Any, buffer: torch.Tensor | Sequence[torch.Tensor], by_page: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Views of a buffer as (pages, bytes): one where a page lies together, else one a layer.
 
-    def rows(whole: Any) -> torch.Tensor:
-        # Token-wise buffers have as many rows as slots, page-wise ones as many as pages; NSA's
-        # index buffer has a page or so more than the pool, which no slot leads to.
-        pages = len(whole) // page_size if len(whole) == pool.size else len(whole)
-        flat: torch.Tensor = whole.view(torch.uint8).view(pages, -1)
-        return flat
-
-    return tuple(rows(whole) for whole in wholes)
+    ``by_page``: its rows are pages in every layout, as those of NSA's index are.
+    """
+    layout, page_size = pool.layout, pool.page_size
+    if layout not in _LAYOUTS:
+        raise ValueError(f"pages of layout {layout} are not known (--hicache-mem-layout)")
+    wholes: list[Any] = list(buffer) if layout == "layer_first" else [buffer]
+    slots = 1 if by_page or layout in _PAGE_ROWS else page_size
+    return tuple(whole.view(torch.uint8).view(len(whole) // slots, -1) for whole in wholes)
 
 
 # ---- how a store keeps it ----

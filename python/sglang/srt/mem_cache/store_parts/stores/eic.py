@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +44,11 @@ class EicParts(_Base):
         split = self.use_zero_copy and not self.is_mla_model
         self.keep(memory_pool_host, (parts.apart if split else parts.together)(described))
 
-    @override
     def value_key(self, page_hash: str, value: parts.Value) -> str:
         key = f"{page_hash}_{value.label}" if value.label else page_hash
         full: str = self._get_eic_key([key])[0]
         return full
 
-    @override
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         eic = _client_library()
         option = eic.ExistOption()
@@ -61,7 +60,6 @@ class EicParts(_Base):
             found.extend(_each(status, outcome, len(batch)))
         return found
 
-    @override
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         eic = _client_library()
         option = eic.GetOption()
@@ -70,7 +68,6 @@ class EicParts(_Base):
         good = _each(status, outcome, len(keys))
         return [view.numel() if there else 0 for view, there in zip(memory, good, strict=True)]
 
-    @override
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         eic = _client_library()
         option = eic.SetOption()
@@ -93,9 +90,7 @@ class EicParts(_Base):
 
 
 def _client_library() -> Any:
-    import eic
-
-    return eic
+    return importlib.import_module("eic")  # loaded by SGLang's backend; has no types
 
 
 def _strings(keys: list[str]) -> Any:

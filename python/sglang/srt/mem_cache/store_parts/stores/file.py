@@ -33,20 +33,16 @@ class FileParts(_Base):
         if is_stage(mem_pool_host):
             self.keep(mem_pool_host, parts.together(parts.describe(mem_pool_host)))
 
-    @override
     def value_key(self, page_hash: str, value: parts.Value) -> str:
         path: str = self._get_component_path(page_hash, value.label or None)
         return path
 
-    @override
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         return [_size(path) == size for path, size in zip(keys, sizes, strict=True)]
 
-    @override
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         return [_read(path, view) for path, view in zip(keys, memory, strict=True)]
 
-    @override
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         for path, view in zip(keys, memory, strict=True):
             _write(path, view)

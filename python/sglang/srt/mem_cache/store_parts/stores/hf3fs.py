@@ -41,16 +41,13 @@ class Hf3fsParts(_Base):
             )
         self.keep(mem_pool_host, values)
 
-    @override
     def value_key(self, page_hash: str, value: parts.Value) -> str:
         return f"{page_hash}-{value.label}" if value.label else page_hash
 
-    @override
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         found: list[bool] = self.metadata_client.exists(self.rank, keys)
         return found
 
-    @override
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         slots = self._slots(keys)
         found = [at for at, slot in enumerate(slots) if slot is not None]
@@ -66,7 +63,6 @@ class Hf3fsParts(_Base):
             for count, now, slot in zip(counts, self._slots(keys), slots, strict=True)
         ]
 
-    @override
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         if self.skip_backup:  # the first rank writes for all
             return [True] * len(keys)

@@ -35,7 +35,6 @@ class MooncakeParts(_Base):
         described = parts.describe(mem_pool_host, self.split_factor or 1)
         self.keep(mem_pool_host, parts.apart(described))
 
-    @override
     def value_key(self, page_hash: str, value: parts.Value) -> str:
         (part,) = value.parts
         if part.shared:
@@ -45,7 +44,6 @@ class MooncakeParts(_Base):
         tag = "" if self.extra_backend_tag is None else f"{self.extra_backend_tag}_"
         return f"{tag}{page_hash}_{suffix}_{value.label}"
 
-    @override
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         codes = self._batch_exist(keys)
         failed = next((code for code in codes if code < 0), None)
@@ -53,7 +51,6 @@ class MooncakeParts(_Base):
             raise StoreError(f"Mooncake error {failed}")
         return [code == 1 for code in codes]
 
-    @override
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         start = time.perf_counter()
         counts = self._get_batch_zero_copy_impl(keys, *_addresses(memory))
@@ -61,7 +58,6 @@ class MooncakeParts(_Base):
             self._measured(self.prefetch_pgs, self.prefetch_bandwidth, memory, start)
         return list(counts)
 
-    @override
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         start = time.perf_counter()
         codes = self._put_batch_zero_copy_impl(keys, *_addresses(memory))

@@ -46,12 +46,10 @@ class NixlParts(_Base):
         described = parts.describe(mem_pool_host)
         self.keep(mem_pool_host, (parts.apart if self.is_zero_copy else parts.together)(described))
 
-    @override
     def value_key(self, page_hash: str, value: parts.Value) -> str:
         key: str = self._get_suffixed_key(page_hash)
         return f"{key}_{value.label}" if value.label else key
 
-    @override
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         if self._in_files():
             paths = [self.file_manager.get_file_path(key) for key in keys]
@@ -61,7 +59,6 @@ class NixlParts(_Base):
             found = self.agent.query_memory(asked, self.backend_selector.backend_name, "OBJ")
         return [each is not None for each in found]
 
-    @override
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         there = self.has_values(keys, [view.numel() for view in memory])
         found = [at for at, good in enumerate(there) if good]
@@ -73,7 +70,6 @@ class NixlParts(_Base):
             return [0] * len(keys)
         return [view.numel() if good else 0 for view, good in zip(memory, there, strict=True)]
 
-    @override
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         if not self._in_files():
             return [self._transfer("WRITE", memory, keys)] * len(keys)
