@@ -1,0 +1,280 @@
+"""A NIXL agent that copies between two memories of numpy, when a test says so, and complains about
+how it is used. Like the real one it refuses what it was not told of, and forgets a lost peer."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: (address, length, device)
+Range = tuple[int, int, int]
+
+
+class nixlRemoteDisconnectError(Exception):  # noqa: N801 - it is recognised by the binding's name
+    """The peer's process is gone."""
+
+
+class nixlNotFoundError(Exception):  # noqa: N801
+    """No such peer, list or registration."""
+
+
+class Memory:
+    """Bytes from an address on; nothing outside them can be read or written."""
+
+    def __init__(self, base: int, seed: int, size: int = 1 << 16) -> None:
+        self._base = base
+        self._bytes = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        self._used = 0
+
+    def allocate(self, slots: int, item_len: int) -> tuple[int, npt.NDArray[np.uint8]]:
+        """The address of a buffer, and its bytes as (slots, item_len): a view."""
+        start = self._used + 5  # a gap that belongs to nobody
+        self._used = start + slots * item_len
+        return self._base + start, self._bytes[start : self._used].reshape(slots, item_len)
+
+    def at(self, address: int, length: int) -> npt.NDArray[np.uint8]:
+        """A view of these bytes."""
+        start = address - self._base
+        assert start >= 0 and start + length <= self._used, hex(address)
+        return self._bytes[start : start + length]
+
+
+@dataclass(eq=False)
+class List:
+    """A prepared list."""
+
+    owner: str
+    memory: str
+    entries: list[Range]
+    #: The loading of its owner's metadata that it was prepared with.
+    loaded: object
+
+
+@dataclass(eq=False)
+class Handle:
+    """One transfer, which the test settles; ``state`` may also be an exception to raise."""
+
+    peer: str
+    note: str
+    memory: str
+    sources: list[Range]
+    destinations: list[Range]
+    is_prepared: bool
+    lists: tuple[List, ...] = ()
+    state: str | Exception = "PROC"
+    is_posted: bool = False
+    releases: int = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Posted, and not over."""
+        return self.is_posted and self.state == "PROC"
+
+
+@dataclass
+class FakeAgent:
+    """``memories``: of this rank under "", and of each peer under its name."""
+
+    memories: dict[str, Memory] = field(default_factory=dict)
+    #: Transfers are over when they are posted.
+    is_quick: bool = False
+    handles: list[Handle] = field(default_factory=list)
+    #: Peers that are loaded, by name.
+    peers: dict[str, object] = field(default_factory=dict)
+    #: What arrived at a peer: the notifications of delivered transfers, and those sent alone.
+    notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    calls: Counter[str] = field(default_factory=Counter)
+    #: Must be asserted empty: the workers swallow errors.
+    misuse: list[str] = field(default_factory=list)
+    #: By call: what its next calls raise; None for nothing.
+    script: defaultdict[str, deque[Exception | None]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    #: By call: what each of its calls does first.
+    before: dict[str, Any] = field(default_factory=dict)
+    #: Whether it knows lists with strides.
+    is_strided: bool = True
+    lists: list[List] = field(default_factory=list)
+    _in_peers: threading.Lock = field(default_factory=threading.Lock)
+
+    # ---- peers ----
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        with self._changing_peers():
+            self._call("add_remote_agent")
+            name = metadata.decode()
+            self.peers.setdefault(name, object())
+            return name
+
+    def remove_remote_agent(self, name: str) -> None:
+        with self._changing_peers():
+            self._call("remove_remote_agent")
+            if self.under_way(name):
+                self.misuse.append(f"{name} is removed while something is under way to it")
+            if self.peers.pop(name, None) is None:
+                raise nixlNotFoundError(name)
+
+    @contextmanager
+    def _changing_peers(self) -> Iterator[None]:
+        if not self._in_peers.acquire(blocking=False):
+            self.misuse.append("peers are changed by two threads at once")
+            self._in_peers.acquire()
+        try:
+            yield
+        finally:
+            self._in_peers.release()
+
+    # ---- transfers ----
+
+    def get_xfer_descs(self, rows: npt.NDArray[np.uint64], memory: str) -> Any:
+        self._call("get_xfer_descs")
+        return memory, self._ranges(rows)
+
+    def prep_xfer_dlist(self, name: str, rows: npt.NDArray[np.uint64], memory: str) -> List:
+        self._call("prep_xfer_dlist")
+        if rows.shape[1] == 5 and not self.is_strided:
+            raise ValueError("rows of three")
+        is_ours = name == "NIXL_INIT_AGENT"
+        loaded = None if is_ours else self._loaded(name)
+        self.lists.append(List("" if is_ours else name, memory, self._ranges(rows), loaded))
+        return self.lists[-1]
+
+    def initialize_xfer(self, op: str, ours: Any, theirs: Any, peer: str, note: bytes) -> Handle:
+        self._call("initialize_xfer")
+        self._loaded(peer)
+        if op != "WRITE" or ours[0] != theirs[0]:
+            self.misuse.append(f"{op} from {ours[0]} to {theirs[0]}")
+        return self._make(Handle(peer, note.decode(), ours[0], ours[1], theirs[1], False))
+
+    def make_prepped_xfer(
+        self, op: str, ours: List, our_picks: Any, theirs: List, their_picks: Any, note: bytes
+    ) -> Handle:
+        self._call("make_prepped_xfer")
+        if op != "WRITE" or ours.memory != theirs.memory or ours.owner:
+            self.misuse.append(f"{op} from {ours} to {theirs}")
+        self._check_list(theirs)
+        if our_picks.dtype != np.int32 or their_picks.dtype != np.int32:
+            self.misuse.append("selectors are no int32")
+        sources = [ours.entries[pick] for pick in our_picks.tolist()]
+        destinations = [theirs.entries[pick] for pick in their_picks.tolist()]
+        return self._make(
+            Handle(theirs.owner, note.decode(), ours.memory, sources, destinations, True,
+                   (ours, theirs))
+        )  # fmt: skip
+
+    def _make(self, handle: Handle) -> Handle:
+        if len(handle.sources) != len(handle.destinations) or not handle.sources:
+            self.misuse.append(f"{handle.note}: {len(handle.sources)} ranges")
+        self.handles.append(handle)
+        return handle
+
+    def transfer(self, handle: Handle) -> str:
+        if handle.is_posted or handle.releases:
+            self.misuse.append(f"{handle.note} is posted again, or after its release")
+        self._call("transfer")
+        self._loaded(handle.peer)
+        for each in handle.lists:
+            if each.owner:
+                self._check_list(each)
+        handle.is_posted = True
+        if self.is_quick:
+            self.settle(handle)
+        return str(handle.state)
+
+    def send_notif(self, peer: str, note: bytes) -> None:
+        self._call("send_notif")
+        self._loaded(peer)
+        self.notes[peer].append(note.decode())
+
+    def check_xfer_state(self, handle: Handle) -> str:
+        self._call("check_xfer_state")
+        if handle.releases:
+            self.misuse.append(f"{handle.note} is looked at after its release")
+        if isinstance(handle.state, Exception):
+            raise handle.state
+        if not handle.is_posted:
+            raise RuntimeError("not posted")
+        return handle.state
+
+    def release_xfer_handle(self, handle: Handle) -> None:
+        handle.releases += 1
+        if handle.releases > 1 or handle.is_under_way:
+            self.misuse.append(f"{handle.note}: release {handle.releases} in {handle.state}")
+        self._call("release_xfer_handle")
+
+    def get_xfer_telemetry(self, handle: Handle) -> Any:
+        if handle.releases:
+            self.misuse.append(f"{handle.note}: telemetry of a released handle")
+        self._call("get_xfer_telemetry")
+        return SimpleNamespace(xferDuration=1500)
+
+    # ---- for tests ----
+
+    def settle(self, handle: Handle, state: str | Exception = "DONE") -> None:
+        """The transfer ends; its bytes and its notification arrive if it does well."""
+        handle.state = state
+        if state != "DONE":
+            return
+        for (source, length, _), (to, their_length, _) in zip(
+            handle.sources, handle.destinations, strict=True
+        ):
+            assert length == their_length
+            if self.memories:
+                target = self.memories[handle.peer].at(to, length)
+                target[:] = self.memories[""].at(source, length)
+        self.notes[handle.peer].append(handle.note)
+
+    def under_way(self, peer: str | None = None, room: int | None = None) -> list[Handle]:
+        """Transfers that are posted and not over."""
+        return [
+            handle
+            for handle in list(self.handles)
+            if handle.is_under_way
+            and peer in (None, handle.peer)
+            and (room is None or handle.note.startswith(f"{room}_"))
+        ]
+
+    def disconnect(self, peer: str) -> None:
+        """What NIXL does when the process of a peer is gone: it drops all that it knew of it."""
+        for handle in self.under_way(peer):
+            handle.state = nixlRemoteDisconnectError(peer)
+        self.peers.pop(peer, None)
+
+    def check(self) -> None:
+        """Nothing was used wrongly, and every handle was released once."""
+        assert self.misuse == []
+        assert [handle.note for handle in self.handles if handle.releases != 1] == []
+
+    def _loaded(self, peer: str) -> object:
+        if peer not in self.peers:
+            raise nixlNotFoundError(peer)
+        return self.peers[peer]
+
+    def _check_list(self, prepared: List) -> None:
+        if self._loaded(prepared.owner) is not prepared.loaded:
+            self.misuse.append(f"a list of {prepared.owner} is used that NIXL has dropped")
+
+    def _ranges(self, rows: npt.NDArray[np.uint64]) -> list[Range]:
+        if rows.dtype != np.uint64 or not rows.flags.c_contiguous or rows.shape[1] not in (3, 5):
+            self.misuse.append(f"rows of {rows.dtype} {rows.shape}")
+        found = []
+        for address, length, device, *strided in rows.tolist():
+            stride, count = strided or (0, 1)
+            found += [(address + index * stride, length, device) for index in range(count)]
+        return found
+
+    def _call(self, name: str) -> None:
+        self.calls[name] += 1
+        if name in self.before:
+            self.before[name]()
+        error = self.script[name].popleft() if self.script[name] else None
+        if error is not None:
+            raise error

@@ -1,0 +1,210 @@
+"""What a chunk moves, byte by byte, and what decode is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.nixl_async import backend, descriptors
+from sglang.srt.disaggregation.nixl_async.descriptors import Form
+from unit.nixl_async.sides import ROOM, WRITER, Bench, Side
+
+#: Pages of prefill and of decode: none, one, neighbours on both sides, on one, and in any order.
+PAGES: dict[str, tuple[list[int], list[int]]] = {
+    "none": ([], []),
+    "one": ([11], [16]),
+    "a run": ([2, 3, 4, 5], [7, 8, 9, 10]),
+    "a run on one side": ([2, 3, 4, 5], [9, 3, 16, 0]),
+    "scattered": ([7, 0, 11, 4, 5, 1], [1, 16, 3, 8, 9, 2]),
+}
+#: Prefill rank, ranks; decode rank, ranks; KV heads of the model.
+SLICES = {
+    "to the first of two": (0, 1, 0, 2, 2),
+    "to the last of two": (0, 1, 1, 2, 4),
+    "from the last of two": (1, 2, 0, 1, 2),
+    "from a rank with a replica": (1, 4, 0, 1, 2),
+    "whole tokens": (0, 1, 1, 2, 1),
+}
+
+
+@pytest.fixture
+def prefers_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared lists are used wherever they can be, whatever was measured."""
+
+    def choose(*, has_prepared: bool, **_: Any) -> Form:
+        return Form.PREPARED if has_prepared else Form.RANGES
+
+    monkeypatch.setattr(backend.descriptors, "choose", choose)
+
+
+def assert_moved(bench: Bench, **chunk: Any) -> list[Any]:
+    """Post a chunk and compare all of decode's memory; the handles that it took."""
+    made = bench.chunk(**chunk)
+    expected = bench.expected(made)
+    posted = bench.post(made)
+    bench.finish(posted)
+    for was, is_now in zip(expected, bench.decode.snapshot(), strict=True):
+        assert np.array_equal(was, is_now)
+    bench.check()
+    return [each.handle for each in posted]
+
+
+@pytest.mark.usefixtures("prefers_lists")
+@pytest.mark.parametrize("lists", ["strided", "long", "none", "stock peer"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("pages", PAGES)
+def test_whole_pages(pages: str, has_state: bool, is_last: bool, lists: str) -> None:
+    """Guards against metadata that go only with state or only with KV, against state that goes
+    with every chunk or of a model that has none, against bytes at a wrong place in any form of
+    descriptors, and against a full hit that tells decode nothing."""
+    bench = Bench()
+    bench.agent.is_strided = lists != "long"
+    if lists == "none":
+        bench.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
+    ours, theirs = PAGES[pages]
+    state = ((4, 0), (1, 5)) if has_state else ((), ())
+    handles = assert_moved(
+        bench, pages=ours, to=theirs, is_last=is_last, state=state, is_stock=lists == "stock peer"
+    )
+
+    kinds = ["kv"] * bool(ours) + (["state"] * has_state + ["aux"]) * is_last
+    notes = {
+        "kv": f"{ROOM}_kv_2_{int(is_last)}_{WRITER}",
+        "state": f"{ROOM}_state_{WRITER}",
+        "aux": f"{ROOM}_aux_{WRITER}",
+    }
+    alone = [] if ours else [notes["kv"]]
+    assert [handle.note for handle in handles] == [notes[kind] for kind in kinds]
+    told = bench.agent.notes["decode"]
+    assert told == alone + [notes[kind] for kind in reversed(kinds)]
+    assert [handle.memory for handle in handles] == [
+        "DRAM" if kind == "aux" else "VRAM" for kind in kinds
+    ]
+    can = lists in ("strided", "long")
+    assert [handle.is_prepared for handle in handles] == [can and kind != "state" for kind in kinds]
+    for handle, kind in zip(handles, kinds, strict=True):
+        devices = (0, 0) if kind == "aux" else (bench.prefill.args.gpu_id, bench.decode.args.gpu_id)
+        assert {device for _, _, device in handle.sources} == {devices[0]}
+        assert {device for _, _, device in handle.destinations} == {devices[1]}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("ranks", SLICES)
+def test_slices_of_heads(ranks: str, pages: str, is_last: bool) -> None:
+    """Guards against heads at a wrong place where the tensor parallel sizes differ, and against a
+    rank whose completion does not come."""
+    rank, size, their_rank, their_size, total = SLICES[ranks]
+    bench = Bench(
+        Side(2**63 - 5000, 12, rank, size, total), Side(2**40, 17, their_rank, their_size, total)
+    )
+    ours, theirs = PAGES[pages]
+    handles = assert_moved(bench, pages=ours, to=theirs, is_last=is_last)
+    sends = bool(ours) and ranks != "from a rank with a replica"
+    assert len(handles) == sends + is_last
+    kv = f"{ROOM}_kv_2_{int(is_last)}_{WRITER}"
+    told = bench.agent.notes["decode"]
+    assert sorted(told) == sorted([kv] + [f"{ROOM}_aux_{WRITER}"] * is_last)
+
+
+@pytest.mark.parametrize("pages", PAGES)
+def test_latent_buffers(pages: str) -> None:
+    """Guards against MLA pools cut into keys and values; any tensor parallel size has them all."""
+    bench = Bench(
+        Side(2**63 - 5000, 12, is_mla=True), Side(2**40, 17, 1, 2, is_mla=True), is_mla=True
+    )
+    assert_moved(bench, pages=PAGES[pages][0], to=PAGES[pages][1])
+
+
+def test_the_choice_is_asked_with_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a measured choice that is fed with something else than was measured."""
+    asked: list[dict[str, Any]] = []
+
+    def choose(**numbers: Any) -> Form:
+        asked.append(numbers)
+        return Form.RANGES
+
+    monkeypatch.setattr(descriptors, "choose", choose)
+    assert_moved(Bench(), pages=[2, 3, 7], to=[4, 5, 1])
+    assert asked == [
+        {"buffers": 4, "pages": 3, "runs": 2, "has_prepared": True},
+        {"buffers": 3, "pages": 1, "runs": 1, "has_prepared": True},
+    ]
+
+
+@pytest.fixture(params=list(Form), ids=lambda form: form.value)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Form:
+    """The form that is chosen for everything."""
+    monkeypatch.setattr(backend.descriptors, "choose", lambda **_: request.param)
+    chosen: Form = request.param
+    return chosen
+
+
+def test_numbers_of_a_delivery(form: Form) -> None:
+    """Guards against a descriptor for each page where neighbours can be merged, against counting
+    pages that decode already had or descriptors that were not sent, and against taking time on the
+    wire for time of a post."""
+    bench = Bench()
+    seen: list[dict[str, float]] = []
+    bench.stats.posted = lambda **numbers: seen.append(numbers)  # type: ignore[method-assign]
+    before = STATS.totals["kv_transfer_sent_bytes"]
+    handles = assert_moved(bench, pages=[2, 3, 4, 7], to=[4, 5, 6, 1])
+    kv = 4 * sum(bench.prefill.args.kv_item_lens)
+    assert STATS.totals["kv_transfer_sent_bytes"] - before == kv
+    (numbers,) = seen
+    assert numbers["moved"] == kv + sum(bench.prefill.args.aux_item_lens)
+    # Four buffers of KV, with two runs or four pages, and three of metadata.
+    sent = 4 * (2 if form is Form.RANGES else 4) + 3
+    assert sum(len(handle.sources) for handle in handles) == numbers["descriptors"] == sent
+    # The clock moves by a second each time it is asked: once in each build, once in each post.
+    assert (numbers["build_s"], numbers["post_s"]) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("has_sizes", [True, False])
+@pytest.mark.parametrize(
+    ("chunk", "text"),
+    [
+        ({"pages": [1], "to": [17]}, "page 17 of a pool of 17"),
+        ({"pages": [1, 2], "to": [3, -1]}, "page -1 of a pool of"),
+        ({"pages": [12], "to": [3]}, "page 12 of a pool of 12"),
+        ({"pages": [1], "to": [3], "slots": (5, 0)}, "page 5 of a pool of 5"),
+        ({"pages": [1], "to": [3], "slots": (0, 5)}, "page 5 of a pool of 5"),
+        ({"state": ((6,), (0,))}, "page 6 of a pool of 6"),
+        ({"state": ((1, 2), (3,))}, "2 pages of state, and decode rank decode listed 1"),
+        ({"pages": [1], "to": [3], "state": ((1,), ())}, "1 pages of state.* listed 0"),
+    ],
+)
+def test_what_does_not_fit(chunk: dict[str, Any], text: str, has_sizes: bool) -> None:
+    """Guards against writing outside a pool, and against state that is cut to fit."""
+    bench = Bench()
+    posted = []
+    if not has_sizes and ("17" in text or chunk.get("slots") == (0, 5)):
+        pytest.skip("a stock peer does not say how large its pools are: NIXL refuses such pages")
+    with pytest.raises(TransferError, match=text) as caught:
+        for each in bench.backend.post(bench.chunk(**chunk, is_stock=not has_sizes), "decode"):
+            posted.append(each)
+    assert caught.value.reason is Reason.MISMATCH
+    bench.finish(posted)
+    bench.check()
+
+
+def test_state_between_different_sizes() -> None:
+    """Guards against state of one rank in the pool of a rank that holds other heads: metadata,
+    without which decode never takes the room, must not go either."""
+    bench = Bench(decode=Side(2**40, 17, 0, 2))
+    posted = []
+    with pytest.raises(TransferError, match="one tensor parallel size, not 1 .* 2") as caught:
+        for each in bench.backend.post(
+            bench.chunk(pages=[1], to=[3], state=((1,), (2,))), "decode"
+        ):
+            posted.append(each)
+    assert caught.value.reason is Reason.MISMATCH
+    assert [each.handle.note for each in posted] == [f"{ROOM}_kv_2_1_{WRITER}"]
+    bench.finish(posted)
+    bench.check()
