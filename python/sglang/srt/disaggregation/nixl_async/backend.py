@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang.srt.disaggregation.async_transfer.chunk import Chunk
 from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
+from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats, harmless
 from sglang.srt.disaggregation.delta.accounting import count_moved, count_sent
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.nixl_async import descriptors
@@ -96,6 +96,9 @@ class NixlBackend:
                 if load.state_pages:
                     yield from self._state(load, to, known, delivery)
                 yield from self._metadata(load, to, known, delivery)
+        except Exception as error:
+            self._drop_if_disconnected(known, error)
+            raise
         finally:
             self._peers.release(known)
         delivery.ended_at = self._clock()
@@ -151,7 +154,7 @@ class NixlBackend:
         else:
             yield from self._heads(load.pages, to.pages, peer, note, delivery)
         if delivery.bytes:  # not where nothing was left to send, or a replica sends it
-            count_sent(chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
+            self._count(load, to, delivery)
 
     def _state(
         self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
@@ -205,7 +208,7 @@ class NixlBackend:
             runs=len(runs),
             has_prepared=ours is not None and theirs is not None,
         )
-        delivery.descriptors += buffers * len(runs)
+        delivery.descriptors += buffers * (len(runs) if form is Form.RANGES else len(source))
         delivery.bytes += len(source) * sum(pair.source.item_lens)
         if form is Form.RANGES:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
@@ -255,16 +258,12 @@ class NixlBackend:
             raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
         built = self._clock()
         delivery.build_s += built - began
-        posted = _Posted(handle, self._peers.hold(peer.name), delivery, lists)
+        posted = _Posted(handle, self._peers.share(peer), delivery, lists)
         delivery.open += 1
         # First: what is in flight is waited for and released, also if posting raises half way.
         yield posted
         began = self._clock()
-        try:
-            state = self._agent.transfer(handle)
-        except Exception as error:
-            self._drop_if_disconnected(peer, error)
-            raise
+        state = self._agent.transfer(handle)
         delivery.post_s += self._clock() - began
         if state == "ERR":
             raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")
@@ -272,11 +271,7 @@ class NixlBackend:
     def _notify(self, peer: Peer, note: str, delivery: _Delivery) -> None:
         """NIXL refuses a transfer of nothing; but decode waits for each writer's last chunk."""
         began = self._clock()
-        try:
-            self._agent.send_notif(peer.name, note.encode("ascii"))
-        except Exception as error:
-            self._drop_if_disconnected(peer, error)
-            raise
+        self._agent.send_notif(peer.name, note.encode("ascii"))
         delivery.post_s += self._clock() - began
 
     def _drop_if_disconnected(self, peer: Peer, error: Exception) -> None:
@@ -293,6 +288,12 @@ class NixlBackend:
             self._has_telemetry = False
             logger.warning("NIXL gives no telemetry (%r); it is not asked any more", error)
 
+    @harmless
+    def _count(self, load: Load, to: Destination, delivery: _Delivery) -> None:
+        room, peer = delivery.chunk.room, delivery.peer
+        count_sent(room, peer, load.pages, to.pages, delivery.bytes)
+
+    @harmless
     def _log(self, delivery: _Delivery) -> None:
         chunk = delivery.chunk
         count_moved(

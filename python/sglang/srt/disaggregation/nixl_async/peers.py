@@ -67,13 +67,21 @@ class PreparedLists:
 class Peer:
     """One decode rank, from its registration until nobody uses it any more."""
 
-    def __init__(self, agent: Any, info: Any) -> None:
-        self.name: str = info.agent_name
-        #: What it registered: SGLang's ``KVArgsRegisterInfo``.
-        self.info = info
-        self.lists = PreparedLists(agent, self.name)
+    #: What it registered: SGLang's ``KVArgsRegisterInfo``.
+    info: Any
+    #: Of what NIXL was last told about it.
+    lists: PreparedLists
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         #: Transfers to it that are not released.
         self.users = 0
+        self.forgotten = True
+
+    def loaded(self, agent: Any, info: Any) -> None:
+        """NIXL knows it from now on."""
+        self.info = info
+        self.lists = PreparedLists(agent, self.name)
         self.forgotten = False
 
 
@@ -91,13 +99,18 @@ class Peers:
         self._peers: dict[str, Peer] = {}
 
     def add(self, info: Any) -> None:
-        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind."""
+        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind.
+
+        One that was forgotten is loaded anew, also while something is still under way to it, and
+        nothing that was prepared before is used again: its connection may have been lost.
+        """
         with self._lock:
             known = self._peers.get(info.agent_name)
-            if known is None:
+            if known is None or known.forgotten:
                 self._agent.add_remote_agent(info.agent_metadata)
-                known = self._peers[info.agent_name] = Peer(self._agent, info)
-            known.forgotten = False
+                if known is None:
+                    known = self._peers[info.agent_name] = Peer(info.agent_name)
+                known.loaded(self._agent, info)
             self._table[known.name] = known.info
 
     def hold(self, name: str) -> Peer:
@@ -112,6 +125,12 @@ class Peers:
                 raise TransferError(
                     Reason.PEER_LOST, f"decode rank {name} is not registered here any more"
                 )
+            peer.users += 1
+            return peer
+
+    def share(self, peer: Peer) -> Peer:
+        """One more transfer to a peer that is held already, to be given back on its own."""
+        with self._lock:
             peer.users += 1
             return peer
 
