@@ -250,7 +250,7 @@ def test_lost_and_short_pages_end_the_run(scene: Scene) -> None:
     """Guards against pages behind a hole that count, and against short pages that count at all."""
     scene.store.shorten(KEYS[1])
     outcome = scene.guard.read(KEYS, slots(3, 4, 5))
-    assert (outcome.pages, outcome.fault) == (1, Fault.MISSING)
+    assert (outcome.pages, outcome.fault, outcome.evidence) == (1, Fault.MISSING, 1)
     assert scene.guard.faults == {Fault.MISSING: 1, Fault.HOLE: 1}
     scene.store.drop(KEYS[0])
     assert scene.guard.read(KEYS, slots(3, 4, 5)).pages == 0

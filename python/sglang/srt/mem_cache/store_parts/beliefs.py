@@ -50,7 +50,7 @@ class StoredPages:
             self._keys.popitem(last=False)
 
     def queried(self, keys: Sequence[str], found: int | None) -> None:
-        """A hit query for a chain of pages answered that the first ``found`` are there.
+        """A query, or a read, for a chain of pages showed that the first ``found`` are there.
 
         ``None``: it failed or was cut by its deadline on some rank, which is evidence of nothing.
         Behind the first page that is missing nothing is known; those pages are forgotten too,

@@ -79,8 +79,9 @@ class Outcome:
 
     @property
     def evidence(self) -> int | None:
-        """Of a query: how many pages are there, or None where the answer says nothing about it."""
-        return None if self.fault is not None else self.pages
+        """How many pages are there and the next one not, or None where that is not known: the call
+        failed, or its answer means nothing."""
+        return self.pages if self.fault in (None, Fault.MISSING) else None
 
 
 @dataclass(frozen=True)
