@@ -37,6 +37,8 @@ def draw(folder: Path, stem: str, lines: Mapping[str, Sequence[tuple[int, Summar
                 rates = [summary.gb_per_s for _, summary in points]
                 axis.plot(tokens, rates, style, marker="o", ms=3, color=color, label=label)
         axis.set_xscale("log", base=2)
+        sizes = sorted({size for points in lines.values() for size, _ in points})
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8, rotation=30)
         if kind == "time":
             axis.set_yscale("log")
         else:
@@ -44,7 +46,7 @@ def draw(folder: Path, stem: str, lines: Mapping[str, Sequence[tuple[int, Summar
         axis.set_xlabel("tokens of a room")
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=0.5)
         axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         paths.append(folder / f"{stem}-{kind}.png")
