@@ -1,0 +1,131 @@
+"""How SGLang's NIXL agent is made, with a binding that notes what it is told."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.nixl_async.agent import PROGRESS_DELAY, attuned
+
+STRICT = object()
+
+
+class Config:
+    """The binding's ``nixl_agent_config``."""
+
+    def __init__(self, sync_mode: Any = None, capture_telemetry: bool = False, **options: Any):
+        self.sync_mode, self.capture_telemetry, self.options = sync_mode, capture_telemetry, options
+
+
+class AgentConfig:
+    """The binding's own settings, which an agent fills when it is made."""
+
+    pthrDelay = 0  # noqa: N815
+    other = 0
+
+
+class Agent:
+    """As the binding's: makes its settings in its constructor."""
+
+    __module__ = "fake_nixl_api"
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.settings = sys.modules["fake_nixl_api"].nixlBind.nixlAgentConfig()
+        self.settings.pthrDelay = 0
+        self.settings.other = 7
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that SGLang takes its classes from."""
+    api: Any = ModuleType("fake_nixl_api")
+    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=STRICT)
+    api.nixl_agent_config = Config
+    api.nixl_agent = Agent
+    api.nixlBind = SimpleNamespace(nixlAgentConfig=AgentConfig)
+    package: Any = ModuleType("nixl")
+    package._api = api
+    monkeypatch.setitem(sys.modules, "nixl", package)
+    monkeypatch.setitem(sys.modules, "fake_nixl_api", api)
+    monkeypatch.delenv(PROGRESS_DELAY, raising=False)
+    return api
+
+
+def assert_restored(api: Any) -> None:
+    """NIXL is what it was, for whoever else uses it in this process."""
+    assert api.nixl_agent_config is Config and api.nixlBind.nixlAgentConfig is AgentConfig
+
+
+@pytest.mark.parametrize(("given", "delay"), [(None, 1000), ("0", 0), ("250", 250)])
+def test_what_is_asked_for(
+    api: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, delay: int
+) -> None:
+    """Guards against an agent without thread synchronisation, which several workers would corrupt,
+    and against a progress thread that takes a core for itself."""
+    if given is not None:
+        monkeypatch.setenv(PROGRESS_DELAY, given)
+    with attuned():
+        agent = api.nixl_agent(api.nixl_agent_config(backends=["UCX"], num_threads=3))
+    assert agent.config.sync_mode is STRICT and agent.config.capture_telemetry
+    assert agent.config.options == {"backends": ["UCX"], "num_threads": 3}
+    assert (agent.settings.pthrDelay, agent.settings.other) == (delay, 7)
+    assert isinstance(agent.settings, AgentConfig)
+    assert_restored(api)
+
+
+def test_restored_after_an_error(api: Any) -> None:
+    """Guards against settings that stay in the binding when an agent could not be made."""
+    with pytest.raises(ZeroDivisionError), attuned():
+        raise ZeroDivisionError
+    assert_restored(api)
+
+
+def test_an_older_nixl(api: Any) -> None:
+    """Guards against workers on an agent that is not safe for them; the text says what to do."""
+    del api.nixl_thread_sync_t
+    with pytest.raises(RuntimeError, match=r"thread synchronisation modes .*constraints\.txt"):
+        with attuned():
+            pass
+    assert_restored(api)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "1.5"])
+def test_a_wrong_pause(api: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """Guards against a typing error that is taken for the default."""
+    monkeypatch.setenv(PROGRESS_DELAY, value)
+    with pytest.raises(ValueError, match=PROGRESS_DELAY), attuned():
+        pass
+    assert_restored(api)
+
+
+@pytest.mark.parametrize("missing", ["binding", "settings", "pthrDelay"])
+def test_a_binding_without_the_pause(
+    api: Any, caplog: pytest.LogCaptureFixture, missing: str
+) -> None:
+    """Guards against a server that does not start, or spins without a word."""
+
+    class Bare:
+        pass
+
+    if missing == "binding":
+        del api.nixlBind
+    elif missing == "settings":
+        del api.nixlBind.nixlAgentConfig
+    else:
+        api.nixlBind.nixlAgentConfig = Bare
+    with attuned():
+        assert api.nixl_agent_config().sync_mode is STRICT
+    assert PROGRESS_DELAY in caplog.text and "spins" in caplog.text
+    assert api.nixl_agent_config is Config
+
+
+def test_the_installed_binding_has_what_is_used() -> None:
+    """Guards against a NIXL of another version in which nothing of this has any effect."""
+    api = pytest.importorskip("nixl")._api
+    assert hasattr(api.nixl_thread_sync_t, "NIXL_THREAD_SYNC_STRICT")
+    binding = sys.modules[api.nixl_agent.__module__].nixlBind
+    assert hasattr(binding.nixlAgentConfig, "pthrDelay")
