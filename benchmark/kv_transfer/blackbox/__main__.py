@@ -26,7 +26,6 @@ def main() -> int:
     parser.add_argument(
         "--chunked-prefill-tokens", type=int, default=default.chunked_prefill_tokens
     )
-    parser.add_argument("--backend", choices=["nixl", "mooncake"], default=default.backend)
     parser.add_argument("--model", type=Path, help="model folder; a random one is made without it")
     parser.add_argument(
         "--out",
@@ -41,7 +40,6 @@ def main() -> int:
         repeats=args.repeats,
         page_size=args.page_size,
         chunked_prefill_tokens=args.chunked_prefill_tokens,
-        backend=args.backend,
     )
     try:
         return run(args.out, args.model, console, load)

@@ -40,7 +40,6 @@ class Load:
     repeats: int = 3
     page_size: int = 16
     chunked_prefill_tokens: int = 8192
-    backend: str = "nixl"
     seed: int = 0
 
 
@@ -66,7 +65,7 @@ def run(out: Path, model: Path | None, console: Console, load: Load) -> int:
 
     machine = describe()
     kv = f"{kv_bytes_per_token(model):,} B of KV a token"
-    where = f"{load.backend}, pages of {load.page_size}, {kv}, {load.repeats} prompts a size"
+    where = f"nixl, pages of {load.page_size}, {kv}, {load.repeats} prompts a size"
     report.write_lines(out / "blackbox.requests.jsonl", asked)
     write_summary(
         out / "blackbox.summary.json",
@@ -98,7 +97,6 @@ def configure(model: Path, load: Load, logs: Path) -> PairConfig:
     return PairConfig(
         model,
         radix=True,
-        backend=load.backend,
         prefill_sizes=sizes,
         decode_sizes=sizes,
         prefill_args=stretch,

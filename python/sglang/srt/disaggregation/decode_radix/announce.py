@@ -45,16 +45,17 @@ def announce(queue: Any, decode_req: Any, slots: torch.Tensor) -> None:
     # Page ids on the device first: one in ``page`` indices crosses to the host.
     page: int = queue.token_to_kv_pool_allocator.page_size
     pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
+    at = now()  # prefill may have logged that it knows before the next line is over
     if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
         decode_req.kv_receiver.send_metadata(pages, index, None)
     else:
         decode_req.kv_receiver.announce(pages, index, req.cache_protected_len)
     req.time_stats.set_decode_transfer_queue_entry_time()
     if not is_fake(req):
-        _count(req, pages.tolist(), sum(manager.kv_args.kv_item_lens))
+        _count(req, pages.tolist(), sum(manager.kv_args.kv_item_lens), at)
 
 
-def _count(req: Any, pages: list[int], page_bytes: int) -> None:
+def _count(req: Any, pages: list[int], page_bytes: int, at: float) -> None:
     prompt = len(req.origin_input_ids)
     STATS.add("decode_prefix_prompt_tokens", prompt)
     STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
@@ -63,7 +64,7 @@ def _count(req: Any, pages: list[int], page_bytes: int) -> None:
     if log is not None:
         log.write(
             Admitted(
-                at=now(),
+                at=at,
                 room=req.bootstrap_room,
                 rid=req.rid,
                 prompt_tokens=prompt,
