@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from benchmark.harness.report import Spread, spread
 from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
 
-#: Starts the names of the threads that carry transfers in our patch set.
-_WORKERS = ("kv-transfer", "nixl-transfer", "transfer")
+#: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
+_WORKERS = ("kv-transfer", "transfer_worker")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def thread_groups(uses: Sequence[ThreadUse], seconds: float) -> dict[str, float]
     for use in uses:
         if use.name.startswith("native "):
             group = "native threads"
-        elif use.name.startswith(_WORKERS):
+        elif any(mark in use.name for mark in _WORKERS):
             group = "workers"
         else:
             group = "other Python threads"

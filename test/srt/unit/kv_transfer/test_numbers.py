@@ -74,9 +74,14 @@ def test_rooms_of_some_peers() -> None:
 
 def test_thread_groups() -> None:
     """NIXL's own threads charged to the workers, or the other way round."""
-    uses = [ThreadUse("kv-transfer-0", 0.5), ThreadUse("native python", 2.0), ThreadUse("x", 1.0)]
+    uses = [
+        ThreadUse("kv-transfer-0", 0.5),
+        ThreadUse("Thread-5 (transfer_worker)", 0.25),
+        ThreadUse("native python", 2.0),
+        ThreadUse("x", 1.0),
+    ]
     assert summary.thread_groups(uses, 10.0) == {
-        "workers": 0.05,
+        "workers": 0.075,
         "other Python threads": 0.1,
         "native threads": 0.2,
     }
