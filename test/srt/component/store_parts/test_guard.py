@@ -310,6 +310,7 @@ def test_the_rest_never_raises(scene: Scene) -> None:
     scene.store.close = broken
     scene.guard.close()
     assert scene.guard.faults[Fault.ERROR] == 3
+    assert not StoreGuard(object(), "has no clear").clear()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -170,13 +170,13 @@ class StoreGuard:
 
     def clear(self) -> bool:
         """Remove everything from the store; whether it did."""
-        _, fault, _ = self._call("clear", self.store.clear)
+        _, fault, _ = self._call("clear", lambda: self.store.clear())
         return fault is None
 
     def close(self) -> None:
         """Close the store, where it can be closed, and end the threads."""
         if hasattr(self.store, "close"):
-            self._call("close", self.store.close)
+            self._call("close", lambda: self.store.close())
         self._threads.close()
 
     # ---- the same under SGLang's names; busy pages are then known by on_busy only ----
