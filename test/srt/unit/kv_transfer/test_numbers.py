@@ -80,11 +80,13 @@ def test_thread_groups() -> None:
         ThreadUse("native python", 2.0),
         ThreadUse("x", 1.0),
     ]
-    assert summary.thread_groups(uses, 10.0) == {
-        "workers": 0.075,
-        "other Python threads": 0.1,
-        "native threads": 0.2,
-    }
+    assert summary.thread_groups(uses, 10.0) == pytest.approx(
+        {
+            "workers": 0.075,
+            "other Python threads": 0.1,
+            "native threads": 0.2,
+        }
+    )
 
 
 def test_cpu_time_of_a_thread_with_spaces_in_its_name() -> None:
