@@ -87,9 +87,9 @@ def test_restored_after_an_error(api: Any) -> None:
 def test_an_older_nixl(api: Any) -> None:
     """Guards against workers on an agent that is not safe for them; the text says what to do."""
     del api.nixl_thread_sync_t
-    with pytest.raises(RuntimeError, match=r"thread synchronisation modes .*constraints\.txt"):
-        with attuned():
-            pass
+    text = r"thread synchronisation modes .*constraints\.txt"
+    with pytest.raises(RuntimeError, match=text), attuned():
+        pass
     assert_restored(api)
 
 
