@@ -1,7 +1,6 @@
 """The storage backends of this release on clients that keep everything in this process.
 
-Each maker builds the class that serves now: SGLang's own with our mixin, whether or not the
-replacement table has combined them already. ``clients`` have ``calls``: what they were asked.
+Each maker builds SGLang's own class with our mixin. Clients have ``calls``: what they were asked.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sglang.srt.patchset.guard import mismatches
 
 
 def combined(base: type, mixin: type) -> Any:
-    """The class that the hook would build, or has built."""
+    """SGLang's class with our mixin; the replacement table may have made it already."""
     if issubclass(base, mixin):
         return base
     assert mismatches(base, mixin) == []

@@ -1,0 +1,104 @@
+"""Which backends get our mixins: those of a stage, as SGLang's factory makes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from component.store_parts import backends
+from component.store_parts.host_pools import content, hashes, host_pool, slots
+from component.store_parts.scripted_store import ScriptedStore
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.store_parts.stores.factory import PartsFactory
+
+LAYOUT = "page_first_direct"
+
+
+@pytest.fixture
+def factory() -> Any:
+    """SGLang's factory with our mixin."""
+    return backends.combined(StorageBackendFactory, PartsFactory)
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    settings = tmp_path / "hf3fs.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "file_path_prefix": f"{tmp_path}/pages",
+                "file_size": 1 << 22,
+                "numjobs": 2,
+                "entries": 2,
+            }
+        )
+    )
+    monkeypatch.setenv("SGLANG_HICACHE_HF3FS_CONFIG_PATH", str(settings))
+
+
+def make(factory: Any, name: str, pool: Any, **extra: Any) -> Any:
+    """As HiCache's controller does it."""
+    with mock.patch("signal.signal"), mock.patch("atexit.register"):
+        store = factory.create_backend(name, backends.config(pool, extra_config=extra), pool)
+    store.register_mem_pool_host(pool)
+    return store
+
+
+@pytest.mark.parametrize(("name", "kind"), [("file", "mha"), ("file", "nsa"), ("hf3fs", "mha")])
+def test_a_stage_gets_the_mixins(factory: Any, name: str, kind: str) -> None:
+    """Guards against a backend that is made some other way than by its class (HF3FS), and so would
+    silently stay stock."""
+    pool = host_pool(kind, LAYOUT)
+    store = make(factory, name, pool, use_mock_hf3fs_client=True)
+    assert store.page_values
+    assert store.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
+    assert store.batch_get_v1(hashes(2), slots(3, 4)) == [True, True]
+    assert content(pool, 3) == content(pool, 1)
+
+
+def test_a_cache_gets_stock_backends(factory: Any) -> None:
+    """Guards against any change without our flag: not even the class differs."""
+    store = make(factory, "file", host_pool("mha", LAYOUT, stage=False))
+    assert type(store) is HiCacheFile
+
+
+DYNAMIC = {
+    "backend_name": "scripted",
+    "module_path": "component.store_parts.test_factory",
+    "class_name": "DynamicStore",
+}
+
+
+class DynamicStore(ScriptedStore):
+    """A backend of somebody else."""
+
+    def __init__(self, config: Any, options: Any) -> None:
+        super().__init__()
+
+
+def test_backends_of_others_stay_as_they_are(factory: Any) -> None:
+    """Guards against refusing backends that keep all there is to keep."""
+    store = make(factory, "dynamic", host_pool("mha", LAYOUT), **DYNAMIC)
+    assert type(store).__name__ == "DynamicStore"
+    assert store.batch_set_v1(hashes(1), slots(1)) == [True]
+
+
+def test_backends_of_others_are_refused_for_more_parts_than_they_know(factory: Any) -> None:
+    """Guards against NSA pages that come back without their index."""
+    with pytest.raises(ValueError, match="dynamic does not keep all parts .*index.*use one of"):
+        make(factory, "dynamic", host_pool("nsa", LAYOUT), **DYNAMIC)
+
+
+def test_a_mixin_that_does_not_fit_is_refused(
+    factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against an override that is silently dead with another release."""
+    monkeypatch.delattr(HiCacheFile.__mro__[1], "batch_get_v1")
+    with pytest.raises(RuntimeError, match="batch_get_v1 does not exist"):
+        make(factory, "file", host_pool("mha", LAYOUT))
