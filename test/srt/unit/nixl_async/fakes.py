@@ -89,6 +89,8 @@ class FakeAgent:
     handles: list[Handle] = field(default_factory=list)
     #: Peers that are loaded, by name.
     peers: dict[str, object] = field(default_factory=dict)
+    #: Those whose connection broke since they were loaded.
+    lost: set[str] = field(default_factory=set)
     #: What arrived at a peer: the notifications of delivered transfers, and those sent alone.
     notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     calls: Counter[str] = field(default_factory=Counter)
@@ -111,7 +113,9 @@ class FakeAgent:
         with self._changing_peers():
             self._call("add_remote_agent")
             name = metadata.decode()
-            self.peers.setdefault(name, object())
+            if name not in self.peers or name in self.lost:
+                self.peers[name] = object()
+            self.lost.discard(name)
             return name
 
     def remove_remote_agent(self, name: str) -> None:
@@ -119,6 +123,7 @@ class FakeAgent:
             self._call("remove_remote_agent")
             if self.under_way(name):
                 self.misuse.append(f"{name} is removed while something is under way to it")
+            self.lost.discard(name)
             if self.peers.pop(name, None) is None:
                 raise nixlNotFoundError(name)
 
@@ -181,6 +186,8 @@ class FakeAgent:
             self.misuse.append(f"{handle.note} is posted again, or after its release")
         self._call("transfer")
         self._loaded(handle.peer)
+        if handle.peer in self.lost:
+            raise nixlRemoteDisconnectError(handle.peer)
         for each in handle.lists:
             if each.owner:
                 self._check_list(each)
@@ -243,10 +250,12 @@ class FakeAgent:
         ]
 
     def disconnect(self, peer: str) -> None:
-        """What NIXL does when the process of a peer is gone: it drops all that it knew of it."""
+        """The connection to a peer breaks. Transfers can still be made, as with NIXL, but not
+        posted, and what was prepared is worth nothing when it is loaded again."""
         for handle in self.under_way(peer):
             handle.state = nixlRemoteDisconnectError(peer)
-        self.peers.pop(peer, None)
+        if peer in self.peers:
+            self.lost.add(peer)
 
     def check(self) -> None:
         """Nothing was used wrongly, and every handle was released once."""
