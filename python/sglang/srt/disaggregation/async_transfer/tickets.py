@@ -19,13 +19,19 @@ class Ticket:
     quiet: bool = False
     #: It has ended, and what is under way missed its deadline: not to be waited for.
     buried: bool = False
-    #: What the transport raised, where that ended it.
+    #: What the workers said of its failure, and what the transport raised, if it did.
+    failure: str | None = None
     error: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the request may end: its pages are not read, or may be read for ever."""
         return self.quiet or self.buried
+
+    def cause_of(self, failure: str) -> BaseException | None:
+        """What the transport raised, if it is why the room failed: another cause may have come
+        first."""
+        return self.error if failure == self.failure else None
 
 
 class Tickets:
@@ -74,7 +80,7 @@ class Tickets:
         """Decode and the scheduler are told why."""
         ticket = self._tickets.get(room)
         if ticket is not None:
-            ticket.error = error
+            ticket.failure, ticket.error = text, error
         self._fail(room, reason, text)
 
     def room_buried(self, room: int) -> None:

@@ -139,7 +139,7 @@ class DeltaNixlSender(NixlKVSender):
         # Stock also calls this where the room failed on another rank only.
         self.fail(Reason.PEER_FAILED, "it failed on another prefill rank")
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
-        cause = self._ticket.error
+        cause = self._ticket.cause_of(reason)
         self.clear()
         raise RuntimeError(reason) from cause
 

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.async_transfer.tickets import Tickets
 from sglang.srt.disaggregation.delta import deadlines
 from sglang.srt.disaggregation.delta.accounting import Pages
 from sglang.srt.disaggregation.delta.complaints import Complaints
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.reader import BadMessage, MessageReader
 from sglang.srt.disaggregation.nixl_async import agent, chunks, notifications
 from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
@@ -108,9 +109,12 @@ class DeltaNixlManager(NixlKVManager):
         """Queue one chunk. Nothing is handed out: what becomes of it is in the room's ticket.
 
         Raises:
-            DeltaMismatch: a decode rank listed another number of pages for it.
+            DeltaMismatch: a decode rank listed another number of pages for it, or none is known:
+                the reader's thread drops a room's announcements when the room is given up.
         """
         announcements = list(self.transfer_infos.get(bootstrap_room, {}).values())
+        if not announcements:
+            raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
         load = chunks.load(
             bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
             state_indices,
