@@ -7,6 +7,7 @@ page at a wrong position, of a wrong request or half copied shows wherever it tu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -112,9 +113,7 @@ class Cache:
         )
         with (
             mock.patch.multiple(cache_controller, **names),
-            mock.patch.object(
-                StorageBackendFactory, "create_backend", lambda *a, **k: self.store
-            ),
+            mock.patch.object(StorageBackendFactory, "create_backend", lambda *a, **k: self.store),
             mock.patch.object(hiradix_cache.atexit, "register"),
         ):
             return hiradix_cache.HiRadixCache(params, args)
@@ -195,6 +194,9 @@ class Cache:
         tokens = list(tokens)[: len(tokens) // PAGE * PAGE]
         match = self.match(tokens, extra_key)
         hit = len(match.device_indices)
+        if self.tree.ready_to_load_host_cache() >= 0:
+            for event, _ in self.buffer.reads._loads._launches:
+                event.synchronize()  # a batch waits for the layers that are being loaded
         self.verify(tokens, match.device_indices, extra_key)
         self.tree.inc_lock_ref(match.last_device_node)
         try:
@@ -239,8 +241,12 @@ class Cache:
     def fill(self, tokens: Sequence[int], slots: Any, begin: int, extra_key: str | None) -> None:
         values = tags(tokens, extra_key)[begin:]
         for layer in range(LAYERS):
-            self.device.k_buffer[layer][slots[begin:]] = values[:, None, None].expand(-1, 1, 4) + layer
-            self.device.v_buffer[layer][slots[begin:]] = -values[:, None, None].expand(-1, 1, 4) - layer
+            self.device.k_buffer[layer][slots[begin:]] = (
+                values[:, None, None].expand(-1, 1, 4) + layer
+            )
+            self.device.v_buffer[layer][slots[begin:]] = (
+                -values[:, None, None].expand(-1, 1, 4) - layer
+            )
 
     def verify(self, tokens: Sequence[int], slots: Any, extra_key: str | None = None) -> None:
         """The KV in ``slots`` is that of the first tokens."""
@@ -285,11 +291,16 @@ class SlowCopier(Copier):
     def to_device(self, pairs: Any) -> Any:
         event = Later(self._cache, lambda: Copier.to_device(self, pairs))
         event.query()
-        return event, self._controller.layer_done_counter.producer_index
+        return event, max(0, self._controller.layer_done_counter.producer_index)
 
 
 def tags(tokens: Sequence[int], extra_key: str | None = None) -> torch.Tensor:
     """What the KV of each token must hold: a function of everything before it."""
+    return _tags(tuple(tokens), extra_key)
+
+
+@functools.cache
+def _tags(tokens: tuple[int, ...], extra_key: str | None) -> torch.Tensor:
     crc, found = zlib.crc32((extra_key or "").encode()), []
     for token in tokens:
         crc = zlib.crc32(int(token).to_bytes(8, "little"), crc)

@@ -57,9 +57,9 @@ class Ranks:
         for future in [self._threads.submit(cache.step, False) for cache in self.caches]:
             future.result()
 
-    def check(self) -> None:
+    def check(self, content: bool = True) -> None:
         for cache in self.caches:
-            check(cache)
+            check(cache, content)
         self.each(shape)
 
     def close(self) -> None:

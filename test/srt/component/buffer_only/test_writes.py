@@ -273,4 +273,6 @@ def test_the_store_is_cleared():
     check_idle(cache)
     cache.compute(prompt(1, 2))
     cache.settle()
-    assert len(cache.store.content) >= 2 and cache.match(prompt(1, 2)).last_device_node.storage_ready
+    assert (
+        len(cache.store.content) >= 2 and cache.match(prompt(1, 2)).last_device_node.storage_ready
+    )

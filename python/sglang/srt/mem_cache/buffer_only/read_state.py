@@ -37,6 +37,7 @@ class State(enum.Enum):
     DONE = enum.auto()
     DRAINING = enum.auto()
     LINGERING = enum.auto()
+    ENDED = enum.auto()
 
 
 @dataclass(eq=False)

@@ -209,7 +209,7 @@ class Reads:
             return True  # another request's fetch brings it; this one goes on from there
         if not self._least_fits(read):
             return self._defer(read)
-        if self._skip_what_came(read) and not read.admitted and not self._reserve(read):
+        if not self._let_in(read):
             return self._defer(read)
         if read.state is not State.PARKED:
             return True  # nothing is left to fetch, or it would never fit
@@ -243,8 +243,9 @@ class Reads:
         least = min(len(read.keys), self._least_pages)
         return self._parts.stage.room(Direction.READ) >= least
 
-    def _skip_what_came(self, read: Read) -> bool:
-        """Leave out what the tree has got since the query; False if nothing is left."""
+    def _let_in(self, read: Read) -> bool:
+        """Leave out what the tree has got since the query, and, the first time, set aside what the
+        rest of the hit will pin, so that no read stops half-way for another one. False: later."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
         assert read.pin is not None
@@ -252,12 +253,27 @@ class Reads:
         end = read.begin + len(read.keys) * page
         match = self._parts.tree.match_prefix(MatchPrefixParams(key=read.key[:end]))
         came = (len(match.device_indices) - read.begin) // page
+        if not read.admitted:
+            pinned = self._pinned_with(match.last_device_node)
+            spare = (self._parts.settings.pinned_tokens - pinned) // page
+            if len(read.keys) - came > spare:
+                if any(other.pin for other in self._live if other is not read):
+                    read.blocked_at = self._changes
+                    return False
+                # Nobody's end would make room for more.
+                cut = came + spare if spare > 0 else 0
+                self._unfulfilled((len(read.keys) - cut) * page)
+                read.hashes, read.keys = read.hashes[:cut], read.keys[:cut]
+                if not cut:
+                    self._abandon(read)
+                    return True
+            read.admitted = True
         if came:
             read.pin.move(match.last_device_node)
             self._advance(read, came)
         if not read.keys:
             self._enter(read, State.DONE)
-        return bool(read.keys)
+        return True
 
     def _advance(self, read: Read, pages: int) -> None:
         """The next ``pages`` pages of the hit are in the tree."""
@@ -265,24 +281,6 @@ class Reads:
             read.prefix_keys = [*read.prefix_keys, *read.keys[:pages]]
         read.begin += pages * self._parts.page_size
         read.hashes, read.keys = read.hashes[pages:], read.keys[pages:]
-
-    def _reserve(self, read: Read) -> bool:
-        """Set aside what the whole hit will pin, so that no read stops half-way for another one."""
-        page = self._parts.page_size
-        spare = (self._parts.settings.pinned_tokens - self._pinned_with(None)) // page
-        if len(read.keys) > spare:
-            if any(other.pin for other in self._live if other is not read):
-                read.blocked_at = self._changes
-                return False
-            # Nobody's end would make room for more.
-            cut = max(0, spare)
-            self._unfulfilled((len(read.keys) - cut) * page)
-            read.hashes, read.keys = read.hashes[:cut], read.keys[:cut]
-            if not cut:
-                self._abandon(read)
-                return True
-        read.admitted = True
-        return True
 
     def _defer(self, read: Read) -> bool:
         """PARKED it stays; nobody behind it gets ahead of it."""
@@ -386,6 +384,7 @@ class Reads:
             self._end(read)
 
     def _end(self, read: Read) -> None:
+        read.state = State.ENDED
         if read.lease is not None:
             read.lease.release()
         if read in self._live:

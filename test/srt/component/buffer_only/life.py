@@ -1,0 +1,191 @@
+"""What can happen to one server's cache; everything is checked after each event."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import check_idle
+from component.buffer_only.ranks import Ranks
+
+#: Prompts that share prefixes in several ways, up to more pages than the smallest stage has.
+TRUNKS = [prompt(1, 5), prompt(2, 12)]
+BANK = [
+    *TRUNKS,
+    *(prompt(10 + n, n, base=TRUNKS[n % 2]) for n in range(1, 5)),
+    *(prompt(20 + n, n, base=TRUNKS[n % 2][: 3 * PAGE]) for n in range(1, 5)),
+]
+METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
+
+#: Every event, as often as it is taken in a random life.
+WEIGHTS = {
+    "arrive": 8, "admit": 12, "abort": 2, "retract": 1, "compute": 4, "evict": 4, "split": 3,
+    "step": 6, "live": 14, "work": 8, "slow": 2, "fast": 4, "fail": 2, "partly": 2, "lose": 1,
+    "time": 2, "flush": 1, "clear": 0.3,
+}  # fmt: skip
+
+
+class Life:
+    """One server of ``ranks`` ranks. An event's details are drawn from its number."""
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.ranks = Ranks(ranks, pages=rng.randint(2, 20), tokens=rng.randint(14, 40) * PAGE)
+        self.requests: dict[str, tuple[list[int], str | None]] = {}
+        #: Events that really happened.
+        self.taken: Counter[str] = Counter()
+        self._count = 0
+
+    def take(self, event: str, number: int) -> None:
+        """One event."""
+        rng = random.Random(number)
+        if event in ("admit", "abort", "retract") and not self.requests:
+            return
+        getattr(self, f"_{event}")(rng)
+        self.ranks.check()
+        self.taken[event] += 1
+
+    def finish(self) -> None:
+        """Every request ends, however much the store had to say, and nothing is left."""
+        for cache in self.ranks.caches:
+            cache.slow = False
+        for _ in range(100):
+            self._live_once()
+            for cache in self.ranks.caches:
+                cache.now += 0.2
+            for rid in list(self.requests):
+                self._try(rid)
+            held = self.ranks.caches[0].stage.used()
+            if not (self.requests or held or self.ranks.caches[0].buffer.busy):
+                break
+        assert not self.requests, "a request was never admitted"
+        for cache in self.ranks.caches:
+            check_idle(cache)
+            assert not cache.store.disturbed, "a page was overwritten while the store read it"
+        lengths: set[int] = set().union(*self.ranks.group.log)
+        assert len(lengths) <= 1, f"collectives of different lengths: {lengths}"
+        self.ranks.close()
+
+    # ---- requests ----
+
+    def _arrive(self, rng: random.Random) -> None:
+        self._count += 1
+        rid = f"r{self._count}"
+        tokens, extra_key = self.requests[rid] = request(rng)
+        self.ranks.each(lambda cache: cache.want(rid, tokens, extra_key))
+
+    def _admit(self, rng: random.Random) -> None:
+        self._try(self._pick(rng))
+
+    def _try(self, rid: str) -> None:
+        """The scheduler looks at a request, and runs it if it can."""
+        if self.ranks.each(lambda cache: cache.tree.check_prefetch_progress(rid)):
+            tokens, extra_key = self.requests.pop(rid)
+            self.taken["from store"] += self.ranks.each(lambda c: c.tree.take_storage_hit(rid)) > 0
+            self.ranks.each(lambda cache: run(cache, tokens, extra_key))
+            self.taken["admitted"] += 1
+
+    def _abort(self, rng: random.Random) -> None:
+        rid = self._pick(rng)
+        del self.requests[rid]
+        self.ranks.each(lambda cache: cache.tree.release_aborted_request(rid))
+
+    def _retract(self, rng: random.Random) -> None:
+        """The same request asks again."""
+        rid = self._pick(rng)
+        self.ranks.each(lambda cache: cache.want(rid, *self.requests[rid]))
+
+    def _compute(self, rng: random.Random) -> None:
+        """A request that did not wait for anything."""
+        tokens, extra_key = request(rng)
+        self.ranks.each(lambda cache: run(cache, tokens, extra_key))
+
+    # ---- the tree ----
+
+    def _evict(self, rng: random.Random) -> None:
+        pages = rng.randint(1, 12)
+        self.ranks.each(lambda cache: cache.evict(pages * PAGE))
+
+    def _split(self, rng: random.Random) -> None:
+        (tokens, extra_key), pages = request(rng), rng.randint(1, 12)
+        self.ranks.each(lambda cache: cache.held_tokens(tokens[: pages * PAGE], extra_key))
+
+    def _flush(self, rng: random.Random) -> None:
+        """At any time: SGLang refuses it while something is under way, but others reset too."""
+        self.ranks.each(lambda cache: cache.flush())
+        self.requests.clear()
+
+    # ---- time ----
+
+    def _step(self, rng: random.Random) -> None:
+        self.ranks.step()
+
+    def _live(self, rng: random.Random) -> None:
+        """The usual way of things, so that short sequences get far."""
+        for _ in range(rng.randint(1, 5)):
+            self._live_once()
+
+    def _live_once(self) -> None:
+        for cache in self.ranks.caches:
+            cache.work()
+        self.ranks.step()
+        self.ranks.check(content=False)
+
+    def _work(self, rng: random.Random) -> None:
+        self._one(rng).lanes[rng.choice(("query", "fetch", "write"))].run(rng.randint(1, 2))
+
+    def _slow(self, rng: random.Random) -> None:
+        self._one(rng).slow = True
+
+    def _fast(self, rng: random.Random) -> None:
+        self._one(rng).slow = False
+
+    def _time(self, rng: random.Random) -> None:
+        self._one(rng).now += rng.choice((0.5, 5.0, 11.0))
+
+    # ---- the store ----
+
+    def _fail(self, rng: random.Random) -> None:
+        self._one(rng).store.fail(rng.choice(METHODS))
+
+    def _partly(self, rng: random.Random) -> None:
+        """A hole behind the first good pages, or fewer pages found."""
+        method, good = rng.choice(METHODS), rng.randint(0, 3)
+        change: Any = (
+            (lambda found: min(found, good))
+            if method == "batch_exists"
+            else (lambda results: [at != good for at in range(len(results))])
+        )
+        self._one(rng).store.answer(method, change)
+
+    def _lose(self, rng: random.Random) -> None:
+        """The store evicts."""
+        store = self._one(rng).store
+        keys = list(store.content)
+        store.drop(*rng.sample(keys, rng.randint(0, min(3, len(keys)))))
+
+    def _clear(self, rng: random.Random) -> None:
+        self.ranks.each(lambda cache: cache.tree.clear_storage_backend())
+
+    # ---- drawing ----
+
+    def _one(self, rng: random.Random) -> Cache:
+        return rng.choice(self.ranks.caches)
+
+    def _pick(self, rng: random.Random) -> str:
+        return rng.choice(sorted(self.requests))
+
+
+def request(rng: random.Random) -> tuple[list[int], str | None]:
+    """A prompt and its namespace."""
+    return rng.choice(BANK), rng.choice((None, None, "tenant"))
+
+
+def run(cache: Cache, tokens: list[int], extra_key: str | None) -> int:
+    """The request runs; what it hit, or -1 where the device has no room now."""
+    try:
+        return cache.compute(tokens, extra_key)
+    except MemoryError:
+        return -1
