@@ -1,0 +1,54 @@
+"""What is reported: from the owners' books, with units in the names, each token once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+from prometheus_client import REGISTRY
+
+from sglang.srt.mem_cache.buffer_only import metrics
+from sglang.srt.mem_cache.buffer_only.intents import IntentQueue
+from sglang.srt.mem_cache.buffer_only.sizing import shares
+from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
+from unit.buffer_only.nodes import chain
+
+LABELS = {"tp_rank": 0, "storage_backend": "unit test"}
+
+
+def value(name: str, **more: str) -> float | None:
+    labels = {key: str(text) for key, text in (LABELS | more).items()}
+    return REGISTRY.get_sample_value(f"sglang:hicache_buffer_{name}", labels)
+
+
+def test_gauges_and_counters():
+    """Gauges are what is there now; counters grow by what has happened since the last update."""
+    stage = Stage(16, *shares(16))
+    intents = IntentQueue(10)
+    tally: Counter[str] = Counter()
+    buffer = SimpleNamespace(
+        parts=SimpleNamespace(stage=stage, tally=tally), writes=SimpleNamespace(intents=intents)
+    )
+    now = 0.0
+    mine = metrics.BufferMetrics(clock=lambda: now)
+    mine.update(buffer)  # where nobody scrapes, nothing happens
+    mine.bind(LABELS)
+    lease = stage.lease(Direction.WRITE, 3)
+    stage.lease(Direction.READ, 2)
+    for node in chain(4, 6, 9):
+        intents.add(node)
+    tally["store_read_pages"] = 5
+    mine.update(buffer)
+    assert (value("pages"), value("write_pages"), value("read_pages")) == (16, 3, 2)
+    assert (value("pending_intents"), value("pending_tokens")) == (2, 10)
+    assert value("store_read_pages_total") == 5
+    assert value("dropped_tokens_total", reason="queue_full") == 9
+    lease.release()
+    tally["store_read_pages"] = 7
+    mine.update(buffer)
+    assert value("write_pages") == 3, "at most once a second"
+    now = 1.0
+    mine.update(buffer)
+    assert value("write_pages") == 0 and value("peak_pages") == 5
+    assert value("store_read_pages_total") == 7
+    assert value("dropped_tokens_total", reason="queue_full") == 9

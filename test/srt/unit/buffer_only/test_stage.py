@@ -1,0 +1,79 @@
+"""Staging pages: leases that end once, and shares that neither direction can take from the other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.mem_cache.buffer_only.sizing import Share, shares
+from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
+
+
+def stage(pages: int) -> Stage:
+    return Stage(pages, *shares(pages))
+
+
+def test_a_lease_ends_once():
+    """Returned twice, a page would be lent to two transfers at the same time."""
+    pages = stage(8)
+    first = pages.lease(Direction.READ, 4)
+    first.release()
+    second = pages.lease(Direction.READ, 4)
+    first.release()
+    assert second.live and not first.live and pages.used() == 4 and pages.problems() == []
+
+
+def test_what_is_split_off_ends_by_itself():
+    """The pages of a read that came and those that a given-up call may still write to."""
+    pages = stage(16)
+    lease = pages.lease(Direction.READ, 6)
+    before = lease.pages
+    rest = lease.split(2)
+    assert (lease.pages, rest.pages) == (before[:2], before[2:])
+    lease.release()
+    assert pages.used() == 4 and pages.problems() == []
+    rest.release()
+    assert pages.used() == 0 and pages.peak == 6
+
+
+def test_neither_direction_starves_the_other():
+    """Whatever one has taken, the other still gets its floor."""
+    for way, other in [tuple(Direction), tuple(Direction)[::-1]]:
+        pages = stage(16)
+        while pages.room(way):
+            pages.lease(way, 1)
+        assert pages.used(way) == pages.shares[way].ceiling
+        assert pages.room(other) >= pages.shares[other].floor
+
+
+def test_refused():
+    """An empty lease is a mistake of the caller; shares that do not fit promise too much."""
+    pages = stage(8)
+    with pytest.raises(ValueError, match="0 pages"):
+        pages.lease(Direction.WRITE, 0)
+    assert pages.lease(Direction.WRITE, 8) is None
+    with pytest.raises(ValueError, match="do not fit"):
+        Stage(4, Share(3, 4), Share(2, 4))
+    with pytest.raises(ValueError, match="split off"):
+        pages.lease(Direction.READ, 2).split(2)
+
+
+@given(
+    st.integers(2, 40),
+    st.lists(st.tuples(st.sampled_from(Direction), st.integers(1, 12), st.booleans())),
+)
+def test_every_page_is_free_or_lent_once(pages: int, events: list) -> None:
+    """Room is what a lease gets, ceilings hold, and the books balance after any sequence."""
+    found = stage(pages)
+    leases = []
+    for way, count, release in events:
+        if release and leases:
+            leases.pop(count % len(leases)).release()
+        else:
+            room, lease = found.room(way), found.lease(way, count)
+            assert (lease is not None) == (count <= room)
+            leases += [lease] if lease else []
+        assert found.used() == sum(len(lease.pages) for lease in leases)
+        assert all(found.used(way) <= share.ceiling for way, share in found.shares.items())
+        assert found.problems() == []
