@@ -1,0 +1,166 @@
+"""What the mode refuses, and that every refusal says what to do instead."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from sglang.srt.patchset import compat_buffer_only as compat
+
+
+def args(**changes):
+    """Server arguments of an aggregated server that may use the mode."""
+    accepted = {
+        "hicache_host_memory_mode": "buffer_only",
+        "hicache_buffer_pages": None,
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": None,
+        "hicache_write_policy": "write_through",
+        "hicache_size": 0,
+        "enable_hierarchical_cache": True,
+        "disaggregation_mode": "null",
+        "disable_radix_cache": False,
+        "enable_lmcache": False,
+        "enable_hisparse": False,
+        "enable_streaming_session": False,
+        "dllm_algorithm": None,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "page_size": 64,
+        "chunked_prefill_size": 8192,
+    }
+    assert changes.keys() <= accepted.keys()
+    return SimpleNamespace(**accepted | changes)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", raising=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"disaggregation_mode": "prefill"},
+        {"hicache_write_policy": "write_through_selective"},
+        {"hicache_storage_backend": "mooncake"},
+        {"hicache_buffer_pages": 8},
+        {"hicache_buffer_pages": 2, "hicache_storage_backend_extra_config": '{"prefetch_threshold": 64}'},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_accepted(changes):
+    """What the mode is for must not be refused."""
+    given = args(**changes)
+    compat.check_given(given)
+    compat.complete(given)
+    assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages", 1024)
+
+
+def test_the_stock_mode_is_not_looked_at():
+    """A server without the flag is SGLang's, whatever else it was given."""
+    given = args(hicache_host_memory_mode="cache", hicache_write_policy="write_back", pp_size=4)
+    compat.check_given(given)
+    assert not compat.wanted(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hicache_host_memory_mode": "buffer"}, "--hicache-host-memory-mode buffer "),
+        ({"hicache_storage_backend": None}, "--hicache-storage-backend"),
+        ({"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
+        ({"hicache_buffer_pages": 7}, "--hicache-buffer-pages 7"),
+        ({"hicache_buffer_pages": 0}, "--hicache-buffer-pages 0"),
+        (
+            {"hicache_buffer_pages": 64, "hicache_host_memory_mode": "cache"},
+            "--hicache-buffer-pages 64",
+        ),
+        ({"enable_hierarchical_cache": False}, "--enable-hierarchical-cache"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode is decode"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
+        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
+        ({"hicache_size": 10}, "--hicache-size"),
+        ({"pp_size": 2}, "--pipeline-parallel-size"),
+        ({"attn_cp_size": 2}, "--attention-context-parallel-size"),
+    ],
+    ids=str,
+)
+def test_refused(changes, named):
+    """Accepted silently, each of these would lose KV, hang, or size something that is not there."""
+    with pytest.raises(ValueError) as error:
+        given = args(**changes)
+        compat.check_given(given)
+        compat.complete(given)
+    message = str(error.value)
+    assert named in message and (compat.MODE in message or compat.PAGES in message)
+    assert any(way in message for way in ("Use ", "Remove ", "remove ", "Add "))
+
+
+def test_refused_environment(monkeypatch):
+    """The C++ tree is another class, which the mode would never reach."""
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+    with pytest.raises(ValueError, match="SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1"):
+        compat.check_given(args())
+
+
+class WithState:
+    """As configurations of models with state-space layers have it."""
+
+    mamba2_cache_params = None
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (SimpleNamespace(is_hybrid_swa=True, model_path="org/swa"), "sliding-window"),
+        (SimpleNamespace(hf_config=WithState(), model_path="org/ssm"), "state-space"),
+        (SimpleNamespace(hf_text_config=WithState(), model_path="org/ssm"), "state-space"),
+    ],
+    ids=["window", "state", "text state"],
+)
+def test_refused_models(config, named):
+    """Their KV is not one pool of pages that a prefix of tokens describes."""
+    with pytest.raises(ValueError) as error:
+        compat.check_model(config)
+    message = str(error.value)
+    assert named in message and config.model_path in message and f"Use {compat.MODE}" in message
+
+
+def test_plain_models():
+    """Multi-head, latent and sparse attention."""
+    for hf_config in (SimpleNamespace(), SimpleNamespace(index_topk=64)):
+        compat.check_model(SimpleNamespace(hf_config=hf_config, is_hybrid_swa=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (None, 256),
+        ("{}", 256),
+        ('{"prefetch_threshold": 32}', 32),
+        ("@/some/file.json", 256),
+        ("not json", 256),
+        ("[1]", 256),
+        ('{"prefetch_threshold": "many"}', 256),
+    ],
+)
+def test_threshold(text, tokens):
+    """What SGLang will complain about itself, or reads from a file, is not guessed at here."""
+    assert compat.prefetch_threshold(text) == tokens
+
+
+def test_command_line():
+    """Both flags, with SGLang's behaviour as the default."""
+    parser = argparse.ArgumentParser()
+    compat.add_arguments(parser)
+    plain = parser.parse_args([])
+    assert (plain.hicache_host_memory_mode, plain.hicache_buffer_pages) == ("cache", None)
+    given = parser.parse_args([compat.MODE, "buffer_only", compat.PAGES, "512"])
+    assert (given.hicache_host_memory_mode, given.hicache_buffer_pages) == ("buffer_only", 512)
