@@ -200,6 +200,12 @@ TABLE: tuple[Replacement, ...] = (
         why="the pipelines call the store, instead of SGLang's threads",
     ),
     Replacement(
+        module=f"{_CACHE}.storage.backend_factory",
+        name="StorageBackendFactory",
+        mixin=f"{_CACHE}.store_parts.stores.factory:PartsFactory",
+        why="backends of a stage keep all parts of a page, and answer for each page",
+    ),
+    Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="HiRadixCache",
         mixin=f"{_CACHE}.buffer_only.tree:BufferOnlyTree",

@@ -73,6 +73,7 @@ class Cache:
         reduce_min: Callable[[list[int]], list[int]] = alone,
         rank: int = 0,
         lanes: Any = HandLane,
+        deadline: float = 5.0,
         settings: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
@@ -86,7 +87,7 @@ class Cache:
         self.tree = self._tree(args, rank)
         built = self.tree.buffer
         assert built.close()
-        guard = StoreGuard(self.store, "scripted", GuardSettings(deadline=5.0))
+        guard = StoreGuard(self.store, "scripted", GuardSettings(deadline=deadline))
         parts = built.parts
         fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
         limits = dataclasses.replace(parts.settings, **(settings or {}))
