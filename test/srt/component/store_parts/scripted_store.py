@@ -33,6 +33,16 @@ PATIENCE = 60.0
 """Seconds after which a gate that nobody opened lets its call fail, so that no test hangs."""
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for other threads to bring ``condition`` about."""
+    patience = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        patience.wait(0.005)
+    raise AssertionError("it did not come to that")
+
+
 class Gate:
     """Where one call waits."""
 
