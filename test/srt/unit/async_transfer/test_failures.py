@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
@@ -332,9 +330,9 @@ def test_an_open_room_is_opened_once() -> None:
 
 
 def test_chunks_cannot_change() -> None:
-    """Guards against one peer's post changing what the next peer gets (hazard 39)."""
+    """Guards against one peer's post changing what the next peer gets."""
     chunk = Bench().submit(1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         chunk.peers = ()  # type: ignore[misc]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True)
-class Chunk:
+
+class Chunk(msgspec.Struct, frozen=True, eq=False):
     """Never changed once it was submitted: the scheduler's thread and a worker's both hold it."""
 
     room: int

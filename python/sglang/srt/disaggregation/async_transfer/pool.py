@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from sglang.srt.disaggregation.async_transfer.background import stand_back
 from sglang.srt.disaggregation.async_transfer.chunk import Chunk
 from sglang.srt.disaggregation.async_transfer.interfaces import Backend, Gate, Observer
 from sglang.srt.disaggregation.async_transfer.settings import Settings, worker_of
@@ -53,6 +54,7 @@ class _Thread:
         self._commands.put(None)
 
     def _run(self) -> None:
+        stand_back()
         try:
             self._prepare()
         except Exception:

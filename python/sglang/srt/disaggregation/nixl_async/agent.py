@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang.srt.disaggregation.async_transfer.background import standing_back
 from sglang.srt.disaggregation.delta.env import env_int
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def attuned() -> Iterator[None]:
     NIXL's default is no thread synchronisation at all, and SGLang leaves it at that: it posts from
     its scheduler's thread alone. And NIXL's own progress thread never sleeps: its Python binding
     asks for a pause of zero. With any other pause it waits for the transport's events, and looks
-    by itself once a pause. Not for use while other threads make agents.
+    by itself once a pause. NIXL's threads take no core from running ones when they wake up. Not for
+    use while other threads make agents.
 
     Raises:
         RuntimeError: this NIXL has no synchronisation modes.
@@ -48,7 +50,7 @@ def attuned() -> Iterator[None]:
         config, sync_mode=modes.NIXL_THREAD_SYNC_STRICT, capture_telemetry=True
     )
     try:
-        with _progress_delay(_api.nixl_agent, delay_us):
+        with _progress_delay(_api.nixl_agent, delay_us), standing_back():
             yield
     finally:
         _api.nixl_agent_config = config

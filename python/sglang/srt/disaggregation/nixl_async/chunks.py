@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,8 +15,7 @@ from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 Pages = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class Destination:
+class Destination(msgspec.Struct, frozen=True, eq=False):
     """Where a chunk goes at one decode rank."""
 
     pages: Pages
@@ -28,8 +27,7 @@ class Destination:
     metadata_slots: int | None
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, eq=False):
     """The payload of an ``async_transfer.Chunk``."""
 
     chunk_id: int
@@ -59,7 +57,7 @@ def load(
         DeltaMismatch: a rank listed another number of pages there.
     """
     own = np.array(pages, dtype=np.int32)
-    own.flags.writeable = False
+    own.setflags(write=False)
     destinations = {}
     for info in announcements:
         if info.is_dummy():

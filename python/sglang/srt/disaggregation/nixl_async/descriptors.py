@@ -230,7 +230,7 @@ class Costs:
 
 
 #: Measured by ``python -m benchmark.kv_transfer choice`` (its README has the machine). NIXL merges
-#: neighbours of a selection by itself, so what is posted is the same in either form; but it looks at
+#: neighbours of a selection itself, so what is posted is the same in either form; but it looks at
 #: every page for that, and ranges only at every run.
 COSTS = Costs(ranges_fixed=75.0, ranges_each=0.064, prepared_fixed=15.0, prepared_each=0.0028)
 
