@@ -192,7 +192,16 @@ def test_prepared_once_by_whoever_comes_first() -> None:
     """Guards against preparing a list for every worker: that takes a second for a large pool."""
     agent = FakeAgent(peers={"d": object()})
     lists = PreparedLists(agent, "d")
-    all_here = threading.Barrier(8)
+    all_here, second = threading.Barrier(8), threading.Event()
+
+    def prepare() -> None:
+        """It takes so long that a second one would begin meanwhile."""
+        if agent.calls["prep_xfer_dlist"] == 1:
+            second.wait(0.1)
+        else:
+            second.set()
+
+    agent.before["prep_xfer_dlist"] = prepare
 
     def get(_: int) -> Any:
         all_here.wait()
