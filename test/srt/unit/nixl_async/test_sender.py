@@ -192,7 +192,6 @@ def test_an_error_on_the_worker_that_meets_an_abort(rank: PrefillRank) -> None:
     rank.check()
 
 
-@pytest.mark.xfail(strict=True, reason="SGLang's abort() replaces the recorded cause by its own")
 def test_an_abort_after_a_failure(rank: PrefillRank) -> None:
     """Guards against an abort that hides why the room had failed."""
     sender = started(rank)
@@ -201,6 +200,7 @@ def test_an_abort_after_a_failure(rank: PrefillRank) -> None:
     rank.finish()
     sender.abort()
     assert "could not be posted" in str(failure_of(sender))
+    rank.check()
 
 
 def test_it_failed_on_another_rank(rank: PrefillRank) -> None:
@@ -250,9 +250,9 @@ def test_pages_are_not_freed_while_they_are_queued(rank: PrefillRank) -> None:
     assert [sender.poll() for _ in range(3)] == [KVPoll.Transferring] * 3
     rank.pool.run()
     assert sender.poll() == KVPoll.Failed and rank.agent.handles == []
+    del rank.manager.__dict__["transfers"]  # nothing more of it is even queued
     sender.send(pages(6))
-    rank.pool.run()
-    assert rank.agent.handles == []
+    rank.manager.transfers = rank.pool
     failure_of(sender)
     rank.check()
 
@@ -338,7 +338,7 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
             problems.append(f"success at {event} with {sorted(delivered)}")
         seen.append(state)
         text = rank.manager.failure_records.get(room)
-        if text is not None and text not in texts and text != "Aborted by AbortReq.":
+        if text is not None and text not in texts:
             texts.append(text)
 
     for event in order:
@@ -365,7 +365,7 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
         error = failure_of(sender)
         if len(texts) != 1:
             problems.append(f"causes: {texts}")
-        elif str(error) not in (texts[0], "Aborted by AbortReq.") or told != texts:
+        elif str(error) != texts[0] or told != texts:
             problems.append(f"scheduler: {error}; decode: {told}; recorded: {texts}")
         was_raised = "transport: " in str(error) or "posted: " in str(error)
         if (error.__cause__ is not None) != was_raised:
