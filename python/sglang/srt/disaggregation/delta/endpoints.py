@@ -263,9 +263,11 @@ class DeltaSender(CommonKVSender):
 
     @override
     def abort(self) -> None:
-        super().abort()
-        if self.kv_mgr.rooms is not None:
-            self.fail(Reason.ABORTED, "aborted on the prefill server")
+        if self.kv_mgr.rooms is None:
+            super().abort()
+            return
+        # SGLang's would write over the reason of a room that has failed already.
+        self.fail(Reason.ABORTED, "aborted on the prefill server")
 
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
