@@ -6,6 +6,7 @@ page at a wrong position, of a wrong request or half copied shows wherever it tu
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -73,7 +74,6 @@ class Cache:
         reduce_min: Callable[[list[int]], list[int]] = alone,
         rank: int = 0,
         lanes: Any = HandLane,
-        deadline: float = 5.0,
         settings: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
@@ -87,7 +87,7 @@ class Cache:
         self.tree = self._tree(args, rank)
         built = self.tree.buffer
         assert built.close()
-        guard = StoreGuard(self.store, "scripted", GuardSettings(deadline=deadline))
+        guard = StoreGuard(self.store, "scripted", GuardSettings(), wait=self._wait)
         parts = built.parts
         fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
         limits = dataclasses.replace(parts.settings, **(settings or {}))
@@ -118,6 +118,13 @@ class Cache:
             mock.patch.object(hiradix_cache.atexit, "register"),
         ):
             return hiradix_cache.HiRadixCache(params, args)
+
+    def _wait(self, call: Any, seconds: float) -> None:
+        """The deadline of a call is over as soon as it hangs at one of the store's gates."""
+        while not call.done() and not any(
+            gate.entered.is_set() and not gate._open.is_set() for gate in self.store._gates
+        ):
+            concurrent.futures.wait([call], timeout=0.001)
 
     # ---- lanes ----
 

@@ -12,8 +12,6 @@ from component.store_parts.scripted_store import ScriptedStore
 from sglang.srt.mem_cache.buffer_only.read_state import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
-#: Short, because a call that hangs takes it in full.
-DEADLINE = 0.05
 PROMPT = prompt(1, 5)
 
 
@@ -21,7 +19,7 @@ PROMPT = prompt(1, 5)
 def cache() -> Iterator[Cache]:
     """The store has ``PROMPT``, the tree is empty."""
     store = ScriptedStore()
-    found = Cache(store, deadline=DEADLINE)
+    found = Cache(store)
     found.compute(PROMPT)
     found.settle()
     found.flush()
