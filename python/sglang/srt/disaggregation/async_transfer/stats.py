@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from sglang.srt.disaggregation.async_transfer.histogram import (
     BYTES,
@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.async_transfer.histogram import (
     Histogram,
 )
 from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.harmless import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ GAUGES = {
     "kv_transfer_overdue": "Transfers under way that missed their deadline",
 }
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
 
 @functools.cache
 def _histogram(name: str, labelnames: tuple[str, ...]) -> Any:
@@ -60,27 +58,6 @@ def _gauge(name: str, labelnames: tuple[str, ...]) -> Any:
     from prometheus_client import Gauge
 
     return Gauge(f"sglang:{name}", GAUGES[name], labelnames, multiprocess_mode="mostrecent")
-
-
-@functools.cache
-def _complain_once(what: str) -> None:
-    logger.exception("transfer statistics: %s failed; later such errors are not logged", what)
-
-
-def harmless(
-    method: Callable[Parameters, Result],
-) -> Callable[Parameters, Result | None]:
-    """The method, returning None where it would raise."""
-
-    @functools.wraps(method)
-    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
-        try:
-            return method(*args, **kwargs)
-        except Exception:
-            _complain_once(method.__qualname__)
-            return None
-
-    return guarded
 
 
 class AsyncTransferStats:

@@ -6,12 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.disaggregation.delta.events import Announced, Arrived, Moved, Sent, event_log, now
+from sglang.srt.disaggregation.delta.harmless import harmless
 from sglang.srt.disaggregation.delta.stats import STATS
 
 #: Page indices into a pool, 1-D int32.
 Pages = npt.NDArray[np.int32]
 
 
+@harmless
 def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
     """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
     STATS.add("kv_transfer_sent_bytes", moved)
@@ -29,6 +31,7 @@ def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: i
         )
 
 
+@harmless
 def count_moved(
     room: int, peer: str, *, chunk: int, is_last: bool, queue_s: float, build_s: float,
     post_s: float, wire_s: float, descriptors: int, moved: int,
@@ -44,6 +47,7 @@ def count_moved(
         )  # fmt: skip
 
 
+@harmless
 def log_announced(room: int) -> None:
     """Every decode rank has announced ``room``."""
     log = event_log("prefill")
@@ -51,6 +55,7 @@ def log_announced(room: int) -> None:
         log.write(Announced(at=now(), room=room))
 
 
+@harmless
 def log_arrived(room: int) -> None:
     """Everything of ``room`` has arrived on this decode rank."""
     log = event_log("decode")

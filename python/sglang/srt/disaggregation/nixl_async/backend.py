@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang.srt.disaggregation.async_transfer.chunk import Chunk
 from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats, harmless
+from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
 from sglang.srt.disaggregation.delta.accounting import count_moved, count_sent
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.nixl_async import descriptors
@@ -154,7 +154,7 @@ class NixlBackend:
         else:
             yield from self._heads(load.pages, to.pages, peer, note, delivery)
         if delivery.bytes:  # not where nothing was left to send, or a replica sends it
-            self._count(load, to, delivery)
+            count_sent(chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
 
     def _state(
         self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
@@ -288,12 +288,6 @@ class NixlBackend:
             self._has_telemetry = False
             logger.warning("NIXL gives no telemetry (%r); it is not asked any more", error)
 
-    @harmless
-    def _count(self, load: Load, to: Destination, delivery: _Delivery) -> None:
-        room, peer = delivery.chunk.room, delivery.peer
-        count_sent(room, peer, load.pages, to.pages, delivery.bytes)
-
-    @harmless
     def _log(self, delivery: _Delivery) -> None:
         chunk = delivery.chunk
         count_moved(
