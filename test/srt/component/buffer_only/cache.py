@@ -1,7 +1,7 @@
 """One rank's cache with a stage: SGLang's tree, controller and pools, and a scheduler's calls.
 
-Every KV slot holds a number that is a function of the tokens up to it and of the namespace, so that a
-page at a wrong position, of a wrong request or half copied shows wherever it turns up.
+Every KV slot holds a number that is a function of the tokens up to it and of the namespace, so that
+a page at a wrong position, of a wrong request or half copied shows wherever it turns up.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from component.buffer_only.cache import PAGE, Cache, prompt
-from component.buffer_only.checks import check, check_idle, nodes
+from component.buffer_only.checks import check_idle, nodes
 
 
 def test_written_flushed_and_read_back():

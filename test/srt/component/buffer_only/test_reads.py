@@ -262,7 +262,8 @@ def test_another_request_computes_it_meanwhile(pages: int):
 
 
 def test_no_device_memory():
-    """A fetched hit that the device has no room for is dropped; the request computes when it can."""
+    """A fetched hit that the device has no room for is dropped; the request computes when it
+    can."""
     cache = filled()
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)

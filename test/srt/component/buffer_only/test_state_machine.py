@@ -1,4 +1,5 @@
-"""Any sequence of events: long random lives, and short ones that Hypothesis looks for and shrinks."""
+"""Any sequence of events: long random lives, and short ones that Hypothesis looks for and
+shrinks."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def test_a_failed_parent_cancels_what_waits_below_it():
 
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_only_leading_durable_pages_count(good: int):
-    """Page number ``good`` of three fails, the one after it is written: a node counts as stored only
-    up to the hole, and is written again from there."""
+    """Page number ``good`` of three fails, the one after it is written: a node counts as stored
+    only up to the hole, and is written again from there."""
     cache = Cache()
     cache.store.answer("batch_set_v1", lambda r: [at != good for at in range(len(r))])
     cache.compute(prompt(1, 3))

@@ -48,10 +48,13 @@ def _no_environment(monkeypatch):
         {"hicache_write_policy": "write_through_selective"},
         {"hicache_storage_backend": "mooncake"},
         {"hicache_buffer_pages": 8},
-        {"hicache_buffer_pages": 2, "hicache_storage_backend_extra_config": '{"prefetch_threshold": 64}'},
+        {
+            "hicache_buffer_pages": 2,
+            "hicache_storage_backend_extra_config": '{"prefetch_threshold": 64}',
+        },
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_accepted(changes):
     """What the mode is for must not be refused."""
     given = args(**changes)

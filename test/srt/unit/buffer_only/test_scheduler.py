@@ -1,4 +1,5 @@
-"""The scheduler's part: who is idle, what is prefetched, in which namespace, and what is reported."""
+"""The scheduler's part: who is idle, what is prefetched, in which namespace, and what is
+reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Staging pages: leases that end once, and shares that neither direction can take from the other."""
+"""Staging pages: leases that end once, and shares that neither direction can take from the
+other."""
 
 from __future__ import annotations
 

@@ -1,0 +1,201 @@
+"""The cache as SGLang builds it: with a stage, with other pools and stores, and without the
+mode."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_arguments
+from component.buffer_only.checks import check_idle, nodes
+from component.store_parts.scripted_store import ScriptedStore
+from sglang.srt.mem_cache import hiradix_cache
+from sglang.srt.mem_cache.buffer_only.host_pool import of_pages
+from sglang.srt.mem_cache.buffer_only.lanes import Lane
+from sglang.srt.mem_cache.buffer_only.store import FlatStore
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
+from sglang.srt.mem_cache.store_parts.guard import GuardSettings, StoreGuard
+
+
+def device_pool(kind: str) -> Any:
+    """4096 tokens in pages of 64."""
+    if kind == "mha":
+        return MHATokenToKVPool(4096, 64, torch.float16, 2, 8, LAYERS, "cpu", False)
+    if kind == "mla":
+        return MLATokenToKVPool(4096, 64, torch.bfloat16, 16, 4, LAYERS, "cpu", False)
+    return NSATokenToKVPool(
+        4096, 64, 16, torch.bfloat16, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20
+    )
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("pages", [1, 3])
+def test_a_host_pool_smaller_than_the_device_pool(kind: str, layout: str, pages: int):
+    """In this mode, and in no other: SGLang's own refuses to be smaller."""
+    build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
+    pool = device_pool(kind)
+    with of_pages(pages):
+        host = build(pool, 2.0, 0, 64, layout)
+    assert host.page_num == max(pages, LAYERS) and host.is_stage and host.device_pool is pool
+    with pytest.raises(AssertionError, match="larger than the device memory"):
+        build(pool, 0.5, 0, 64, layout)
+    assert not getattr(build(pool, 2.0, 0, 64, layout), "is_stage", False)
+
+
+def test_without_the_mode_everything_is_sglangs():
+    """The patch set is installed on servers that do not ask for it."""
+    cache = Cache.__new__(Cache)
+    cache.store = ScriptedStore()
+    cache.device = MHATokenToKVPool(64, PAGE, torch.float32, 1, 4, LAYERS, "cpu", False)
+    cache.allocator = hiradix_allocator(cache.device)
+    args = server_arguments(hicache_host_memory_mode="cache", hicache_buffer_pages=None)
+    tree = cache._tree(args, 0)
+    try:
+        assert tree.buffer is None and not tree.cache_controller.staging
+        assert tree.cache_controller.prefetch_thread.is_alive()
+        assert tree.token_to_kv_pool_host.size > cache.device.size
+        assert type(tree.eviction_strategy).__name__ == "LRUStrategy"
+        tree.check_hicache_events()
+        assert tree.check_prefetch_progress("nobody")
+        tree.reset()
+    finally:
+        ok, _ = tree.detach_storage_backend()
+    assert ok
+
+
+def hiradix_allocator(device: Any) -> Any:
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+    return PagedTokenToKVPoolAllocator(64, PAGE, torch.float32, "cpu", device, False)
+
+
+def test_a_stage_that_is_too_small():
+    """A threshold from a file is known only here."""
+    extra = json.dumps({"interface_v1": 1, "prefetch_threshold": 5 * PAGE})
+    with pytest.raises(ValueError, match="--hicache-buffer-pages 9 is too small"):
+        Cache(pages=9, hicache_storage_backend_extra_config=extra)
+
+
+def test_the_store_cannot_be_changed_while_the_server_runs():
+    """Nothing but the store keeps KV, and what is under way belongs to it; the end of the process
+    does close it."""
+    cache = Cache()
+    for answer in (
+        cache.tree.detach_storage_backend(),
+        cache.tree.attach_storage_backend("dynamic", hicache_write_policy="write_back"),
+    ):
+        ok, message = answer
+        assert not ok and "--hicache-storage-backend" in message and "Restart" in message
+    assert cache.tree.write_through_threshold == 1
+    assert cache.tree.enable_storage and cache.serve("r", prompt(1, 3)) == 0
+    cache.settle()
+    check_idle(cache)
+    cache.tree.shutdown()
+    assert not cache.tree.enable_storage
+
+
+def test_with_threads():
+    """The lanes that servers have; only the order of things is open."""
+    cache = Cache(lanes=Lane)
+    tokens = prompt(1, 6)
+    cache.compute(tokens)
+    wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
+    cache.flush()
+    cache.want("r", tokens)
+    wait_for(cache, lambda: cache.tree.check_prefetch_progress("r"))
+    assert cache.compute(tokens) == 5 * PAGE
+    wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
+    check_idle(cache)
+    assert cache.buffer.close()
+
+
+def wait_for(cache: Cache, condition: Any) -> None:
+    """Idle steps of a scheduler: nobody but they move anything on."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, cache.describe()
+        cache.tree.check_hicache_events()
+        time.sleep(0.001)
+
+
+class Flat(ScriptedStore):
+    """A backend with the older calls only."""
+
+    batch_get_v1 = batch_set_v1 = None
+
+
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_a_backend_with_the_older_calls(lost: int | None):
+    """Its pages are moved one by one, so that a missing one does not spoil those before it."""
+    store = Flat()
+    cache = Cache(store)
+    flat = FlatStore(store, cache.tree.token_to_kv_pool_host)
+    cache.buffer.parts.store._guard = StoreGuard(flat, "flat", GuardSettings())
+    tokens = prompt(1, 5)
+    cache.compute(tokens)
+    cache.settle()
+    (node,) = nodes(cache.tree)
+    keys = list(node.hash_value)
+    cache.flush()
+    cache.want("r", tokens)
+    for _ in range(2):
+        cache.step()
+    if lost is not None:
+        store.drop(keys[lost])
+    cache.settle_until_ready("r")
+    assert cache.held_tokens(tokens) == (4 if lost is None else lost) * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+def test_keys_of_the_prefix():
+    """Backends that place pages by what comes before them get all of it, in every batch, whatever
+    they did to the list that they were given before."""
+    seen: list[tuple[str, list[str], list[str]]] = []
+
+    class Placing(ScriptedStore):
+        def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+            return self._note("exists", keys, extra_info, super().batch_exists(keys))
+
+        def batch_get_v1(self, keys: list[str], slots: Any, extra_info: Any = None) -> list[bool]:
+            return self._note("get", keys, extra_info, super().batch_get_v1(keys, slots))
+
+        def batch_set_v1(self, keys: list[str], slots: Any, extra_info: Any = None) -> list[bool]:
+            return self._note("set", keys, extra_info, super().batch_set_v1(keys, slots))
+
+        def _note(self, method: str, keys: list[str], extra_info: Any, answer: Any) -> Any:
+            seen.append((method, list(keys), list(extra_info.prefix_keys)))
+            extra_info.prefix_keys.extend(keys)
+            return answer
+
+    cache = Cache(Placing(), settings={"pass_prefix_keys": True})
+    tokens = prompt(2, 20, base=prompt(1, 3))
+    cache.compute(prompt(1, 3))
+    cache.compute(tokens)
+    cache.settle()
+    node = cache.match(tokens).last_device_node
+    chain = [*node.parent.hash_value, *node.hash_value]
+    cache.flush()
+    cache.serve("r", tokens)
+    cache.settle()
+    assert {method for method, _, _ in seen} == {"exists", "get", "set"}
+    for _, keys, before in seen:
+        assert before == chain[: len(before)] and keys == chain[len(before) :][: len(keys)]
+
+
+def test_ranks_that_hold_the_same_kv_write_once():
+    """Of a latent-attention model one rank writes for all; the others keep the same books, and take
+    its word for what is stored."""
+    cache = Cache()
+    cache.buffer.parts.writes_elsewhere = True
+    cache.compute(prompt(1, 3))
+    cache.step()
+    assert cache.stage.used() == 3
+    cache.settle()
+    assert cache.store_calls("batch_set_v1") == 0 and nodes(cache.tree)[0].storage_backed
+    check_idle(cache)
