@@ -7,11 +7,14 @@ every refusal names both settings and a way out, before any memory is touched.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.buffer_only import sizing
 from sglang.srt.patchset.compat import _env_true, _has_state_layers
+
+logger = logging.getLogger(__name__)
 
 MODE = "--hicache-host-memory-mode"
 PAGES = sizing.PAGES_FLAG
@@ -66,7 +69,21 @@ def check_given(args: Any) -> None:
 
 def complete(args: Any) -> None:
     """After SGLang has filled in the rest: check once more, and choose or check the size."""
+    if not args.enable_hierarchical_cache:
+        raise ValueError(
+            f"{ON} was given, but SGLang turned --enable-hierarchical-cache off for these "
+            f"arguments (its log says why). Change them, or remove {MODE}."
+        )
     check_given(args)
+    if args.hicache_storage_prefetch_policy == "best_effort":
+        logger.warning(
+            "%s with --hicache-storage-prefetch-policy best_effort: a request takes from the store "
+            "only what has arrived by the time that it is scheduled, often nothing. "
+            "Use wait_complete or timeout.",
+            ON,
+        )
+    if args.page_size is None:
+        return  # a model path for which SGLang completes nothing
     threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
     if args.hicache_buffer_pages is None:
         args.hicache_buffer_pages = sizing.default_pages(

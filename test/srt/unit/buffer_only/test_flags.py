@@ -17,6 +17,7 @@ def args(**changes):
         "hicache_buffer_pages": None,
         "hicache_storage_backend": "file",
         "hicache_storage_backend_extra_config": None,
+        "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_write_policy": "write_through",
         "hicache_size": 0,
         "enable_hierarchical_cache": True,
@@ -61,6 +62,18 @@ def test_accepted(changes):
     compat.check_given(given)
     compat.complete(given)
     assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages", 1024)
+
+
+def test_sglang_turned_the_cache_off():
+    """It does so for some arguments, with a warning alone; nothing would be stored."""
+    with pytest.raises(ValueError, match="SGLang turned --enable-hierarchical-cache off"):
+        compat.complete(args(enable_hierarchical_cache=False))
+
+
+def test_best_effort_is_warned_of(caplog):
+    """SGLang's default, under which an idle server fetches nothing."""
+    compat.complete(args(hicache_storage_prefetch_policy="best_effort"))
+    assert "Use wait_complete or timeout" in caplog.text
 
 
 def test_the_stock_mode_is_not_looked_at():
