@@ -5,4 +5,5 @@ read      a file of JSON lines, one record at a time
 generate  seeded conversations, for whoever has no trace
 scale     fewer tokens and less time, the sharing kept
 prompts   token ids for hash ids: equal blocks are equal tokens
+sharing   what an endless cache would hit
 """

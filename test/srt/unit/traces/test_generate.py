@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from benchmark.traces.generate import Shape, conversations
-from benchmark.traces.record import Record, check
+from benchmark.traces.record import check
+from benchmark.traces.sharing import endless_hit_rate
 
 
 def test_a_valid_trace_in_order_of_time() -> None:
@@ -37,17 +38,6 @@ def test_equal_ids_have_equal_ids_before_them() -> None:
 def test_turns_repeat_what_was_said() -> None:
     """Without conversations and shared instructions there is nothing to cache; a third to a half
     of all blocks is seen again, as in the published trace."""
-    assert 0.3 < seen_before(list(conversations(1000))) < 0.5
+    assert 0.3 < endless_hit_rate(list(conversations(1000))) < 0.5
     alone = Shape(mean_turns=1.0, system_prompts=0, system_blocks=0)
-    assert seen_before(list(conversations(200, shape=alone))) == 0
-
-
-def seen_before(records: list[Record]) -> float:
-    """Share of the blocks that an endless cache would hit."""
-    seen: set[int] = set()
-    hits = 0
-    for record in records:
-        fresh = [i for i, block in enumerate(record.hash_ids) if block not in seen]
-        hits += fresh[0] if fresh else len(record.hash_ids)
-        seen.update(record.hash_ids)
-    return hits / sum(len(record.hash_ids) for record in records)
+    assert endless_hit_rate(list(conversations(200, shape=alone))) == 0

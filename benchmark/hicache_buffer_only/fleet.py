@@ -1,0 +1,145 @@
+"""Two workers over one Mooncake store, as one object."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from benchmark.harness import checks, metrics
+from benchmark.harness.pair import start
+from benchmark.harness.ports import allocate_ports
+from benchmark.harness.servers import ServerConfig, Sizes, aggregated
+from benchmark.hicache_buffer_only.master import Master
+from benchmark.hicache_buffer_only.memory import Memory
+from benchmark.hicache_buffer_only.tiers import Hits, total
+
+HOST_TOKENS = "sglang:hicache_host_total_tokens"
+STAGE_IN_USE = tuple(f"sglang:hicache_buffer_{name}_pages" for name in ("read", "write"))
+
+COMMON = (
+    # Token ids in and out: helper processes share the cores with the schedulers.
+    *("--skip-tokenizer-init", "--incremental-streaming-output"),
+    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
+    *("--hicache-storage-backend", "mooncake"),
+    *("--hicache-storage-prefetch-policy", "wait_complete"),
+)
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """One arm."""
+
+    model: Path
+    memory: Memory
+    sizes: Sizes
+    buffer_only: bool
+    """Else the stock release in its own mode."""
+    ratio: float
+    lease_ms: int
+    prefetch_threshold: int
+    """Tokens of the smallest hit that is fetched from the store."""
+
+    def arguments(self, master: Master) -> tuple[str, ...]:
+        """Of each worker, beyond sizes and ports."""
+        if self.buffer_only:
+            mode = ("--hicache-host-memory-mode", "buffer_only")
+            mode += ("--hicache-buffer-pages", str(self.memory.pool_pages))
+        else:
+            mode = ("--hicache-ratio", str(self.ratio))
+        store = master.extra_config(self.memory.segment_bytes, self.prefetch_threshold)
+        return (*COMMON, *mode, "--hicache-storage-backend-extra-config", store)
+
+    def worker(self, master: Master) -> ServerConfig:
+        http, nccl = allocate_ports(2)
+        return aggregated(
+            self.model,
+            (http, nccl),
+            self.sizes,
+            stock=not self.buffer_only,
+            extra_args=self.arguments(master),
+        )
+
+
+class Fleet:
+    """Fresh servers and an empty store. A context manager: all end on exit."""
+
+    def __init__(self, config: FleetConfig, log_folder: Path) -> None:
+        self.config = config
+        self.master = Master(config.lease_ms)
+        self._workers = [config.worker(self.master) for _ in range(config.memory.workers)]
+        self._logs = log_folder
+
+    def __enter__(self) -> Fleet:
+        with ExitStack() as stack:
+            stack.enter_context(self.master.start(self._logs)).wait_ready(30)
+            self.processes = [
+                stack.enter_context(start(config, self._logs / f"worker-{i}"))
+                for i, config in enumerate(self._workers)
+            ]
+            with ThreadPoolExecutor(len(self.processes)) as pool:
+                list(pool.map(lambda process: process.wait_ready(), self.processes))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def urls(self) -> list[str]:
+        return [config.url for config in self._workers]
+
+    def hits(self) -> Hits:
+        """Cached tokens of all workers so far, by tier."""
+        return total(_page(url) for url in self.urls)
+
+    def counters(self) -> list[Mapping[str, float]]:
+        """All metrics of each worker."""
+        return [metrics.scrape(url) for url in self.urls]
+
+    def check_pools(self) -> None:
+        """After a first request: host pools are as large as planned, and so is the store.
+
+        Raises:
+            RuntimeError: the arms would not have the same memory.
+        """
+        memory, page = self.config.memory, self.config.sizes.page_size
+        for url, now in zip(self.urls, self.counters(), strict=True):
+            if now.get(HOST_TOKENS) != memory.pool_pages * page:
+                raise RuntimeError(
+                    f"{url} reports a host pool of {now.get(HOST_TOKENS)} tokens, planned were "
+                    f"{memory.pool_pages * page}"
+                )
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Wait until all workers are idle, healthy, and have empty stages.
+
+        Raises:
+            TimeoutError: pages are left in a stage, or requests in a worker.
+            ServerFailed: a worker died.
+        """
+        for process, url in zip(self.processes, self.urls, strict=True):
+            checks.wait_idle(process, url, timeout_s)
+            checks.assert_healthy(process)
+        deadline = time.monotonic() + timeout_s
+        while used := sum(now.get(name, 0.0) for now in self.counters() for name in STAGE_IN_USE):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{used:.0f} staging pages are in use on idle workers")
+            time.sleep(0.2)
+
+
+def _page(url: str, timeout_s: float = 30.0) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
+        text: str = answer.read().decode()
+        return text
