@@ -21,6 +21,8 @@ from benchmark.hicache_buffer_only.tiers import Hits, total
 
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
 STAGE_IN_USE = tuple(f"sglang:hicache_buffer_{name}_pages" for name in ("read", "write"))
+METRICS_S = 1.5
+"""A little more than the time between two updates of these metrics."""
 
 COMMON = (
     # Token ids in and out: helper processes share the cores with the schedulers.
@@ -133,7 +135,13 @@ class Fleet:
             checks.wait_idle(process, url, timeout_s)
             checks.assert_healthy(process)
         deadline = time.monotonic() + timeout_s
-        while used := sum(now.get(name, 0.0) for now in self.counters() for name in STAGE_IN_USE):
+        quiet_since = None
+        while quiet_since is None or time.monotonic() - quiet_since < METRICS_S:
+            used = sum(now.get(name, 0.0) for now in self.counters() for name in STAGE_IN_USE)
+            if used:
+                quiet_since = None
+            elif quiet_since is None:
+                quiet_since = time.monotonic()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{used:.0f} staging pages are in use on idle workers")
             time.sleep(0.2)
