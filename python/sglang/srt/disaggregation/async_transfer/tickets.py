@@ -13,6 +13,8 @@ from sglang.srt.disaggregation.delta.failures import Reason
 class Ticket:
     """Of one room, written by its worker. Each field changes once, and never back."""
 
+    #: It has failed or was given up, on whatever thread: nothing more is to be sent.
+    stopped: bool = False
     #: Its last chunk, and so every other one, is with all its peers.
     delivered: bool = False
     #: It has ended, and nothing of it is under way.
@@ -37,7 +39,7 @@ class Ticket:
 class Tickets:
     """The observer of a transfer pool (``interfaces.Observer``); one for each pool.
 
-    ``open`` and ``close`` are the scheduler's, the rest is the workers'.
+    ``open`` and ``close`` are the scheduler's, ``stop`` anybody's, the rest is the workers'.
     """
 
     def __init__(
@@ -55,6 +57,12 @@ class Tickets:
         """A request begins; a ticket that its number had before is void."""
         ticket = self._tickets[room] = Ticket()
         return ticket
+
+    def stop(self, room: int) -> None:
+        """The room has failed, for a reason that everybody else was told of."""
+        ticket = self._tickets.get(room)
+        if ticket is not None:
+            ticket.stopped = True
 
     def close(self, room: int, ticket: Ticket) -> None:
         """The request of this ticket is done with. Harmless when it is closed."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.async_transfer.tickets import Ticket
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.accounting import log_arrived
 from sglang.srt.disaggregation.delta.failures import Reason
@@ -97,22 +98,27 @@ class DeltaNixlSender(NixlKVSender):
 
     @override
     def poll(self) -> Any:
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         ticket = self._ticket
-        if not self.is_stopped and not self.has_sent:
-            self._check_announced()
         if ticket.delivered:
             return KVPoll.Success  # also if it was stopped after that: decode has it
-        if self.is_stopped:
+        if not ticket.stopped:
+            if self.has_sent:  # the scheduler asks this of every request, in every step
+                return KVPoll.WaitingForInput
+            self._check_announced()
+        if ticket.stopped:
             # While its pages are read, they must not be freed. (Where nothing was queued, nothing
             # is read; and the bootstrap queue takes any other answer for "go on".)
             is_over = ticket.is_over or not self.chunk_id
             return KVPoll.Failed if is_over else KVPoll.Transferring
         status = self.kv_mgr.check_status(self.bootstrap_room)
-        if self.has_sent or (status == KVPoll.Bootstrapping and self._is_initialised):
+        if status == KVPoll.Bootstrapping and self._is_initialised:
             return KVPoll.WaitingForInput
         return status
+
+    @property
+    @override
+    def is_stopped(self) -> bool:
+        return self._ticket.stopped
 
     @property
     def _is_initialised(self) -> bool:
@@ -121,8 +127,6 @@ class DeltaNixlSender(NixlKVSender):
 
     def _check_announced(self) -> None:
         """Decode announces a room when it has memory for it; it is not waited for without end."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
@@ -157,8 +161,6 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
     @override
     def poll(self) -> Any:
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.async_transfer.tickets import Tickets
 from sglang.srt.disaggregation.delta import deadlines
 from sglang.srt.disaggregation.delta.accounting import Pages
 from sglang.srt.disaggregation.delta.complaints import Complaints
+from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.reader import BadMessage, MessageReader
 from sglang.srt.disaggregation.nixl_async import agent, chunks, notifications
@@ -74,9 +75,13 @@ class DeltaNixlManager(NixlKVManager):
             self.transfer_stats,
             prepare_thread=self._prepare_thread,
         )
-        self.rooms.on_failure = self.transfers.cancel
+        self.rooms.on_failure = self._stop_room
         self.transfers.start()
         atexit.register(self.transfers.stop, _DRAIN_S)
+
+    def _stop_room(self, room: int, reason: Reason) -> None:
+        self.tickets.stop(room)
+        self.transfers.cancel(room, reason)
 
     def _prepare_thread(self) -> None:
         import torch
