@@ -66,6 +66,7 @@ class FleetConfig:
             self.sizes,
             stock=not self.buffer_only,
             extra_args=self.arguments(master),
+            env={"MC_FORCE_TCP": "1"},  # Mooncake would look for RDMA devices
         )
 
 

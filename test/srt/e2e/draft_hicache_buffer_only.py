@@ -87,7 +87,7 @@ def store(backend: str, folder: Path) -> Iterator[tuple[dict[str, Any], dict[str
         return
     master = Master()
     try:
-        yield master.extra_config, {}
+        yield master.extra_config, {"MC_FORCE_TCP": "1"}
     finally:
         master.kill()
 
