@@ -23,12 +23,16 @@ class DeltaTransferStatus(TransferStatus):
     aux_writers: set[int] = dataclasses.field(default_factory=set)
     #: Writers that said that they write no more, whatever they have written.
     stopped_writers: set[int] = dataclasses.field(default_factory=set)
+    #: What ``is_done`` last said; None where something has arrived since. Every room is asked in
+    #: every step, and few of them get anything in it.
+    _was_done: bool | None = None
 
     def take(self, note: Notification, num_writers: int) -> None:
         """Record one notification. Idempotent.
 
         ``num_writers`` is the number of prefill ranks that write for the room.
         """
+        self._was_done = None
         if note.kind == "aux":
             if note.writer is None:
                 self.received_aux = True
@@ -58,8 +62,10 @@ class DeltaTransferStatus(TransferStatus):
     def is_done(self) -> bool:
         if self.is_failure:
             return True
-        expected = self.num_pp_ranks_expected
-        return expected is not None and len(self.finished_writers()) >= expected
+        if self._was_done is None:
+            expected = self.num_pp_ranks_expected
+            self._was_done = expected is not None and len(self.finished_writers()) >= expected
+        return self._was_done
 
     # ---- delta/watch.py: Progress ----
 

@@ -147,7 +147,7 @@ class NixlBackend:
         if not len(load.pages):
             self._notify(peer, note, delivery)
         elif self._layout.sends_whole_pages(peer.info):
-            pair = self._layout.kv(peer.info, to.pool_pages)
+            pair = peer.pair("kv", to.pool_pages, self._layout.kv)
             yield from self._pages(
                 pair, load.pages, to.pages, "VRAM", peer, note, delivery, to.pool_pages is not None
             )
@@ -178,7 +178,7 @@ class NixlBackend:
     ) -> Iterator[_Posted]:
         slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
         note = f"{delivery.chunk.room}_aux_{self._writer}"
-        pair = self._layout.metadata(peer.info, to.metadata_slots)
+        pair = peer.pair("metadata", to.metadata_slots, self._layout.metadata)
         yield from self._pages(
             pair, slots[0], slots[1], "DRAM", peer, note, delivery, to.metadata_slots is not None
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.nixl_async import descriptors
 from sglang.srt.disaggregation.nixl_async.descriptors import Pool
+from sglang.srt.disaggregation.nixl_async.layout import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,15 @@ class Peer:
         """NIXL knows it from now on."""
         self.info = info
         self.lists = PreparedLists(agent, self.name)
+        self._pairs: dict[str, tuple[int | None, Pair]] = {}
         self.forgotten = False
+
+    def pair(self, kind: str, slots: int | None, make: Callable[[Any, int | None], Pair]) -> Pair:
+        """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
+        known = self._pairs.get(kind)
+        if known is None or known[0] != slots:
+            known = self._pairs[kind] = (slots, make(self.info, slots))
+        return known[1]
 
 
 class Peers:
