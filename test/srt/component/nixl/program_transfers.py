@@ -433,7 +433,7 @@ def many_rooms_drain_once() -> None:
     finally:
         del agent.get_new_notifs
     assert len(drains) == 5, drains
-    for sender, receiver in rooms:
+    for sender, _ in rooms:
         sender.init(1, 0)
         sender.send(pages(40))
     for sender, receiver in rooms:
