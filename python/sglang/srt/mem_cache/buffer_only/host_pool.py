@@ -83,29 +83,16 @@ class StagePoolMHA(_Pool):
 
     @override
     def __init__(
-        self,
-        device_pool: Any,
-        host_to_device_ratio: float,
-        host_size: int,
-        page_size: int,
-        layout: str,
-        pin_memory: bool = True,
-        device: str = "cpu",
-        allocator_type: str = "default",
-    ) -> None:
+        self, device_pool: Any, host_to_device_ratio: float, host_size: int, page_size: int,
+        layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
+    ) -> None:  # fmt: skip
         pool = _sized(device_pool, page_size)
         if pool is not device_pool:
             host_to_device_ratio, host_size = 1.0, 0
         super().__init__(
-            pool,
-            host_to_device_ratio,
-            host_size,
-            page_size,
-            layout,
-            pin_memory,
-            device,
+            pool, host_to_device_ratio, host_size, page_size, layout, pin_memory, device,
             allocator_type,
-        )
+        )  # fmt: skip
         _finish(self, device_pool)
 
 
@@ -118,29 +105,15 @@ class StagePoolMLA(_Pool):
 
     @override
     def __init__(
-        self,
-        device_pool: Any,
-        host_to_device_ratio: float,
-        host_size: int,
-        page_size: int,
-        layout: str,
-        pin_memory: bool = True,
-        device: str = "cpu",
-        allocator_type: str = "default",
+        self, device_pool: Any, host_to_device_ratio: float, host_size: int, page_size: int,
+        layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
         override_kv_cache_dim: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         pool = _sized(device_pool, page_size)
         if pool is not device_pool:
             host_to_device_ratio, host_size = 1.0, 0
         super().__init__(
-            pool,
-            host_to_device_ratio,
-            host_size,
-            page_size,
-            layout,
-            pin_memory,
-            device,
-            allocator_type,
-            override_kv_cache_dim,
-        )
+            pool, host_to_device_ratio, host_size, page_size, layout, pin_memory, device,
+            allocator_type, override_kv_cache_dim,
+        )  # fmt: skip
         _finish(self, device_pool)
