@@ -88,7 +88,7 @@ def test_stock_and_patched_servers_serve_each_other(
         stock_decode_names = metric_names(pair)[1]
         stock_decode_lines = log_shapes(pair)["decode"]
 
-    assert patched_names[0] - stock_prefill_names <= set(NEW_METRICS)
+    assert set(metrics.TRANSFERS) <= patched_names[0] - stock_prefill_names <= set(NEW_METRICS)
     assert patched_names[1] == stock_decode_names
     assert stock_prefill_lines and stock_decode_lines
     assert patched_lines["prefill"] == stock_prefill_lines

@@ -7,6 +7,8 @@
 ``worker``      the state machine of one thread, driven by ``step(now)``
 ``parcels``, ``lanes``, ``deadlines``, ``pace``, ``graveyard``
                 its parts: records, who is next, what is due, when to look again, what never settled
+``tickets``     what the scheduler sees of a room
+``background``  threads that take no core from the scheduler
 ``stats``, ``histogram``
                 numbers for Prometheus and for one log line a minute
 

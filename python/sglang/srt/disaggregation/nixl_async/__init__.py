@@ -1,9 +1,19 @@
-"""NIXL on top of the delta protocol.
+"""NIXL on top of the delta protocol and the transfer workers.
 
-``notifications``  the texts that ride on NIXL transfers, parsed and applied: pure
+Prefill, in the order of a chunk's way:
+
+``endpoints``      sender and receiver, as SGLang's schedulers know them
+``manager``        the thin override of SGLang's NIXL manager, which both hang on
+``chunks``         what is put into a queue: pages and where they go, cut out of announcements
+``backend``        how a worker posts it, asks for its state and lets go of it
+``peers``          the decode ranks that NIXL knows, and the lists prepared for each
+``layout``         where the bytes lie on either side
+``descriptors``    the arrays that NIXL takes: pure numpy
+``agent``          how SGLang's NIXL agent is made
+
+Decode:
+
 ``announcements``  what decode servers send to prefill, read so that no message can do harm
-``manager``        the thin override of SGLang's NIXL manager
-``endpoints``      its transfer info, sender and receiver
-
-Transfers are still posted on the prefill scheduler's thread, as in stock SGLang.
+``notifications``  the texts that ride on NIXL transfers, parsed and applied: pure
+``arrivals``       what has arrived of a room, writer by writer
 """
