@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
 
+from component.one_rank import one_rank
 from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 
 
@@ -23,8 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_rank() -> Iterator[None]:
     """The process group of a server with one rank."""
-    torch.set_num_threads(1)
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
