@@ -19,7 +19,7 @@ from benchmark.harness.report import Summary
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token, token_range
 from benchmark.hicache_buffer_only.fleet import Fleet, FleetConfig
-from benchmark.hicache_buffer_only.master import ALLOCATED, CAPACITY, EVICTED
+from benchmark.hicache_buffer_only.master import ALLOCATED, EVICTED
 from benchmark.hicache_buffer_only.memory import Memory, Split
 from benchmark.hicache_buffer_only.plot import draw
 from benchmark.hicache_buffer_only.replay import Replayed, replay
@@ -167,7 +167,7 @@ def measure(
     """Replays the trace on fresh servers."""
     with Fleet(config, logs) as fleet:
         _warm_up(fleet)
-        fleet.check_pools()
+        fleet.check_memory()
         before = fleet.hits()
         replayed = asyncio.run(replay(fleet.urls, records, prompts))
         fleet.settle()
@@ -228,7 +228,6 @@ def rows(arms: Sequence[Measured], same: bool) -> list[list[str]]:
         ["store", *(report.megabytes(m.memory.store_bytes) for m in arms)],
         ["both", *(report.megabytes(m.memory.total_bytes) for m in arms)],
         ["store: in use at the end", *(report.megabytes(m.store[ALLOCATED]) for m in arms)],
-        ["store: as its master sees it", *(report.megabytes(m.store[CAPACITY]) for m in arms)],
         ["store: evicted", *(report.megabytes(m.store[EVICTED]) for m in arms)],
         ["a request was sent late by, at most", *(report.milliseconds(m.late_s) for m in arms)],
         ["failed requests", *(str(m.summary.failed) for m in arms)],

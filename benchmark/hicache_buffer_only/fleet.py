@@ -15,7 +15,7 @@ from benchmark.harness import checks, metrics
 from benchmark.harness.pair import start
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import ServerConfig, Sizes, aggregated
-from benchmark.hicache_buffer_only.master import Master
+from benchmark.hicache_buffer_only.master import CAPACITY, Master
 from benchmark.hicache_buffer_only.memory import Memory
 from benchmark.hicache_buffer_only.tiers import Hits, total
 
@@ -111,7 +111,7 @@ class Fleet:
         """All metrics of each worker."""
         return [metrics.scrape(url) for url in self.urls]
 
-    def check_pools(self) -> None:
+    def check_memory(self) -> None:
         """After a first request: host pools are as large as planned, and so is the store.
 
         Raises:
@@ -124,6 +124,11 @@ class Fleet:
                     f"{url} reports a host pool of {now.get(HOST_TOKENS)} tokens, planned were "
                     f"{memory.pool_pages * page}"
                 )
+        capacity = self.master.usage()[CAPACITY]
+        if capacity != memory.store_bytes:
+            raise RuntimeError(
+                f"the store has {capacity:.0f} bytes, planned were {memory.store_bytes}"
+            )
 
     def settle(self, timeout_s: float = 60.0) -> None:
         """Wait until all workers are idle, healthy, and have empty stages.

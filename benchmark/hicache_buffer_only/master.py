@@ -18,7 +18,7 @@ PROGRAM = Path(sys.executable).with_name("mooncake_master")
 ALLOCATED, CAPACITY, EVICTED = (
     "master_allocated_bytes",
     "master_total_capacity_bytes",
-    "master_evicted_size_bytes",
+    "master_evicted_size_bytes_total",
 )
 
 
@@ -64,4 +64,4 @@ class Master:
     def usage(self) -> dict[str, float]:
         """Bytes of the store: in use, in all, evicted so far."""
         now = metrics.scrape(f"http://{HOST}:{self._metrics}")
-        return {name: now.get(name, 0.0) for name in (ALLOCATED, CAPACITY, EVICTED)}
+        return {name: now[name] for name in (ALLOCATED, CAPACITY, EVICTED)}
