@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,23 @@ def evaluate(url: str) -> Outcome:
     assert all(texts), f"{texts.count('')} of {len(texts)} requests were not answered"
     print(f"\nGSM8K: {result.score:.3f} of {len(texts)} questions in {seconds:.1f} s")
     return Outcome(result.score, texts)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_parser_at_a_time() -> Iterator[None]:
+    """The evaluation reads numbers with ``ast`` on 32 threads, which CPython 3.11 gets wrong at
+    times ("AST constructor recursion depth mismatch")."""
+    from sglang.test import simple_eval_gsm8k
+
+    lock, read = threading.Lock(), simple_eval_gsm8k.get_answer_value
+
+    def locked(text: str) -> object:
+        with lock:
+            return read(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simple_eval_gsm8k, "get_answer_value", locked)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
