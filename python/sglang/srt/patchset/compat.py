@@ -115,7 +115,7 @@ def _problems(args: Any) -> Iterator[str]:
         if getattr(args, attribute):
             yield _conflict(written, why)
     for name, why in _EXCLUSIVE_ENV:
-        if _env_true(name):
+        if env_true(name):
             yield _conflict(f"{name}=1", why)
     if args.pp_size > 1:
         yield _conflict(
@@ -131,19 +131,30 @@ def _problems(args: Any) -> Iterator[str]:
         )
 
 
-def _unsupported_kind(config: Any) -> str:
-    """What is special about the model's KV; empty for plain multi-head and latent attention."""
-    text_config = getattr(config, "hf_text_config", None)
-    hf_configs = [c for c in (getattr(config, "hf_config", None), text_config) if c is not None]
+def special_layers(config: Any) -> str:
+    """Layers whose state is not in one pool of pages; empty where there are none."""
     if getattr(config, "is_hybrid_swa", False):
         return "models with a separate pool for sliding-window layers"
-    if any(_has_state_layers(c) for c in hf_configs):
+    if any(_has_state_layers(c) for c in _hf_configs(config)):
         return "models with state-space or linear-attention layers"
-    if any(getattr(c, "index_topk", None) is not None for c in hf_configs):
+    return ""
+
+
+def _unsupported_kind(config: Any) -> str:
+    """What is special about the model's KV; empty for plain multi-head and latent attention."""
+    special = special_layers(config)
+    if special:
+        return special
+    if any(getattr(c, "index_topk", None) is not None for c in _hf_configs(config)):
         return "models with sparse attention (NSA)"
     if getattr(config, "is_multimodal", False) and _on_transformers(config):
         return "multimodal models with --model-impl transformers (SGLang turns their tree off)"
     return ""
+
+
+def _hf_configs(config: Any) -> list[Any]:
+    found = (getattr(config, "hf_config", None), getattr(config, "hf_text_config", None))
+    return [each for each in found if each is not None]
 
 
 def _has_state_layers(hf_config: Any) -> bool:
@@ -160,5 +171,6 @@ def _conflict(other: str, why: str) -> str:
     return f"{FLAG} cannot be combined with {other}: {why}. Remove one of them."
 
 
-def _env_true(name: str) -> bool:
+def env_true(name: str) -> bool:
+    """Whether SGLang reads the variable as switched on."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.buffer_only import sizing
-from sglang.srt.patchset.compat import _env_true, _has_state_layers
+from sglang.srt.patchset.compat import env_true, special_layers
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def complete(args: Any) -> None:
 
 def check_model(config: Any) -> None:
     """Raise ``ValueError`` for a model whose KV is not one pool of pages."""
-    kind = _unsupported_kind(config)
+    kind = special_layers(config)
     if kind:
         raise ValueError(
             f"{ON} does not support {kind}, given with --model-path "
@@ -152,7 +152,7 @@ def _problems(args: Any) -> Iterator[str]:
     for attribute, written, why in _EXCLUSIVE:
         if getattr(args, attribute, None):
             yield f"{ON} cannot be combined with {written}: {why}. Remove one of them."
-    if _env_true("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
+    if env_true("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
         yield (
             f"{ON} cannot be combined with SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1: it replaces the "
             "radix tree. Remove one of them."
@@ -166,13 +166,3 @@ def _problems(args: Any) -> Iterator[str]:
                 f"{ON} cannot be combined with {written} above 1: its ranks would fetch different "
                 f"lengths of a prefix. Use {written} 1, or {MODE} cache."
             )
-
-
-def _unsupported_kind(config: Any) -> str:
-    text_config = getattr(config, "hf_text_config", None)
-    hf_configs = [c for c in (getattr(config, "hf_config", None), text_config) if c is not None]
-    if getattr(config, "is_hybrid_swa", False):
-        return "models with a separate pool for sliding-window layers"
-    if any(_has_state_layers(c) for c in hf_configs):
-        return "models with state-space or linear-attention layers"
-    return ""

@@ -6,12 +6,9 @@ After every scenario, no per-room table of either side may hold an entry.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from component.programs import passed, run
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
 
@@ -19,20 +16,7 @@ pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine"
 @pytest.fixture(scope="module")
 def output() -> str:
     """What the program printed, all scenarios run once."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("program_transfers.py"))],
-        env=os.environ | {"SGLANG_CPU_STANDIN": "1", "OMP_NUM_THREADS": "1", "MC_FORCE_TCP": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    return done.stdout + "\n--- stderr ---\n" + done.stderr
-
-
-def passed(output: str, *scenarios: str) -> None:
-    """The scenarios passed; if not, show what was said."""
-    for scenario in scenarios:
-        assert f"PASSED {scenario}\n" in output, output
+    return run(__file__, "program_transfers.py")
 
 
 def test_partial_delta(output: str) -> None:

@@ -6,30 +6,15 @@ GPU driver; what it printed is judged.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from component.programs import passed, run
 
 
 @pytest.fixture(scope="module")
 def output() -> str:
     """What the program printed, all scenarios run once."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("program_transfers.py"))],
-        env=os.environ | {"SGLANG_CPU_STANDIN": "1", "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    return done.stdout + "\n--- stderr ---\n" + done.stderr
-
-
-def passed(output: str, scenario: str) -> None:
-    """The scenario passed; if not, show what it said."""
-    assert f"PASSED {scenario}\n" in output, output
+    return run(__file__, "program_transfers.py")
 
 
 def test_partial_delta(output: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from component.pools import programs
+from component import programs
 from component.pools.memory import POOLS, RANK_LAYOUTS
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
@@ -13,7 +13,7 @@ pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine"
 @pytest.fixture(scope="module")
 def output() -> str:
     """What the program printed."""
-    return programs.run("program_mooncake.py")
+    return programs.run(__file__, "program_mooncake.py")
 
 
 @pytest.mark.parametrize("page", [1, 16])

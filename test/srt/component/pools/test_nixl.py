@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from component.pools import programs
+from component import programs
 from component.pools.memory import POOLS, RANK_LAYOUTS
 
 
 @pytest.fixture(scope="module")
 def rooms() -> str:
     """What the program of equal ranks printed."""
-    return programs.run("program_nixl.py")
+    return programs.run(__file__, "program_nixl.py")
 
 
 @pytest.fixture(scope="module")
 def slices() -> str:
     """What the program of unequal ranks printed."""
-    return programs.run("program_nixl_ranks.py")
+    return programs.run(__file__, "program_nixl_ranks.py")
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from component.store_parts import programs
+from component import programs
 from component.store_parts.host_pools import KINDS
 from component.store_parts.masters import PROGRAM
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def output() -> str:
     """What the program printed."""
-    return programs.run("program_mooncake.py")
+    return programs.run(__file__, "program_mooncake.py")
 
 
 @pytest.mark.parametrize(

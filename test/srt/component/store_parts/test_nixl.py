@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from component.store_parts import programs
+from component import programs
 from component.store_parts.host_pools import KINDS, LAYOUTS
 
 pytest.importorskip("nixl", reason="needs NIXL")
@@ -13,7 +13,7 @@ pytest.importorskip("nixl", reason="needs NIXL")
 @pytest.fixture(scope="module")
 def output() -> str:
     """What the program printed."""
-    return programs.run("program_nixl.py")
+    return programs.run(__file__, "program_nixl.py")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
