@@ -8,7 +8,7 @@ BLOCK_TOKENS = 512
 """Tokens of a block in the published traces."""
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request. A block's id stands for its tokens and for all those before it, so that two
     prompts share exactly the leading blocks whose ids are equal."""
 
@@ -20,6 +20,10 @@ class Record(msgspec.Struct, frozen=True):
     """Tokens that were generated."""
     hash_ids: tuple[int, ...]
     """A block each; the last one may hold fewer tokens than a block has."""
+    session_id: str | None = None
+    """Conversation that the request belongs to, where the trace says so."""
+    turn: int | None = None
+    """Its place in the conversation, from 0."""
 
 
 def blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:

@@ -36,6 +36,8 @@ class Scale:
                 1, round(record.output_length * self.block_tokens / self.from_tokens)
             ),
             hash_ids=record.hash_ids,
+            session_id=record.session_id,
+            turn=record.turn,
         )
 
 

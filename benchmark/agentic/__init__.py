@@ -1,0 +1,8 @@
+"""Replay agentic traffic against SGLang servers, and see what disaggregation is worth for it.
+
+sample     what a trace holds, and a smaller trace that holds the same
+replay     send a trace, measure each request
+router     route to colocated workers, or to prefill and decode pools, by policy
+capacity   where the decode pool is full: a model, and a simulation of P and D pools
+report     a matrix of real servers, one page
+"""
