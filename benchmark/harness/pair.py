@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
-from benchmark.harness import checks, metrics, servers
+from benchmark.harness import metrics, servers
 from benchmark.harness.client import Request, Result, Target, send_all
+from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import DEFAULT_SIZES, HOST, ServerConfig, Sizes
@@ -84,69 +83,14 @@ class PairConfig:
         return [prefill, decode, servers.router(ports, prefill, decode)]
 
 
-def start(config: ServerConfig, log_folder: Path) -> ServerProcess:
-    """Starts the server of a configuration; its log is ``ROLE.log`` in the folder."""
-    return ServerProcess(
-        config.role,
-        config.command,
-        config.environment(),
-        log_folder / f"{config.role}.log",
-        config.ready_url,
-    )
-
-
-class Pair:
-    """A running pair. A context manager: servers start on entry, in parallel, and end on exit."""
+class Pair(Fleet):
+    """A running pair. A context manager, as every fleet."""
 
     def __init__(
         self, config: PairConfig, log_folder: Path | str, start_timeout_s: float = 240.0
     ) -> None:
         self.config = config
-        self.layout = config.layout()
-        self._log_folder = Path(log_folder)
-        self._timeout_s = start_timeout_s
-        self.processes: dict[str, ServerProcess] = {}
-        self.startup_s: dict[str, float] = {}
-        """Seconds from start to ready, by role."""
-
-    def __enter__(self) -> Pair:
-        engines, balancers = self.layout[:2], self.layout[2:]
-        try:
-            # The load balancer drops servers that are not up yet, so it comes after them.
-            for group in (engines, balancers):
-                for config in group:
-                    self.processes[config.role] = start(config, self._log_folder)
-                self._wait([config.role for config in group])
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def _wait(self, roles: Sequence[str]) -> None:
-        """Waits for all at once, so that the first one to fail ends the wait."""
-        if not roles:
-            return
-        with ThreadPoolExecutor(len(roles)) as pool:
-            waits = {r: pool.submit(self.processes[r].wait_ready, self._timeout_s) for r in roles}
-            try:
-                for role, wait in waits.items():
-                    self.startup_s[role] = wait.result()
-            except BaseException:
-                self.stop()  # ends the other waits too
-                raise
-
-    def stop(self) -> None:
-        """Ends all servers. Safe to call twice."""
-        for process in reversed(list(self.processes.values())):
-            process.stop()
+        super().__init__(config.layout(), log_folder, start_timeout_s)
 
     @property
     def prefill_url(self) -> str:
@@ -176,27 +120,12 @@ class Pair:
         ignore_eos: bool = True,
         concurrency: int | None = None,
     ) -> list[list[int]]:
-        """Greedy answers as token ids, in the prompts' order.
-
-        Raises:
-            RuntimeError: any of the requests failed.
-        """
-        requests = [
-            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
-            for i, prompt in enumerate(prompts)
-        ]
-        return output_ids(self.send(requests, concurrency))
+        """``generate`` on this pair."""
+        return generate(self.target, prompts, max_new_tokens, ignore_eos, concurrency)
 
     def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """The counters of prefill and of decode, now."""
         return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
-
-    def check(self, timeout_s: float = 60.0) -> None:
-        """Waits until both servers are idle and asserts that they passed SGLang's memory check."""
-        for role, url in (("decode", self.decode_url), ("prefill", self.prefill_url)):
-            checks.wait_idle(self.processes[role], url, timeout_s)
-        for process in self.processes.values():
-            checks.assert_healthy(process)
 
     def peak_running(self) -> int:
         """The largest decode batch so far, from the decode server's log.
@@ -211,6 +140,25 @@ def peak_running(decode_log: str) -> int:
     return max(map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log)), default=0)
 
 
+def generate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    ignore_eos: bool,
+    concurrency: int | None,
+) -> list[list[int]]:
+    """Greedy answers as token ids, in the prompts' order.
+
+    Raises:
+        RuntimeError: any of the requests failed.
+    """
+    requests = [
+        Request(prompt, max_new_tokens, ignore_eos, label=str(i))
+        for i, prompt in enumerate(prompts)
+    ]
+    return output_ids(asyncio.run(send_all(target, requests, concurrency)))
+
+
 def output_ids(results: Sequence[Result]) -> list[list[int]]:
     """The token ids of results, all of which must have succeeded."""
     if errors := [f"request {r.label}: {r.error}" for r in results if r.error]:
@@ -218,7 +166,7 @@ def output_ids(results: Sequence[Result]) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 
-class Aggregated:
+class Aggregated(Fleet):
     """One server that does both: the reference for equality. Used like ``Pair``."""
 
     def __init__(
@@ -235,24 +183,11 @@ class Aggregated:
         self.config = servers.aggregated(
             model, (http, nccl), sizes, stock=stock, extra_args=extra_args, env=env
         )
-        self._log_folder = Path(log_folder)
+        super().__init__([self.config], log_folder)
 
-    def __enter__(self) -> Aggregated:
-        self.process = start(self.config, self._log_folder)
-        try:
-            self.process.wait_ready()
-        except BaseException:
-            self.process.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.process.stop()
+    @property
+    def process(self) -> ServerProcess:
+        return self.processes[self.config.role]
 
     def generate(
         self,
@@ -263,13 +198,4 @@ class Aggregated:
         concurrency: int | None = None,
     ) -> list[list[int]]:
         """As ``Pair.generate``."""
-        requests = [
-            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
-            for i, prompt in enumerate(prompts)
-        ]
-        return output_ids(asyncio.run(send_all(Target(self.config.url), requests, concurrency)))
-
-    def check(self, timeout_s: float = 60.0) -> None:
-        """As ``Pair.check``."""
-        checks.wait_idle(self.process, self.config.url, timeout_s)
-        checks.assert_healthy(self.process)
+        return generate(Target(self.config.url), prompts, max_new_tokens, ignore_eos, concurrency)

@@ -18,7 +18,7 @@ from benchmark.harness.models import random_qwen3
 from benchmark.harness.report import Summary
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token, token_range
-from benchmark.hicache_buffer_only.fleet import Fleet, FleetConfig
+from benchmark.hicache_buffer_only.fleet import FleetConfig, WorkersAndStore
 from benchmark.hicache_buffer_only.master import ALLOCATED, EVICTED
 from benchmark.hicache_buffer_only.memory import Memory, Split
 from benchmark.hicache_buffer_only.plot import draw
@@ -165,11 +165,11 @@ def measure(
     config: FleetConfig, logs: Path, records: Sequence[Record], prompts: Prompts
 ) -> tuple[Measured, Replayed]:
     """Replays the trace on fresh servers."""
-    with Fleet(config, logs) as fleet:
+    with WorkersAndStore(config, logs) as fleet:
         _warm_up(fleet)
         fleet.check_memory()
         before = fleet.hits()
-        replayed = asyncio.run(replay(fleet.urls, records, prompts))
+        replayed = asyncio.run(replay(fleet.workers, records, prompts))
         fleet.settle()
         measured = Measured(
             memory=config.memory,
@@ -182,11 +182,11 @@ def measure(
     return measured, replayed
 
 
-def _warm_up(fleet: Fleet) -> None:
+def _warm_up(fleet: WorkersAndStore) -> None:
     """A request a worker outside the load. Its prompt counts down, which no block does."""
     vocabulary = token_range(fleet.config.model)
     request = Request(list(vocabulary[:-65:-1]), 4, label="warm-up")
-    for url in fleet.urls:
+    for url in fleet.workers:
         (result,) = asyncio.run(send_all(Target(url), [request]))
         if result.error:
             raise RuntimeError(f"{url}: {result.error}")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from benchmark.harness import checks, metrics
-from benchmark.harness.pair import start
+from typing_extensions import Self
+
+from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
+from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import ServerConfig, Sizes, aggregated
 from benchmark.hicache_buffer_only.master import CAPACITY, Master
 from benchmark.hicache_buffer_only.memory import Memory
@@ -70,46 +69,43 @@ class FleetConfig:
         )
 
 
-class Fleet:
-    """Fresh servers and an empty store. A context manager: all end on exit."""
+class WorkersAndStore(Fleet):
+    """Fresh workers and an empty store. A context manager, as every fleet."""
 
     def __init__(self, config: FleetConfig, log_folder: Path) -> None:
         self.config = config
         self.master = Master(config.lease_ms)
-        self._workers = [config.worker(self.master) for _ in range(config.memory.workers)]
-        self._logs = log_folder
+        super().__init__(
+            [config.worker(self.master) for _ in range(config.memory.workers)], log_folder
+        )
+        self._store: ServerProcess | None = None
 
-    def __enter__(self) -> Fleet:
-        with ExitStack() as stack:
-            stack.enter_context(self.master.start(self._logs)).wait_ready(30)
-            self.processes = [
-                stack.enter_context(start(config, self._logs / f"worker-{i}"))
-                for i, config in enumerate(self._workers)
-            ]
-            with ThreadPoolExecutor(len(self.processes)) as pool:
-                list(pool.map(lambda process: process.wait_ready(), self.processes))
-            self._stack = stack.pop_all()
-        return self
+    def __enter__(self) -> Self:
+        self._store = self.master.start(self._log_folder)
+        try:
+            self._store.wait_ready(30)
+        except BaseException:
+            self.stop()
+            raise
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def stop(self) -> None:
+        super().stop()
+        if self._store is not None:
+            self._store.stop()
 
     @property
-    def urls(self) -> list[str]:
-        return [config.url for config in self._workers]
+    def workers(self) -> list[str]:
+        """URLs."""
+        return self.urls("aggregated")
 
     def hits(self) -> Hits:
         """Cached tokens of all workers so far, by tier."""
-        return total(_page(url) for url in self.urls)
+        return total(_page(url) for url in self.workers)
 
     def counters(self) -> list[Mapping[str, float]]:
         """All metrics of each worker."""
-        return [metrics.scrape(url) for url in self.urls]
+        return self.scrape("aggregated")
 
     def check_memory(self) -> None:
         """After a first request: host pools are as large as planned, and so is the store.
@@ -118,7 +114,7 @@ class Fleet:
             RuntimeError: the arms would not have the same memory.
         """
         memory, page = self.config.memory, self.config.sizes.page_size
-        for url, now in zip(self.urls, self.counters(), strict=True):
+        for url, now in zip(self.workers, self.counters(), strict=True):
             if now.get(HOST_TOKENS) != memory.pool_pages * page:
                 raise RuntimeError(
                     f"{url} reports a host pool of {now.get(HOST_TOKENS)} tokens, planned were "
@@ -137,9 +133,7 @@ class Fleet:
             TimeoutError: pages are left in a stage, or requests in a worker.
             ServerFailed: a worker died.
         """
-        for process, url in zip(self.processes, self.urls, strict=True):
-            checks.wait_idle(process, url, timeout_s)
-            checks.assert_healthy(process)
+        self.check(timeout_s)
         deadline = time.monotonic() + timeout_s
         quiet_since = None
         while quiet_since is None or time.monotonic() - quiet_since < METRICS_S:

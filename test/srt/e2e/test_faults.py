@@ -14,7 +14,8 @@ import pytest
 
 from benchmark.harness import metrics, servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
-from benchmark.harness.pair import Pair, start
+from benchmark.harness.fleet import start
+from benchmark.harness.pair import Pair
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig

@@ -9,22 +9,24 @@ import pytest
 from benchmark.harness.models import TINY_ARITH
 from benchmark.hicache_buffer_only import fleet as module
 from benchmark.hicache_buffer_only.compare import BUFFER_ONLY, Load, configurations
-from benchmark.hicache_buffer_only.fleet import HOST_TOKENS, STAGE_IN_USE, Fleet
+from benchmark.hicache_buffer_only.fleet import HOST_TOKENS, STAGE_IN_USE, WorkersAndStore
 from benchmark.hicache_buffer_only.master import CAPACITY
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
+def fleet(tmp_path: Path) -> WorkersAndStore:
     """Not started."""
-    return Fleet(configurations(TINY_ARITH, Load())[BUFFER_ONLY], tmp_path)
+    return WorkersAndStore(configurations(TINY_ARITH, Load())[BUFFER_ONLY], tmp_path)
 
 
-def report(monkeypatch: pytest.MonkeyPatch, fleet: Fleet, host: list[float], store: float) -> None:
+def report(
+    monkeypatch: pytest.MonkeyPatch, fleet: WorkersAndStore, host: list[float], store: float
+) -> None:
     monkeypatch.setattr(fleet, "counters", lambda: [{HOST_TOKENS: tokens} for tokens in host])
     monkeypatch.setattr(fleet.master, "usage", lambda: {CAPACITY: store})
 
 
-def test_memory_as_planned(monkeypatch: pytest.MonkeyPatch, fleet: Fleet) -> None:
+def test_memory_as_planned(monkeypatch: pytest.MonkeyPatch, fleet: WorkersAndStore) -> None:
     """A worker that made another pool, or one that did not join the store, would make the arms
     unequal."""
     memory = fleet.config.memory
@@ -51,12 +53,14 @@ class Clock:
         self.now += seconds
 
 
-def test_stages_that_drain_and_that_do_not(monkeypatch: pytest.MonkeyPatch, fleet: Fleet) -> None:
+def test_stages_that_drain_and_that_do_not(
+    monkeypatch: pytest.MonkeyPatch, fleet: WorkersAndStore
+) -> None:
     """Metrics are a second old: pages that show up late are waited for, and pages that stay end the
     run."""
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    fleet.processes = []  # nobody to wait for
+    monkeypatch.setattr(fleet, "check", lambda timeout_s: None)  # nobody to wait for
     seen: list[float] = [0, 0, 3, 2, 0]
 
     def counters() -> list[dict[str, float]]:
@@ -64,7 +68,6 @@ def test_stages_that_drain_and_that_do_not(monkeypatch: pytest.MonkeyPatch, flee
         return [{STAGE_IN_USE[0]: used}, {STAGE_IN_USE[1]: 0.0}]
 
     monkeypatch.setattr(fleet, "counters", counters)
-    monkeypatch.setattr(Fleet, "urls", [])
     fleet.settle()
     assert not seen and clock.now >= 0.8 + module.METRICS_S
     monkeypatch.setattr(fleet, "counters", lambda: [{STAGE_IN_USE[1]: 1.0}])
