@@ -6,4 +6,5 @@ generate  seeded conversations, for whoever has no trace
 scale     fewer tokens and less time, the sharing kept
 prompts   token ids for hash ids: equal blocks are equal tokens
 sharing   what an endless cache would hit
+sessions  which requests are one conversation, where the trace does not say
 """

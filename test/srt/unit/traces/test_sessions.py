@@ -1,0 +1,124 @@
+"""Conversations are recognized from hash ids, and only those."""
+
+from __future__ import annotations
+
+from benchmark.traces.generate import Shape, conversations
+from benchmark.traces.record import Record
+from benchmark.traces.sessions import Recent, annotate
+
+
+def sessions(*prompts: tuple[int, ...], tokens: int | None = None) -> list[tuple[str, int]]:
+    """Session and turn of prompts whose last block is partial (half full unless told)."""
+    records = [
+        Record(i, (len(ids) - 1) * 512 + (tokens or 256), 1, ids) for i, ids in enumerate(prompts)
+    ]
+    return [(str(r.session_id), r.turn or 0) for r in annotate(records, prefix="")]
+
+
+def test_a_partial_last_block_changes_its_id() -> None:
+    """Were the last id compared, no conversation would be seen to go on."""
+    assert sessions((1, 2, 3), (1, 2, 4, 5), (1, 2, 4, 6, 7)) == [("0", 0), ("0", 1), ("0", 2)]
+
+
+def test_a_common_instruction_is_no_conversation() -> None:
+    """Else all who share an instruction would stick to one worker as one endless session. The
+    third prompt ends within what the first two have shown to be shared, the fourth goes on there."""
+    assert sessions((1, 2, 3), (1, 4, 5), (1, 6), (1, 7, 8)) == [
+        ("0", 0),
+        ("1", 0),
+        ("2", 0),
+        ("3", 0),
+    ]
+
+
+def test_interleaved_conversations() -> None:
+    """Turns of others in between change nothing."""
+    assert sessions((1, 2, 3), (1, 4, 5), (1, 2, 6, 7), (1, 4, 8, 9), (1, 2, 6, 10, 11)) == [
+        ("0", 0),
+        ("1", 0),
+        ("0", 1),
+        ("1", 1),
+        ("0", 2),
+    ]
+
+
+def test_the_latest_prompt_counts() -> None:
+    """A fork from an earlier turn is a new session, and what it shares no longer tells who
+    goes on."""
+    assert sessions((1, 2, 9), (1, 2, 3, 9), (1, 2, 4, 8), (1, 2, 3, 5, 9)) == [
+        ("0", 0),
+        ("0", 1),
+        ("1", 0),
+        ("0", 2),
+    ]
+
+
+def test_a_shorter_prompt_goes_on_with_nothing() -> None:
+    """Two people who ask one question of the same long text are two; the text is shared then."""
+    records = [
+        Record(0, 1400, 1, (1, 2, 3)),
+        Record(1, 1300, 1, (1, 2, 4)),
+        Record(2, 1500, 1, (1, 2, 5)),
+    ]
+    assert [r.session_id for r in annotate(records)] == ["derived-0", "derived-1", "derived-2"]
+
+
+def test_a_prompt_without_a_full_block() -> None:
+    """Nothing can continue it, and it must not continue everything."""
+    assert sessions((1,), (1,), tokens=100) == [("0", 0), ("1", 0)]
+
+
+def test_what_names_its_session_keeps_it() -> None:
+    """A trace that says what its sessions are is right; only missing turns are counted."""
+    records = [
+        Record(0, 600, 1, (1, 2), "a"),
+        Record(1, 600, 1, (1, 2)),
+        Record(2, 1300, 1, (1, 3, 4), "a"),
+        Record(3, 1300, 1, (1, 3, 4), "b", 7),
+    ]
+    got = list(annotate(records))
+    assert [(r.session_id, r.turn) for r in got] == [
+        ("a", 0),
+        ("derived-0", 0),
+        ("a", 1),
+        ("b", 7),
+    ]
+    assert got[3] is records[3]
+
+
+def test_memory_has_a_bound() -> None:
+    """A long trace must not fill the memory: forgotten conversations begin anew, nothing else."""
+    records = [Record(i, 1024, 1, (2 * i, 2 * i + 1)) for i in range(100)]
+    again = Record(100, 1536, 1, (0, 1, 1000))
+    assert list(annotate([*records, again]))[-1].session_id == "derived-0"
+    assert list(annotate([*records, again], remember=20))[-1].session_id == "derived-100"
+
+
+def test_recent_forgets_the_longest_unused() -> None:
+    """What is used again and again, as an instruction's blocks, must stay."""
+    recent: Recent[int, int] = Recent(8)
+    for key in range(1000):
+        recent.set(key, key)
+        assert key == 0 or recent.get(0) == 0
+        assert len(recent) <= 8
+    assert recent.get(997) == 997
+    assert recent.get(500) is None
+    recent.discard(0)
+    assert recent.get(0) is None
+
+
+def test_generated_conversations_are_found() -> None:
+    """On conversations of several blocks a turn, the sessions are those of the generator: as many
+    begin as there are first turns."""
+    shape = Shape(turn_tokens=900, first_tokens=6000)
+    records = list(conversations(2000, seed=5, shape=shape))
+    private = {i for r in records for i in r.hash_ids[1:]}
+    assert private  # the first block is the instruction's
+    first_seen: set[int] = set()
+    begun = 0
+    for record in records:
+        own = record.hash_ids[1:]
+        begun += not (own and own[0] in first_seen)
+        first_seen.update(own)
+    derived = {r.session_id for r in annotate(records)}
+    assert abs(len(derived) - begun) <= 0.03 * begun
