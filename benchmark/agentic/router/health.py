@@ -1,0 +1,62 @@
+"""Which workers take part: each is asked at intervals, apart from the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+
+from benchmark.agentic.router.halves import UPSTREAM_ERRORS, reason
+from benchmark.agentic.router.settings import Settings
+from benchmark.agentic.router.state import Worker
+
+logger = logging.getLogger(__name__)
+
+
+async def watch(worker: Worker, session: aiohttp.ClientSession, settings: Settings) -> None:
+    """Checks one worker for ever."""
+    while True:
+        await check(worker, session, settings)
+        await asyncio.sleep(settings.health_interval)
+
+
+async def check(worker: Worker, session: aiohttp.ClientSession, settings: Settings) -> None:
+    """Checks it once, and asks a worker that comes back for the size of its pool."""
+    timeout = aiohttp.ClientTimeout(total=settings.health_timeout)
+    try:
+        async with session.get(worker.url + settings.health_path, timeout=timeout) as answer:
+            await answer.read()
+            if answer.status != 200:
+                failed(worker, f"{settings.health_path} answered {answer.status}")
+                return
+        if not worker.up and (tokens := await _pool_tokens(worker, session, timeout)):
+            worker.set_pool(tokens)
+    except UPSTREAM_ERRORS as error:
+        gone = isinstance(error, aiohttp.ClientConnectorError)
+        failed(worker, reason(error), gone=gone)
+        return
+    if worker.check_passed():
+        logger.info(
+            "%s worker %s is up, pool %d tokens", worker.role, worker.url, worker.pool_tokens
+        )
+
+
+def failed(worker: Worker, why: str, *, gone: bool = False) -> None:
+    """A check, or a request's connection, failed."""
+    if worker.check_failed(gone=gone):
+        logger.warning("%s worker %s is out: %s", worker.role, worker.url, why)
+
+
+async def _pool_tokens(
+    worker: Worker, session: aiohttp.ClientSession, timeout: aiohttp.ClientTimeout
+) -> int | None:
+    """What SGLang says of its KV pool; None where a worker does not say."""
+    async with session.get(worker.url + "/server_info", timeout=timeout) as answer:
+        if answer.status != 200:
+            return None
+        try:
+            tokens = (await answer.json(content_type=None)).get("max_total_num_tokens")
+        except (ValueError, AttributeError):
+            return None
+    return tokens if isinstance(tokens, int) and tokens > 0 else None

@@ -1,0 +1,367 @@
+"""One request, from the client's bytes to the end of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from benchmark.agentic.router import health
+from benchmark.agentic.router.answer import Answer
+from benchmark.agentic.router.body import Ask, BadRequest, read
+from benchmark.agentic.router.decisions import DecisionLog
+from benchmark.agentic.router.halves import (
+    UPSTREAM_ERRORS,
+    Start,
+    reason,
+    start_of_request,
+)
+from benchmark.agentic.router.metrics import Metrics
+from benchmark.agentic.router.schedule import NoWorker, Route, Scheduler
+from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL
+
+logger = logging.getLogger(__name__)
+
+SESSION_HEADER = "X-Session-Id"
+_WORKER_HEADERS = {
+    COLOCATED: "X-Worker",
+    PREFILL: "X-Prefill-Worker",
+    DECODE: "X-Decode-Worker",
+}
+_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+class Failed(Exception):
+    """A worker failed a request of which the client has seen nothing yet."""
+
+    def __init__(self, half: Half, why: str, status: int = 502) -> None:
+        super().__init__(f"{half.worker.role} worker {half.worker.url} {why}")
+        self.half, self.status = half, status
+
+
+class Unreached(Failed):
+    """A worker had no connection for us, and nothing of the request was sent to anyone."""
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class Half:
+    """A request at one of its workers."""
+
+    def __init__(self, route: Route, role: str, start: Start, metrics: Metrics) -> None:
+        self.worker = route.charges[role].worker
+        self.believed_blocks = route.matched_blocks[role]
+        self.start = start
+        self.answer = Answer()
+        self.begun = False
+        """Whether its answer has begun: the worker has the prompt's KV."""
+        self.outcome: str | None = None
+        """``ok``, ``error`` (its own answer), ``lost``, ``unreached``, ``client_gone``,
+        ``given_up`` (for the other half's sake); None while it runs."""
+        self._charge, self._metrics = route.charges[role], metrics
+
+    def begin(self) -> None:
+        self.begun = True
+        self._charge.computed()
+
+    def end(self, outcome: str) -> None:
+        """The first call counts, and gives the charge back."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self._charge.release()
+            self._metrics.requests.labels(self.worker.url, self.worker.role, outcome).inc()
+
+
+class Proxy:
+    """Sends requests where the scheduler says, and tells it how they ended."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        session: aiohttp.ClientSession,
+        metrics: Metrics,
+        log: DecisionLog | None,
+    ) -> None:
+        self._scheduler, self._session = scheduler, session
+        self._metrics, self._log = metrics, log
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """What outlives its request: prefill's drains, aborts."""
+
+    async def close(self) -> None:
+        """Ends what is left."""
+        await _cancel(*self._tasks)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Routes a request; tries another worker only while nothing was sent."""
+        body = await request.read()
+        began = time.perf_counter()
+        settings = self._scheduler.settings
+        try:
+            ask = read(
+                request.path,
+                body,
+                request.headers.get(SESSION_HEADER),
+                block_tokens=settings.block_tokens,
+                reserve_limit=settings.reserve_tokens,
+            )
+        except BadRequest as error:
+            self._metrics.refused.labels("bad_request").inc()
+            return failure(400, str(error))
+        unreached: dict[str, str] = {}
+        for attempt in range(settings.max_attempts):
+            try:
+                route = self._route(ask, unreached, attempt)
+            except NoWorker as error:
+                unreached.setdefault("", str(error))
+                break
+            if attempt == 0:
+                self._metrics.overhead_seconds.observe(time.perf_counter() - began)
+            try:
+                return await self._serve(request, ask, route)
+            except Unreached as error:
+                worker = error.half.worker
+                unreached[worker.url] = str(error)
+                self._metrics.retries.labels(worker.url).inc()
+            except Failed as error:
+                return failure(error.status, str(error))
+            except ClientGone:
+                return web.Response(status=499)
+        self._metrics.refused.labels("no_worker").inc()
+        return failure(503, "; ".join(unreached.values()))
+
+    def _route(self, ask: Ask, exclude: Iterable[str], attempt: int) -> Route:
+        began = time.perf_counter()
+        route = self._scheduler.route(ask, tuple(exclude))
+        self._metrics.decision_seconds.observe(time.perf_counter() - began)
+        for role in route.charges:
+            pick = route.picks[role]
+            self._metrics.decisions.labels(role, pick.policy, pick.choice.reason).inc()
+        if route.offload is not None:
+            self._metrics.offloads.labels(route.offload).inc()
+        if self._log is not None:
+            self._log.write(ask, route, attempt, time.time())
+        return route
+
+    async def _serve(self, request: web.Request, ask: Ask, route: Route) -> web.StreamResponse:
+        start = Start(len(route.charges))
+        start_of_request.set(start)
+        halves = {role: Half(route, role, start, self._metrics) for role in route.charges}
+        headers = {_WORKER_HEADERS[role]: half.worker.url for role, half in halves.items()}
+        try:
+            if COLOCATED in halves:
+                half = halves[COLOCATED]
+                return await self._relay(request, ask, half, ask.payload(), headers)
+            return await self._pair(request, ask, halves[PREFILL], halves[DECODE], headers)
+        except BaseException as error:
+            for half in halves.values():
+                half.end("given_up" if isinstance(error, Failed) else "client_gone")
+            raise
+        finally:
+            if start.opened:
+                for half in halves.values():
+                    if half.outcome in ("lost", "client_gone", "given_up"):
+                        self._keep(asyncio.create_task(self._abort(half, ask.rid)))
+
+    async def _pair(
+        self,
+        request: web.Request,
+        ask: Ask,
+        first: Half,
+        second: Half,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        """Prefill's half and decode's at once; the client gets decode's answer."""
+        payload = ask.payload((first.worker.bootstrap_host, first.worker.bootstrap_port))
+        prefill = asyncio.create_task(self._drain(request, ask, first, payload))
+        decode = asyncio.create_task(self._relay(request, ask, second, payload, headers))
+        self._keep(prefill)
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            # A decode worker that answers has all that it needs of prefill.
+            if prefill.done() and not decode.done() and not second.begun:
+                failed = prefill.result()
+                if failed is not None:
+                    raise failed
+            response = await decode
+        except BaseException:
+            await _cancel(prefill, decode)
+            raise
+        if second.outcome != "ok":
+            await _cancel(prefill)
+            first.end("given_up")
+        return response
+
+    async def _drain(
+        self, request: web.Request, ask: Ask, half: Half, payload: bytes
+    ) -> Failed | None:
+        """Prefill's half, whose answer nobody wants; returns what went wrong there."""
+        try:
+            async with self._post(request, half, payload) as got:
+                data = await got.read()
+        except UPSTREAM_ERRORS as error:
+            return self._lost(half, error)
+        except asyncio.CancelledError:
+            half.end("given_up")
+            raise
+        half.begin()
+        _take(half.answer, got, data)
+        if got.status != 200 or half.answer.error:
+            half.end("error")
+            status = got.status if got.status != 200 else 502
+            why = half.answer.error or data[:500].decode(errors="replace")
+            return Failed(half, f"answered {got.status}: {why}", status)
+        self._learn(half, ask, ask.prompt.hashes)
+        half.end("ok")
+        return None
+
+    async def _relay(
+        self, request: web.Request, ask: Ask, half: Half, payload: bytes, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        """The half whose answer the client gets."""
+        out: web.StreamResponse | None = None
+        tail = b""
+        try:
+            async with self._post(request, half, payload) as got:
+                headers["Content-Type"] = got.headers.get("Content-Type", "application/json")
+                if got.content_type != "text/event-stream" or got.status != 200:
+                    data = await got.read()
+                    half.begin()
+                    _take(half.answer, got, data)
+                    self._finish(half, ask, got.status)
+                    return web.Response(body=data, status=got.status, headers=headers)
+                async for chunk in got.content.iter_any():
+                    if out is None:
+                        half.begin()
+                        out = await _prepare(request, headers)
+                        half.worker.index.learn(ask.prompt.hashes)
+                    # Only whole events, so that we can add one if the worker dies.
+                    tail += chunk
+                    end = tail.rfind(b"\n\n") + 2
+                    if end > 1:
+                        events, tail = tail[:end], tail[end:]
+                        await _write(out, events)
+                        half.answer.take_stream(events)
+        except UPSTREAM_ERRORS as error:
+            if not half.answer.done:
+                failed = self._lost(half, error)
+                if out is None:
+                    raise failed from error
+                await _write(out, b"data: %s\n\ndata: [DONE]\n\n" % _error(502, str(failed)))
+        if out is None:
+            out = await _prepare(request, headers)
+        if tail:
+            await _write(out, tail)
+        await _write(out, None)
+        self._finish(half, ask, 200)
+        return out
+
+    def _post(
+        self, request: web.Request, half: Half, payload: bytes
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/json"}
+        if authorization := request.headers.get("Authorization"):
+            headers["Authorization"] = authorization
+        return self._session.post(half.worker.url + request.path, data=payload, headers=headers)
+
+    def _lost(self, half: Half, error: BaseException) -> Failed:
+        """A worker did not take the request, or did not finish it."""
+        if not half.start.opened:
+            gone = isinstance(error, aiohttp.ClientConnectorError)
+            health.failed(half.worker, reason(error), gone=gone)
+            half.end("unreached")
+            return Unreached(half, f"cannot be reached: {reason(error)}")
+        half.end("lost")
+        status = 504 if isinstance(error, asyncio.TimeoutError) else 502
+        return Failed(half, f"was lost: {reason(error)}", status)
+
+    def _finish(self, half: Half, ask: Ask, status: int) -> None:
+        """The answer has come to its end, good or not."""
+        self._metrics.unreadable.inc(half.answer.unreadable)
+        if status != 200 or half.answer.error:
+            half.end("error")
+            return
+        if half.outcome is None:
+            answer = half.answer
+            self._learn(half, ask, ask.prompt.answered(answer.output_ids, answer.text))
+        half.end("ok")
+
+    def _learn(self, half: Half, ask: Ask, hashes: tuple[int, ...]) -> None:
+        """What the worker holds now, and what it said it held before."""
+        worker, share = half.worker, half.answer.held_share
+        # Decode reports what prefill held, which says nothing about decode's own tree.
+        if share is not None and worker.role != DECODE:
+            worker.correct(ask.prompt.hashes, half.believed_blocks, share)
+            believed = half.believed_blocks * worker.block_tokens
+            self._metrics.believed.labels(worker.url).inc(believed)
+            self._metrics.reported.labels(worker.url).inc(share * ask.work.tokens)
+        worker.index.learn(hashes)
+
+    async def _abort(self, half: Half, rid: str) -> None:
+        """Ends a request at a worker now; SGLang looks for closed connections only now and then."""
+        start_of_request.set(None)
+        url = half.worker.url + "/abort_request"
+        try:
+            async with self._session.post(url, json={"rid": rid}, timeout=_ABORT_TIMEOUT) as got:
+                await got.read()
+        except UPSTREAM_ERRORS as error:
+            logger.info("abort of %s at %s: %s", rid, half.worker.url, reason(error))
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _prepare(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
+    out = web.StreamResponse(headers=headers)
+    try:
+        await out.prepare(request)
+    except ConnectionResetError as error:
+        raise ClientGone from error
+    return out
+
+
+async def _write(out: web.StreamResponse, data: bytes | None) -> None:
+    """``None``: the end."""
+    try:
+        await (out.write_eof() if data is None else out.write(data))
+    except ConnectionResetError as error:
+        raise ClientGone from error
+
+
+def _take(answer: Answer, got: aiohttp.ClientResponse, data: bytes) -> None:
+    """An answer that came as a whole."""
+    if got.content_type == "text/event-stream":
+        answer.take_stream(data)
+    elif got.status == 200:
+        answer.take(data)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def failure(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    """An error of the router's own, in the form that SGLang gives its errors."""
+    return web.Response(
+        body=_error(status, message),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+def _error(status: int, message: str) -> bytes:
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": "router_error", "code": status}}
+    )
