@@ -1,0 +1,75 @@
+"""WARM, MEDIUM and HEAVY: a request by the prompt tokens that it needs prefilled.
+
+Two measures of these tokens. ``trace``: those that an endless cache, shared by all workers and in
+the order of the trace, would not hold. Known before sending, so that a request has one class in
+every arm of a comparison, also where it fails. ``served``: prompt tokens minus the cached tokens
+that the server reported, hence another set of requests in every arm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import msgspec
+
+from benchmark.traces.record import BLOCK_TOKENS, Record
+
+By = Literal["trace", "served"]
+BY: tuple[By, ...] = get_args(By)
+
+WARM, MEDIUM, HEAVY = NAMES = ("WARM", "MEDIUM", "HEAVY")
+
+
+class Classes(msgspec.Struct, frozen=True):
+    """Thresholds in new tokens: WARM below ``medium``, HEAVY above ``heavy``."""
+
+    medium: int = 5_000
+    heavy: int = 20_000
+    by: By = "trace"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.medium <= self.heavy:
+            raise ValueError(
+                f"classes need 0 < medium <= heavy, these are {self.medium} and {self.heavy}"
+            )
+
+    def scaled(self, block_tokens: int, from_tokens: int = BLOCK_TOKENS) -> Classes:
+        """For a trace whose blocks were made smaller: its requests keep their classes."""
+        return Classes(
+            max(1, round(self.medium * block_tokens / from_tokens)),
+            max(1, round(self.heavy * block_tokens / from_tokens)),
+            self.by,
+        )
+
+    def of(self, trace_new: int, served_new: int | None) -> str:
+        """``served_new`` is None where the server never said; the trace then decides."""
+        new = served_new if self.by == "served" and served_new is not None else trace_new
+        if new < self.medium:
+            return WARM
+        return MEDIUM if new <= self.heavy else HEAVY
+
+    def __str__(self) -> str:
+        return (
+            f"WARM < {self.medium:,} new tokens <= MEDIUM <= {self.heavy:,} < HEAVY "
+            f"(new by {'the trace' if self.by == 'trace' else 'what the server reported'})"
+        )
+
+
+class EndlessCache:
+    """Has seen every block of the records that it was asked about so far."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._seen: set[int] = set()
+
+    def new_tokens(self, record: Record) -> int:
+        """Prompt tokens after the leading blocks that earlier records had."""
+        ids = record.hash_ids
+        hits = next((i for i, block in enumerate(ids) if block not in self._seen), len(ids))
+        self._seen.update(ids[hits:])
+        return max(0, record.input_length - hits * self._block_tokens)
+
+    def warm(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self.new_tokens(record)

@@ -1,0 +1,103 @@
+"""Which request of a trace goes out when, and after which other one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain as joined
+from typing import Literal, get_args
+
+from benchmark.agentic.replay.classes import EndlessCache
+from benchmark.traces.record import Record
+
+Dispatch = Literal["trace", "think"]
+DISPATCH: tuple[Dispatch, ...] = get_args(Dispatch)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request."""
+
+    index: int
+    """Among the records that are replayed, from 0."""
+    record: Record
+    trace_new_tokens: int
+    """Prompt tokens that an endless cache would not hold."""
+    at_s: float
+    """Arrival, seconds after the trace's first request."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Requests of which each goes out after the one before it has finished."""
+
+    start_s: float
+    """When the first one goes out."""
+    jobs: tuple[Job, ...]
+
+
+def jobs(records: Iterable[Record], block_tokens: int) -> Iterator[Job]:
+    """The records in their order, with sessions where the trace names none."""
+    cache = EndlessCache(block_tokens)
+    began: float | None = None
+    for index, record in enumerate(with_sessions(records)):
+        began = record.timestamp if began is None else began
+        yield Job(index, record, cache.new_tokens(record), (record.timestamp - began) / 1000)
+
+
+def with_sessions(records: Iterable[Record]) -> Iterator[Record]:
+    """Records as they are if the first one has a session, else annotated by their blocks."""
+    records = iter(records)
+    first = next(records, None)
+    if first is None:
+        return iter(())
+    whole = joined((first,), records)
+    if first.session_id is not None:
+        return whole
+    from benchmark.traces.sessions import annotate
+
+    return annotate(whole)
+
+
+def by_trace_time(work: Iterable[Job], done: Mapping[int, float]) -> Iterator[Chain]:
+    """Every request at its own time, whether or not earlier ones have ended. Reads as it goes.
+
+    ``done``: requests to leave out, and when they finished.
+    """
+    return (Chain(job.at_s, (job,)) for job in work if job.index not in done)
+
+
+def by_think_time(
+    work: Iterable[Job], done: Mapping[int, float], think_s: float | None
+) -> list[Chain]:
+    """A chain a session, by start. Sessions start at their times; see ``gap_s`` for later turns.
+
+    A session of which some turns are done goes on where it stands. Holds all records: the turn
+    after next may stand anywhere in the trace.
+    """
+    sessions: dict[str, list[Job]] = {}
+    for job in work:
+        # A record without a session is a session of its own.
+        name = job.record.session_id
+        sessions.setdefault(f"s{name}" if name is not None else f"i{job.index}", []).append(job)
+    chains = []
+    for turns in sessions.values():
+        left = tuple(job for job in turns if job.index not in done)
+        if not left:
+            continue
+        place = turns.index(left[0])
+        start = left[0].at_s
+        if place:
+            before = turns[place - 1]
+            start = done[before.index] + gap_s(before, left[0], think_s)
+        chains.append(Chain(start, left))
+    return sorted(chains, key=lambda chain: (chain.start_s, chain.jobs[0].index))
+
+
+def gap_s(before: Job, after: Job, think_s: float | None) -> float:
+    """From the end of one turn to the sending of the next.
+
+    ``think_s``, or the recorded gap. A trace has arrivals only, so that its gap holds the time that
+    the recorded server took to answer as well.
+    """
+    return after.at_s - before.at_s if think_s is None else think_s

@@ -1,0 +1,81 @@
+"""Request bodies, made ahead by a process of their own.
+
+A prompt of 100,000 tokens takes tens of milliseconds to draw and to write down. In the process that
+sends, all that is due meanwhile would go out late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import orjson
+
+from benchmark.harness.client import Request
+from benchmark.traces.prompts import Prompts
+from benchmark.traces.record import Record
+
+_NICENESS = 10  # making bodies ahead can wait; sending cannot
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Arguments of ``benchmark.traces.prompts.Prompts``, which itself stays in its process."""
+
+    vocabulary: Sequence[int]
+    block_tokens: int
+    seed: int = 0
+
+    def make(self) -> Prompts:
+        return Prompts(self.vocabulary, self.block_tokens, self.seed)
+
+
+def body(prompts: Prompts, record: Record) -> bytes:
+    """A streaming ``/generate`` request: the record's prompt, and exactly its answer's length."""
+    return orjson.dumps(Request(prompts.prompt(record), record.output_length).body())
+
+
+class Bodies:
+    """A context manager; the process ends on exit."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self._pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
+        )
+
+    def submit(self, record: Record) -> asyncio.Future[bytes]:
+        """In the order of submission. The future raises ``ValueError`` for a record whose ids do
+        not cover its prompt."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, _make, record)
+
+    def __enter__(self) -> Bodies:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+_prompts: Prompts | None = None
+
+
+def _begin(source: PromptSource) -> None:
+    global _prompts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sender's to handle
+    os.nice(_NICENESS)
+    _prompts = source.make()
+
+
+def _make(record: Record) -> bytes:
+    assert _prompts is not None
+    return body(_prompts, record)

@@ -1,0 +1,212 @@
+"""The replay itself. Nothing here waits for a free slot: there are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import aiohttp
+
+from benchmark.agentic.replay.classes import Classes
+from benchmark.agentic.replay.clock import Clock, LoopLag
+from benchmark.agentic.replay.outcome import Outcome, gaps, tpot
+from benchmark.agentic.replay.plan import (
+    Chain,
+    Dispatch,
+    Job,
+    by_think_time,
+    by_trace_time,
+    gap_s,
+    jobs,
+)
+from benchmark.agentic.replay.prepare import Bodies, PromptSource
+from benchmark.agentic.replay.send import Answer, Message, open_session, send
+from benchmark.harness.client import Target
+from benchmark.traces.record import Record
+
+AHEAD_TOKENS = 4_000_000
+"""Prompt tokens that are made ahead, about 25 MB of JSON; at least one request always is."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the records are sent."""
+
+    dispatch: Dispatch = "trace"
+    think_s: float | None = None
+    """Between two turns, for ``think``; None: as recorded."""
+    timeout_s: float = 600.0
+    """Of each request."""
+    classes: Classes = Classes()
+
+
+async def replay(
+    target: Target | str,
+    records: Iterable[Record],
+    prompts: PromptSource,
+    settings: Settings = Settings(),  # noqa: B008
+    *,
+    done: Mapping[int, float] | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """Send the records and wait for all answers; outcomes in the order of the trace.
+
+    ``target``: a pair, or the URL of a server or router. ``records``: already scaled, by time.
+    ``done``: indices to leave out, and when they finished (seconds of the replay's clock).
+    ``on_outcome``: called as each request ends, in this thread.
+
+    Raises:
+        ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
+            replay; what servers do never does.
+    """
+    target = Target(target) if isinstance(target, str) else target
+    work = jobs(records, prompts.block_tokens)
+    chains: Iterable[Chain]
+    if settings.dispatch == "think":
+        chains = by_think_time(work, done or {}, settings.think_s)
+    else:
+        chains = by_trace_time(work, done or {})
+    outcomes: list[Outcome] = []
+
+    def ended(outcome: Outcome) -> None:
+        if on_outcome is not None:
+            on_outcome(outcome)
+        outcomes.append(outcome)
+
+    async with AsyncExitStack() as stack:
+        bodies = stack.enter_context(Bodies(prompts))
+        session = await stack.enter_async_context(open_session(settings.timeout_s))
+        lag = await stack.enter_async_context(LoopLag())
+        replayer = _Replayer(target, settings, bodies, session, lag, ended)
+        await replayer.run(chains)
+    return sorted(outcomes, key=lambda outcome: outcome.index)
+
+
+class _Replayer:
+    """Owns the tasks of one replay."""
+
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings,
+        bodies: Bodies,
+        session: aiohttp.ClientSession,
+        lag: LoopLag,
+        ended: Callable[[Outcome], None],
+    ) -> None:
+        self._target, self._settings = target, settings
+        self._bodies, self._session, self._lag, self._ended = bodies, session, lag, ended
+        self._running: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, chains: Iterable[Chain]) -> None:
+        self._start(self._feed(chains))
+        try:
+            await self._over
+        finally:
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._stopped)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """The replay is over with its last task, or with the first that failed."""
+        self._running.discard(task)
+        if task.cancelled() or self._over.done():
+            return
+        if error := task.exception():
+            self._over.set_exception(error)
+        elif not self._running:
+            self._over.set_result(None)
+
+    async def _feed(self, chains: Iterable[Chain]) -> None:
+        """Starts each chain at its time; the bodies of the next ones are being made meanwhile."""
+        waiting: deque[tuple[Chain, asyncio.Future[bytes]]] = deque()
+        source = iter(chains)
+        ahead = 0
+
+        def fill() -> None:
+            nonlocal ahead
+            while not waiting or ahead < AHEAD_TOKENS:
+                chain = next(source, None)
+                if chain is None:
+                    return
+                waiting.append((chain, self._bodies.submit(chain.jobs[0].record)))
+                ahead += chain.jobs[0].record.input_length
+
+        fill()
+        if not waiting:
+            return
+        await asyncio.wait([body for _, body in waiting])
+        clock = Clock(waiting[0][0].start_s)
+        while waiting:
+            chain, future = waiting.popleft()
+            ahead -= chain.jobs[0].record.input_length
+            fill()
+            body = await future
+            await clock.until(chain.start_s)
+            self._start(self._converse(clock, chain, body))
+
+    async def _converse(self, clock: Clock, chain: Chain, body: bytes) -> None:
+        """The requests of a chain, one after the other."""
+        due = chain.start_s
+        for job, after in zip(chain.jobs, (*chain.jobs[1:], None), strict=True):
+            next_body = None if after is None else self._bodies.submit(after.record)
+            mark = self._lag.mark()
+            record = job.record
+            message = Message(body, record.output_length, record.session_id)
+            answer = await send(self._session, self._target, message)
+            result = outcome(job, answer, clock, due, self._lag.since(mark), self._settings.classes)
+            self._ended(result)
+            if after is not None and next_body is not None:
+                due = clock.of(answer.finished) + gap_s(job, after, self._settings.think_s)
+                body = await next_body
+                await clock.until(due)
+
+
+def outcome(
+    job: Job, answer: Answer, clock: Clock, due: float, lag_s: float, classes: Classes
+) -> Outcome:
+    """The line of the output file."""
+    cached = answer.cached_tokens
+    prompt = answer.prompt_tokens or job.record.input_length
+    new = None if cached is None else prompt - cached
+    started, finished = clock.of(answer.started), clock.of(answer.finished)
+    sent = None if answer.sent is None else clock.of(answer.sent)
+    first = clock.of(answer.times[0]) if answer.times else None
+    each = tpot(answer.times, answer.totals)
+    return Outcome(
+        index=job.index,
+        session_id=job.record.session_id,
+        turn=job.record.turn,
+        prompt_tokens=prompt,
+        wanted_tokens=job.record.output_length,
+        trace_new_tokens=job.trace_new_tokens,
+        cached_tokens=cached,
+        new_tokens=new,
+        output_tokens=answer.output_tokens,
+        request_class=classes.of(job.trace_new_tokens, new),
+        scheduled_s=round(due, 6),
+        started_s=started,
+        sent_s=sent,
+        first_token_s=first,
+        finished_s=finished,
+        late_s=round((started if sent is None else sent) - due, 6),
+        ttft_s=None if first is None else round(first - started, 6),
+        tpot_s=None if each is None else round(each, 6),
+        e2e_s=round(finished - started, 6),
+        itl_s=gaps(answer.times, answer.totals),
+        loop_lag_s=lag_s,
+        error=answer.error,
+        message=answer.message,
+        prefill_worker=answer.prefill_worker,
+        decode_worker=answer.decode_worker,
+    )
