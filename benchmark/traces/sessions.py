@@ -6,10 +6,10 @@ behind it, it is another block and has another id.) An id stands for its block a
 that one id, that of the earlier prompt's last full block, says whether they do.
 
 Two conversations that begin with the same instruction share ids too and are still two. Hence the
-rule: **a request continues the conversation whose latest prompt ended, in full blocks, in a block of
-the request's own prompt, if no other conversation has used that block, and if the request's prompt
-is no shorter than the one it continues.** A block that two conversations use never tells who goes on.
-At most one conversation fits a prompt, since whoever uses a block uses those before it.
+rule: **a request continues the conversation whose latest prompt ended, in full blocks, in a block
+of the request's own prompt, if no other conversation has used that block, and if the request's
+prompt is no shorter than the one it continues.** A block that two conversations use never tells who
+goes on. At most one conversation fits a prompt, since whoever uses a block uses those before it.
 
 What follows from the rule, and cannot be told from ids alone:
 
@@ -76,7 +76,7 @@ class Recent(Generic[K, V]):
 
 
 class _Conversation:
-    """One that began in the trace: its number, its next turn, and how far its latest prompt went."""
+    """Its number, its next turn, and how far its latest prompt went."""
 
     __slots__ = ("number", "turn", "tokens", "end")
 
@@ -95,13 +95,13 @@ def annotate(
 ) -> Iterator[Record]:
     """Every record with ``session_id`` and ``turn``, in the same order.
 
-    A record that names its session keeps it; without a turn it gets the next one of its session. The
-    others get ``prefix`` and a number, by the rule above. Streaming, and the same input gives the
-    same output.
+    A record that names its session keeps it; without a turn it gets the next one of its session.
+    The others get ``prefix`` and a number, by the rule above. Streaming, and the same input gives
+    the same output.
 
-    ``block_tokens``: tokens of a block in these records. ``remember``: how many blocks, and how many
-    conversations, may be remembered; what was unused for longest is forgotten first, and then a
-    conversation that goes on is a new one. This bounds the memory whatever the trace's length.
+    ``block_tokens``: tokens of a block in these records. ``remember``: how many blocks, and how
+    many conversations, may be remembered; what was unused for longest is forgotten first, and then
+    a conversation that goes on is a new one. This bounds the memory whatever the trace's length.
     """
     blocks = _Blocks(block_tokens, remember)
     turns: Recent[str, int] = Recent(remember)

@@ -22,7 +22,7 @@ def test_a_partial_last_block_changes_its_id() -> None:
 
 def test_a_common_instruction_is_no_conversation() -> None:
     """Else all who share an instruction would stick to one worker as one endless session. The
-    third prompt ends within what the first two have shown to be shared, the fourth goes on there."""
+    third prompt ends within what the first two have shown to be shared, so does the fourth."""
     assert sessions((1, 2, 3), (1, 4, 5), (1, 6), (1, 7, 8)) == [
         ("0", 0),
         ("1", 0),
