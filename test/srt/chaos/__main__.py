@@ -23,12 +23,13 @@ from benchmark.harness.process import ServerFailed
 from chaos import run
 from chaos.bank import Bank, ask_aggregated
 from chaos.events import Event, EventFile
-from chaos.plan import Plan, make_plans
+from chaos.plan import HEAVY, STORE, Plan, make_plans
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import Account, Arm, run_arm
 
 BACKENDS = ("nixl", "mooncake")
 PAGE_SIZES = (16, 1)
+STAGED_PAGE_SIZES = (16, 64)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,14 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="of faults, over all arms")
     parser.add_argument("--seed", type=int, help="default: a new one, printed")
     parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
-    parser.add_argument("--page-size", choices=[*map(str, PAGE_SIZES), "both"], default="both")
+    parser.add_argument("--page-size", choices=["1", "16", "64", "both"], default="both")
+    parser.add_argument(
+        "--hicache-buffer-only",
+        action="store_true",
+        help="a stage and a Mooncake store behind prefill's tree; page sizes 16 and 64",
+    )
     parser.add_argument("--out", type=Path, help="the event log; server logs go beside it")
     args = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
     backends = BACKENDS if args.backend == "both" else (args.backend,)
-    pages = PAGE_SIZES if args.page_size == "both" else (int(args.page_size),)
-    arms = [Arm(backend, page) for backend, page in itertools.product(backends, pages)]
+    staged: bool = args.hicache_buffer_only
+    both = STAGED_PAGE_SIZES if staged else PAGE_SIZES
+    pages = both if args.page_size == "both" else (int(args.page_size),)
+    arms = [Arm(backend, page, staged) for backend, page in itertools.product(backends, pages)]
+    heavy = (*HEAVY, *STORE) if staged else HEAVY
 
     console = Console()
     began = time.monotonic()
@@ -53,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         bank = ask_aggregated(model, out.parent, seed)
-        plans = make_plans(seed, len(arms), args.seconds / len(arms), bank.threads)
+        plans = make_plans(seed, len(arms), args.seconds / len(arms), bank.threads, heavy)
         with EventFile(out) as events:
             accounts = _run_all(console, arms, plans, bank, model, out.parent, events)
     except ServerFailed as failure:

@@ -10,16 +10,20 @@ from benchmark.harness.checks import LEAK_MARKS
 _TRACEBACK = "Traceback (most recent call last)"
 _MARKS = (_TRACEBACK, "InvariantError", *LEAK_MARKS)
 _EXCERPT_LINES = 40
+_FAILED_STORE = re.compile(rf"(HiCache store \S+: \w+ failed: [^\n]*\n){re.escape(_TRACEBACK)}")
+"""Of a store that raised: the guard logs where, once until it works again."""
 
 
 def log_problems(log: Path, killed_at: int | None = None) -> list[str]:
     """One entry for each kind of trouble in a log, with where it starts.
 
     No traceback is tolerated in a server that we did not kill: SGLang answers aborted requests,
-    vanished clients and dead peers with log lines. ``killed_at``: the size of the log in bytes when
-    we killed its server; what its processes wrote after that is left out.
+    vanished clients and dead peers with log lines. That of a call of HiCache's store is left out:
+    the server computes instead. ``killed_at``: the size of the log in bytes when we killed its
+    server; what its processes wrote after that is left out.
     """
     text = log.read_bytes()[:killed_at].decode(errors="replace")
+    text = _FAILED_STORE.sub(r"\1", text)
     problems = []
     for mark in _MARKS:
         at = text.find(mark)

@@ -31,13 +31,15 @@ class FaultKind(str, Enum):
     KILL_DECODE = "kill decode"
     STOP_PREFILL = "stop prefill"
     STOP_PREFILL_SCHEDULER = "stop prefill scheduler"
+    STOP_STORE = "stop store"
+    KILL_STORE = "kill store"
     ABORT_ALL_DECODE = "abort all on decode"
     ABORT_ALL_PREFILL = "abort all on prefill"
 
     @property
     def role(self) -> str:
         """The server that it happens to."""
-        return "decode" if "decode" in self.value else "prefill"
+        return next(role for role in ("decode", "prefill", "store") if role in self.value)
 
 
 HEAVY = (
@@ -46,6 +48,9 @@ HEAVY = (
     FaultKind.STOP_PREFILL_SCHEDULER,
     FaultKind.KILL_DECODE,
 )
+STORE = (FaultKind.STOP_STORE, FaultKind.KILL_STORE)
+"""What happens to the store behind prefill's HiCache, where there is one. No request may fail of
+it."""
 LIGHT = (FaultKind.ABORT_ALL_DECODE, FaultKind.ABORT_ALL_PREFILL)
 
 FIRST_HEAVY_S = 8.0
@@ -54,9 +59,12 @@ HEAVY_EVERY_S = 25.0
 STOP_S = {
     FaultKind.STOP_PREFILL: (13.0, 18.0),
     FaultKind.STOP_PREFILL_SCHEDULER: (5.0, 14.0),
+    FaultKind.STOP_STORE: (4.0, 12.0),
+    FaultKind.KILL_STORE: (0.5, 6.0),
 }
-"""Shortest and longest stop. Decode gives a stopped prefill server up after two heartbeats of 2 s
-with 3 s to answer each; a stopped scheduler leaves heartbeats alone."""
+"""Shortest and longest stop; a killed store is down for so long. Decode gives a stopped prefill
+server up after two heartbeats of 2 s with 3 s to answer each; a stopped scheduler leaves heartbeats
+alone. A store that is stopped misses its deadline, which is 2 s."""
 SEND_EVERY_S = 0.4
 BURST = 5
 BURST_SHARE = 0.06
@@ -102,14 +110,20 @@ class Plan(msgspec.Struct, frozen=True):
         return sorted([*self.sends, *self.faults], key=lambda action: action.at)
 
 
-def make_plans(seed: int, arms: int, seconds: float, threads: Sequence[int]) -> list[Plan]:
-    """``arms`` plans of ``seconds`` each, which share out the kinds of faults.
+def make_plans(
+    seed: int,
+    arms: int,
+    seconds: float,
+    threads: Sequence[int],
+    heavy: Sequence[FaultKind] = HEAVY,
+) -> list[Plan]:
+    """``arms`` plans of ``seconds`` each, which share out the kinds of faults, ``heavy`` and light.
 
     ``threads``: the number of questions of each conversation of the bank, whose questions are
     numbered through. Turns of a conversation are mostly asked in order, as only then the decode
     tree is of use.
     """
-    kinds = _blocks(random.Random(f"{seed} kinds"), HEAVY)
+    kinds = _blocks(random.Random(f"{seed} kinds"), heavy)
     lights = _blocks(random.Random(f"{seed} lights"), LIGHT)
     ways = _blocks(random.Random(f"{seed} ways"), tuple(How))
     plans = []

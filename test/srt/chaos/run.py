@@ -22,6 +22,7 @@ from chaos.logs import log_problems
 from chaos.plan import HEAVY, Fault, FaultKind, Plan, Send
 from chaos.servers import HOLD_S, Servers, chaos_config
 from chaos.tally import AFTERMATH_S, BUGS, Outcome, Tally, Verdict, Window, judge
+from component.store_parts.masters import Master
 
 IN_FLIGHT = 16
 """Requests at most at once; one that is due waits for a place. More would not fit into the bound on
@@ -41,10 +42,12 @@ class Arm:
 
     backend: str
     page_size: int
+    staged: bool = False
+    """Prefill has buffer-only HiCache before a Mooncake store."""
 
     @property
     def name(self) -> str:
-        return f"{self.backend}-{self.page_size}"
+        return f"{self.backend}-{self.page_size}" + ("-hicache" if self.staged else "")
 
 
 @dataclass
@@ -201,6 +204,18 @@ class Chaos:
                     await asyncio.sleep(fault.for_s)
                 finally:
                     servers.resume(pids)
+            case FaultKind.STOP_STORE:
+                assert servers.master is not None
+                await asyncio.to_thread(servers.master.freeze)
+                try:
+                    await asyncio.sleep(fault.for_s)
+                finally:
+                    servers.master.thaw()
+            case FaultKind.KILL_STORE:
+                assert servers.master is not None
+                await asyncio.to_thread(servers.master.kill)
+                await asyncio.sleep(fault.for_s)
+                await asyncio.to_thread(servers.master.start)
             case _:
                 waiting = [life for life in self._lives if not life.answered]
                 sent = len(self._lives)
@@ -240,10 +255,20 @@ class Chaos:
             self._ask_again()
             self._count_leaks("after the last questions")
             self._servers.wait_balanced(since)
+            self._servers.wait_drained()
             self._servers.flush()
             self._count_leaks("after a flush")
+            self._servers.wait_drained()
+            self._check_staged()
         except (ServerFailed, TimeoutError, RuntimeError, OSError) as error:
             self._problems.append(f"{type(error).__name__}: {str(error)[:2000]}")
+
+    def _check_staged(self) -> None:
+        """A store that was never read would have put nothing to the test."""
+        self._servers.count_staged()
+        self._note("staged", **self._servers.staged)
+        if self._servers.master is not None and not self._servers.staged["store_read_pages"]:
+            self._problems.append("no page came from the store")
 
     def _count_leaks(self, when: str) -> None:
         for role, held in self._servers.settle(SETTLE_S).items():
@@ -319,5 +344,7 @@ def run_arm(
     Raises:
         ServerFailed: a server did not start.
     """
-    with Servers(chaos_config(model, logs, arm.backend, arm.page_size), logs) as servers:
+    master = Master() if arm.staged else None
+    config = chaos_config(model, logs, arm.backend, arm.page_size, master)
+    with Servers(config, logs, master=master) as servers:
         return Chaos(servers, plan, bank, arm.name, events, show).run()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,9 @@ from benchmark.harness import checks
 from benchmark.harness.pair import PairConfig
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig
-from chaos import faults
+from chaos import faults, store
 from chaos.clients import Addresses
+from component.store_parts.masters import Master
 from e2e.support import pair_config
 
 DECODE_TOKENS = 2048
@@ -40,8 +43,15 @@ BACKEND_ENV = {"nixl": {}, "mooncake": {"MC_FORCE_TCP": "1"}}
 DECODE_ENV = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
 
 
-def chaos_config(model: Path, logs: Path, backend: str, page_size: int) -> PairConfig:
-    """A pair whose decode pool is always full, with short bounds and short prefill chunks."""
+def chaos_config(
+    model: Path, logs: Path, backend: str, page_size: int, master: Master | None = None
+) -> PairConfig:
+    """A pair whose decode pool is always full, with short bounds and short prefill chunks.
+
+    With the ``master`` of a store, the prefill server's tree is small, and a stage lies between it
+    and the store.
+    """
+    staged = {} if master is None else store.prefill_with_stage(page_size, master)
     return pair_config(
         model,
         logs,
@@ -49,9 +59,10 @@ def chaos_config(model: Path, logs: Path, backend: str, page_size: int) -> PairC
         page_size=page_size,
         decode_tokens=DECODE_TOKENS,
         chunked_prefill_tokens=128,
-        decode_args=("--num-reserved-decode-tokens", "16"),
+        decode_args=("--num-reserved-decode-tokens", str(max(16, page_size))),
         env={**ENV, **BACKEND_ENV[backend]},
         decode_env=DECODE_ENV,
+        **staged,
     )
 
 
@@ -74,13 +85,25 @@ class Incarnation:
 
 
 class Servers:
-    """A prefill and a decode server. A context manager; both are ready on entry."""
+    """A prefill and a decode server. A context manager; both are ready on entry.
 
-    def __init__(self, config: PairConfig, logs: Path, start_timeout_s: float = 240.0) -> None:
+    ``master``: of the store behind prefill, if there is one; it runs already, and ends with them.
+    """
+
+    def __init__(
+        self,
+        config: PairConfig,
+        logs: Path,
+        start_timeout_s: float = 240.0,
+        master: Master | None = None,
+    ) -> None:
         layout = config.layout()
         self._configs: dict[str, ServerConfig] = {server.role: server for server in layout}
         self._logs = logs
         self._timeout_s = start_timeout_s
+        self.master = master
+        self.staged: Counter[str] = Counter()
+        """What went through the stages of the prefill servers, pages; see ``store.counted``."""
         self.incarnations: list[Incarnation] = []
         prefill = self._configs["prefill"]
         assert prefill.bootstrap_port is not None
@@ -127,6 +150,7 @@ class Servers:
     def kill(self, role: str) -> None:
         """SIGKILL to all processes of a server."""
         incarnation = self.current(role)
+        self.count_staged(role)
         incarnation.killed_at = incarnation.process.log.stat().st_size
         incarnation.process.stop()
 
@@ -185,6 +209,17 @@ class Servers:
                     raise TimeoutError(f"{role} did not check its invariants in {timeout_s:.0f} s")
                 time.sleep(0.2)
 
+    def count_staged(self, role: str = "prefill") -> None:
+        """Adds up what went through the stage of a server that is about to end."""
+        if self.master is not None and role == "prefill":
+            with contextlib.suppress(OSError):  # it has died by itself: the sum is too small
+                self.staged.update(store.counted(self.addresses.prefill))
+
+    def wait_drained(self, timeout_s: float = 30.0) -> None:
+        """Waits until the stage of the idle prefill server is empty; see ``store.wait_drained``."""
+        if self.master is not None:
+            store.wait_drained(self.addresses.prefill, timeout_s)
+
     def flush(self) -> None:
         """Empties both caches; see ``checks.flush``."""
         for role in ("decode", "prefill"):
@@ -194,6 +229,8 @@ class Servers:
         """Ends what runs."""
         for incarnation in self.incarnations:
             incarnation.process.stop()
+        if self.master is not None:
+            self.master.kill()
 
     def describe(self) -> dict[str, Any]:
         """What a reader needs to start the same servers by hand."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,10 @@ class FakePair:
         """Requests whose client went away."""
         self.held = 0
         self.incarnations: list[Any] = []
+        self.master: FakeMaster | None = None
+        self.staged: Counter[str] = Counter()
+        self.stuck = False
+        """Whether the stage keeps a page."""
 
     def __enter__(self) -> FakePair:
         self._loop = asyncio.new_event_loop()
@@ -142,8 +147,34 @@ class FakePair:
         assert since == {"decode": 5}
         self.done.append("balanced")
 
+    def count_staged(self) -> None:
+        self.done.append("count")
+
+    def wait_drained(self) -> None:
+        if self.stuck:
+            raise TimeoutError("the stage holds a page")
+
     def flush(self) -> None:
         self.done.append("flush")
+
+
+class FakeMaster:
+    """Stands in for ``Master``; what is done to it is noted in ``done``."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def start(self) -> None:
+        self._done.append("start store")
+
+    def kill(self) -> None:
+        self._done.append("kill store")
+
+    def freeze(self) -> None:
+        self._done.append("stop store")
+
+    def thaw(self) -> None:
+        self._done.append("continue store")
 
 
 def incarnation(log: Any, killed_at: int | None = None) -> Any:

@@ -29,6 +29,18 @@ def test_a_traceback_is_named_by_its_error(tmp_path: Path) -> None:
     assert problem.endswith("ValueError: no such room (2 times)")
 
 
+def test_a_store_that_failed_is_no_trouble_of_the_server(tmp_path: Path) -> None:
+    """Guards against alarms about stores that a run kills, and against forgiving another error
+    along with theirs."""
+    trace = TRACE.partition("exception: ")[2]
+    log = tmp_path / "prefill.1.log"
+    log.write_text(f"HiCache store mooncake: batch_set_v1 failed: error -900\n{trace}")
+    assert log_problems(log) == []
+    log.write_text(log.read_text() + TRACE)
+    (problem,) = log_problems(log)
+    assert problem.endswith("ValueError: no such room (1 times)")
+
+
 def test_what_a_killed_server_says_while_it_dies_is_left_out(tmp_path: Path) -> None:
     """Guards against blaming a process whose parent was just killed, and against forgiving what it
     said before."""

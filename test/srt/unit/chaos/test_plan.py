@@ -2,7 +2,7 @@
 
 import pytest
 
-from chaos.plan import HEAVY, LIGHT, STOP_S, FaultKind, How, Plan, make_plans
+from chaos.plan import HEAVY, LIGHT, STOP_S, STORE, FaultKind, How, Plan, make_plans
 
 THREADS = (5,) * 8
 SEEDS = range(30)
@@ -38,6 +38,15 @@ def test_an_arm_of_the_long_run_holds_every_fault(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_with_a_store_every_arm_of_the_long_run_has_it_fail(seed: int) -> None:
+    """Guards against ten minutes in which the store is never stopped or never killed."""
+    kinds = (*HEAVY, *STORE)
+    for arm in make_plans(seed, 4, 150.0, THREADS, kinds):
+        assert {fault.kind for fault in arm.faults} == {*kinds, *LIGHT}
+    assert {kind.role for kind in STORE} == {"store"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_times_are_in_order_and_within_the_arm(seed: int) -> None:
     """Guards against faults that fall behind the end, or on top of one another."""
     for arm in plans(seed):
@@ -53,7 +62,9 @@ def test_times_are_in_order_and_within_the_arm(seed: int) -> None:
 
 def test_only_stopped_servers_have_a_length() -> None:
     """Guards against a stop too short for decode to notice, which would test nothing."""
-    faults = [fault for seed in SEEDS for arm in plans(seed) for fault in arm.faults]
+    kinds = (*HEAVY, *STORE)
+    arms = [arm for seed in SEEDS for arm in make_plans(seed, 2, 90.0, THREADS, kinds)]
+    faults = [fault for arm in arms for fault in arm.faults]
     for fault in faults:
         if fault.kind in STOP_S:
             assert STOP_S[fault.kind][0] <= fault.for_s <= STOP_S[fault.kind][1]

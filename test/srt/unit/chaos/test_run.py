@@ -12,7 +12,7 @@ from chaos.events import EventFile, read_events
 from chaos.plan import Fault, FaultKind, How, Leave, Plan, Send
 from chaos.run import Account, Chaos
 from chaos.tally import Outcome
-from unit.chaos.fake_pair import FakePair, incarnation
+from unit.chaos.fake_pair import FakeMaster, FakePair, incarnation
 
 BANK = Bank(tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4))
 SENDS = tuple(
@@ -27,8 +27,10 @@ FAULTS = (
 
 
 @pytest.fixture(autouse=True)
-def no_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "AFTERMATH_S", 0.0)
+    # A request that waited for a restart would be due after the end of so short a plan.
+    monkeypatch.setattr(run, "DOWN_EVERY_S", 0.0)
 
 
 def play(
@@ -37,13 +39,19 @@ def play(
     faults: tuple[Fault, ...] = (),
     log: str = "",
     held: int = 0,
+    staged: int | None = None,
+    stuck: bool = False,
 ) -> tuple[Account, FakePair]:
-    """Runs the plan; ``log``: what a server wrote, ``held``: tokens that decode keeps."""
+    """Runs the plan; ``log``: what a server wrote, ``held``: tokens that decode keeps, ``staged``:
+    pages that came from a store, where there is one, ``stuck``: the stage keeps one."""
     (folder / "decode.1.log").write_text(log)
     plan = Plan(1, 0, 0.5, SENDS, faults)
     with FakePair(BANK, tamper) as pair, EventFile(folder / "events.jsonl") as events:
         pair.incarnations = [incarnation(folder / "decode.1.log")]
-        pair.held = held
+        pair.held, pair.stuck = held, stuck
+        if staged is not None:
+            pair.master = FakeMaster(pair.done)
+            pair.staged["store_read_pages"] = staged
         servers: Any = pair
         return Chaos(servers, plan, BANK, "fake-1", events).run(), pair
 
@@ -55,7 +63,7 @@ def test_a_clean_arm(tmp_path: Path) -> None:
     assert account.tally.outcomes == {Outcome.RIGHT: 11, Outcome.ABORTED: 1}
     assert account.tally.faults == {"disconnect": 1}
     # Idle, asked again, idle, invariants checked, flushed, idle.
-    assert pair.done == ["settle", "settle", "balanced", "flush", "settle"]
+    assert pair.done == ["settle", "settle", "balanced", "flush", "settle", "count"]
     assert sum(role == "decode" for role, _ in pair.seen) == 12 + run.LAST_QUESTIONS
 
 
@@ -75,6 +83,31 @@ def test_faults_are_carried_out_in_turn(tmp_path: Path) -> None:
     ]
     assert account.tally.restarts == 2
     assert {fault.kind.value: 1 for fault in FAULTS}.items() <= account.tally.faults.items()
+
+
+def test_the_store_is_stopped_and_killed_and_excuses_nothing(tmp_path: Path) -> None:
+    """Guards against a store that stays away, and against a request that may fail of it."""
+    faults = (Fault(0.1, FaultKind.STOP_STORE, 0.02), Fault(0.2, FaultKind.KILL_STORE, 0.02))
+
+    def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
+        return [] if body["rid"] == "1.0-000008" else tokens
+
+    account, pair = play(tmp_path, tamper, faults, staged=5)
+    assert pair.done[:4] == ["stop store", "continue store", "kill store", "start store"]
+    assert {fault.kind.value: 1 for fault in faults}.items() <= account.tally.faults.items()
+    assert account.tally.outcomes[Outcome.UNEXPLAINED] == 1
+
+
+def test_a_store_that_was_never_read_is_found(tmp_path: Path) -> None:
+    """Guards against a run that says nothing of the way from the store."""
+    account, _ = play(tmp_path, staged=0)
+    assert account.tally.problems == ("no page came from the store",)
+
+
+def test_a_stage_that_keeps_a_page_is_found(tmp_path: Path) -> None:
+    """Guards against staging pages that are lost while all answers are right."""
+    account, _ = play(tmp_path, staged=5, stuck=True)
+    assert account.tally.problems == ("TimeoutError: the stage holds a page",)
 
 
 def test_abort_all_hits_those_under_way(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Servers that are killed and started again: dummies that answer /health and nothing else."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from benchmark.harness.ports import allocate_ports, is_free
 from benchmark.harness.process import diagnose
 from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import session_members
+from chaos import store
 from chaos.servers import ENV, Servers, chaos_config
 
 SERVER = """
@@ -128,3 +131,30 @@ def test_the_pair_runs_with_the_short_bounds(tmp_path: Path, backend: str) -> No
     assert "--disaggregation-decode-enable-radix-cache" in decode.command
     assert decode.env["SGLANG_TEST_RETRACT"] == "1"
     assert "SGLANG_TEST_RETRACT" not in prefill.env
+
+
+def test_with_a_store_prefill_gets_a_stage_and_decode_none(tmp_path: Path) -> None:
+    """Guards against a run of this mode without the mode, without short bounds, or with a tree
+    that never needs the store."""
+    master: Any = SimpleNamespace(extra_config={"master_server_address": "127.0.0.1:7"})
+    prefill, decode = chaos_config(tmp_path, tmp_path, "nixl", 64, master).layout()
+    assert {*store.ENV.items(), *ENV.items()} <= set(prefill.env.items())
+    flags = dict(zip(prefill.command, prefill.command[1:], strict=False))
+    assert flags["--hicache-host-memory-mode"] == "buffer_only"
+    assert int(flags["--max-total-tokens"]) == store.PREFILL_TOKENS
+    extra = json.loads(flags["--hicache-storage-backend-extra-config"])
+    assert extra == {**master.extra_config, "prefetch_threshold": 64}
+    assert not any("hicache" in argument for argument in decode.command)
+
+
+def test_a_stage_that_does_not_empty_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a stage that is empty for a moment only, or never, and passes."""
+    monkeypatch.setattr(store, "METRICS_S", 0.3)
+    held = {"write_pages": 0.0, "read_pages": 3.0, "pending_intents": 0.0}
+    monkeypatch.setattr(store, "stage", lambda url: held)
+    with pytest.raises(TimeoutError, match="{'read_pages': 3}"):
+        store.wait_drained("http://x", timeout_s=0.1)
+    seen = iter([0.0, 2.0, 0.0])
+    monkeypatch.setattr(store, "stage", lambda url: {**held, "read_pages": next(seen, 0.0)})
+    store.wait_drained("http://x", timeout_s=5)
+    assert next(seen, None) is None

@@ -1,0 +1,76 @@
+"""A prefill server with a stage of HiCache before a Mooncake store, and what must hold of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from benchmark.harness import metrics
+from benchmark.harness.servers import Sizes
+from component.store_parts.masters import Master
+
+STAGE_PAGES = 16
+PREFILL_TOKENS = 4096
+"""Less than the bank's prompts, so that prefill's tree needs the store."""
+DEADLINE_S = 2.0
+ENV = {
+    "SGLANG_HICACHE_STORE_DEADLINE": f"{DEADLINE_S:.0f}",
+    "SGLANG_HICACHE_STORE_LONGEST_RETRY": "4",
+    "SGLANG_HICACHE_BUFFER_READ_TIMEOUT": "5",
+    "MC_FORCE_TCP": "1",
+}
+METRICS_S = 2.5
+"""The server updates its metrics once a second, and a scheduler that sleeps wakes once a second."""
+
+_PREFIX = "sglang:hicache_buffer_"
+_HELD = ("write_pages", "read_pages", "pending_intents")
+_COUNTED = ("store_written_pages", "store_read_pages", "store_write_failures")
+
+
+def prefill_with_stage(page_size: int, master: Master) -> dict[str, Any]:
+    """What a ``PairConfig`` says of such a prefill server."""
+    extra = {**master.extra_config, "prefetch_threshold": page_size}
+    arguments = (
+        "--enable-hierarchical-cache",
+        *("--hicache-host-memory-mode", "buffer_only"),
+        *("--hicache-buffer-pages", str(STAGE_PAGES)),
+        *("--hicache-storage-backend", "mooncake"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    )
+    sizes = Sizes(PREFILL_TOKENS, page_size=page_size, chunked_prefill_tokens=128)
+    return {"prefill_sizes": sizes, "prefill_args": arguments, "prefill_env": ENV}
+
+
+def stage(url: str) -> dict[str, float]:
+    """The stage's metrics of a server, without their common prefix."""
+    found = metrics.scrape(url)
+    return {k.removeprefix(_PREFIX): v for k, v in found.items() if k.startswith(_PREFIX)}
+
+
+def counted(url: str) -> dict[str, int]:
+    """What went through the stage of a server since it started, pages and failures."""
+    found = stage(url)
+    return {name: int(found[f"{name}_total"]) for name in _COUNTED}
+
+
+def wait_drained(url: str, timeout_s: float) -> None:
+    """Waits until nothing is staged or waits to be written, and stays so.
+
+    Raises:
+        TimeoutError: something does after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    empty_since = None
+    while empty_since is None or time.monotonic() - empty_since < METRICS_S:
+        now = stage(url)
+        held = {name: int(now[name]) for name in _HELD if now[name]}
+        if held:
+            empty_since = None
+        elif empty_since is None:
+            empty_since = time.monotonic()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"an idle server's stage holds {held} after {timeout_s:.0f} s")
+        time.sleep(0.2)
