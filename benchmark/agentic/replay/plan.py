@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain as joined
 from typing import Literal, get_args
 
 from benchmark.agentic.replay.classes import EndlessCache
 from benchmark.traces.record import Record
+from benchmark.traces.sessions import annotate
 
 Dispatch = Literal["trace", "think"]
 DISPATCH: tuple[Dispatch, ...] = get_args(Dispatch)
@@ -40,23 +40,9 @@ def jobs(records: Iterable[Record], block_tokens: int) -> Iterator[Job]:
     """The records in their order, with sessions where the trace names none."""
     cache = EndlessCache(block_tokens)
     began: float | None = None
-    for index, record in enumerate(with_sessions(records)):
+    for index, record in enumerate(annotate(records, block_tokens)):
         began = record.timestamp if began is None else began
         yield Job(index, record, cache.new_tokens(record), (record.timestamp - began) / 1000)
-
-
-def with_sessions(records: Iterable[Record]) -> Iterator[Record]:
-    """Records as they are if the first one has a session, else annotated by their blocks."""
-    records = iter(records)
-    first = next(records, None)
-    if first is None:
-        return iter(())
-    whole = joined((first,), records)
-    if first.session_id is not None:
-        return whole
-    from benchmark.traces.sessions import annotate
-
-    return annotate(whole)
 
 
 def by_trace_time(work: Iterable[Job], done: Mapping[int, float]) -> Iterator[Chain]:

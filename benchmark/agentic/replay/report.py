@@ -47,7 +47,7 @@ class Client:
     """Requests that failed as this process had no open file left."""
 
     def warnings(self, limit_s: float = LATE_S) -> list[str]:
-        """Why these numbers say more about the client than about the server; empty if they don't."""
+        """Where these numbers are the client's more than the server's; empty if nowhere."""
         found = []
         if self.late_p99_s > limit_s:
             found.append(

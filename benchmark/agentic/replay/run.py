@@ -51,12 +51,14 @@ async def replay(
     *,
     done: Mapping[int, float] | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
+    keep: bool = True,
 ) -> list[Outcome]:
     """Send the records and wait for all answers; outcomes in the order of the trace.
 
     ``target``: a pair, or the URL of a server or router. ``records``: already scaled, by time.
     ``done``: indices to leave out, and when they finished (seconds of the replay's clock).
-    ``on_outcome``: called as each request ends, in this thread.
+    ``on_outcome``: called as each request ends, in this thread. ``keep``: return the outcomes; a
+    long replay that writes them to a file need not hold them.
 
     Raises:
         ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
@@ -74,7 +76,8 @@ async def replay(
     def ended(outcome: Outcome) -> None:
         if on_outcome is not None:
             on_outcome(outcome)
-        outcomes.append(outcome)
+        if keep:
+            outcomes.append(outcome)
 
     async with AsyncExitStack() as stack:
         bodies = stack.enter_context(Bodies(prompts))
