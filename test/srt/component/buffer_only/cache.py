@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from component.buffer_only.lanes import HandLane
-from component.store_parts.scripted_store import ScriptedStore
+from component.store_parts.scripted_store import Gate, ScriptedStore, until
 from sglang.srt import server_args as arguments
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache
@@ -79,6 +79,7 @@ class Cache:
     ) -> None:
         self.store = ScriptedStore() if store is None else store
         self.now = 0.0
+        self._given_up: list[Gate] = []
         args = server_arguments(hicache_buffer_pages=pages, **changes)
         self.device = MHATokenToKVPool(tokens, PAGE, torch.float32, 1, 4, LAYERS, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(
@@ -87,11 +88,13 @@ class Cache:
         self.tree = self._tree(args, rank)
         built = self.tree.buffer
         assert built.close()
-        guard = StoreGuard(self.store, "scripted", GuardSettings(), wait=self._wait)
+        self.guard = StoreGuard(
+            self.store, "scripted", GuardSettings(), clock=lambda: self.now, wait=self._wait
+        )
         parts = built.parts
         fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
         limits = dataclasses.replace(parts.settings, **(settings or {}))
-        fresh |= {"store": PageStore(guard, PAGE), "make_lane": lanes, "settings": limits}
+        fresh |= {"store": PageStore(self.guard, PAGE), "make_lane": lanes, "settings": limits}
         fresh["copier"] = SlowCopier(self)
         self.buffer = self.tree.buffer = Pipelines(Parts(**fresh), reduce_min, lambda: self.now)
         self.stage = self.buffer.parts.stage
@@ -121,10 +124,28 @@ class Cache:
 
     def _wait(self, call: Any, seconds: float) -> None:
         """The deadline of a call is over as soon as it hangs at one of the store's gates."""
-        while not call.done() and not any(
-            gate.entered.is_set() and not gate._open.is_set() for gate in self.store._gates
-        ):
+        while not call.done():
             concurrent.futures.wait([call], timeout=0.001)
+            hanging = [gate for gate in self.store.hanging() if gate not in self._given_up]
+            if hanging:
+                self._given_up += hanging
+                return
+
+    def calm(self) -> None:
+        """Every call of the store, probes among them, has returned or hangs at a gate."""
+        until(lambda: self.guard.under_way <= len(self.store.hanging()), pause=0.0001)
+
+    def let_go(self) -> None:
+        """Every call that hangs returns."""
+        self.store.open_all()
+        self.calm()
+
+    def revive(self) -> None:
+        """A store that was silent answers a probe, and so is used again."""
+        self.now += 100.0
+        self.guard.query(["f" * 64])
+        self.calm()
+        assert self.guard.up
 
     # ---- lanes ----
 
@@ -135,7 +156,9 @@ class Cache:
 
     def work(self) -> int:
         """Do all that the lanes have to do."""
-        return sum(lane.run() for lane in self.lanes.values())
+        done = sum(lane.run() for lane in self.lanes.values())
+        self.calm()
+        return done
 
     def step(self, work: bool = True) -> None:
         """A scheduler step, after the lanes have done their work."""
@@ -203,7 +226,7 @@ class Cache:
         match = self.match(tokens, extra_key)
         hit = len(match.device_indices)
         if self.tree.ready_to_load_host_cache() >= 0:
-            for event, _ in self.buffer.reads._loads._launches:
+            for event, _ in self.buffer.reads.loads._copies._launches:
                 event.synchronize()  # a batch waits for the layers that are being loaded
         self.verify(tokens, match.device_indices, extra_key)
         self.tree.inc_lock_ref(match.last_device_node)

@@ -75,7 +75,7 @@ def _check_locks(cache: Cache) -> None:
             assert read.pin.held and read.state not in (State.DRAINING, State.LINGERING)
             locks.update(path(read.pin.node))
             references[read.pin.node] += 1
-    for load in reads.loads:
+    for load in reads.loads.under_way:
         locks.update(path(load.node))
     for op in writes._copies.owners:
         for segment in op.segments:
@@ -90,7 +90,7 @@ def _check_stage(cache: Cache) -> None:
     assert stage.problems() == []
     leases = [read.lease for read in reads.live if read.lease is not None]
     leases += cache.hogs
-    leases += [load.lease for load in reads.loads] + [op.lease for op in writes.ops]
+    leases += [load.lease for load in reads.loads.under_way] + [op.lease for op in writes.ops]
     assert len(leases) == len(set(leases)) and set(leases) == stage.leases
     for direction, share in stage.shares.items():
         assert stage.used(direction) <= share.ceiling
@@ -113,7 +113,7 @@ def _check_intents(cache: Cache) -> None:
 
 
 def _check_content(cache: Cache) -> None:
-    loading = {load.node for load in cache.buffer.reads.loads}
+    loading = {load.node for load in cache.buffer.reads.loads.under_way}
     for node in nodes(cache.tree):
         if node.children or any(above in loading for above in path(node)):
             continue

@@ -23,7 +23,7 @@ METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 WEIGHTS = {
     "arrive": 8, "admit": 12, "abort": 2, "retract": 1, "compute": 4, "evict": 4, "split": 3,
     "step": 6, "live": 14, "work": 8, "slow": 2, "fast": 4, "fail": 2, "partly": 2, "lose": 1,
-    "time": 2, "flush": 1, "clear": 0.3,
+    "hang": 0.5, "let_go": 1, "time": 2, "flush": 1, "clear": 0.3,
 }  # fmt: skip
 
 
@@ -46,11 +46,13 @@ class Life:
         getattr(self, f"_{event}")(rng)
         self.ranks.check()
         self.taken[event] += 1
+        self.taken["stranded"] += self.ranks.caches[0].stage.stranded > 0
 
     def finish(self) -> None:
         """Every request ends, however much the store had to say, and nothing is left."""
         for cache in self.ranks.caches:
             cache.slow = False
+            cache.let_go()
         for _ in range(100):
             self._live_once()
             for cache in self.ranks.caches:
@@ -134,7 +136,9 @@ class Life:
         self.ranks.check(content=False)
 
     def _work(self, rng: random.Random) -> None:
-        self._one(rng).lanes[rng.choice(("query", "fetch", "write"))].run(rng.randint(1, 2))
+        cache = self._one(rng)
+        cache.lanes[rng.choice(("query", "fetch", "write"))].run(rng.randint(1, 2))
+        cache.calm()
 
     def _slow(self, rng: random.Random) -> None:
         self._one(rng).slow = True
@@ -149,6 +153,12 @@ class Life:
 
     def _fail(self, rng: random.Random) -> None:
         self._one(rng).store.fail(rng.choice(METHODS))
+
+    def _hang(self, rng: random.Random) -> None:
+        self._one(rng).store.hang(rng.choice(METHODS))
+
+    def _let_go(self, rng: random.Random) -> None:
+        self._one(rng).let_go()
 
     def _partly(self, rng: random.Random) -> None:
         """A hole behind the first good pages, or fewer pages found."""

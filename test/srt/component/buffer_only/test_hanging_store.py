@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
+from component.buffer_only.ranks import Ranks
 from component.store_parts.scripted_store import ScriptedStore
+from sglang.srt.mem_cache.buffer_only.intents import STUCK
 from sglang.srt.mem_cache.buffer_only.read_state import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
@@ -28,11 +31,8 @@ def cache() -> Iterator[Cache]:
 
 
 def let_go(cache: Cache) -> None:
-    """The hanging call returns; wait for the thread that it ran on."""
-    busy = cache.buffer.parts.store._guard.busy()
-    cache.store.open_all()
-    for one in busy:
-        one.returned.exception(10)
+    """The hanging calls return."""
+    cache.let_go()
     cache.settle()
 
 
@@ -80,9 +80,6 @@ def test_the_server_counts_as_idle_without_a_store_that_hangs(cache: Cache):
     for _ in range(3):
         cache.step()
     assert cache.stage.used() > 0
-    cache.buffer.writes.intents.clear()
-    for node in nodes(cache.tree):
-        node.intent = None
     for _ in range(5):
         cache.step()
     assert not cache.buffer.busy
@@ -90,6 +87,141 @@ def test_the_server_counts_as_idle_without_a_store_that_hangs(cache: Cache):
     assert cache.stage.used(Direction.READ) == 4
     let_go(cache)
     check_idle(cache)
+
+
+def hang_for_reads(cache: Cache, *prompts: list[int]) -> None:
+    """One read after the other hangs, in a store that answers everything else."""
+    for number, tokens in enumerate(prompts):
+        cache.store.hang("batch_get_v1")
+        assert cache.serve(f"hung {number}", tokens) == 0
+        cache.step()
+        cache.revive()
+
+
+def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
+    """They have all that reads may have of the stage. Requests compute at once: waiting for pages
+    that nobody gives back, each would lose all the time that it may wait. Nothing is lent twice,
+    the pages are counted, and the log says where they are."""
+    prompts = [prompt(number, 9) for number in range(1, 5)]
+    cache = stored(prompts, tokens=80 * PAGE)
+    hang_for_reads(cache, *prompts[:2])
+    kept = cache.stage.used(Direction.READ)
+    assert kept == cache.stage.shares[Direction.READ].ceiling == cache.stage.stranded
+    assert "12 staging pages" not in caplog.text and "12 of 16" in caplog.text
+    before = cache.now
+    for number, tokens in enumerate([*prompts[2:], prompts[0]]):
+        rid = f"after {number}"
+        cache.want(rid, tokens)
+        assert not cache.tree.check_prefetch_progress(rid)
+        cache.step()
+        assert cache.tree.check_prefetch_progress(rid) and cache.now == before
+        check(cache)
+    cache.compute(prompt(8, 3))
+    for _ in range(5):
+        cache.step()
+    assert cache.match(prompt(8, 3)).last_device_node.storage_backed, "writes go on"
+    assert cache.stage.used() == kept and not cache.buffer.busy
+    cache.flush()
+    assert cache.stage.used() == kept, "a flush does not prove that the call has returned"
+    let_go(cache)
+    assert cache.stage.stranded == 0
+    check_idle(cache)
+    assert cache.serve("again", prompts[2]) == 8 * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_read_that_waits_for_one_that_hangs():
+    """It was there before the store was known to hang; it is let go when that is known."""
+    prompts = [prompt(number, 9) for number in range(1, 4)]
+    cache = stored(prompts, tokens=80 * PAGE)
+    hang_for_reads(cache, prompts[0])
+    cache.want("second", prompts[1])
+    cache.want("third", prompts[2])
+    cache.store.hang("batch_get_v1")
+    cache.step()
+    cache.step()
+    assert cache.state("second") is State.FETCHING and cache.state("third") is State.PARKED
+    for _ in range(3):
+        cache.step()
+    assert cache.read("third") is None
+    assert cache.tree.check_prefetch_progress("third")
+    let_go(cache)
+    check_idle(cache)
+
+
+def test_writes_that_hang_for_ever():
+    """They have all that writes may have of the stage. What waits to be written is dropped and
+    counted: a server that keeps it would never be idle again, and its queue only grow."""
+    cache = Cache(tokens=80 * PAGE)
+    for number in range(2):
+        cache.store.hang("batch_set_v1")
+        cache.compute(prompt(number, 4))
+        for _ in range(4):
+            cache.step()
+        cache.revive()
+    kept = cache.stage.used(Direction.WRITE)
+    assert kept == cache.stage.shares[Direction.WRITE].ceiling == cache.stage.stranded
+    cache.compute(prompt(7, 5))
+    cache.step()
+    assert cache.buffer.writes.intents.dropped[STUCK] == 5 * PAGE and not cache.buffer.busy
+    assert cache.evict(1000) == 13 * PAGE, "and it keeps nothing from eviction"
+    check(cache)
+    cache.let_go()
+    for _ in range(2):
+        cache.step()
+    assert cache.stage.used() == 0 and not cache.store.disturbed
+    cache.compute(prompt(7, 5))
+    cache.settle()
+    assert all(node.storage_backed for node in nodes(cache.tree))
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("method", ["batch_get_v1", "batch_set_v1"])
+def test_a_store_that_hangs_on_one_rank(method: str):
+    """The other rank's call has ended, and its pages are kept all the same: given back, its stage
+    would have room for what the first one's has not, and the ranks do different things."""
+    ranks = Ranks(2, tokens=80 * PAGE)
+    first, second = ranks.caches
+    ranks.each(lambda cache: cache.compute(PROMPT))
+    for _ in range(6):
+        live(ranks)
+    ranks.each(lambda cache: cache.flush())
+    gate = first.store.hang(method)
+    if method == "batch_get_v1":
+        ranks.each(lambda cache: cache.want("r", PROMPT))
+    else:
+        ranks.each(lambda cache: cache.compute(prompt(2, 4)))
+    for _ in range(6):
+        live(ranks)
+    assert gate.waiting and second.guard.under_way == 0
+    assert ranks.each(lambda cache: cache.stage.stranded) == 4
+    assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
+    assert not any(node.stored for node in nodes(second.tree)), "durable on one rank is not durable"
+    first.let_go()
+    for _ in range(2):
+        live(ranks)
+    for cache in ranks.caches:
+        check_idle(cache)
+    ranks.close()
+
+
+def live(ranks: Ranks) -> None:
+    """The lanes work, and all ranks take a step."""
+    for cache in ranks.caches:
+        cache.work()
+    ranks.step()
+    ranks.check()
+
+
+def stored(prompts: list[list[int]], **changes: Any) -> Cache:
+    """A cache with an empty tree, and a store that has all of ``prompts``."""
+    cache = Cache(**changes)
+    for tokens in prompts:
+        cache.compute(tokens)
+        cache.settle()
+    cache.flush()
+    return cache
 
 
 def test_a_query_that_hangs(cache: Cache):

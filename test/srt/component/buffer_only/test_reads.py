@@ -36,7 +36,7 @@ def reach(cache: Cache, state: State, rid: str = "r") -> None:
     if state is State.STAGED:
         cache.slow = True
         for _ in range(LOADS):
-            cache.buffer.reads._loads.add(Later(cache, lambda: None), ())
+            cache.buffer.reads.loads._copies.add(Later(cache, lambda: None), ())
     for _ in range(20):
         if cache.state(rid) is state:
             for hog in cache.hogs:

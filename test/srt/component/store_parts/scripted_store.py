@@ -20,6 +20,7 @@ to, in order, at the time it did). ``open_all`` in a fixture's end lets every ha
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -33,14 +34,12 @@ PATIENCE = 60.0
 """Seconds after which a gate that nobody opened lets its call fail, so that no test hangs."""
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for other threads to bring ``condition`` about."""
-    patience = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        patience.wait(0.005)
-    raise AssertionError("it did not come to that")
+def until(condition: Callable[[], bool], pause: float = 0.005) -> None:
+    """Wait for other threads to bring ``condition`` about; looks every ``pause`` seconds."""
+    patience, end = threading.Event(), time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        patience.wait(pause)
 
 
 class Gate:
@@ -49,6 +48,11 @@ class Gate:
     def __init__(self) -> None:
         self.entered = threading.Event()
         self._open = threading.Event()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the call waits now."""
+        return self.entered.is_set() and not self._open.is_set()
 
     def open(self) -> None:
         """Let the call go on; harmless when it did."""
@@ -108,6 +112,10 @@ class ScriptedStore(HiCacheStorage):
         """The store has only half of their bytes, and does not know it."""
         for key in keys:
             self.content[key] = self.content[key][: len(self.content[key]) // 2]
+
+    def hanging(self) -> list[Gate]:
+        """The gates at which a call waits now."""
+        return [gate for gate in self._gates if gate.waiting]
 
     def open_all(self) -> None:
         """Every call that hangs returns, and none hangs any more."""

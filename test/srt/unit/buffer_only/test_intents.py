@@ -53,5 +53,5 @@ def test_flushed():
     queue = IntentQueue(100)
     for node in chain(3, 4):
         queue.add(node)
-    queue.clear()
+    queue.clear(FLUSHED)
     assert len(queue) == 0 and queue.tokens == 0 and queue.dropped[FLUSHED] == 7

@@ -10,6 +10,8 @@ from sglang.srt.mem_cache.buffer_only.marks import path_pieces
 
 #: Why tokens were not written, or not yet: label values of the counter.
 FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
+#: The stage is full of what calls of the store that were given up may still use.
+STUCK = "store_stuck"
 
 
 class Intent:
@@ -88,10 +90,10 @@ class IntentQueue:
         self.tokens -= lost
         intent.node, intent.tokens = node.parent, intent.tokens - lost
 
-    def clear(self) -> None:
-        """Forget everything, because the tree is emptied."""
+    def clear(self, reason: str) -> None:
+        """Drop everything."""
         for intent in self:
-            self.drop(intent, FLUSHED)
+            self.drop(intent, reason)
 
     def _remove(self, intent: Intent) -> None:
         del self._queue[intent.serial]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,8 +12,10 @@ from sglang.srt.mem_cache.buffer_only.agreement import Ledger
 from sglang.srt.mem_cache.buffer_only.copies import Copier
 from sglang.srt.mem_cache.buffer_only.lanes import Lane
 from sglang.srt.mem_cache.buffer_only.settings import Settings
-from sglang.srt.mem_cache.buffer_only.stage import Stage
+from sglang.srt.mem_cache.buffer_only.stage import Lease, Stage
 from sglang.srt.mem_cache.buffer_only.store import PageStore
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +41,20 @@ class Parts:
     def page_size(self) -> int:
         """Tokens in a page."""
         return self.settings.page_size
+
+    def strand(self, lease: Lease) -> None:
+        """A call that was given up has not returned, on some rank: ``lease`` lasts until it has."""
+        if lease.stranded:
+            return
+        lease.stranded = True
+        stage = self.stage
+        logger.warning(
+            "HiCache: a call of the store that was given up may still use %d staging pages. They "
+            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all",
+            len(lease.pages),
+            stage.stranded,
+            stage.pages,
+        )
 
     def prefix_keys(self, node: Any) -> list[str] | None:
         """Keys of all pages up to the end of ``node``, where the backend wants them."""

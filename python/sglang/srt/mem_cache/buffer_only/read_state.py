@@ -16,14 +16,13 @@ that were given up, which may still write into the pages.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.mem_cache.buffer_only.lanes import Job
 from sglang.srt.mem_cache.buffer_only.parts import Pin
 from sglang.srt.mem_cache.buffer_only.stage import Lease
-from sglang.srt.mem_cache.buffer_only.store import BATCH_PAGES
 
 
 class State(enum.Enum):
@@ -70,26 +69,14 @@ class Read:
     blocked_at: int = -1
 
 
-@dataclass(eq=False)
-class Load:
-    """Staged pages on their way to the device."""
-
-    node: Any
-    lease: Lease
-
-
-def hashed_batches(
-    tokens: Sequence[Any], last_hash: str | None, page_size: int
-) -> Iterator[list[str]]:
-    """SGLang's page hashes of ``tokens``, a batch at a time: the store may know only the first."""
-    from sglang.srt.mem_cache.hicache_storage import get_hash_str
-
-    batch: list[str] = []
-    for start in range(0, len(tokens), page_size):
-        last_hash = get_hash_str(tokens[start : start + page_size], last_hash)
-        batch.append(last_hash)
-        if len(batch) == BATCH_PAGES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def pinned_tokens(reads: Iterable[Read], node: Any, page_size: int) -> int:
+    """Tokens that ``reads`` keep from eviction, or will when all that was let in has come, together
+    with those up to ``node``; what several share counts once."""
+    pinned = [read for read in reads if read.pin is not None]
+    seen: set[Any] = set()
+    for last in [*(read.pin.node for read in pinned if read.pin), node]:
+        while last is not None and last.parent is not None and last not in seen:
+            seen.add(last)
+            last = last.parent
+    coming = sum(len(read.keys) for read in pinned if read.admitted)
+    return sum(len(one.key) for one in seen) + coming * page_size

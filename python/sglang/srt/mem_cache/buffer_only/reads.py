@@ -9,14 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.mem_cache.buffer_only.agreement import PENDING, READ_SLOTS, Facts
-from sglang.srt.mem_cache.buffer_only.copies import LOADS, Copies, slots_of
+from sglang.srt.mem_cache.buffer_only.copies import slots_of
 from sglang.srt.mem_cache.buffer_only.lanes import Job
-from sglang.srt.mem_cache.buffer_only.namespaces import store_keys
+from sglang.srt.mem_cache.buffer_only.loads import Loads
 from sglang.srt.mem_cache.buffer_only.parts import Parts, Pin, page_hashes
-from sglang.srt.mem_cache.buffer_only.publish import publish
-from sglang.srt.mem_cache.buffer_only.read_state import Load, Read, State, hashed_batches
+from sglang.srt.mem_cache.buffer_only.publish import Published
+from sglang.srt.mem_cache.buffer_only.read_state import Read, State, pinned_tokens
+from sglang.srt.mem_cache.buffer_only.search import Found, search
 from sglang.srt.mem_cache.buffer_only.sizing import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Lease
+
+#: Reads that may have begun; each may leave another one behind.
+MOST_LIVE = READ_SLOTS // 2
 
 
 class Reads:
@@ -29,8 +33,7 @@ class Reads:
         #: What requests want; those that are not WAITING are also in ``_live``.
         self._by_rid: dict[str, Read] = {}
         self._live: list[Read] = []
-        self._loads = Copies()
-        self._consumer_index = -1
+        self.loads = Loads(parts)
         #: Grows whenever room for others may have been made.
         self._changes = 0
         # Half of the ceiling a round: one part is copied to the device while another one is
@@ -45,7 +48,7 @@ class Reads:
         """Whether anything waits or is on its way; what the store was given up for does not
         count."""
         lingering = sum(read.state is State.LINGERING for read in self._live)
-        return bool(self._by_rid or len(self._loads) or len(self._live) > lingering)
+        return bool(self._by_rid or len(self.loads) or len(self._live) > lingering)
 
     @property
     def live(self) -> tuple[Read, ...]:
@@ -53,19 +56,9 @@ class Reads:
         return tuple(self._live)
 
     @property
-    def loads(self) -> list[Load]:
-        """Copies to the device that have not been seen to end."""
-        return self._loads.owners
-
-    @property
     def waiting(self) -> list[Read]:
         """Reads that have not begun, oldest first."""
         return [read for read in self._by_rid.values() if read.state is State.WAITING]
-
-    @property
-    def consumer_index(self) -> int:
-        """The last copy to the device that a batch may have to wait for; -1 if all have ended."""
-        return self._consumer_index if len(self._loads) else -1
 
     def want(self, rid: str, key: Any) -> None:
         """Fetch what the store has of ``key`` beyond what the tree holds."""
@@ -96,16 +89,16 @@ class Reads:
 
     def facts(self) -> tuple[int, tuple[int, ...]]:
         """Copies that have ended, and what is known of each read, on this rank."""
-        return self._loads.ended(), tuple(map(_outcome, self._live))
+        return self.loads.ended(), tuple(map(_outcome, self._live))
 
     def apply(self, agreed: Facts) -> None:
         """Act on what has ended on all ranks, and on time that has run out."""
-        for load in self._loads.pop(agreed.loaded):
-            self._loaded(load)
+        self.loads.finish(agreed.loaded)
         for read, pages in zip(list(self._live), agreed.reads, strict=True):
             if pages == PENDING:
-                continue
-            if read.state is State.QUERYING:
+                if read.state is State.LINGERING and read.lease is not None:
+                    self._parts.strand(read.lease)
+            elif read.state is State.QUERYING:
                 self._found(read, pages)
             elif read.state is State.FETCHING:
                 self._fetched(read, pages)
@@ -122,8 +115,10 @@ class Reads:
 
     def pump(self) -> None:
         """Start what stage, slots and pins have room for, in order of arrival."""
+        if self._stuck():
+            self._give_up_for_the_stage()
         for read in self.waiting:
-            if len(self._live) >= READ_SLOTS // 2 or not self._query(read):
+            if len(self._live) >= MOST_LIVE or not self._query(read):
                 break
         for read in [read for read in self._live if read.state is State.PARKED]:
             if not self._fetch(read):
@@ -133,8 +128,7 @@ class Reads:
         """The tree is about to be emptied: end everything, but keep what the store still fills."""
         for read in list(self._by_rid.values()):
             self._abandon(read)
-        for load in self._loads.pop(len(self._loads)):
-            self._loaded(load)
+        self.loads.finish(len(self.loads))
 
     def close(self, timeout: float) -> bool:
         """End the lanes' threads."""
@@ -165,41 +159,31 @@ class Reads:
         read.pin, read.begin = Pin(parts.tree, anchor), begin
         read.prefix_keys = parts.prefix_keys(anchor)
         last_hash = page_hashes(anchor, parts.page_size)[-1] if begin else None
-        tokens, extra_key = read.key.token_ids[begin:], read.key.extra_key
-        prefix_keys = read.prefix_keys
-
-        def query(job: Job) -> int:
-            hits = 0
-            found: tuple[list[str], list[str]] = ([], [])
-            job.found = found
-            for hashes in hashed_batches(tokens, last_hash, parts.page_size):
-                keys = store_keys(hashes, extra_key)
-                before = None if prefix_keys is None else [*prefix_keys, *found[1]]
-                good = parts.store.leading_hits(keys, before, job)
-                found[0].extend(hashes[:good])
-                found[1].extend(keys[:good])
-                hits += good
-                if good < len(hashes):
-                    break
-            return hits
-
         parts.ledger.note("query", read.rid, begin)
         self._live.append(read)
         self._enter(read, State.QUERYING)
-        read.job = self._query_lane.submit(query)
+        work = search(
+            parts.store,
+            read.key.token_ids[begin:],
+            parts.page_size,
+            last_hash,
+            read.key.extra_key,
+            read.prefix_keys,
+        )
+        read.job = self._query_lane.submit(work)
         return True
 
     def _found(self, read: Read, pages: int) -> None:
         """QUERYING -> PARKED, if the hit is worth it."""
         assert read.job is not None
-        hashes, keys = read.job.found or ([], [])
+        found = read.job.found or Found()
         self._failure(read.job, "store_query_failures")
         tokens = pages * self._parts.page_size
         if tokens < self._parts.settings.prefetch_threshold:
             self._abandon(read, answered=True)
             return
         self._parts.tally["prefetch_hit_tokens"] += tokens
-        read.hashes, read.keys = hashes[:pages], keys[:pages]
+        read.hashes, read.keys = found.hashes[:pages], found.keys[:pages]
         self._enter(read, State.PARKED)
 
     def _fetch(self, read: Read) -> bool:
@@ -306,46 +290,21 @@ class Reads:
         self._enter(read, State.STAGED)
 
     def _publish(self) -> None:
-        """STAGED -> PARKED or DONE for all that are staged, with one copy for all of them."""
-        if len(self._loads) >= LOADS:
-            return
-        pairs: list[Any] = []
-        loads: list[Load] = []
-        for read in [read for read in self._live if read.state is State.STAGED]:
-            pair = self._publish_one(read, loads)
-            if pair is not None:
-                pairs.append(pair)
-        if pairs:
-            finished, self._consumer_index = self._parts.copier.to_device(pairs)
-            self._loads.add(finished, loads)
+        """STAGED -> PARKED or DONE, for all that are staged."""
+        staged = [read for read in self._live if read.state is State.STAGED]
+        for read, published in self.loads.publish(staged):
+            if published is None:
+                self._unfulfilled(len(read.keys) * self._parts.page_size)
+                self._abandon(read)
+            else:
+                self._published(read, published)
 
-    def _publish_one(self, read: Read, loads: list[Load]) -> Any:
-        parts, page = self._parts, self._parts.page_size
-        assert read.lease is not None and read.pin is not None
-        end = read.begin + read.staged * page
-        published = publish(parts.tree, read.key[:end], read.begin, read.hashes[: read.staged])
-        if published is None:
-            self._unfulfilled(len(read.keys) * page)
-            self._abandon(read)
-            return None
-        lease, read.lease = read.lease, None
-        read.pin.move(published.node)
-        covered, first = published.covered, published.covered // page
-        read.loaded += read.staged * page - covered
-        parts.tally["prefetch_loaded_tokens"] += read.staged * page - covered
-        host = slots_of(lease.pages[first : read.staged], page)
+    def _published(self, read: Read, published: Published) -> None:
+        new = read.staged * self._parts.page_size - published.covered
+        read.loaded += new
+        self._parts.tally["prefetch_loaded_tokens"] += new
         self._advance(read, read.staged)
         self._enter(read, State.PARKED if read.keys else State.DONE)
-        if published.slots is None:
-            lease.release()
-            return None
-        parts.tree.inc_lock_ref(published.node)
-        loads.append(Load(published.node, lease))
-        return host, published.slots
-
-    def _loaded(self, load: Load) -> None:
-        self._parts.tree.dec_lock_ref(load.node)
-        load.lease.release()
 
     # Ways out.
 
@@ -397,6 +356,20 @@ class Reads:
         waited = 0 if read.asked_ms is None else now - read.asked_ms
         return waited > settings.patience_ms(len(read.key) // settings.page_size)
 
+    def _stuck(self) -> bool:
+        """Whether nothing can be fetched until a call returns that was given up."""
+        stranded = sum(read.lease.stranded for read in self._live if read.lease is not None)
+        return (
+            self._parts.stage.reachable(Direction.READ) < self._least_pages or stranded >= MOST_LIVE
+        )
+
+    def _give_up_for_the_stage(self) -> None:
+        """Who waits to be fetched computes, rather than wait for a store that may never answer."""
+        for read in list(self._by_rid.values()):
+            if read.state in (State.WAITING, State.PARKED):
+                self._unfulfilled(len(read.keys) * self._parts.page_size)
+                self._abandon(read)
+
     # Small things.
 
     def _enter(self, read: Read, state: State) -> None:
@@ -404,15 +377,7 @@ class Reads:
         self._changes += 1
 
     def _pinned_with(self, node: Any) -> int:
-        """Tokens that are pinned, or will be by what was let in, and those up to ``node``."""
-        pinned = [read.pin.node for read in self._live if read.pin is not None]
-        seen: set[Any] = set()
-        for last in [*pinned, node]:
-            while last is not None and last.parent is not None and last not in seen:
-                seen.add(last)
-                last = last.parent
-        coming = sum(len(read.keys) for read in self._live if read.admitted and read.pin)
-        return sum(len(one.key) for one in seen) + coming * self._parts.page_size
+        return pinned_tokens(self._live, node, self._parts.page_size)
 
     def _unfulfilled(self, tokens: int) -> None:
         self._parts.tally["prefetch_unfulfilled_tokens"] += tokens

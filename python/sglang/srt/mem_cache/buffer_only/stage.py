@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sglang.srt.mem_cache.buffer_only.sizing import Share
 
@@ -23,6 +23,8 @@ class Lease:
         self._stage: Stage | None = stage
         self.direction = direction
         self.pages = pages
+        #: A call of the store that was given up may use the pages, nobody knows for how long.
+        self.stranded = False
 
     @property
     def live(self) -> bool:
@@ -64,10 +66,12 @@ class Stage:
 
     def room(self, direction: Direction) -> int:
         """Pages that a lease in ``direction`` could get now."""
-        other = Direction.READ if direction is Direction.WRITE else Direction.WRITE
-        promised = max(0, self.shares[other].floor - self.used(other))
-        within = self.shares[direction].ceiling - self.used(direction)
-        return max(0, min(within, len(self._free) - promised))
+        return self._room(direction, self._leases)
+
+    def reachable(self, direction: Direction) -> int:
+        """Pages that a lease in ``direction`` could get when all others have ended, apart from the
+        stranded ones: who needs more than that would wait for a store that may never answer."""
+        return self._room(direction, [lease for lease in self._leases if lease.stranded])
 
     def lease(self, direction: Direction, pages: int) -> Lease | None:
         """Lend ``pages`` pages, or None where :meth:`room` has fewer.
@@ -89,6 +93,11 @@ class Stage:
         return sum(len(x.pages) for x in self._leases if direction in (None, x.direction))
 
     @property
+    def stranded(self) -> int:
+        """Pages that are kept for calls of the store that were given up."""
+        return sum(len(lease.pages) for lease in self._leases if lease.stranded)
+
+    @property
     def leases(self) -> frozenset[Lease]:
         """The leases that live."""
         return frozenset(self._leases)
@@ -99,6 +108,15 @@ class Stage:
         if sorted(numbers) == list(range(self.pages)):
             return []
         return [f"staging pages lost or lent twice: {sorted(numbers)} of {self.pages}"]
+
+    def _room(self, direction: Direction, leases: Collection[Lease]) -> int:
+        used = dict.fromkeys(Direction, 0)
+        for lease in leases:
+            used[lease.direction] += len(lease.pages)
+        other = Direction.READ if direction is Direction.WRITE else Direction.WRITE
+        promised = max(0, self.shares[other].floor - used[other])
+        within = self.shares[direction].ceiling - used[direction]
+        return max(0, min(within, self.pages - sum(used.values()) - promised))
 
     def _take_back(self, lease: Lease) -> None:
         self._leases.remove(lease)

@@ -40,6 +40,9 @@ class BufferOnlyTree(HiRadixCache):
 
     #: Write and read pipeline; None in SGLang's own mode.
     buffer: Pipelines | None = None
+    #: Inserts so far, in this mode only: after each, an idle server of a pair checks its invariants
+    #: (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which know of no evicted nodes.
+    inserts: int
     _closing: bool = False
 
     @override
@@ -52,6 +55,7 @@ class BufferOnlyTree(HiRadixCache):
             super().__init__(params, server_args)
         sizing.check_pages(pages, self.page_size, self.prefetch_threshold)
         self.buffer = Pipelines(self._parts(pages), self._reduction())
+        self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
             self._buffer_metrics.bind(self.storage_metrics_collector.labels)
@@ -100,6 +104,12 @@ class BufferOnlyTree(HiRadixCache):
             node.hit_count += 1
             if not node.storage_ready and node.hit_count >= self.write_through_threshold:
                 self.buffer.writes.want(node)
+
+    @override
+    def insert(self, params: Any) -> Any:
+        if self.buffer is not None:
+            self.inserts += 1
+        return super().insert(params)
 
     @override
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
@@ -154,7 +164,7 @@ class BufferOnlyTree(HiRadixCache):
     def ready_to_load_host_cache(self) -> int:
         if self.buffer is None:
             return int(super().ready_to_load_host_cache())
-        return self.buffer.reads.consumer_index
+        return self.buffer.reads.loads.consumer_index
 
     # Driving.
 

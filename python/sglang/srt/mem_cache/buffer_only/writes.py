@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.buffer_only.agreement import PENDING, WRITE_SLOTS, Facts
 from sglang.srt.mem_cache.buffer_only.copies import Copies, slots_of
-from sglang.srt.mem_cache.buffer_only.intents import UNCOVERED, IntentQueue
+from sglang.srt.mem_cache.buffer_only.intents import FLUSHED, STUCK, UNCOVERED, IntentQueue
 from sglang.srt.mem_cache.buffer_only.lanes import Job
 from sglang.srt.mem_cache.buffer_only.marks import Segment, settle
 from sglang.srt.mem_cache.buffer_only.namespaces import store_keys
@@ -100,12 +100,16 @@ class Writes:
         for op, durable in zip(list(self._ops), agreed.writes, strict=True):
             if durable != PENDING:
                 self._answered(op, durable)
+            elif op.lingering:
+                self._parts.strand(op.lease)
         for op in self._copies.pop(agreed.written):
             self._unlock(op)
             self._store(op)
 
     def pump(self) -> None:
         """Start what stage and slots have room for, with one copy for all of it."""
+        if self._stuck():
+            self.intents.clear(STUCK)
         started = []
         while len(self._ops) < WRITE_SLOTS:
             pages = min(self._op_pages, self._parts.stage.room(Direction.WRITE))
@@ -118,7 +122,7 @@ class Writes:
 
     def reset(self) -> None:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
-        self.intents.clear()
+        self.intents.clear(FLUSHED)
         for op in self._copies.pop(len(self._copies)):
             self._unlock(op)
             op.lease.release()
@@ -139,6 +143,11 @@ class Writes:
     def close(self, timeout: float) -> bool:
         """End the lane's thread."""
         return self._lane.close(timeout)
+
+    def _stuck(self) -> bool:
+        """Whether nothing can be written until a call returns that was given up."""
+        stranded = sum(op.lease.stranded for op in self._ops)
+        return stranded >= WRITE_SLOTS or not self._parts.stage.reachable(Direction.WRITE)
 
     def _next_segments(self, pages: int) -> list[Segment]:
         """At most ``pages`` pages from the head of the queue; they count as launched."""

@@ -287,11 +287,10 @@ class StoreGuard:
                 (lambda: self.store.batch_exists([PROBE_KEY], None)) if probe else call
             )
             self._under_way.add(future)
+        if probe:
+            future.add_done_callback(self._probed)
         future.add_done_callback(self._returned)
-        if not probe:
-            return future
-        future.add_done_callback(self._probed)
-        return None
+        return None if probe else future
 
     def _returned(self, future: Future[Any]) -> None:
         with self._lock:
