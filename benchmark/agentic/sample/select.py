@@ -1,0 +1,112 @@
+"""Which sessions a sample keeps: window and thinning, or sessions at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from benchmark.agentic.sample.columns import U64, Columns, session_key
+from benchmark.agentic.sample.survey import Survey
+from benchmark.agentic.sample.thin import cap_single_turns, draws, kept
+from benchmark.agentic.sample.window import beginning, densest
+from benchmark.traces.record import Record
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Checked by the flags' names, as they are what a user gave."""
+
+    window_s: float = 600.0
+    window_start_s: float | None = None
+    """Since the trace's first request; None for the densest window."""
+    ratio: float = 0.25
+    thin_by: Literal["family", "session"] = "family"
+    max_single_turn: float = 1.0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if not self.window_s > 0:
+            raise ValueError(f"--window-seconds must be more than 0: {self.window_s:g}")
+        if self.window_start_s is not None and self.window_start_s < 0:
+            raise ValueError(f"--window-start must not be negative: {self.window_start_s:g}")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"--sample-ratio must be more than 0 and at most 1: {self.ratio:g}")
+        if not 0 <= self.max_single_turn <= 1:
+            raise ValueError(
+                f"--max-single-turn-ratio must be between 0 and 1: {self.max_single_turn:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Selection:
+    sessions: U64
+    """Keys of those that are kept, ascending."""
+    start_s: float
+    """What becomes time 0, as the trace counts."""
+
+
+def window_and_thin(found: Survey, plan: Plan) -> Selection:
+    """The sessions that begin in the window, thinned, then their single-turn share capped.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    columns = found.columns
+    zero = float(columns.time_ms[0]) / 1000
+    start = (
+        densest(columns.time_ms, plan.window_s)
+        if plan.window_start_s is None
+        else zero + plan.window_start_s
+    )
+    keys = found.families if plan.thin_by == "family" else columns.sessions
+    keep = beginning(columns, start, plan.window_s)
+    if not keep.any():
+        raise ValueError(
+            f"no session begins in the {plan.window_s:g} s from {start - zero:g} s on "
+            "(--window-start, --window-seconds)"
+        )
+    keep &= kept(keys, plan.ratio, plan.seed)
+    inside = np.flatnonzero(keep)
+    capped = cap_single_turns(
+        columns.turns[inside], draws(keys[inside], plan.seed), plan.max_single_turn
+    )
+    inside = inside[capped]
+    if not len(inside):
+        raise ValueError(
+            f"--sample-ratio {plan.ratio:g} with --max-single-turn-ratio "
+            f"{plan.max_single_turn:g} leaves no session of the window"
+        )
+    return Selection(columns.sessions[inside], start)
+
+
+def random_sessions(columns: Columns, ratio: float, seed: int) -> Selection:
+    """Each session of the whole trace with a chance of ``ratio``.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    keep = kept(columns.sessions, ratio, seed)
+    if not keep.any():
+        raise ValueError(f"--sample-ratio {ratio:g} leaves no session")
+    return Selection(columns.sessions[keep], float(columns.time_ms[0]) / 1000)
+
+
+def random_requests(columns: Columns, requests: int, seed: int) -> Selection:
+    """Whole sessions at random, as many as first hold ``requests`` requests."""
+    order = np.argsort(draws(columns.sessions, seed), kind="stable")
+    enough = int(np.searchsorted(np.cumsum(columns.turns[order]), requests)) + 1
+    return Selection(np.sort(columns.sessions[order[:enough]]), float(columns.time_ms[0]) / 1000)
+
+
+def chosen(records: Iterable[Record], selection: Selection) -> Iterator[Record]:
+    """The requests of the selection's sessions, timed from its start."""
+    keys = set(selection.sessions.tolist())
+    for record in records:
+        if session_key(record) in keys:
+            # Never below 0: rounding must not make a record that the reader refuses.
+            at = max(0.0, record.timestamp - selection.start_s * 1000)
+            yield msgspec.structs.replace(record, timestamp=round(at, 3))
