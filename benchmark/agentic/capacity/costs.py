@@ -77,7 +77,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.step_s + self.step_request_s * batch + self.step_context_s * context
 
     def steps_s(self, steps: int, batch: int, context: int) -> float:
-        """Seconds of ``steps`` steps of an unchanged batch; each request grows by a token a step."""
+        """Seconds of ``steps`` steps of one batch; each request grows by a token a step."""
         growth = self.step_context_s * batch * steps * (steps - 1) / 2
         return steps * self.step_of(batch, context) + growth
 

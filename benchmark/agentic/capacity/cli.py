@@ -1,0 +1,195 @@
+"""Where the decode capacity wall stands, by closed forms.
+
+python -m benchmark.agentic capacity --model qwen3-coder-30b-a3b --pool-gib 38 --workers 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from benchmark.agentic.capacity import costs as cost_files
+from benchmark.agentic.capacity import formulas, shapes, trace
+from benchmark.agentic.capacity.costs import Costs
+from benchmark.agentic.capacity.formulas import GIB, Isolation, Limits, Workload
+from benchmark.agentic.capacity.plot import lines
+from benchmark.harness import report
+from benchmark.traces.read import read
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    console = Console()
+    try:
+        return run(args, console)
+    except ValueError as error:
+        console.print(f"[red]{error}[/]")
+        return 2
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Tables to ``console``; JSON and a plot into ``--out``."""
+    shape = shapes.load(args.model, args.kv_dtype)
+    costs = msgspec.structs.replace(cost_files.load(args.costs), kv_token_bytes=shape.token_bytes)
+    pool = args.pool_tokens or formulas.pool_tokens(args.pool_gib * GIB, shape.token_bytes)
+    load = Workload(args.prefix, args.suffix, args.output, args.prefixes)
+    reserved = args.reserved
+    held = {
+        shared: formulas.holds(load, pool, shared=shared, reserved=reserved)
+        for shared in (False, True)
+    }
+    rows = [
+        ["KV of a token", f"{shape.token_bytes:,} B"],
+        ["decode pool", f"{pool:,} tokens, {pool * shape.token_bytes / GIB:.1f} GiB"],
+        ["one request", f"{load.prompt * shape.token_bytes / GIB:.2f} GiB"],
+        ["requests that a pool holds", f"{held[False]:,}"],
+        ["the same with shared prefixes", f"{held[True]:,}"],
+        ["transfer of a whole prompt", f"{1e3 * costs.transfer_s(load.prompt):,.0f} ms"],
+        ["transfer of a suffix", f"{1e3 * costs.transfer_s(load.suffix):,.0f} ms"],
+    ]
+    content: dict[str, object] = {
+        "shape": shape,
+        "token_bytes": shape.token_bytes,
+        "pool_tokens": pool,
+        "workload": load,
+        "holds": {"stock": held[False], "radix": held[True]},
+    }
+    if args.trace:
+        records = list(read(args.trace))
+        known = trace.facts(records)
+        content["trace"] = known
+        rows += [[field, f"{value:,.4g}"] for field, value in dataclasses.asdict(known).items()]
+        for shared, name in ((False, "stock"), (True, "radix")):
+            count = trace.holds(records, pool, shared=shared, reserved=reserved)
+            content[f"trace_holds_{name}"] = count
+            rows.append([f"requests of the trace that a pool holds, {name}", f"{count:,}"])
+    report.print_table(f"{shape.name}, one decode worker", ["", ""], rows, console)
+
+    events = [
+        formulas.isolation(n, costs.request_prefill_s(n), costs.transfer_s(n), args.streams)
+        for n in args.prefill_sizes
+    ]
+    _print_isolation(events, args.streams, console)
+    content["isolation"] = events
+
+    found = {
+        name: [
+            _limits(load, costs, split, pool, shared, args)
+            for split in formulas.splits(args.workers, args.splits)
+        ]
+        for name, shared in (("stock", False), ("radix", True))
+    }
+    _print_splits(found, args.rate, console)
+    content["splits"] = {
+        name: [{**dataclasses.asdict(x), "rate": x.rate, "binds": x.binds} for x in limits]
+        for name, limits in found.items()
+    }
+    report.write_summary(args.out / "capacity.json", content)
+    shares = [x.prefill_workers for x in found["stock"]]
+    lines(
+        args.out / "capacity.png",
+        f"requests/s that {args.workers} workers can take",
+        shares,
+        {
+            "prefill limit": [x.prefill for x in found["stock"]],
+            "decode pools, stock": [x.pool for x in found["stock"]],
+            "decode pools, radix": [x.pool for x in found["radix"]],
+        },
+        ("prefill workers", "requests/s"),
+    )
+    console.print(f"capacity.json and capacity.png in {args.out}")
+    return 0
+
+
+def _limits(
+    load: Workload,
+    costs: Costs,
+    split: tuple[int, int],
+    pool: float,
+    shared: bool,
+    args: argparse.Namespace,
+) -> Limits:
+    return formulas.limits(
+        load,
+        costs,
+        prefill_workers=split[0],
+        decode_workers=split[1],
+        pool=pool,
+        shared=shared,
+        prefill_cached=not args.cold_prefill,
+        reserved=args.reserved,
+        max_running=args.max_running,
+    )
+
+
+def _print_isolation(events: list[Isolation], streams: int, console: Console) -> None:
+    report.print_table(
+        f"a prefill apart from {streams} decode streams: what it saves them, and its transfer",
+        ["tokens", "prefill", "transfer", "benefit", "transfer / benefit"],
+        [
+            [
+                f"{e.tokens:,}",
+                f"{e.prefill_s:.2f} s",
+                f"{1e3 * e.transfer_s:,.0f} ms",
+                f"{e.benefit_s:,.1f} s",
+                f"{e.ratio:.1%}",
+            ]
+            for e in events
+        ],
+        console,
+    )
+
+
+def _print_splits(found: dict[str, list[Limits]], rate: float | None, console: Console) -> None:
+    columns = ["prefill : decode"]
+    for name in found:
+        columns += [f"{name}: req/s", "binds", "prefill busy", "decode slots"]
+    rows = []
+    for limits in zip(*found.values(), strict=True):
+        row = [f"{limits[0].prefill_workers} : {limits[0].decode_workers}"]
+        for one in limits:
+            at = one.rate if rate is None else rate
+            pool = one.pool_full(at) if one.pool else math.inf
+            row += [f"{one.rate:,.3g}", one.binds, f"{one.prefill_busy(at):.0%}", f"{pool:.0%}"]
+        rows.append(row)
+    at = "at the limit" if rate is None else f"at {rate:g} requests/s"
+    report.print_table(f"splits; use of prefill and of decode slots {at}", columns, rows, console)
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic capacity")
+    parser.add_argument(
+        "--model",
+        default="qwen3-coder-30b-a3b",
+        help="a name in benchmark/kv_transfer/shapes, or a folder with a config.json",
+    )
+    parser.add_argument("--kv-dtype", choices=sorted(shapes.DTYPES), help="of the pool")
+    parser.add_argument("--costs", default="qwen3-coder-30b-h20", help="a name, or a YAML file")
+    parser.add_argument("--pool-gib", type=float, default=38.0, help="KV of one decode worker")
+    parser.add_argument("--pool-tokens", type=int, help="the same in tokens; overrides it")
+    parser.add_argument("--prefix", type=int, default=50_000, help="tokens")
+    parser.add_argument("--suffix", type=int, default=4500, help="tokens")
+    parser.add_argument("--output", type=float, default=355.4, help="tokens")
+    parser.add_argument("--prefixes", type=int, default=20, help="distinct ones")
+    parser.add_argument("--reserved", type=int, default=512, help="tokens kept for an answer")
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--cold-prefill", action="store_true", help="prefill caches nothing")
+    parser.add_argument("--workers", type=int, default=8, help="of the fleet, both roles")
+    parser.add_argument("--splits", type=int, default=16, help="about so many rows")
+    parser.add_argument("--rate", type=float, help="requests/s to show the use at")
+    parser.add_argument("--streams", type=int, default=8, help="decodes that a prefill would stall")
+    parser.add_argument(
+        "--prefill-sizes", type=int, nargs="+", default=[2000, 33_000, 125_000], help="tokens"
+    )
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace, for what its requests share")
+    parser.add_argument("--out", type=Path, default=Path("capacity-results"))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
