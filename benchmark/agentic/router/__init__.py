@@ -6,7 +6,7 @@ prefixes    which prompts a worker holds, as hashes of their blocks
 schedule    candidates, offload and session pins of one request
 body        a request's body: what routing reads of it, and the fields that we add
 answer      what routing learns from an answer
-halves      a request's connections to its workers, and when it is safe to send it elsewhere
+upstream    connections to workers, and when it is safe to send a request elsewhere
 proxy       one request from the client's bytes to the answer's end
 health      which workers take part
 """

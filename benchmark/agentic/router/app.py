@@ -13,12 +13,12 @@ from aiohttp import web
 from benchmark.agentic.router import health
 from benchmark.agentic.router.body import PATHS
 from benchmark.agentic.router.decisions import DecisionLog
-from benchmark.agentic.router.halves import UPSTREAM_ERRORS, open_session, reason
 from benchmark.agentic.router.metrics import Metrics
 from benchmark.agentic.router.proxy import Proxy, failure
 from benchmark.agentic.router.schedule import Scheduler
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import PREFILL, Worker
+from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, reason
 
 _PASSED_ON = ("/v1/models", "/model_info", "/get_model_info")
 _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=60)
@@ -48,7 +48,7 @@ class Router:
         """The life of what a running router has: connections, health checks, the log."""
         settings = self.settings
         log = DecisionLog(self._decisions) if self._decisions is not None else None
-        async with open_session(settings.connect_timeout, settings.request_timeout) as session:
+        async with aiohttp.ClientSession() as session:
             self._session = session
             self._proxy = Proxy(self.scheduler, session, self.metrics, log)
             watches = [

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from benchmark.agentic.router.policies import Work
-from benchmark.agentic.router.prefixes import UNIT_BYTES, chain
+from benchmark.agentic.router.prefixes import chain, text_blocks, token_blocks
 
+_NOTHING = msgspec.Raw(b"null")
 _rooms = random.SystemRandom()
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
@@ -40,11 +41,11 @@ class _Message(msgspec.Struct):
 class _Body(msgspec.Struct):
     """The fields of all three routes that routing reads; the decoder skips the others."""
 
-    input_ids: list[int] | None = None
+    input_ids: msgspec.Raw = _NOTHING
     text: str | None = None
-    prompt: str | list[int] | None = None
+    prompt: msgspec.Raw = _NOTHING
     messages: list[_Message] | None = None
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = _NOTHING
     stream: bool | None = None
     rid: str | None = None
     sampling_params: _Sampling | None = None
@@ -66,23 +67,30 @@ class Prompt:
     __slots__ = ("_block_tokens", "_data", "_kind", "_seed", "hashes", "tokens")
 
     def __init__(self, data: bytes, kind: str, block_tokens: int, apart: object = None) -> None:
-        """``kind``: ``ids``, ``text`` or ``chat``. ``apart``: what keeps equal prompts apart."""
+        """
+        Args:
+            data: text or messages as bytes; of token ids their decimals, each followed by a comma.
+            kind: ``ids``, ``text`` or ``chat``.
+            apart: what keeps equal prompts apart.
+        """
         self._data, self._kind, self._block_tokens = data, kind, block_tokens
         self._seed = hash((kind == "ids", apart))
-        self.tokens = -(-len(data) // UNIT_BYTES)
-        self.hashes = chain(data, block_tokens, self._seed)
+        self.tokens, ends = self._blocks(data)
+        self.hashes = chain(data, ends, self._seed)
+
+    def _blocks(self, data: bytes) -> tuple[int, Sequence[int]]:
+        cut = token_blocks if self._kind == "ids" else text_blocks
+        return cut(data, self._block_tokens)
 
     def answered(self, output_ids: list[int], text: str) -> tuple[int, ...]:
         """Hashes of prompt and answer, which is what the next turn's prompt begins with."""
         if self._kind == "ids":
-            more = array("i", output_ids).tobytes()
+            data = self._data + b"".join(b"%d," % token for token in output_ids)
         elif self._kind == "chat":
-            more = _canonical([_Message("assistant", text)])
+            data = self._data + _canonical([_Message("assistant", text)])
         else:
-            more = text.encode()
-        done = len(self.hashes) * self._block_tokens * UNIT_BYTES
-        parent = self.hashes[-1] if self.hashes else self._seed
-        return self.hashes + chain(self._data[done:] + more, self._block_tokens, parent)
+            data = self._data + text.encode()
+        return chain(data, self._blocks(data)[1], self._seed)
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -164,13 +172,16 @@ def _prompt(path: str, got: _Body, block_tokens: int) -> Prompt:
     if path == CHAT:
         data = _canonical(got.messages or [])
         return Prompt(data, "chat", block_tokens, (*apart, got.model, bytes(got.tools)))
-    value = got.prompt if path == COMPLETIONS else got.input_ids or got.text
-    if isinstance(value, list):
-        try:
-            return Prompt(array("i", value).tobytes(), "ids", block_tokens, apart)
-        except OverflowError:
-            raise BadRequest("a token id does not fit into 32 bits") from None
-    return Prompt((value or "").encode(), "text", block_tokens, apart)
+    raw = bytes(got.prompt if path == COMPLETIONS else got.input_ids)
+    if raw.startswith(b"["):
+        ids = raw[1:-1].translate(None, b" \t\r\n")
+        if b"[" in ids or b'"' in ids:
+            raise BadRequest("cannot route a batch: one prompt a request")
+        return Prompt(ids + b"," if ids else b"", "ids", block_tokens, apart)
+    text = got.text if path == GENERATE else msgspec.json.decode(raw)
+    if text is not None and not isinstance(text, str):
+        raise BadRequest("the prompt is neither text nor a list of token ids")
+    return Prompt((text or "").encode(), "text", block_tokens, apart)
 
 
 def _canonical(messages: list[_Message]) -> bytes:

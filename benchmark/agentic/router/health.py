@@ -7,9 +7,9 @@ import logging
 
 import aiohttp
 
-from benchmark.agentic.router.halves import UPSTREAM_ERRORS, reason
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import Worker
+from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, reason
 
 logger = logging.getLogger(__name__)
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.http import RawResponseMessage
 
 from benchmark.agentic.router import health
 from benchmark.agentic.router.answer import Answer
 from benchmark.agentic.router.body import Ask, BadRequest, read
 from benchmark.agentic.router.decisions import DecisionLog
-from benchmark.agentic.router.halves import (
-    UPSTREAM_ERRORS,
-    Start,
-    reason,
-    start_of_request,
-)
 from benchmark.agentic.router.metrics import Metrics
 from benchmark.agentic.router.schedule import NoWorker, Route, Scheduler
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL
+from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, Connection, Pool, reason
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +42,7 @@ class Failed(Exception):
 
 
 class Unreached(Failed):
-    """A worker had no connection for us, and nothing of the request was sent to anyone."""
+    """A worker gave us no connection, and nothing of the request was sent to anyone."""
 
 
 class ClientGone(Exception):
@@ -57,10 +52,10 @@ class ClientGone(Exception):
 class Half:
     """A request at one of its workers."""
 
-    def __init__(self, route: Route, role: str, start: Start, metrics: Metrics) -> None:
+    def __init__(self, route: Route, role: str, metrics: Metrics) -> None:
         self.worker = route.charges[role].worker
         self.believed_blocks = route.matched_blocks[role]
-        self.start = start
+        self.connection: Connection | None = None
         self.answer = Answer()
         self.begun = False
         """Whether its answer has begun: the worker has the prompt's KV."""
@@ -78,6 +73,8 @@ class Half:
         if self.outcome is None:
             self.outcome = outcome
             self._charge.release()
+            if self.connection is not None:
+                self.connection.release()
             self._metrics.requests.labels(self.worker.url, self.worker.role, outcome).inc()
 
 
@@ -92,6 +89,7 @@ class Proxy:
         log: DecisionLog | None,
     ) -> None:
         self._scheduler, self._session = scheduler, session
+        self._pool = Pool(scheduler.settings.connect_timeout)
         self._metrics, self._log = metrics, log
         self._tasks: set[asyncio.Task[Any]] = set()
         """What outlives its request: prefill's drains, aborts."""
@@ -99,6 +97,7 @@ class Proxy:
     async def close(self) -> None:
         """Ends what is left."""
         await _cancel(*self._tasks)
+        self._pool.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Routes a request; tries another worker only while nothing was sent."""
@@ -152,110 +151,120 @@ class Proxy:
         return route
 
     async def _serve(self, request: web.Request, ask: Ask, route: Route) -> web.StreamResponse:
-        start = Start(len(route.charges))
-        start_of_request.set(start)
-        halves = {role: Half(route, role, start, self._metrics) for role in route.charges}
+        """First all connections, then the request: see ``upstream``."""
+        halves = {role: Half(route, role, self._metrics) for role in route.charges}
         headers = {_WORKER_HEADERS[role]: half.worker.url for role, half in halves.items()}
+        sent = False
+        timer = None
         try:
+            connections = [await self._connect(half) for half in halves.values()]
+            bootstrap = None
+            if PREFILL in halves:
+                worker = halves[PREFILL].worker
+                bootstrap = (worker.bootstrap_host, worker.bootstrap_port)
+            payload = ask.payload(bootstrap)
+            limit = self._scheduler.settings.request_timeout
+            for connection in connections:
+                connection.post(request.path, payload, request.headers.get("Authorization"))
+                sent = True
+            timer = asyncio.get_running_loop().call_later(limit, _expire, connections, limit)
             if COLOCATED in halves:
-                half = halves[COLOCATED]
-                return await self._relay(request, ask, half, ask.payload(), headers)
+                return await self._relay(request, ask, halves[COLOCATED], headers)
             return await self._pair(request, ask, halves[PREFILL], halves[DECODE], headers)
         except BaseException as error:
             for half in halves.values():
                 half.end("given_up" if isinstance(error, Failed) else "client_gone")
             raise
         finally:
-            if start.opened:
+            if timer is not None:
+                timer.cancel()
+            if sent:
                 for half in halves.values():
                     if half.outcome in ("lost", "client_gone", "given_up"):
                         self._keep(asyncio.create_task(self._abort(half, ask.rid)))
 
+    async def _connect(self, half: Half) -> Connection:
+        try:
+            half.connection = await self._pool.connect(half.worker.url)
+        except UPSTREAM_ERRORS as error:
+            gone = isinstance(error, ConnectionRefusedError)
+            health.failed(half.worker, reason(error), gone=gone)
+            half.end("unreached")
+            raise Unreached(half, f"cannot be reached: {reason(error)}") from error
+        return half.connection
+
     async def _pair(
-        self,
-        request: web.Request,
-        ask: Ask,
-        first: Half,
-        second: Half,
-        headers: dict[str, str],
+        self, request: web.Request, ask: Ask, first: Half, second: Half, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Prefill's half and decode's at once; the client gets decode's answer."""
-        payload = ask.payload((first.worker.bootstrap_host, first.worker.bootstrap_port))
-        prefill = asyncio.create_task(self._drain(request, ask, first, payload))
-        decode = asyncio.create_task(self._relay(request, ask, second, payload, headers))
+        prefill = asyncio.create_task(self._drain(ask, first, second))
         self._keep(prefill)
         try:
-            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
-            # A decode worker that answers has all that it needs of prefill.
-            if prefill.done() and not decode.done() and not second.begun:
-                failed = prefill.result()
-                if failed is not None:
-                    raise failed
-            response = await decode
+            response = await self._relay(request, ask, second, headers)
         except BaseException:
-            await _cancel(prefill, decode)
+            await _cancel(prefill)
             raise
         if second.outcome != "ok":
             await _cancel(prefill)
             first.end("given_up")
         return response
 
-    async def _drain(
-        self, request: web.Request, ask: Ask, half: Half, payload: bytes
-    ) -> Failed | None:
-        """Prefill's half, whose answer nobody wants; returns what went wrong there."""
+    async def _drain(self, ask: Ask, half: Half, other: Half) -> None:
+        """Prefill's half, whose answer nobody wants. What goes wrong there ends decode's too,
+        unless that has begun to answer: then it has all that it needs of prefill."""
+        assert half.connection is not None and other.connection is not None
         try:
-            async with self._post(request, half, payload) as got:
-                data = await got.read()
+            got, content = await half.connection.answer()
+            data = await content.read()
         except UPSTREAM_ERRORS as error:
-            return self._lost(half, error)
-        except asyncio.CancelledError:
-            half.end("given_up")
-            raise
-        half.begin()
-        _take(half.answer, got, data)
-        if got.status != 200 or half.answer.error:
+            failed = self._lost(half, error)
+        else:
+            half.begin()
+            _take(half.answer, got, data)
+            if got.code == 200 and not half.answer.error:
+                self._learn(half, ask, ask.prompt.hashes)
+                half.end("ok")
+                return
             half.end("error")
-            status = got.status if got.status != 200 else 502
             why = half.answer.error or data[:500].decode(errors="replace")
-            return Failed(half, f"answered {got.status}: {why}", status)
-        self._learn(half, ask, ask.prompt.hashes)
-        half.end("ok")
-        return None
+            failed = Failed(half, f"answered {got.code}: {why}", max(got.code, 502))
+        if not other.begun:
+            other.connection.abandon(failed)
 
     async def _relay(
-        self, request: web.Request, ask: Ask, half: Half, payload: bytes, headers: dict[str, str]
+        self, request: web.Request, ask: Ask, half: Half, headers: dict[str, str]
     ) -> web.StreamResponse:
         """The half whose answer the client gets."""
+        assert half.connection is not None
         out: web.StreamResponse | None = None
         tail = b""
         try:
-            async with self._post(request, half, payload) as got:
-                headers["Content-Type"] = got.headers.get("Content-Type", "application/json")
-                if got.content_type != "text/event-stream" or got.status != 200:
-                    data = await got.read()
+            got, content = await half.connection.answer()
+            headers["Content-Type"] = got.headers.get("Content-Type", "application/json")
+            if got.code != 200 or not _is_stream(got):
+                data = await content.read()
+                half.begin()
+                _take(half.answer, got, data)
+                self._finish(half, ask, got.code)
+                return web.Response(body=data, status=got.code, headers=headers)
+            async for chunk in content.iter_any():
+                if out is None:
                     half.begin()
-                    _take(half.answer, got, data)
-                    self._finish(half, ask, got.status)
-                    return web.Response(body=data, status=got.status, headers=headers)
-                async for chunk in got.content.iter_any():
-                    if out is None:
-                        half.begin()
-                        out = await _prepare(request, headers)
-                        half.worker.index.learn(ask.prompt.hashes)
-                    # Only whole events, so that we can add one if the worker dies.
-                    tail += chunk
-                    end = tail.rfind(b"\n\n") + 2
-                    if end > 1:
-                        events, tail = tail[:end], tail[end:]
-                        await _write(out, events)
-                        half.answer.take_stream(events)
+                    out = await _prepare(request, headers)
+                    half.worker.index.learn(ask.prompt.hashes)
+                # Only whole events, so that we can add one if the worker dies.
+                tail += chunk
+                end = tail.rfind(b"\n\n") + 2
+                if end > 1:
+                    events, tail = tail[:end], tail[end:]
+                    await _write(out, events)
+                    half.answer.take_stream(events)
         except UPSTREAM_ERRORS as error:
             if not half.answer.done:
                 failed = self._lost(half, error)
                 if out is None:
                     raise failed from error
-                await _write(out, b"data: %s\n\ndata: [DONE]\n\n" % _error(502, str(failed)))
+                tail = b"data: %s\n\ndata: [DONE]\n\n" % _error(failed.status, str(failed))
         if out is None:
             out = await _prepare(request, headers)
         if tail:
@@ -264,24 +273,16 @@ class Proxy:
         self._finish(half, ask, 200)
         return out
 
-    def _post(
-        self, request: web.Request, half: Half, payload: bytes
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json"}
-        if authorization := request.headers.get("Authorization"):
-            headers["Authorization"] = authorization
-        return self._session.post(half.worker.url + request.path, data=payload, headers=headers)
-
     def _lost(self, half: Half, error: BaseException) -> Failed:
-        """A worker did not take the request, or did not finish it."""
-        if not half.start.opened:
-            gone = isinstance(error, aiohttp.ClientConnectorError)
-            health.failed(half.worker, reason(error), gone=gone)
-            half.end("unreached")
-            return Unreached(half, f"cannot be reached: {reason(error)}")
+        """A worker did not finish what it was sent."""
+        assert half.connection is not None
+        cause = half.connection.cause(error)
+        if isinstance(cause, Failed):
+            half.end("given_up")
+            return cause
         half.end("lost")
-        status = 504 if isinstance(error, asyncio.TimeoutError) else 502
-        return Failed(half, f"was lost: {reason(error)}", status)
+        status = 504 if isinstance(cause, asyncio.TimeoutError) else 502
+        return Failed(half, f"was lost: {reason(cause)}", status)
 
     def _finish(self, half: Half, ask: Ask, status: int) -> None:
         """The answer has come to its end, good or not."""
@@ -307,7 +308,6 @@ class Proxy:
 
     async def _abort(self, half: Half, rid: str) -> None:
         """Ends a request at a worker now; SGLang looks for closed connections only now and then."""
-        start_of_request.set(None)
         url = half.worker.url + "/abort_request"
         try:
             async with self._session.post(url, json={"rid": rid}, timeout=_ABORT_TIMEOUT) as got:
@@ -337,11 +337,20 @@ async def _write(out: web.StreamResponse, data: bytes | None) -> None:
         raise ClientGone from error
 
 
-def _take(answer: Answer, got: aiohttp.ClientResponse, data: bytes) -> None:
+def _expire(connections: Sequence[Connection], limit: float) -> None:
+    for connection in connections:
+        connection.abandon(asyncio.TimeoutError(f"after {limit:g} s"))
+
+
+def _is_stream(got: RawResponseMessage) -> bool:
+    return got.headers.get("Content-Type", "").startswith("text/event-stream")
+
+
+def _take(answer: Answer, got: RawResponseMessage, data: bytes) -> None:
     """An answer that came as a whole."""
-    if got.content_type == "text/event-stream":
+    if _is_stream(got):
         answer.take_stream(data)
-    elif got.status == 200:
+    elif got.code == 200:
         answer.take(data)
 
 
