@@ -177,7 +177,9 @@ class Life:
         store.drop(*rng.sample(keys, rng.randint(0, min(3, len(keys)))))
 
     def _clear(self, rng: random.Random) -> None:
-        self.ranks.each(lambda cache: cache.tree.clear_storage_backend())
+        """Where the store is down on one rank, it is not; what is known of it goes on all."""
+        for cache in self.ranks.caches:
+            cache.tree.clear_storage_backend()
 
     # ---- drawing ----
 

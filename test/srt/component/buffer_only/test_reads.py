@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from component.buffer_only.cache import PAGE, Cache, Later, prompt
+from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
-from sglang.srt.mem_cache.buffer_only.copies import LOADS
+from component.buffer_only.reaching import reach
 from sglang.srt.mem_cache.buffer_only.read_state import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
@@ -24,28 +24,6 @@ def filled(stored: int = 9, **changes: Any) -> Cache:
     cache.store.calls.clear()
     cache.buffer.parts.tally.clear()
     return cache
-
-
-def reach(cache: Cache, state: State, rid: str = "r") -> None:
-    """Steps, with as little work as it takes, until the read is in ``state``.
-
-    What holds it in a state that is usually over in a step goes when it is there.
-    """
-    if state is State.PARKED:
-        cache.hogs.append(cache.stage.lease(Direction.READ, cache.stage.room(Direction.READ)))
-    if state is State.STAGED:
-        cache.slow = True
-        for _ in range(LOADS):
-            cache.buffer.reads.loads._copies.add(Later(cache, lambda: None), ())
-    for _ in range(20):
-        if cache.state(rid) is state:
-            for hog in cache.hogs:
-                hog.release()
-            cache.hogs.clear()
-            cache.slow = False
-            return
-        cache.step(work=cache.state(rid) in (State.QUERYING, State.FETCHING))
-    raise AssertionError(f"{state} is never reached: {cache.describe()}")
 
 
 def test_states_and_what_they_hold():

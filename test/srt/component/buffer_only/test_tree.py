@@ -95,8 +95,23 @@ def test_the_store_cannot_be_changed_while_the_server_runs():
     assert cache.tree.enable_storage and cache.serve("r", prompt(1, 3)) == 0
     cache.settle()
     check_idle(cache)
+    closed = []
+    cache.store.close = lambda: closed.append(True)
     cache.tree.shutdown()
-    assert not cache.tree.enable_storage
+    assert not cache.tree.enable_storage and closed == [True]
+
+
+def test_a_store_in_a_call_is_not_closed():
+    """A native client whose memory is gone under a call that runs ends in a crash."""
+    cache = Cache()
+    cache.store.hang("batch_set_v1")
+    cache.compute(prompt(1, 3))
+    for _ in range(4):
+        cache.step()
+    cache.store.close = lambda: pytest.fail("closed")
+    cache.tree.shutdown()
+    assert cache.tree.enable_storage
+    cache.let_go()
 
 
 def test_with_threads():
@@ -135,7 +150,7 @@ def test_a_backend_with_the_older_calls(lost: int | None):
     store = Flat()
     cache = Cache(store)
     flat = FlatStore(store, cache.tree.token_to_kv_pool_host)
-    cache.buffer.parts.store._guard = StoreGuard(flat, "flat", GuardSettings())
+    cache.buffer.parts.store.guard = StoreGuard(flat, "flat", GuardSettings())
     tokens = prompt(1, 5)
     cache.compute(tokens)
     cache.settle()

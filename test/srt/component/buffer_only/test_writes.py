@@ -6,7 +6,9 @@ import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
+from component.buffer_only.reaching import reach
 from sglang.srt.mem_cache.buffer_only.intents import EVICTED, FULL, UNCOVERED
+from sglang.srt.mem_cache.buffer_only.read_state import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 
@@ -276,3 +278,38 @@ def test_the_store_is_cleared():
     assert (
         len(cache.store.content) >= 2 and cache.match(prompt(1, 2)).last_device_node.storage_ready
     )
+
+
+@pytest.mark.parametrize("state", [State.QUERYING, State.FETCHING, State.STAGED, State.DONE])
+def test_the_store_is_cleared_under_a_read(state: State):
+    """What was found before would enter the tree as stored, and never be written again."""
+    cache = Cache()
+    tokens = prompt(1, 6)
+    cache.compute(tokens)
+    cache.settle()
+    cache.flush()
+    cache.want("r", tokens)
+    reach(cache, state)
+    assert cache.tree.clear_storage_backend() and not cache.store.content
+    check(cache)
+    cache.settle()
+    assert cache.tree.check_prefetch_progress("r") and not any(n.stored for n in nodes(cache.tree))
+    cache.compute(tokens)
+    cache.settle()
+    assert len(cache.store.content) == 6
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_store_that_cannot_be_cleared(how: str):
+    """The scheduler does not wait for it for ever; what is known of the store is forgotten all the
+    same, for other ranks may have cleared theirs."""
+    cache = Cache()
+    cache.compute(prompt(1, 2))
+    cache.settle()
+    cache.store.fail("clear") if how == "fails" else cache.store.hang("clear")
+    assert not cache.tree.clear_storage_backend()
+    assert not nodes(cache.tree)[0].storage_backed
+    cache.let_go()
+    cache.settle()
+    check_idle(cache)

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.intents import IntentQueue
 from sglang.srt.mem_cache.buffer_only.sizing import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
+from sglang.srt.mem_cache.store_parts.guard import Fault
 from unit.buffer_only.nodes import chain
 
 LABELS = {"tp_rank": 0, "storage_backend": "unit test"}
@@ -26,8 +27,11 @@ def test_gauges_and_counters():
     stage = Stage(16, *shares(16))
     intents = IntentQueue(10)
     tally: Counter[str] = Counter()
+    guard = SimpleNamespace(up=True, under_way=2, overdue=1, faults=Counter())
+    store = SimpleNamespace(guard=guard)
     buffer = SimpleNamespace(
-        parts=SimpleNamespace(stage=stage, tally=tally), writes=SimpleNamespace(intents=intents)
+        parts=SimpleNamespace(stage=stage, tally=tally, store=store),
+        writes=SimpleNamespace(intents=intents),
     )
     now = 0.0
     mine = metrics.BufferMetrics(clock=lambda: now)
@@ -38,17 +42,23 @@ def test_gauges_and_counters():
     for node in chain(4, 6, 9):
         intents.add(node)
     tally["store_read_pages"] = 5
+    guard.faults[Fault.DEADLINE] += 1
     mine.update(buffer)
     assert (value("pages"), value("write_pages"), value("read_pages")) == (16, 3, 2)
     assert (value("pending_intents"), value("pending_tokens")) == (2, 10)
     assert value("store_read_pages_total") == 5
     assert value("dropped_tokens_total", reason="queue_full") == 9
+    assert [value(f"store_{name}") for name in ("up", "calls", "overdue_calls")] == [1, 2, 1]
+    assert value("store_faults_total", fault="deadline") == 1
+    assert value("store_faults_total", fault="error") == 0, "there before the first fault"
     lease.release()
+    guard.up = False
     tally["store_read_pages"] = 7
     mine.update(buffer)
     assert value("write_pages") == 3, "at most once a second"
     now = 1.0
     mine.update(buffer)
-    assert value("write_pages") == 0 and value("peak_pages") == 5
+    assert value("write_pages") == 0 and value("peak_pages") == 5 and value("store_up") == 0
+    assert value("store_faults_total", fault="deadline") == 1
     assert value("store_read_pages_total") == 7
     assert value("dropped_tokens_total", reason="queue_full") == 9

@@ -58,6 +58,21 @@ def test_close_ends_the_threads() -> None:
         assert not thread.is_alive()
 
 
+def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a storage thread that ends because the system has no more threads, or because
+    the interpreter is ending: the call has failed, and the next one may work."""
+    threads = CallThreads("refused")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            threads.start(lambda: 1).result(10)
+    assert threads.start(lambda: 1).result(10) == 1 and threads.made == 1
+
+
 def test_bounds_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against variables that are not read, and against nonsense that is."""
     monkeypatch.setenv("SGLANG_HICACHE_STORE_DEADLINE", "2.5")
@@ -65,6 +80,15 @@ def test_bounds_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HICACHE_STORE_FIRST_RETRY", "0.5")
     monkeypatch.setenv("SGLANG_HICACHE_STORE_LONGEST_RETRY", "7")
     assert GuardSettings.from_env() == GuardSettings(2.5, 3, 0.5, 7.0)
-    monkeypatch.setenv("SGLANG_HICACHE_STORE_MAX_CALLS", "0")
-    with pytest.raises(ValueError, match="SGLANG_HICACHE_STORE_MAX_CALLS"):
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("DEADLINE", "soon"), ("DEADLINE", "-1"), ("MAX_CALLS", "0"), ("MAX_CALLS", "2.5"),
+     ("FIRST_RETRY", "inf"), ("LONGEST_RETRY", "")],
+)  # fmt: skip
+def test_wrong_bounds(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """Guards against a server that starts with bounds which nobody meant."""
+    monkeypatch.setenv(f"SGLANG_HICACHE_STORE_{name}", value)
+    with pytest.raises(ValueError, match=f"SGLANG_HICACHE_STORE_{name} must be"):
         GuardSettings.from_env()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.store_parts.guard import Fault
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
@@ -19,8 +21,12 @@ GAUGES = {
     "write_pages": "Staging pages in use on the way to the store",
     "read_pages": "Staging pages in use on the way from the store",
     "peak_pages": "Most staging pages in use at one time",
+    "stranded_pages": "Staging pages that a call of the store that was given up may still use",
     "pending_intents": "Nodes that wait for staging pages to be written",
     "pending_tokens": "Tokens of these nodes",
+    "store_up": "1 if the store is used, 0 after it was silent and until it answers a probe",
+    "store_calls": "Calls of the store under way",
+    "store_overdue_calls": "Calls of the store that were given up and have not returned",
 }
 #: Kept in ``Parts.tally``; the names end in ``_total`` on the wire.
 COUNTERS = {
@@ -35,13 +41,15 @@ COUNTERS = {
     "prefetch_timeouts": "Requests that were computed after waiting too long",
     "prefetch_unfulfilled_tokens": "Tokens of hits that were computed after all",
 }
-DROPPED = "dropped_tokens"
+#: The same with one more label: name, label and text.
+DROPPED = ("dropped_tokens", "reason", "Tokens that were to be written and were not")
+FAULTS = ("store_faults", "fault", "What the store did wrong, in calls or pages of this rank")
 #: Seconds between two updates.
 EVERY_S = 1.0
 
 
 @cache
-def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
     from prometheus_client import Counter, Gauge
 
@@ -50,8 +58,9 @@ def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, 
         for name, text in GAUGES.items()
     }
     counters = {name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()}
-    text = "Tokens that were to be written and were not, by reason"
-    return gauges, counters, Counter(PREFIX + DROPPED, text, (*labelnames, "reason"))
+    for name, label, text in (DROPPED, FAULTS):
+        counters[name] = Counter(PREFIX + name, text, (*labelnames, label))
+    return gauges, counters
 
 
 class BufferMetrics:
@@ -60,49 +69,56 @@ class BufferMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._updated_at: float | None = None
-        self._labels: dict[str, Any] = {}
-        self._gauges: dict[str, Any] = {}
-        self._counters: dict[str, Any] = {}
-        self._dropped: Any = None
-        self._seen: dict[tuple[str, str], int] = {}
+        self._labels: dict[str, Any] | None = None
+        self._seen: Counts[tuple[str, str]] = Counts()
 
     def bind(self, labels: Mapping[str, Any]) -> None:
         """Report under ``labels`` from now on."""
         self._labels = dict(labels)
-        gauges, counters, self._dropped = _prometheus(tuple(labels))
-        self._gauges = {name: gauge.labels(**labels) for name, gauge in gauges.items()}
-        self._counters = {name: counter.labels(**labels) for name, counter in counters.items()}
 
     def update(self, buffer: Pipelines) -> None:
         """Called in every step; does something once in ``EVERY_S``."""
-        if not self._gauges:
+        if self._labels is None:
             return
         now = self._clock()
         if self._updated_at is not None and now - self._updated_at < EVERY_S:
             return
         self._updated_at = now
+        gauges, counters = _prometheus(tuple(self._labels))
         for name, value in readings(buffer).items():
-            self._gauges[name].set(value)
-        for name, counter in self._counters.items():
-            counter.inc(self._since("", name, buffer.parts.tally[name]))
-        for reason, tokens in buffer.writes.intents.dropped.items():
-            counter = self._dropped.labels(**self._labels, reason=reason)
-            counter.inc(self._since(DROPPED, reason, tokens))
+            gauges[name].labels(**self._labels).set(value)
+        for (name, label, key), total in totals(buffer).items():
+            counter = counters[name].labels(**self._labels, **({label: key} if label else {}))
+            counter.inc(total - self._seen[name, key])
+            self._seen[name, key] = total
 
-    def _since(self, family: str, name: str, total: int) -> int:
-        before = self._seen.get((family, name), 0)
-        self._seen[family, name] = total
-        return total - before
+
+def totals(buffer: Pipelines) -> dict[tuple[str, str, str], int]:
+    """Each counter's value, by name, its own label (or none) and the label's value."""
+    parts = buffer.parts
+    found = {(name, "", ""): parts.tally[name] for name in COUNTERS}
+    name, label, _ = DROPPED
+    for reason, tokens in buffer.writes.intents.dropped.items():
+        found[name, label, reason] = tokens
+    name, label, _ = FAULTS
+    for fault in Fault:
+        found[name, label, fault.value] = parts.store.guard.faults[fault]
+    return found
 
 
 def readings(buffer: Pipelines) -> dict[str, int]:
     """The value of each gauge now."""
     stage, intents = buffer.parts.stage, buffer.writes.intents
+    guard = buffer.parts.store.guard
     return {
         "pages": stage.pages,
         "write_pages": stage.used(Direction.WRITE),
         "read_pages": stage.used(Direction.READ),
         "peak_pages": stage.peak,
+        "stranded_pages": stage.stranded,
         "pending_intents": len(intents),
         "pending_tokens": intents.tokens,
+        "store_up": int(guard.up),
+        "store_calls": guard.under_way,
+        "store_overdue_calls": guard.overdue,
     }

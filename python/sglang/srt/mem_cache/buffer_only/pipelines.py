@@ -57,7 +57,23 @@ class Pipelines:
         self.writes.reset()
         self.reads.reset()
 
+    def clear_store(self) -> bool:
+        """Remove everything from the store; whether it did.
+
+        What is known of it is forgotten in any case, since the ranks may have fared differently: a
+        page that is there is not written again, but one that is believed to be there never is.
+        """
+        cleared = self.parts.store.guard.clear()
+        self.reads.forget_found()
+        self.writes.forget_stored(self.parts.tree.root_node)
+        return cleared
+
     def close(self) -> bool:
-        """End the threads; False if the store still keeps one."""
+        """End the threads, and close the store; False if it is still in a call, and then it is left
+        as it is."""
+        guard = self.parts.store.guard
         ended = [self.writes.close(CLOSE_S), self.reads.close(CLOSE_S)]
-        return all(ended)
+        if not all(ended) or guard.under_way:
+            return False
+        guard.close()
+        return True

@@ -126,9 +126,13 @@ class Reads:
 
     def reset(self) -> None:
         """The tree is about to be emptied: end everything, but keep what the store still fills."""
+        self.forget_found()
+        self.loads.finish(len(self.loads))
+
+    def forget_found(self) -> None:
+        """The store was cleared: what it was found to have would enter the tree as stored."""
         for read in list(self._by_rid.values()):
             self._abandon(read)
-        self.loads.finish(len(self.loads))
 
     def close(self, timeout: float) -> bool:
         """End the lanes' threads."""

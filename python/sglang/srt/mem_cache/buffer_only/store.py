@@ -27,24 +27,24 @@ class PageStore:
     """
 
     def __init__(self, guard: StoreGuard, page_size: int) -> None:
-        self._guard = guard
+        self.guard = guard
         self._page_size = page_size
 
     def leading_hits(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, job: Job) -> int:
         """How many of ``keys`` are in the store, up to the first that is not."""
-        return self._by_batches(self._guard.query, keys, prefix_keys, job)
+        return self._by_batches(self.guard.query, keys, prefix_keys, job)
 
     def fetch(
         self, keys: Sequence[str], slots: torch.Tensor, prefix_keys: Sequence[str] | None, job: Job
     ) -> int:
         """Read pages into the host slots ``slots``, a page after the other; leading pages read."""
-        return self._by_batches(self._guard.read, keys, prefix_keys, job, slots)
+        return self._by_batches(self.guard.read, keys, prefix_keys, job, slots)
 
     def save(
         self, keys: Sequence[str], slots: torch.Tensor, prefix_keys: Sequence[str] | None, job: Job
     ) -> int:
         """Write pages from the host slots ``slots``; leading pages that are durable."""
-        return self._by_batches(self._guard.write, keys, prefix_keys, job, slots)
+        return self._by_batches(self.guard.write, keys, prefix_keys, job, slots)
 
     def _by_batches(
         self,
@@ -114,6 +114,15 @@ class FlatStore:
     def get_stats(self) -> Any:
         """As the backend's."""
         return self._backend.get_stats()
+
+    def clear(self) -> None:
+        """As the backend's."""
+        self._backend.clear()
+
+    def close(self) -> None:
+        """As the backend's, where it has one."""
+        if hasattr(self._backend, "close"):
+            self._backend.close()
 
     def _slot(self, slots: torch.Tensor, page: int) -> int:
         return int(slots[page * self._pool.page_size])

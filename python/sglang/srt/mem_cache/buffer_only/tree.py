@@ -177,7 +177,7 @@ class BufferOnlyTree(HiRadixCache):
         self._buffer_metrics.update(self.buffer)
         if self.enable_storage_metrics:
             self.storage_metrics_collector.log_storage_metrics(
-                self.cache_controller.storage_backend.get_stats()
+                self.buffer.parts.store.guard.get_stats()
             )
 
     @override
@@ -195,10 +195,9 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def clear_storage_backend(self) -> bool:
-        cleared = bool(super().clear_storage_backend())
-        if cleared and self.buffer is not None:
-            self.buffer.writes.forget_stored(self.root_node)
-        return cleared
+        if self.buffer is None:
+            return bool(super().clear_storage_backend())
+        return self.buffer.clear_store()
 
     @override
     def attach_storage_backend(
@@ -222,8 +221,10 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def detach_storage_backend(self) -> tuple[bool, str]:
-        if self.buffer is not None and not self._closing:
-            return False, NO_RUNTIME_CHANGE
+        if self.buffer is not None:
+            if not self._closing:
+                return False, NO_RUNTIME_CHANGE
+            self.cache_controller.storage_backend = None  # the pipelines have closed it
         ok, message = super().detach_storage_backend()
         return ok, message
 

@@ -6,7 +6,6 @@
 ``guard``     every call of a store with a deadline: faults become misses and failures
 ``health``    whether a store is asked, and when it is probed
 ``worker``    the threads that the calls run on
-``beliefs``   page keys that are known to be stored
 
 The mixins are used where the host pool is a stage (``is_stage`` is true on it); elsewhere the
 backends are SGLang's own.

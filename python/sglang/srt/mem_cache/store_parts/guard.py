@@ -3,10 +3,10 @@
 ``StoreGuard`` stands between HiCache's storage threads and a ``HiCacheStorage``. A call runs on a
 thread of the guard; the caller waits for it until the deadline and then gives it up. A call cannot
 be taken back, so a given-up read may still write into the host pages that it was handed, and a
-given-up write may still read them, at any later time until it returns. Those pages are *busy*: the
-owner of the stage is told before the caller goes on (``on_busy``, and ``Outcome.busy``), must not
-hand them to anyone else, and gets a callback when the call has returned. There is no bound on that
-time: memory that a store may write into is better lost than wrong.
+given-up write may still read them, at any later time until it returns. Those pages are *busy*
+(``Outcome.busy``): the owner of the stage must not hand them to anyone else before the call has
+returned. There is no bound on that time: memory that a store may write into is better lost than
+wrong.
 
 After a missed deadline the store counts as down: calls are refused at once, without touching it,
 until a probe is answered. Calls under way, the given-up ones among them, are at most ``max_calls``.
@@ -77,12 +77,6 @@ class Outcome:
     #: Set if the call was given up: its pages, until it has returned.
     busy: Busy | None = None
 
-    @property
-    def evidence(self) -> int | None:
-        """How many pages are there and the next one not, or None where that is not known: the call
-        failed, or its answer means nothing."""
-        return self.pages if self.fault in (None, Fault.MISSING) else None
-
 
 @dataclass(frozen=True)
 class GuardSettings:
@@ -121,7 +115,6 @@ class StoreGuard:
         store: Any,
         name: str,
         settings: GuardSettings | None = None,
-        on_busy: Callable[[Busy], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[Future[Any], float], None] = _wait,
     ) -> None:
@@ -129,20 +122,17 @@ class StoreGuard:
 
         Args:
             name: what messages call it.
-            on_busy: told of every given-up read and write, on the thread that made the call and
-                before it goes on; must not raise.
             clock, wait: for tests; ``wait`` returns when the call is done or its time is over.
         """
         self.store, self.name = store, name
         self.settings = settings or GuardSettings.from_env()
         self.faults: Counter[Fault] = Counter()
-        self._on_busy = on_busy
         self._clock, self._wait = clock, wait
         self._threads = CallThreads(f"hicache-store-{name}")
         self._lock = threading.RLock()  # a future's callback may run on the thread that adds it
         self._health = Health(self.settings.first_retry, self.settings.longest_retry)
         self._under_way: set[Future[Any]] = set()
-        self._busy: dict[Future[Any], Busy] = {}
+        self._overdue: set[Future[Any]] = set()
         self._error_logged = False
         if hasattr(store, "on_short"):
             store.on_short = lambda: self._count(Fault.SHORT)
@@ -179,26 +169,6 @@ class StoreGuard:
             self._call("close", lambda: self.store.close())
         self._threads.close()
 
-    # ---- the same under SGLang's names; busy pages are then known by on_busy only ----
-
-    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """``HiCacheStorage.batch_exists``."""
-        return self.query(keys, extra_info).pages
-
-    def batch_get_v1(
-        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
-    ) -> list[bool]:
-        """``HiCacheStorage.batch_get_v1``; True for leading pages only."""
-        pages = self.read(keys, host_indices, extra_info).pages
-        return [at < pages for at in range(len(keys))]
-
-    def batch_set_v1(
-        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
-    ) -> list[bool]:
-        """``HiCacheStorage.batch_set_v1``; True for leading pages only."""
-        pages = self.write(keys, host_indices, extra_info).pages
-        return [at < pages for at in range(len(keys))]
-
     def get_stats(self) -> Any:
         """``HiCacheStorage.get_stats``: numbers that the backend keeps in this process."""
         try:
@@ -215,14 +185,14 @@ class StoreGuard:
         return self._health.up
 
     @property
+    def overdue(self) -> int:
+        """Calls that were given up and have not returned."""
+        return len(self._overdue)
+
+    @property
     def under_way(self) -> int:
         """Calls that have not returned, the given-up ones among them."""
         return len(self._under_way)
-
-    def busy(self) -> list[Busy]:
-        """What given-up calls may still use."""
-        with self._lock:
-            return list(self._busy.values())
 
     # ---- inside ----
 
@@ -241,13 +211,7 @@ class StoreGuard:
             method, lambda: _results(call(asked, host_indices, extra), len(asked))
         )
         if given_up is not None:
-            busy = Busy(host_indices, given_up)
-            with self._lock:
-                self._busy[given_up] = busy
-            given_up.add_done_callback(self._not_busy)
-            if self._on_busy is not None:
-                self._on_busy(busy)
-            return Outcome(0, fault, busy)
+            return Outcome(0, fault, Busy(host_indices, given_up))
         if fault is not None:
             return Outcome(0, fault)
         pages, there = leading(results), sum(results)
@@ -265,7 +229,7 @@ class StoreGuard:
             return None, Fault.DOWN, None
         self._wait(future, self.settings.deadline)
         if not future.done():
-            self._gave_up(method)
+            self._gave_up(method, future)
             return None, Fault.DEADLINE, future
         error = future.exception()
         if error is not None:
@@ -296,10 +260,6 @@ class StoreGuard:
         with self._lock:
             self._under_way.discard(future)
 
-    def _not_busy(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._busy.pop(future, None)
-
     def _probed(self, future: Future[Any]) -> None:
         if future.exception() is not None:
             return
@@ -309,11 +269,13 @@ class StoreGuard:
         if not was_up:
             logger.warning("HiCache store %s answers again and is used again", self.name)
 
-    def _gave_up(self, method: str) -> None:
+    def _gave_up(self, method: str, future: Future[Any]) -> None:
         with self._lock:
+            self._overdue.add(future)
             self.faults[Fault.DEADLINE] += 1
             first = self._health.hung(self._clock())
             retry = self._health.retry_in
+        future.add_done_callback(self._overdue.discard)
         if first:
             logger.error(
                 "HiCache store %s: %s did not return within %g s "

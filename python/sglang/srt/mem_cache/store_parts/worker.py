@@ -26,16 +26,21 @@ class CallThreads:
 
     def start(self, call: Callable[[], Any]) -> Future[Any]:
         """Run ``call`` on a thread. The future is done when it has returned or raised, whatever it
-        raised; its callbacks run on that thread."""
+        raised, or could not be started; its callbacks run on that thread."""
         future: Future[Any] = Future()
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = SimpleQueue()
-            self.made += 1
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(inbox,), name=self._name, daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads, or the interpreter is ending
+                future.set_exception(error)
+                return future
+            self.made += 1
         inbox.put((future, call))
         return future
 

@@ -1,0 +1,30 @@
+"""Brings a read into a state, and no further."""
+
+from __future__ import annotations
+
+from component.buffer_only.cache import Cache, Later
+from sglang.srt.mem_cache.buffer_only.copies import LOADS
+from sglang.srt.mem_cache.buffer_only.read_state import State
+from sglang.srt.mem_cache.buffer_only.stage import Direction
+
+
+def reach(cache: Cache, state: State, rid: str = "r") -> None:
+    """Steps, with as little work as it takes, until the read is in ``state``.
+
+    What holds it in a state that is usually over in a step goes when it is there.
+    """
+    if state is State.PARKED:
+        cache.hogs.append(cache.stage.lease(Direction.READ, cache.stage.room(Direction.READ)))
+    if state is State.STAGED:
+        cache.slow = True
+        for _ in range(LOADS):
+            cache.buffer.reads.loads._copies.add(Later(cache, lambda: None), ())
+    for _ in range(20):
+        if cache.state(rid) is state:
+            for hog in cache.hogs:
+                hog.release()
+            cache.hogs.clear()
+            cache.slow = False
+            return
+        cache.step(work=cache.state(rid) in (State.QUERYING, State.FETCHING))
+    raise AssertionError(f"{state} is never reached: {cache.describe()}")
