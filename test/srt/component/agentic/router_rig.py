@@ -1,0 +1,184 @@
+"""A router and stub workers in one event loop, on ports that the kernel picks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from benchmark.agentic.router.app import Router
+from benchmark.agentic.router.settings import Settings
+from benchmark.agentic.router.stub import Stub
+
+
+class Worker(Stub):
+    """A stub that can be held before any token, fail, and be killed."""
+
+    def __init__(self, role: str = "colocated", tokens: int = 3) -> None:
+        super().__init__(role, tokens)
+        self.bodies: list[dict[str, Any]] = []
+        self.holds: dict[int, asyncio.Event] = {}
+        """Token number -> what it waits for."""
+        self.status = 200
+        """What /generate and /health answer."""
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def hold(self, number: int) -> asyncio.Event:
+        return self.holds.setdefault(number, asyncio.Event())
+
+    async def arrived(self, body: bytes) -> None:
+        self.bodies.append(json.loads(body))
+        if self.status != 200:
+            raise _Refuse(self.status)
+
+    async def token(self, number: int) -> None:
+        if number in self.holds:
+            await self.holds[number].wait()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.status)
+
+    async def start(self) -> None:
+        """Again on the same port after ``kill``."""
+        self._runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def kill(self) -> None:
+        """Stops listening and cuts every connection, as the end of a process does."""
+        for site in list(self._runner.sites):
+            await site.stop()
+        server = self._runner.server
+        assert server is not None
+        for connection in list(server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+
+
+class _Refuse(web.HTTPException):
+    def __init__(self, status: int) -> None:
+        self.status_code = status
+        super().__init__(text="stub fails")
+
+
+class Rig:
+    """What a test talks to."""
+
+    def __init__(self, router: Router, url: str, session: aiohttp.ClientSession) -> None:
+        self.router, self.url, self.session = router, url, session
+
+    async def post(self, body: dict[str, Any], path: str = "/generate", **more: Any) -> Answer:
+        async with self.session.post(self.url + path, json=body, **more) as got:
+            return Answer(got.status, dict(got.headers), await got.text())
+
+    def ask(self, ids: list[int] | None = None, **more: Any) -> asyncio.Task[Answer]:
+        """A streaming request, running."""
+        body = {"input_ids": ids or [1, 2, 3], "stream": True, **more}
+        return asyncio.create_task(self.post(body))
+
+    def load(self) -> dict[str, int]:
+        """Requests that the router counts at each worker."""
+        return {w.url: w.requests for w in self.router.scheduler.workers}
+
+    def assert_idle(self) -> None:
+        for w in self.router.scheduler.workers:
+            assert (w.requests, w.pending_tokens, w.ongoing_tokens, w.added_tokens) == (0,) * 4
+
+    def counter(self, name: str, **labels: str) -> float:
+        """A sample of the router's metrics; 0 where there is none."""
+        value = self.router.metrics._registry.get_sample_value(f"sglang:router_{name}", labels)
+        return value or 0.0
+
+
+class Answer:
+    """What the client got."""
+
+    def __init__(self, status: int, headers: dict[str, str], text: str) -> None:
+        self.status, self.headers, self.text = status, headers, text
+
+    @property
+    def events(self) -> list[Any]:
+        datas = [line[5:].strip() for line in self.text.splitlines() if line.startswith("data:")]
+        return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+    @property
+    def errors(self) -> list[str]:
+        """Messages of the errors in it, of whichever form."""
+        if self.status != 200:
+            return [json.loads(self.text)["error"]["message"]]
+        return [event["error"]["message"] for event in self.events if "error" in event]
+
+    @property
+    def whole(self) -> bool:
+        """Whether a stream came to its proper end without an error."""
+        return self.status == 200 and not self.errors and self.events[-1] == "[DONE]"
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Waits for what other tasks of this loop bring about."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "did not come about in time"
+        await asyncio.sleep(0.002)
+
+
+def run(
+    test: Callable[[Rig], Awaitable[None]],
+    workers: list[Worker],
+    decisions: Path | None = None,
+    **settings: Any,
+) -> None:
+    """Starts everything, waits until the router is ready, runs the test, stops everything.
+
+    Health is checked once at the start, and then only by the test (``check``).
+    """
+
+    async def go() -> None:
+        async with AsyncExitStack() as stack:
+            for worker in workers:
+                await worker.start()
+                stack.push_async_callback(worker.kill)
+            roles = {role: [w.url for w in workers if w.role == role] for role in _ROLES}
+            chosen = {
+                "policy": "round_robin",
+                "prefill_policy": "round_robin",
+                "decode_policy": "round_robin",
+                "block_tokens": 4,
+                "health_interval": 3600.0,
+                **settings,
+            }
+            router = Router(
+                Settings(
+                    workers=tuple(roles["colocated"]),
+                    prefills=tuple((url, 8000 + i) for i, url in enumerate(roles["prefill"])),
+                    decodes=tuple(roles["decode"]),
+                    **chosen,
+                ),
+                decisions,
+            )
+            runner = web.AppRunner(router.app, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            rig = Rig(router, "http://{}:{}".format(*runner.addresses[0]), session)
+            await until(lambda: all(w.checked for w in router.scheduler.workers))
+            await asyncio.wait_for(test(rig), 30)
+
+    asyncio.run(go())
+
+
+_ROLES = ("colocated", "prefill", "decode")

@@ -1,0 +1,426 @@
+"""The router between clients and stub workers: protocol, failures, and what it gives back."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.agentic.router import health
+from benchmark.agentic.router.state import DECODE, PREFILL
+from component.agentic.router_rig import Rig, Worker, run, until
+
+CHAT = "/v1/chat/completions"
+
+
+def pair() -> tuple[Worker, Worker]:
+    return Worker("prefill"), Worker("decode")
+
+
+def test_both_halves_get_one_body_and_decode_answers() -> None:
+    """Guards SGLang's PD protocol: one room, prefill's bootstrap address, one rid."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        answer = await rig.ask([1, 2, 3], extra_key="k")
+        assert answer.whole and len(answer.events) == decode.tokens + 1
+        assert prefill.bodies == decode.bodies
+        (body,) = prefill.bodies
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 8000)
+        assert 0 <= body["bootstrap_room"] < 2**63 and body["rid"]
+        assert (body["input_ids"], body["extra_key"]) == ([1, 2, 3], "k")
+        assert answer.headers["X-Prefill-Worker"] == prefill.url
+        assert answer.headers["X-Decode-Worker"] == decode.url
+        await until(lambda: not any(rig.load().values()))
+        rig.assert_idle()
+        assert rig.counter("requests_total", worker=prefill.url, role=PREFILL, outcome="ok") == 1
+
+    run(test, [prefill, decode])
+
+
+@pytest.mark.parametrize("workers", [pair(), (Worker(),)])
+def test_whole_answers_and_chat(workers: tuple[Worker, ...]) -> None:
+    """Guards the routes that are not streamed token ids."""
+
+    async def test(rig: Rig) -> None:
+        whole = await rig.post({"text": "hello", "stream": False})
+        assert json.loads(whole.text)["output_ids"] == [0, 1, 2]
+        messages = [{"role": "user", "content": "hello"}]
+        chat = await rig.post({"messages": messages, "stream": True}, CHAT)
+        assert chat.whole and len(chat.events) == 4
+        if len(workers) == 1:
+            assert whole.headers["X-Worker"] == workers[0].url
+        await until(lambda: not any(rig.load().values()))
+        rig.assert_idle()
+
+    run(test, list(workers))
+
+
+def test_a_batch_is_refused_and_reaches_no_worker() -> None:
+    """Guards against a batch that is routed as one prompt."""
+    worker = Worker()
+
+    async def test(rig: Rig) -> None:
+        answer = await rig.post({"input_ids": [[1], [2]]})
+        assert answer.status == 400 and "batch" in answer.errors[0]
+        assert worker.bodies == []
+
+    run(test, [worker])
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_worker_costs_its_requests_one_error_each(killed: int) -> None:
+    """Guards everybody else's requests, the charges, and against a second attempt at work that a
+    worker had begun: ``killed`` tokens had reached the client."""
+    one, other = Worker(), Worker()
+
+    async def test(rig: Rig) -> None:
+        gates = [worker.hold(killed) for worker in (one, other)]
+        requests = [rig.ask() for _ in range(6)]
+        await until(lambda: len(one.bodies) == len(other.bodies) == 3)
+        if killed:
+            state = rig.router.scheduler.workers
+            await until(lambda: all(w.pending_tokens == 0 for w in state))
+        await one.kill()
+        gates[1].set()
+        answers = await asyncio.gather(*requests)
+        broken = [answer for answer in answers if answer.errors]
+        assert len(broken) == 3 and sum(answer.whole for answer in answers) == 3
+        for answer in broken:
+            assert answer.status == (200 if killed else 502)
+            (message,) = answer.errors
+            assert one.url in message
+            if killed:
+                assert answer.events[-1] == "[DONE]" and len(answer.events) == killed + 2
+        assert len(other.bodies) == 3
+        rig.assert_idle()
+        # The next ones go where somebody listens.
+        assert all([(await rig.ask()).whole for _ in range(4)])
+        await one.start()
+
+    run(test, [one, other])
+
+
+def test_only_a_whole_event_is_passed_on_before_an_error() -> None:
+    """Guards a client's JSON parser against half an event with an error glued to it."""
+
+    class Torn(Worker):
+        async def generate(self, request: Any) -> Any:
+            await request.read()
+            from aiohttp import web
+
+            out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await out.prepare(request)
+            await out.write(b'data: {"text": "a"}\n\ndata: {"te')
+            request.transport.close()
+            return out
+
+    async def test(rig: Rig) -> None:
+        answer = await rig.ask()
+        assert answer.events[0] == {"text": "a"} and len(answer.errors) == 1
+        assert len(answer.events) == 3
+
+    run(test, [Torn()])
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode", "colocated"])
+def test_a_worker_that_refuses_is_passed_over(dead: str) -> None:
+    """Guards the retry, and that no other worker got half of what was sent elsewhere."""
+    workers = [Worker("colocated"), Worker("colocated")]
+    if dead != "colocated":
+        workers = [Worker("prefill"), Worker("prefill"), Worker("decode"), Worker("decode")]
+
+    async def test(rig: Rig) -> None:
+        first = next(worker for worker in workers if worker.role == dead)
+        await first.kill()
+        answers = [await rig.ask() for _ in range(4)]
+        assert all(answer.whole for answer in answers)
+        for role in {worker.role for worker in workers}:
+            bodies = [body for worker in workers if worker.role == role for body in worker.bodies]
+            assert len({body["rid"] for body in bodies}) == len(bodies) == 4
+        assert rig.counter("retries_total", worker=first.url) >= 1
+        assert all(worker.aborted == [] for worker in workers)
+        await until(lambda: not any(rig.load().values()))
+        rig.assert_idle()
+        await first.start()
+
+    run(test, workers, max_attempts=4)
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_without_a_second_half_nothing_is_sent_to_the_first(dead: str) -> None:
+    """Guards the other half against waiting for a peer that never comes."""
+    workers = {"prefill": Worker("prefill"), "decode": Worker("decode")}
+
+    async def test(rig: Rig) -> None:
+        await workers[dead].kill()
+        answer = await rig.ask()
+        assert answer.status == 503
+        assert workers[dead].url in answer.errors[0]
+        assert workers["prefill"].bodies == workers["decode"].bodies == []
+        rig.assert_idle()
+        await workers[dead].start()
+
+    run(test, list(workers.values()))
+
+
+@pytest.mark.parametrize("how", ["killed", "error"])
+def test_a_failed_prefill_ends_decode_too(how: str) -> None:
+    """Guards decode against waiting for KV that will not come, and its memory with it."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        decode.hold(0)
+        if how == "error":
+            prefill.status = 500
+        else:
+            prefill.hold(0)
+        request = rig.ask()
+        await until(lambda: prefill.bodies and decode.bodies)
+        if how == "killed":
+            await prefill.kill()
+        answer = await request
+        assert answer.status == 502 if how == "killed" else 500
+        assert prefill.url in answer.errors[0]
+        await until(lambda: decode.aborted == [decode.bodies[0]["rid"]])
+        rig.assert_idle()
+        if how == "killed":
+            await prefill.start()
+
+    run(test, [prefill, decode])
+
+
+def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
+    """Guards answers that decode can finish alone."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        prefill.hold(0)
+        gate = decode.hold(1)
+        request = rig.ask()
+        await until(lambda: rig.router.scheduler.pools[DECODE][0].pending_tokens == 0)
+        await until(lambda: rig.load()[decode.url] == 1 and decode.bodies)
+        await until(lambda: len(rig.router.scheduler.pools[DECODE][0].index) >= 0)
+        await prefill.kill()
+        gate.set()
+        assert (await request).whole
+        rig.assert_idle()
+        assert decode.aborted == []
+        await prefill.start()
+
+    run(test, [prefill, decode])
+
+
+def test_a_killed_decode_ends_prefill_too() -> None:
+    """Guards prefill's side of the same."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        prefill.hold(0)
+        decode.hold(0)
+        request = rig.ask()
+        await until(lambda: prefill.bodies and decode.bodies)
+        await decode.kill()
+        answer = await request
+        assert answer.status == 502 and decode.url in answer.errors[0]
+        await until(lambda: prefill.aborted == [prefill.bodies[0]["rid"]])
+        rig.assert_idle()
+        await decode.start()
+
+    run(test, [prefill, decode])
+
+
+def test_decodes_own_error_is_the_clients() -> None:
+    """Guards the text of a server's refusal, which is not a failure of the server."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        prefill.hold(0)
+        decode.status = 400
+        answer = await rig.post({"input_ids": [1]})
+        assert (answer.status, answer.text) == (400, "stub fails")
+        await until(lambda: prefill.aborted)
+        rig.assert_idle()
+        labels = {"worker": decode.url, "role": DECODE, "outcome": "error"}
+        assert rig.counter("requests_total", **labels) == 1
+
+    run(test, [prefill, decode])
+
+
+@pytest.mark.parametrize("token", [0, 1])
+@pytest.mark.parametrize("workers", ["pair", "colocated"])
+def test_a_client_that_leaves_ends_its_request_everywhere(workers: str, token: int) -> None:
+    """Guards against work, and charges, for nobody; before the first token and after it."""
+    stubs = list(pair()) if workers == "pair" else [Worker()]
+
+    async def test(rig: Rig) -> None:
+        for stub in stubs:
+            stub.hold(0 if stub.role == "prefill" else token)
+        request = rig.ask()
+        await until(lambda: all(stub.bodies for stub in stubs))
+        if token:
+            answering = rig.router.scheduler.workers[-1]
+            await until(lambda: answering.pending_tokens == 0)
+        assert set(rig.load().values()) == {1}
+        request.cancel()
+        await until(lambda: all(stub.aborted for stub in stubs))
+        rig.assert_idle()
+        for worker in rig.router.scheduler.workers:
+            labels = {"worker": worker.url, "role": worker.role, "outcome": "client_gone"}
+            outcomes = rig.counter("requests_total", **labels)
+            labels["outcome"] = "given_up"
+            assert outcomes + rig.counter("requests_total", **labels) == 1
+        assert [len(stub.aborted) for stub in stubs] == [1] * len(stubs)
+
+    run(test, stubs)
+
+
+def test_a_request_that_takes_too_long_ends() -> None:
+    """Guards against a hung worker holding a client, and a charge, for ever."""
+    worker = Worker()
+
+    async def test(rig: Rig) -> None:
+        worker.hold(0)
+        answer = await rig.ask()
+        assert answer.status == 504 and worker.url in answer.errors[0]
+        await until(lambda: worker.aborted)
+        rig.assert_idle()
+
+    run(test, [worker], request_timeout=0.2)
+
+
+def test_health_takes_out_and_brings_back() -> None:
+    """Guards the checks, and the shadow index of a worker that was restarted."""
+    one, other = Worker(), Worker()
+    one.pool_tokens = 4096
+
+    async def test(rig: Rig) -> None:
+        settings, state = rig.router.settings, rig.router.scheduler.workers[0]
+        assert state.up and state.pool_tokens == 4096
+        for _ in range(4):
+            assert (await rig.ask([7] * 8)).whole
+        assert len(state.index) > 0
+        one.status = 503
+        await health.check(state, rig.session, settings)
+        assert state.up
+        await health.check(state, rig.session, settings)
+        assert not state.up and len(state.index) == 0
+        before = len(one.bodies)
+        assert all([(await rig.ask()).whole for _ in range(4)])
+        assert len(one.bodies) == before
+        one.status = 200
+        await health.check(state, rig.session, settings)
+        assert state.up
+        assert all([(await rig.ask()).whole for _ in range(2)])
+        assert len(one.bodies) == before + 1
+
+    run(test, [one, other], health_fall=2)
+
+
+def test_readiness_says_whether_a_request_would_be_served() -> None:
+    """Guards what a launcher waits for: a pair with one half out serves nobody."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        async with rig.session.get(rig.url + "/readiness") as got:
+            assert (got.status, await got.json()) == (200, {prefill.url: "up", decode.url: "up"})
+        rig.router.scheduler.pools[DECODE][0].up = False
+        async with rig.session.get(rig.url + "/health") as got:
+            assert got.status == 503
+
+    run(test, [prefill, decode])
+
+
+def test_the_next_turn_goes_where_the_conversation_is() -> None:
+    """Guards the whole way from an answer to the next decision: decode learns prompt and answer,
+    prefill the prompt alone."""
+    workers = [Worker("prefill"), Worker("decode", tokens=8), Worker("decode", tokens=8)]
+
+    async def test(rig: Rig) -> None:
+        prompt = list(range(100, 140))
+        answer = await rig.ask(prompt)
+        await until(lambda: not any(rig.load().values()))
+        turn = [*prompt, *answer.events[-2]["output_ids"], 7, 8]
+        again = await rig.ask(turn)
+        assert again.headers["X-Decode-Worker"] == answer.headers["X-Decode-Worker"]
+        held = {w.url: len(w.index) for w in rig.router.scheduler.workers}
+        assert held[answer.headers["X-Decode-Worker"]] == (len(turn) + 8) // 4
+        assert sorted(held.values())[0] == 0
+        assert held[workers[0].url] == len(turn) // 4
+
+    run(test, workers, decode_policy="delta_kv")
+
+
+def test_what_prefill_reports_is_counted_against_what_was_believed() -> None:
+    """Guards the two counters that tell how good the belief is; decode reports prefill's hit."""
+    prefill, decode = pair()
+    prefill.cached_tokens = decode.cached_tokens = 16  # of 64, a quarter
+
+    async def test(rig: Rig) -> None:
+        for _ in range(2):
+            await rig.ask([5] * 40)
+            await until(lambda: not any(rig.load().values()))
+        assert rig.counter("believed_cached_tokens_total", worker=prefill.url) == 40
+        assert rig.counter("reported_cached_tokens_total", worker=prefill.url) == 20
+        assert rig.counter("reported_cached_tokens_total", worker=decode.url) == 0
+
+    run(test, [prefill, decode])
+
+
+def test_every_decision_is_logged_with_its_terms(tmp_path: Path) -> None:
+    """Guards the log: chosen, candidates, and terms that add up to the score."""
+    workers = [Worker("prefill"), Worker("decode"), Worker("decode")]
+    log = tmp_path / "decisions.jsonl"
+
+    async def test(rig: Rig) -> None:
+        await rig.post({"input_ids": [1] * 8}, headers={"X-Session-Id": "s"})
+        (line,) = [json.loads(text) for text in log.read_text().splitlines()]
+        assert (line["session"], line["tokens"], line["attempt"]) == ("s", 8, 0)
+        assert line["rid"] == workers[0].bodies[0]["rid"]
+        assert line["taken"] == ["prefill", "decode"]
+        decode = line["pools"]["decode"]
+        assert decode["policy"] == "delta_kv" and decode["reason"] == "score"
+        assert [c["name"] for c in decode["candidates"]] == [w.url for w in workers[1:]]
+        for candidate in decode["candidates"]:
+            assert candidate["score"] == pytest.approx(sum(candidate["terms"].values()))
+        assert decode["chosen"] in {w.url for w in workers[1:]}
+
+    run(test, workers, log, decode_policy="delta_kv")
+
+
+def test_flushing_caches_flushes_beliefs() -> None:
+    """Guards a benchmark's cold start."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        await rig.ask([1] * 40)
+        await until(lambda: not any(rig.load().values()))
+        assert len(rig.router.scheduler.pools[PREFILL][0].index) == 10
+        async with rig.session.post(rig.url + "/flush_cache") as got:
+            assert got.status == 200
+        assert [len(w.index) for w in rig.router.scheduler.workers] == [0, 0]
+
+    run(test, [prefill, decode])
+
+
+def test_other_routes() -> None:
+    """Guards what clients and scrapers ask besides."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        async with rig.session.get(rig.url + "/v1/models") as got:
+            assert (await got.json())["data"][0]["id"] == "stub"
+        async with rig.session.get(rig.url + "/get_server_info") as got:
+            info = await got.json()
+            assert set(info) == {"prefill", "decode", "internal_states"}
+            assert info["decode"][0]["max_total_num_tokens"] == 100_000
+        async with rig.session.get(rig.url + "/workers") as got:
+            assert [worker["url"] for worker in await got.json()] == [prefill.url, decode.url]
+        await rig.ask()
+        async with rig.session.get(rig.url + "/metrics") as got:
+            text = await got.text()
+        assert "sglang:router_decision_seconds_count 1.0" in text
+        assert f'sglang:router_worker_up{{role="decode",worker="{decode.url}"}} 1.0' in text
+
+    run(test, [prefill, decode])
