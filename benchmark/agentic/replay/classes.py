@@ -8,7 +8,6 @@ that the server reported, hence another set of requests in every arm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 import msgspec
@@ -69,7 +68,3 @@ class EndlessCache:
         hits = next((i for i, block in enumerate(ids) if block not in self._seen), len(ids))
         self._seen.update(ids[hits:])
         return max(0, record.input_length - hits * self._block_tokens)
-
-    def warm(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self.new_tokens(record)

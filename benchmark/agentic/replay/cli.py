@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -63,7 +64,7 @@ class _Run:
         self._args, self._console = args, console
         self._target = Target(args.url) if args.url else _pair(args)
         self._scale = Scale(args.block_tokens, args.speed, args.trace_block_tokens)
-        self._fitting = Fitting(args.max_tokens)
+        self._fitting = Fitting(args.max_tokens or sys.maxsize)
         vocabulary = token_range(args.model) if args.model else args.vocabulary
         self._prompts = PromptSource(vocabulary, args.block_tokens, args.seed)
         classes = Classes(args.medium_tokens, args.heavy_tokens, args.classes)
@@ -186,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace-block-tokens", type=_positive, default=BLOCK_TOKENS, help="of the file's blocks")
     add("--block-tokens", type=_positive, help="they are scaled to so many; default: not scaled")
     add("--speed", type=float, default=1.0, help="seconds of the trace in a second")
-    add("--max-tokens", type=_positive, default=1 << 62, help="leaves out longer requests")
+    add("--max-tokens", type=_positive, help="leaves out longer requests")
     add("--dispatch", choices=DISPATCH, default="trace", help="by trace time, or by think time")
     add("--think-seconds", type=float, help="between two turns; default: the recorded gap")
     add("--timeout", type=float, default=600.0, help="seconds, of each request")

@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -73,7 +74,16 @@ def _begin(source: PromptSource) -> None:
     global _prompts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sender's to handle
     os.nice(_NICENESS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _prompts = source.make()
+
+
+def _end_with_parent() -> None:
+    """A pool's process would outlive a parent that was killed: it waits for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _make(record: Record) -> bytes:

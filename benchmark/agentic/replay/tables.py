@@ -16,7 +16,7 @@ def show(report: Report, console: Console, late_limit_s: float = LATE_S) -> None
     """Prints tables, the client's side, and warnings last, where they are seen."""
     groups = [("all", report.overall), *report.by_class.items()]
     print_table(
-        "Latency, seconds: p50 / p90 / p99",
+        "Latency, ms: p50 / p90 / p99",
         ["class", "requests", "failed", "TTFT", "TPOT", "ITL", "E2E"],
         [
             [name, f"{g.requests}", f"{g.failed}", *map(_spread, _latencies(g))]
@@ -75,7 +75,8 @@ def _latencies(group: Group) -> tuple[Spread, ...]:
 def _spread(values: Spread) -> str:
     if math.isnan(values.p50):
         return "-"
-    return " / ".join(f"{value:.3f}" for value in (values.p50, values.p90, values.p99))
+    digits = 0 if values.p99 >= 0.1 else 1
+    return "/".join(f"{value * 1e3:,.{digits}f}" for value in (values.p50, values.p90, values.p99))
 
 
 def _ms(seconds: float) -> str:

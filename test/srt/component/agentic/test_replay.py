@@ -1,0 +1,309 @@
+"""The replay against servers of our own on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from benchmark.agentic.replay.outcome import Outcome
+from benchmark.agentic.replay.prepare import PromptSource
+from benchmark.agentic.replay.report import client
+from benchmark.agentic.replay.run import Settings, replay
+from benchmark.agentic.replay.stub import Stub, serve
+from benchmark.agentic.replay.stub import process as stub_process
+from benchmark.harness.client import Target
+from benchmark.harness.ports import allocate_ports
+from benchmark.traces.record import Record
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PROMPTS = PromptSource(range(1000), block_tokens=4)
+
+
+def event(total: int, reason: object = None) -> bytes:
+    meta = {"completion_tokens": total, "prompt_tokens": 3, "cached_tokens": 1}
+    return b"data: %s\n\n" % json.dumps({"meta_info": {**meta, "finish_reason": reason}}).encode()
+
+
+def whole(tokens: int) -> bytes:
+    return event(tokens, {"type": "length", "length": tokens}) + b"data: [DONE]\n\n"
+
+
+async def fine(request: web.Request) -> web.StreamResponse:
+    body = await request.json()
+    return web.Response(body=whole(body["sampling_params"]["max_new_tokens"]))
+
+
+def app(handler: Handler) -> web.Application:
+    application = web.Application(client_max_size=1 << 26)
+    application.router.add_post("/generate", handler)
+    return application
+
+
+def send(
+    handlers: list[Handler],
+    records: list[Record],
+    settings: Settings = Settings(timeout_s=30.0),  # noqa: B008
+    **more: Any,
+) -> list[Outcome]:
+    """Replays to one handler, or to a prefill and a decode handler."""
+
+    async def go() -> list[Outcome]:
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(serve(app(h))) for h in handlers]
+            target = Target(urls[-1], urls[0] if len(urls) > 1 else None, "127.0.0.1", 8998)
+            return await asyncio.wait_for(replay(target, records, PROMPTS, settings, **more), 60)
+
+    return asyncio.run(go())
+
+
+def turns(count: int, apart_ms: float = 1.0) -> list[Record]:
+    return [Record(i * apart_ms, 3, 2, (i,), session_id="s", turn=i) for i in range(count)]
+
+
+def test_no_number_of_streams_is_too_many() -> None:
+    """Guards against a bound of connections, ours or aiohttp's 100, that would hide the server's
+    queue: nobody is answered before all 300 have arrived. Turns of one session do not wait for each
+    other either, as the trace's times were asked for."""
+    arrived = 0
+    everybody = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 300:
+            everybody.set()
+        await everybody.wait()
+        return await fine(request)
+
+    outcomes = send([answer], turns(300))
+    assert [o.error for o in outcomes] == [None] * 300
+    assert [o.index for o in outcomes] == list(range(300))
+
+
+@pytest.mark.parametrize("think_s", [None, 0.05])
+def test_think_time_counts_from_the_end_of_the_turn_before(think_s: float | None) -> None:
+    """Guards against a conversation whose user answers before the assistant has spoken, with one
+    slow answer and turns that a trace would send 100 ms apart."""
+    order = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        order.append(("begin", request.headers["X-Session-Id"]))
+        await asyncio.sleep(0.3)
+        order.append(("end", request.headers["X-Session-Id"]))
+        return await fine(request)
+
+    outcomes = send([answer], turns(3, 100.0), Settings("think", think_s))
+    assert order == [("begin", "s"), ("end", "s")] * 3
+    for before, after in zip(outcomes, outcomes[1:], strict=False):
+        assert after.scheduled_s == pytest.approx(before.finished_s + (think_s or 0.1), abs=1e-5)
+        assert after.started_s >= after.scheduled_s - 0.001
+
+
+def test_a_failed_turn_does_not_end_its_session() -> None:
+    """Guards against a trace that loses load wherever a server fails."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503, text="busy")
+
+    outcomes = send([answer], turns(3), Settings("think", 0.0))
+    assert [(o.error, o.message) for o in outcomes] == [("http_5xx", "503 busy")] * 3
+
+
+async def _refused(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=400, text="too long")
+
+
+async def _never(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _cut(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(event(1))
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def _unfinished(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=event(1))
+
+
+async def _garbage(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=b"data: <html>\n\n")
+
+
+async def _aborted(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=event(1, {"type": "abort", "message": "no KV left"}))
+
+
+async def _short(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=whole(1))
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "text"),
+    [
+        (_refused, "http_4xx", "400 too long"),
+        (_never, "timeout", "Timeout"),
+        (_cut, "broken_stream", ""),
+        (_unfinished, "broken_stream", "after 1 of 2 tokens"),
+        (_garbage, "broken_stream", "<html>"),
+        (_aborted, "abort", "no KV left"),
+        (_short, "short_answer", "1 of 2 tokens"),
+    ],
+)
+def test_errors_by_kind(handler: Handler, kind: str, text: str) -> None:
+    """Guards against one word for all failures, and against one failure that ends the replay: the
+    request after it is answered."""
+    calls = 0
+
+    async def first_fails(request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        return await (handler if calls == 1 else fine)(request)
+
+    bad, good = send([first_fails], turns(2), Settings("think", 0.0, timeout_s=1.0))
+    assert bad.error == kind
+    assert bad.message is not None and text in bad.message
+    assert good.error is None
+
+
+def test_nobody_listens() -> None:
+    """Guards against a server that is down and looks like one that breaks its streams."""
+    (port,) = allocate_ports(1)
+    (outcome,) = asyncio.run(replay(f"http://127.0.0.1:{port}", turns(1), PROMPTS))
+    assert (outcome.error, outcome.sent_s) == ("connect", None)
+
+
+def test_our_own_limit_of_open_files_is_no_error_of_the_server() -> None:
+    """Guards against a client that blames the server for a connection that it could not open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    while taken[-1] < 64:
+        taken.append(os.dup(0))
+
+    def no_more_files(outcome: Outcome) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+
+    try:
+        with stub_process() as url:  # in this process it could not open files either
+            work = replay(url, turns(2), PROMPTS, Settings("think", 0.0), on_outcome=no_more_files)
+            outcomes = asyncio.run(asyncio.wait_for(work, 60))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in taken:
+            os.close(file)
+    assert [o.error for o in outcomes] == [None, "open_files"]
+    assert client(outcomes).warnings()
+
+
+def test_a_busy_client_is_told_apart_from_a_slow_server() -> None:
+    """Guards the lateness: this process does something else while requests are due."""
+    records = [Record(0, 3, 2, (0,)), *(Record(1000, 3, 2, (i,)) for i in range(1, 5))]
+    blocked = []
+
+    def block(outcome: Outcome) -> None:
+        if not blocked:
+            blocked.append(outcome)
+            time.sleep(1.3)
+
+    outcomes = send([fine], records, on_outcome=block)
+    assert all(o.late_s > 0.1 for o in outcomes[1:])
+    assert "sent late" in client(outcomes).warnings()[0]
+
+
+def test_an_error_of_the_sink_ends_the_replay() -> None:
+    """Guards against a replay that goes on for hours with a full disk."""
+
+    def full(outcome: Outcome) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        send([fine], turns(3, 60_000.0), on_outcome=full)
+
+
+def test_a_bad_record_ends_the_replay() -> None:
+    """Guards against prompts of another length than the trace says, and against waiting for a body
+    that cannot be made."""
+    with pytest.raises(ValueError, match="hash_ids"):
+        send([fine], [Record(0, 30, 2, (0,), session_id="s", turn=0)])
+
+
+def test_both_halves_of_a_pair() -> None:
+    """Guards the pair's protocol: one body, one new room a request, a session for both, and who
+    served it where nobody says so."""
+    seen: list[dict[str, Any]] = []
+
+    async def half(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.json())
+        assert request.headers["X-Session-Id"] == "s"
+        return await fine(request)
+
+    outcomes = send([half, half], turns(2), Settings("think", 0.0))
+    assert [o.error for o in outcomes] == [None, None]
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert seen[0]["bootstrap_room"] != seen[2]["bootstrap_room"]
+    assert outcomes[0].prefill_worker != outcomes[0].decode_worker
+
+
+def test_a_failed_prefill_does_not_wait_for_decode() -> None:
+    """Guards against a decode half that waits for KV until the timeout, which would then be the
+    error in place of prefill's."""
+    (outcome,) = send([_refused, _never], turns(1))
+    assert (outcome.error, outcome.message) == ("http_4xx", "prefill: 400 too long")
+    assert outcome.e2e_s < 20
+
+
+@pytest.mark.parametrize(
+    ("headers", "workers"),
+    [
+        ({"X-Worker": "w3"}, ("w3", "w3")),
+        ({"X-Prefill-Worker": "p1", "X-Decode-Worker": "d2"}, ("p1", "d2")),
+    ],
+)
+def test_a_router_says_who_served(headers: dict[str, str], workers: tuple[str, str]) -> None:
+    """Guards the hit rates of each worker, also of requests that failed."""
+
+    async def named(request: web.Request) -> web.StreamResponse:
+        answer = await fine(request)
+        answer.headers.update(headers)
+        return answer
+
+    (outcome,) = send([named], turns(1))
+    assert (outcome.prefill_worker, outcome.decode_worker) == workers
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_times_of_tokens(cumulative: bool) -> None:
+    """Guards TTFT, TPOT and ITL at a known pace, however the server repeats its ids; a second
+    request with the first one's prompt is cached."""
+    records = [Record(i * 400, 256, 10, tuple(range(64))) for i in range(2)]
+    stub = Stub(tokens_per_s=50, cumulative=cumulative, worker="stub")
+
+    async def go() -> list[Outcome]:
+        async with serve(stub.app()) as url:
+            return await asyncio.wait_for(replay(url, records, PROMPTS), 30)
+
+    outcomes = asyncio.run(go())
+    assert [o.error for o in outcomes] == [None, None]
+    assert [o.cached_tokens for o in outcomes] == [0, 256]
+    assert [o.trace_new_tokens for o in outcomes] == [256, 0]
+    for o in outcomes:
+        assert o.output_tokens == 10 and len(o.itl_s) == 9
+        assert o.tpot_s is not None and o.tpot_s >= 0.015
+        assert o.first_token_s is not None and o.ttft_s is not None
+        assert o.started_s <= (o.sent_s or 0) <= o.first_token_s <= o.finished_s
+        assert sum(o.itl_s) == pytest.approx(o.tpot_s * 9, abs=1e-3)
+    assert stub.streams.served == 2

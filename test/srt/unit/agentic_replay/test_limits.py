@@ -1,0 +1,73 @@
+"""Open files, and the command's refusals."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import orjson
+import pytest
+
+from benchmark.agentic.replay import limits
+from benchmark.agentic.replay.cli import main
+from benchmark.agentic.replay.prepare import PromptSource, body
+from benchmark.agentic.replay.stub import PrefixCache
+from benchmark.traces.record import Record
+
+
+def test_the_limit_is_raised_or_the_reason_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against connections refused by our own system, which would count as the server's."""
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1000))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: raised.append(limit))
+    assert limits.raise_open_files(900) == 1000
+    assert raised == [(1000, 1000)]
+    with pytest.raises(limits.TooFewFiles, match="900 streams need 1864 open files"):
+        limits.raise_open_files(900, sockets=2)
+
+
+def test_bodies_ask_for_the_recorded_length() -> None:
+    """Guards against arms that do different work: a fixed length, greedy, and streamed."""
+    prompts = PromptSource(range(100), 4).make()
+    record = Record(0, 6, 3, (1, 2))
+    sent = orjson.loads(body(prompts, record))
+    assert sent["input_ids"] == prompts.prompt(record)
+    assert sent["sampling_params"] == {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    assert sent["stream"] is True
+
+
+def test_the_stubs_cache_hits_prefixes() -> None:
+    """Guards the stub's cached tokens: leading pages only."""
+    cache = PrefixCache()
+    assert cache.cached(list(range(200))) == 0
+    assert cache.cached(list(range(200))) == 192
+    assert cache.cached([*range(64), *range(500, 600), *range(64)]) == 64
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--url", "http://h", "--prefill", "http://p", "--decode", "http://d"],
+        ["--prefill", "http://p", "--bootstrap-port", "1"],
+        ["--prefill", "http://p", "--decode", "http://d"],
+        ["--url", "ftp://h"],
+        ["--url", "http://h", "--think-seconds", "1"],
+        ["--url", "http://h", "--retry-errors"],
+        ["--url", "http://h", "--vocabulary", "9:3"],
+    ],
+)
+def test_flags_that_do_not_go_together(flags: list[str]) -> None:
+    """Guards against a run that ignores a flag."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--trace", "trace.jsonl", *flags])
+    assert ended.value.code == 2
+
+
+def test_without_a_trace_there_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the message: it names the file."""
+    missing = tmp_path / "none.jsonl"
+    assert main(["--url", "http://h", "--trace", str(missing)]) == 2
+    assert "none.jsonl" in capsys.readouterr().out.replace("\n", "")

@@ -1,0 +1,125 @@
+"""Times of tokens, classes, and what an event of the stream does."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from benchmark.agentic.replay.classes import HEAVY, MEDIUM, WARM, Classes, EndlessCache
+from benchmark.agentic.replay.outcome import Outcome, gaps, tpot
+from benchmark.agentic.replay.send import Answer, Failed, take
+from benchmark.traces.record import Record
+
+
+def event(total: int, reason: object = None, **more: object) -> bytes:
+    meta = {"completion_tokens": total, "prompt_tokens": 9, "cached_tokens": 4}
+    return json.dumps({"meta_info": {**meta, "finish_reason": reason}, **more}).encode()
+
+
+def test_tokens_that_come_together_share_their_gap() -> None:
+    """Guards against gaps of 0 s for tokens that a server merged into one event, which would make
+    it look faster the more it merges; and against a mean over gaps that never were."""
+    times, totals = [1.0, 1.3, 1.4], [2, 5, 6]
+    assert gaps(times, totals) == pytest.approx((0.1, 0.1, 0.1, 0.1))
+    assert tpot(times, totals) == pytest.approx(0.1)
+
+
+def test_an_answer_of_one_piece_has_no_time_per_token() -> None:
+    """Guards against a division by zero, or a TPOT of 0 s in the percentiles."""
+    assert tpot([1.0], [3]) is None
+    assert tpot([], []) is None
+    assert gaps([1.0], [3]) == ()
+
+
+def test_events_count_tokens_once() -> None:
+    """Guards against times for events without new tokens, such as the one that only ends."""
+    answer = Answer(0.0)
+    take(answer, event(1, output_ids=[5]), 1.0)
+    take(answer, event(3, output_ids=[5, 6, 7]), 2.0)
+    take(answer, event(3, {"type": "length", "length": 3}), 3.0)
+    assert (answer.times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 3], True)
+    assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "text"),
+    [
+        (event(1, {"type": "abort", "message": "no memory"}), "abort", "no memory"),
+        (b'{"error": {"message": "too long"}}', "abort", "too long"),
+        (b'{"meta_info": {"compl', "broken_stream", "unreadable"),
+        (b'{"meta_info": {"prompt_tokens": 3}}', "broken_stream", "completion_tokens"),
+    ],
+)
+def test_events_that_are_errors(data: bytes, kind: str, text: str) -> None:
+    """Guards against a server's refusal, or its garbage, taken for part of an answer."""
+    with pytest.raises(Failed, match=text) as failure:
+        take(Answer(0.0), data, 1.0)
+    assert failure.value.kind == kind
+
+
+def test_nothing_may_follow_the_end() -> None:
+    """Guards against a server, or a router that mixes up streams, ending an answer twice."""
+    answer = Answer(0.0)
+    take(answer, event(1, {"type": "stop"}), 1.0)
+    with pytest.raises(Failed, match="after the answer's end"):
+        take(answer, event(2, {"type": "stop"}), 2.0)
+
+
+def test_class_borders() -> None:
+    """Guards against requests moving between classes at the borders that the field uses."""
+    of = Classes().of
+    assert [of(n, None) for n in (0, 4_999, 5_000, 20_000, 20_001)] == [
+        *(WARM, WARM),
+        *(MEDIUM, MEDIUM),
+        HEAVY,
+    ]
+
+
+def test_a_scaled_trace_keeps_its_classes() -> None:
+    """Guards against a trace scaled to small blocks that is all WARM."""
+    scaled = Classes().scaled(16)
+    for blocks in (5, 15, 60):
+        assert scaled.of(blocks * 16, None) == Classes().of(blocks * 512, None)
+
+
+def test_classes_by_what_the_server_reported() -> None:
+    """Guards against one measure where the other was asked for, and a failed request, for which no
+    server reported anything, without a class."""
+    assert Classes().of(30_000, 10) == HEAVY
+    assert Classes(by="served").of(30_000, 10) == WARM
+    assert Classes(by="served").of(30_000, None) == HEAVY
+
+
+def test_classes_that_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="medium <= heavy"):
+        Classes(10, 5)
+
+
+def test_new_tokens_end_at_the_first_unknown_block() -> None:
+    """Guards against hits behind a miss: a cache of prefixes cannot have those."""
+    cache = EndlessCache(10)
+    assert cache.new_tokens(Record(0, 25, 1, (1, 2, 3))) == 25
+    assert cache.new_tokens(Record(0, 25, 1, (1, 9, 3))) == 15
+    assert cache.new_tokens(Record(0, 25, 1, (1, 2, 3))) == 0
+
+
+def test_a_line_has_the_fields_that_its_readers_know() -> None:
+    """Guards the file format: names, and a class under the name ``class``."""
+    outcome = Outcome(
+        index=3,
+        prompt_tokens=9,
+        wanted_tokens=2,
+        trace_new_tokens=9,
+        request_class=WARM,
+        scheduled_s=1.0,
+        started_s=1.0,
+        finished_s=2.0,
+        late_s=0.0,
+        e2e_s=1.0,
+        error="timeout",
+    )
+    line = msgspec.json.encode(outcome)
+    assert {"index": 3, "class": "WARM", "error": "timeout"}.items() <= json.loads(line).items()
+    assert msgspec.json.decode(line, type=Outcome) == outcome
