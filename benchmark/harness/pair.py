@@ -80,7 +80,7 @@ class PairConfig:
         if not self.router:
             return [prefill, decode]
         ports = (self.router_port or r_http, r_metrics)
-        return [prefill, decode, servers.router(ports, prefill, decode)]
+        return [prefill, decode, servers.router(ports, [prefill], [decode])]
 
 
 class Pair(Fleet):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -172,12 +172,26 @@ def decode(
 
 
 def router(
-    ports: tuple[int, int], prefill_server: ServerConfig, decode_server: ServerConfig
+    ports: tuple[int, int],
+    prefills: Sequence[ServerConfig] = (),
+    decodes: Sequence[ServerConfig] = (),
+    workers: Sequence[ServerConfig] = (),
+    *,
+    policy: str = "round_robin",
 ) -> ServerConfig:
-    """SGLang's own load balancer in front of the pair. ``ports``: HTTP and its metrics."""
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-    command += ["--prefill", prefill_server.url, str(prefill_server.bootstrap_port)]
-    command += ["--decode", decode_server.url, "--host", HOST, "--port", str(ports[0])]
-    command += ["--prometheus-port", str(ports[1]), "--policy", "round_robin"]
-    command += ["--worker-startup-check-interval", "1"]
+    """SGLang's own load balancer in front of prefill and decode servers, or of colocated workers.
+
+    ``ports``: HTTP and its metrics. ``policy``: for every pool.
+    """
+    command = [sys.executable, "-m", "sglang_router.launch_router"]
+    if workers:
+        command += ["--worker-urls", *(worker.url for worker in workers)]
+    else:
+        command.append("--pd-disaggregation")
+    for server in prefills:
+        command += ["--prefill", server.url, str(server.bootstrap_port)]
+    for server in decodes:
+        command += ["--decode", server.url]
+    command += ["--host", HOST, "--port", str(ports[0]), "--prometheus-port", str(ports[1])]
+    command += ["--policy", policy, "--worker-startup-check-interval", "1"]
     return ServerConfig("router", ports[0], tuple(command))
