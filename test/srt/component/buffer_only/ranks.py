@@ -57,6 +57,14 @@ class Ranks:
         for future in [self._threads.submit(cache.step, False) for cache in self.caches]:
             future.result()
 
+    def live(self, steps: int = 1) -> None:
+        """Steps after the lanes of all ranks have done their work."""
+        for _ in range(steps):
+            for cache in self.caches:
+                cache.work()
+            self.step()
+            self.check()
+
     def check(self, content: bool = True) -> None:
         for cache in self.caches:
             check(cache, content)

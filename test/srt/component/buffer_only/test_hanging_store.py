@@ -184,34 +184,23 @@ def test_a_store_that_hangs_on_one_rank(method: str):
     ranks = Ranks(2, tokens=80 * PAGE)
     first, second = ranks.caches
     ranks.each(lambda cache: cache.compute(PROMPT))
-    for _ in range(6):
-        live(ranks)
+    ranks.live(6)
     ranks.each(lambda cache: cache.flush())
     gate = first.store.hang(method)
     if method == "batch_get_v1":
         ranks.each(lambda cache: cache.want("r", PROMPT))
     else:
         ranks.each(lambda cache: cache.compute(prompt(2, 4)))
-    for _ in range(6):
-        live(ranks)
+    ranks.live(6)
     assert gate.waiting and second.guard.under_way == 0
     assert ranks.each(lambda cache: cache.stage.stranded) == 4
     assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
     assert not any(node.stored for node in nodes(second.tree)), "durable on one rank is not durable"
     first.let_go()
-    for _ in range(2):
-        live(ranks)
+    ranks.live(2)
     for cache in ranks.caches:
         check_idle(cache)
     ranks.close()
-
-
-def live(ranks: Ranks) -> None:
-    """The lanes work, and all ranks take a step."""
-    for cache in ranks.caches:
-        cache.work()
-    ranks.step()
-    ranks.check()
 
 
 def stored(prompts: list[list[int]], **changes: Any) -> Cache:

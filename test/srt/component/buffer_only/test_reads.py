@@ -201,24 +201,49 @@ def test_only_leading_pages_count(lost: int, how: str):
     check(cache)
     cache.compute(PROMPT)
     cache.settle()
+    assert key in cache.store.content, "what was lost is written again"
     check_idle(cache)
 
 
-def test_the_anchor_survives_eviction_and_splits():
+@pytest.mark.parametrize(
+    "state", [State.QUERYING, State.PARKED, State.FETCHING, State.STAGED, State.DONE]
+)
+def test_the_anchor_survives_eviction_and_splits(state: State):
     """Unpinned, it would be evicted, or its half be taken for the whole, while the store works."""
     cache = filled()
     cache.compute(PROMPT[: 4 * PAGE])
     cache.settle()
     cache.want("r", PROMPT)
-    reach(cache, State.QUERYING)
+    reach(cache, state)
     anchor = cache.read("r").pin.node
     assert cache.evict(10_000) == 0
     cache.match(PROMPT[: 2 * PAGE])
-    assert anchor.key.token_ids == PROMPT[2 * PAGE : 4 * PAGE]
+    assert anchor.parent.parent is not None, "it was split"
     check(cache)
     cache.settle_until_ready("r")
     assert cache.held_tokens(PROMPT) == 8 * PAGE
     cache.settle()
+    check_idle(cache)
+
+
+def test_pages_on_their_way_to_the_device_are_kept():
+    """Evicted before the copy has ended, the slots would be another request's when it lands; given
+    back, the staging pages would be filled with something else while they are read."""
+    cache = filled(pages=32, tokens=80 * PAGE)
+    cache.want("r", PROMPT)
+    reach(cache, State.FETCHING)
+    cache.slow = True
+    cache.step()
+    (load,) = cache.buffer.reads.loads.under_way
+    cache.tree.release_aborted_request("r")
+    assert cache.evict(10_000) == 0 and cache.stage.used(Direction.READ) == 8
+    assert load.lease.live and load.node.lock_ref == 1
+    for _ in range(3):
+        cache.step()
+    check(cache)
+    cache.slow = False
+    cache.step()
+    assert cache.stage.used() == 0 and load.node.lock_ref == 0
     check_idle(cache)
 
 

@@ -35,13 +35,19 @@ def device_pool(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("pages", [1, 3])
-def test_a_host_pool_smaller_than_the_device_pool(kind: str, layout: str, pages: int):
-    """In this mode, and in no other: SGLang's own refuses to be smaller."""
+def test_a_host_pool_smaller_than_the_device_pool(
+    kind: str, layout: str, pages: int, caplog: pytest.LogCaptureFixture
+):
+    """In this mode, and in no other: SGLang's own refuses to be smaller. The log says how large it
+    is."""
+    caplog.set_level("INFO")
     build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
     pool = device_pool(kind)
     with of_pages(pages):
         host = build(pool, 2.0, 0, 64, layout)
     assert host.page_num == max(pages, LAYERS) and host.is_stage and host.device_pool is pool
+    megabytes = host.size * host.size_per_token / 1e6
+    assert f"a stage of {pages} pages of 64 tokens ({megabytes:.1f} MB" in caplog.text
     with pytest.raises(AssertionError, match="larger than the device memory"):
         build(pool, 0.5, 0, 64, layout)
     assert not getattr(build(pool, 2.0, 0, 64, layout), "is_stage", False)
@@ -79,6 +85,29 @@ def test_a_stage_that_is_too_small():
     extra = json.dumps({"interface_v1": 1, "prefetch_threshold": 5 * PAGE})
     with pytest.raises(ValueError, match="--hicache-buffer-pages 9 is too small"):
         Cache(pages=9, hicache_storage_backend_extra_config=extra)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_HICACHE_BUFFER_READ_TIMEOUT",
+        "SGLANG_HICACHE_STORE_DEADLINE",
+        "SGLANG_HICACHE_STORE_MAX_CALLS",
+        "SGLANG_HICACHE_STORE_FIRST_RETRY",
+        "SGLANG_HICACHE_STORE_LONGEST_RETRY",
+    ],
+)
+def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str):
+    """And not when the store hangs for the first time."""
+    monkeypatch.setenv(name, "a while")
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        Cache()
+
+
+def test_a_wait_of_the_servers_own(monkeypatch: pytest.MonkeyPatch):
+    """The variable is in seconds."""
+    monkeypatch.setenv("SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "2.5")
+    assert Cache().buffer.parts.settings.read_ms == 2500
 
 
 def test_the_store_cannot_be_changed_while_the_server_runs():
