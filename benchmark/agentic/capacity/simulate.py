@@ -7,10 +7,9 @@ python -m benchmark.agentic simulate --generate 100000 --workers 1000 --rate 400
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmark.agentic.capacity import costs as cost_files
+from benchmark.agentic.capacity import trace
 from benchmark.agentic.capacity.plot import lines
 from benchmark.agentic.capacity.sim import policy
 from benchmark.agentic.capacity.sim.decode import DecodeConfig
@@ -102,22 +102,28 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _records(args: argparse.Namespace) -> list[Record]:
-    """The trace; none means a closed loop."""
-    records: Iterable[Record]
+    """The trace, at ``--rate``; none means a closed loop."""
     if args.trace:
-        records = read(args.trace)
-    elif args.generate:
-        from benchmark.agentic.sample.generate import Shape, requests
-
-        records = requests(args.generate, args.seed, Shape())
-    else:
+        return _at_rate(list(islice(read(args.trace), args.limit)), args.rate)
+    if not args.generate:
         return []
-    kept = list(islice(records, args.limit))
-    if args.rate and len(kept) > 1:
-        span = kept[-1].timestamp - kept[0].timestamp
-        stretch = 1000 * len(kept) / args.rate / span if span else 1.0
-        kept = [msgspec.structs.replace(r, timestamp=r.timestamp * stretch) for r in kept]
-    return kept
+    from benchmark.agentic.sample.generate import agentic
+    from benchmark.agentic.sample.shape import AgenticShape
+
+    shape = AgenticShape()
+    if args.rate:
+        # More people, not faster ones: only what is left to the rate is taken from the clock.
+        few = list(agentic(min(args.generate, 20_000), args.seed, shape))
+        more = args.rate / trace.facts(few).requests_per_s
+        shape = replace(shape, families_per_s=shape.families_per_s * more)
+    return _at_rate(list(agentic(args.generate, args.seed, shape)), args.rate)
+
+
+def _at_rate(records: list[Record], rate: float | None) -> list[Record]:
+    if not rate or not records:
+        return records
+    stretch = trace.facts(records).requests_per_s / rate
+    return [msgspec.structs.replace(r, timestamp=r.timestamp * stretch) for r in records]
 
 
 def _jobs(args: argparse.Namespace, records: Sequence[Record]) -> Iterator[Job]:
@@ -248,7 +254,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     source.add_argument("--trace", type=Path, help="Mooncake format; a closed loop without it")
     source.add_argument("--generate", type=int, metavar="N", help="an agentic trace of N requests")
     parser.add_argument("--limit", type=int, help="only the trace's first requests")
-    parser.add_argument("--rate", type=float, help="stretch the trace to so many requests/s")
+    parser.add_argument(
+        "--rate", type=float, help="requests/s: a trace stretched, or more sessions generated"
+    )
     parser.add_argument("--requests", type=int, default=1000, help="closed loop: in all")
     parser.add_argument("--concurrency", type=int, default=128, help="closed loop: at once")
     parser.add_argument("--prefixes", type=int, default=20, help="closed loop: distinct ones")

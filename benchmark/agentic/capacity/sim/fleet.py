@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from benchmark.agentic.capacity.costs import Costs
 from benchmark.agentic.capacity.sim import policy
 from benchmark.agentic.capacity.sim.decode import DecodeConfig, DecodeWorker
@@ -110,9 +112,9 @@ class Fleet:
             )
             for i in range(config.decode_workers)
         ]
-        self._pending = [0.0] * config.prefill_workers
+        self._pending = np.zeros(config.prefill_workers)
         """Tokens that a prefill worker was said to compute."""
-        self._ongoing = [0.0] * config.decode_workers
+        self._ongoing = np.zeros(config.decode_workers)
         """Tokens that a decode worker was said to hold."""
         self._turn = count()
         self._jobs: Iterator[Job] = iter(())
@@ -229,26 +231,16 @@ class Fleet:
     # --- routing ------------------------------------------------------------------------------
 
     def _route(self, job: Job) -> None:
-        turn = next(self._turn)
-        size = self.config.block_tokens
-        held = _tokens(self._prefill_index, job, size) if self.config.prefill.radix else {}
-        job.prefill = _choose(self.config.prefill_policy, turn, self._pending, held)
-        job.expected = job.prompt - held.get(job.prefill, 0)
+        config, turn = self.config, next(self._turn)
+        held = np.zeros(len(self.prefill), dtype=np.int64)
+        if config.prefill.radix:
+            held = policy.hits(self._prefill_index, job.blocks, len(held)) * config.block_tokens
+        job.prefill = policy.choose(config.prefill_policy, turn, self._pending, held)
+        job.expected = job.prompt - int(held[job.prefill])
         self._pending[job.prefill] += job.expected
-        held = {}
-        if self.config.decode.radix and self.config.decode_policy == "delta_kv":
-            held = _tokens(self._decode_index, job, size)
-        job.decode = _choose(self.config.decode_policy, turn, self._ongoing, held)
-        job.load = job.prompt + job.output - held.get(job.decode, 0)
+        held = np.zeros(len(self.decode), dtype=np.int64)
+        if config.decode.radix and config.decode_policy == "delta_kv":
+            held = policy.hits(self._decode_index, job.blocks, len(held)) * config.block_tokens
+        job.decode = policy.choose(config.decode_policy, turn, self._ongoing, held)
+        job.load = job.prompt + job.output - int(held[job.decode])
         self._ongoing[job.decode] += job.load
-
-
-def _tokens(index: dict[int, int], job: Job, size: int) -> dict[int, int]:
-    return {worker: depth * size for worker, depth in policy.hits(index, job.blocks).items()}
-
-
-def _choose(name: str, turn: int, loads: list[float], held: dict[int, int]) -> int:
-    if name == "round_robin":
-        return turn % len(loads)
-    best = loads.index(min(loads))
-    return best if name == "least_tokens" else policy.fewest(loads, held, best)

@@ -1,51 +1,46 @@
-"""Which worker a request goes to. Pure functions of loads and hits; lower scores win."""
+"""Which worker a request goes to. Pure functions of loads and hits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 PREFILL = ("round_robin", "least_tokens", "cache_aware")
 DECODE = ("round_robin", "least_tokens", "delta_kv")
 
 
-def hits(index: Mapping[int, int], blocks: Sequence[int]) -> dict[int, int]:
-    """Worker -> leading blocks that it holds, for the workers that hold any.
+def hits(index: Mapping[int, int], blocks: Sequence[int], workers: int) -> NDArray[np.int64]:
+    """Leading blocks that each worker holds.
 
     ``index``: block -> workers that hold it, as bits.
     """
-    found: dict[int, int] = {}
-    holders = -1
+    found = np.zeros(workers, dtype=np.int64)
+    holders = (1 << workers) - 1
     for depth, block in enumerate(blocks):
         still = holders & index.get(block, 0)
-        if depth and (gone := holders & ~still):
-            for worker in _bits(gone):
-                found[worker] = depth
+        if depth and still != holders:
+            found[_members(holders & ~still, workers)] = depth
         holders = still
         if not holders:
             return found
-    for worker in _bits(holders) if blocks else ():
-        found[worker] = len(blocks)
+    found[_members(holders, workers)] = len(blocks)
     return found
 
 
-def fewest(loads: Sequence[float], held: Mapping[int, float], best: int) -> int:
-    """The worker with the lowest ``load - held``; of equals the first.
+def choose(name: str, turn: int, loads: NDArray[np.float64], held: NDArray[Any] | int) -> int:
+    """The worker of a policy; of equals the first.
 
-    ``best``: the worker with the lowest load, where nothing is held. ``held``: tokens that a
-    worker has of this request, for those that have any.
+    ``loads``: tokens that each worker still has to compute, or to hold. ``held``: tokens of this
+    request that each already has; ``cache_aware`` and ``delta_kv`` weigh what would be left.
     """
-    winner, score = best, loads[best] - held.get(best, 0)
-    for worker in sorted(held):
-        value = loads[worker] - held[worker]
-        if value < score or (value == score and worker < winner):
-            winner, score = worker, value
-    return winner
+    if name == "round_robin":
+        return turn % len(loads)
+    return int(np.argmin(loads if name == "least_tokens" else loads - held))
 
 
-def _bits(mask: int) -> list[int]:
-    workers = []
-    while mask:
-        low = mask & -mask
-        workers.append(low.bit_length() - 1)
-        mask ^= low
-    return workers
+def _members(mask: int, workers: int) -> NDArray[np.bool_]:
+    octets = np.frombuffer(mask.to_bytes((workers + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(octets, count=workers, bitorder="little").astype(bool)
