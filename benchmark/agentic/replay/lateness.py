@@ -66,6 +66,9 @@ class Measured:
     """Of its core, the process that makes bodies included."""
     bodies_cpu_share: float
     """Of it, that process."""
+    cpu_wait_share: float
+    """Share of the run in which the sending thread waited while other programs had its core. The
+    lateness that comes from it is the machine's."""
 
     def passed(self, late_ms: float) -> bool:
         return not self.failed and self.late_p99_ms < late_ms and self.held_share >= _HELD
@@ -108,9 +111,13 @@ def weighted_percentile(spans: Sequence[tuple[int, float]], p: float) -> float:
 
 
 def measured(
-    outcomes: Sequence[Outcome], streams: int, by_stub: int, cpu: tuple[float, float], wall: float
+    outcomes: Sequence[Outcome],
+    streams: int,
+    by_stub: int,
+    cpu: tuple[float, float, float],
+    wall: float,
 ) -> Measured:
-    """``cpu``: seconds of the replayer and of its child. ``wall``: seconds they had."""
+    """``cpu``: seconds of the replayer, of its child, and waited for. ``wall``: that they had."""
     life = percentile([o.e2e_s for o in outcomes], 50)
     begin = outcomes[0].started_s + life  # by then as many end as begin
     end = max(o.started_s for o in outcomes)
@@ -142,8 +149,9 @@ def measured(
         loop_lag_p99_ms=late.loop_lag_p99_s * 1e3,
         itl_p50_ms=percentile(itl, 50) * 1e3,
         itl_p99_ms=percentile(itl, 99) * 1e3,
-        replayer_cpu_share=sum(cpu) / wall,
+        replayer_cpu_share=(cpu[0] + cpu[1]) / wall,
         bodies_cpu_share=cpu[1] / wall,
+        cpu_wait_share=cpu[2] / wall,
     )
 
 
@@ -159,19 +167,22 @@ def measure(args: argparse.Namespace) -> Measured:
     flags = ["--tokens-per-s", str(args.tokens_per_s), "--core", str(cores[1])]
     with stub.process(*flags, *(["--incremental"] if args.incremental else [])) as url:
         os.sched_setaffinity(0, {cores[0]})
-        before, child_before, began = _cpu(), _cpu(resource.RUSAGE_CHILDREN), time.monotonic()
+        before, began = _cpu(), time.monotonic()
         outcomes = asyncio.run(replay(url, records, PromptSource(range(1000, 30000), BLOCK_TOKENS)))
         wall = time.monotonic() - began
         # The stub still runs, and is not among the children that have ended.
-        cpu = _cpu() - before, _cpu(resource.RUSAGE_CHILDREN) - child_before
+        own, child, waited = (now - then for now, then in zip(_cpu(), before, strict=True))
         with urllib.request.urlopen(f"{url}/streams", timeout=10) as answer:
             most = json.load(answer)["most"]
-    return measured(outcomes, args.streams, most, cpu, wall)
+    return measured(outcomes, args.streams, most, (own, child, waited), wall)
 
 
-def _cpu(who: int = resource.RUSAGE_SELF) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
+def _cpu() -> tuple[float, float, float]:
+    """Seconds of CPU of this process and of its children that have ended; seconds that its first
+    thread waited for a CPU."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own, child = (use.ru_utime + use.ru_stime for use in uses)
+    return own, child, int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def main() -> int:

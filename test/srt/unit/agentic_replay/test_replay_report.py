@@ -126,7 +126,7 @@ def test_the_measurement_fails_below_its_streams() -> None:
     outcomes = [
         outcome(i, started_s=0.1 * i, finished_s=0.1 * i + 1, e2e_s=1.0) for i in range(100)
     ]
-    assert measured(outcomes, 9, 10, (1.0, 0.5), 10.0).passed(50)
-    assert not measured(outcomes, 20, 10, (1.0, 0.5), 10.0).passed(50)
-    assert not measured(outcomes, 9, 10, (1.0, 0.5), 10.0).passed(1)
-    assert measured(outcomes, 9, 10, (1.0, 0.5), 10.0).replayer_cpu_share == 0.15
+    assert measured(outcomes, 9, 10, (1.0, 0.5, 2.0), 10.0).passed(50)
+    assert not measured(outcomes, 20, 10, (1.0, 0.5, 2.0), 10.0).passed(50)
+    assert not measured(outcomes, 9, 10, (1.0, 0.5, 2.0), 10.0).passed(1)
+    assert measured(outcomes, 9, 10, (1.0, 0.5, 2.0), 10.0).replayer_cpu_share == 0.15
