@@ -144,12 +144,10 @@ class DecodeWorker:
         boundary = not self.running or self._at >= now
         if boundary:
             self._finish()
-            self._join()
-            self._retract()
+            self._fill()
         self._let_in(now)
-        if boundary and not self.running and self.ready:
-            self._join()
-            self._retract()
+        if boundary and not self.running:
+            self._fill()
         self._schedule()
 
     def _schedule(self) -> None:
@@ -174,6 +172,14 @@ class DecodeWorker:
             self._free(job, self._steps - job.joined_step)
             job.finished = self._at
             self._end(job)
+
+    def _fill(self) -> None:
+        """Who is ready joins; who then has no room for a step is retracted, and others may join."""
+        while True:
+            self._join()
+            self._retract()
+            if self.running or not self.ready:
+                return
 
     def _join(self) -> None:
         while self.ready and len(self.running) < self.config.max_running:
@@ -250,12 +256,10 @@ class DecodeWorker:
         found = self.pool.match(job.blocks) if self.config.radix else 0
         self.pool.lock(job.blocks[:found])
         needed = self._pages(job.prompt - found * self.pool.block_tokens) + generated
-        if not self.config.gentle:
-            margin = self.config.reserved
-        elif resumes:  # room like a running one, or it would be retracted again at once
+        if resumes:  # room like a running one, or it would be retracted again at once
             margin = min(self.config.reserved, job.left)
         else:
-            margin = self._cap(job)
+            margin = self._cap(job) if self.config.gentle else self.config.reserved
         if needed + margin > self.pool.available - self._reserved() or not self.pool.allocate(
             needed
         ):

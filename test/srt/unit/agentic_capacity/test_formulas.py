@@ -1,0 +1,189 @@
+"""Closed forms against numbers worked out by hand from the published reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark.agentic.capacity import costs as cost_files
+from benchmark.agentic.capacity import formulas, shapes, trace
+from benchmark.agentic.capacity.costs import Costs, Transfer
+from benchmark.agentic.capacity.formulas import GIB, Workload
+from benchmark.traces.record import Record
+
+H20 = cost_files.load("qwen3-coder-30b-h20")
+PR = Workload(prefix=50_000, suffix=4500, output=355.4, prefixes=20)
+
+
+def constant(**changed: float) -> Costs:
+    """Round numbers: 1,000 B a token, 1 ms a new token, 10 ms a step, 1 MB/s."""
+    fields = {
+        "kv_token_bytes": 1000,
+        "prefill_batch_s": 0.0,
+        "prefill_token_s": 1e-3,
+        "prefill_pair_s": 0.0,
+        "step_s": 0.01,
+        "step_request_s": 0.0,
+        "step_context_s": 0.0,
+        "transfer": Transfer(((1e6, 1.0),)),
+        **changed,
+    }
+    return Costs(**fields, sources=dict.fromkeys(fields, "made up"))
+
+
+def test_kv_bytes_of_the_reports_models() -> None:
+    """A wrong factor (keys and values, heads, element size) would shift every other number."""
+    assert shapes.load("qwen3-coder-30b-a3b").token_bytes == 98_304
+    assert shapes.load("qwen3-32b", "fp8_e4m3").token_bytes == 64 * 2 * 8 * 128
+    assert shapes.load("deepseek-v3").token_bytes == 61 * 576 * 2
+
+
+def test_shape_from_a_config(tmp_path: Path) -> None:
+    """A model folder gives the same as the entry by name; MLA is told by its latent rank."""
+    config = {
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shapes.load(str(tmp_path)).token_bytes == 98_304
+    assert shapes.load(str(tmp_path), "fp8_e4m3").token_bytes == 98_304 // 2
+    latent = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
+    assert shapes.from_config(latent).token_bytes == 61 * 576 * 2
+    old = {k: v for k, v in config.items() if k not in ("head_dim", "num_key_value_heads")}
+    assert shapes.from_config(old).token_bytes == 48 * 2 * 2048 * 2
+    with pytest.raises(ValueError, match="num_hidden_layers"):
+        shapes.from_config({})
+    with pytest.raises(ValueError, match="KV type int3"):
+        shapes.load("qwen3-32b", "int3")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefill_s", "benefit_s"), [(2000, 0.14, 1.1), (33_000, 4.5, 36), (125_000, 57, 456)]
+)
+def test_isolation_benefit_is_a_prefill_for_each_stream(
+    tokens: int, prefill_s: float, benefit_s: float
+) -> None:
+    """The published accounting was once bounded by a request's own decode, and wrong by 100x."""
+    found = formulas.isolation(tokens, prefill_s, 0.0, streams=8)
+    assert found.benefit_s == pytest.approx(benefit_s, rel=0.02)
+    slowed = formulas.isolation(tokens, prefill_s, 0.0, streams=8, slowdown=2)
+    assert slowed.benefit_s == pytest.approx(benefit_s / 2, rel=0.02)
+
+
+def test_isolation_ratio_of_the_reports_middle_row() -> None:
+    """33k tokens: 320 ms of transfer against 36 s is 0.9%."""
+    found = formulas.isolation(33_000, 4.5, 0.320, streams=8)
+    assert found.ratio == pytest.approx(0.009, abs=0.0002)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(2048, 0.0206), (32_768, 0.3209), (65_536, 1.8951), (131_072, 2.8351)]
+)
+def test_transfer_follows_the_measured_curve(tokens: int, seconds: float) -> None:
+    """Bandwidth collapses beyond 3 GiB; a constant one would be off by three there."""
+    assert H20.transfer_s(tokens) == pytest.approx(seconds)
+
+
+def test_transfer_between_and_beyond_its_points() -> None:
+    curve = Transfer(((100.0, 1.0), (300.0, 5.0)))
+    assert [curve.seconds(n) for n in (0, 50, 100, 200, 600)] == [0, 0.5, 1.0, 3.0, 10.0]
+    with pytest.raises(ValueError, match="increasing"):
+        Transfer(((2.0, 1.0), (1.0, 1.0)))
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(2048, 0.14), (32_768, 4.5), (125_000, 57.0)])
+def test_h20_prefill_meets_the_measurements_it_was_solved_from(tokens: int, seconds: float) -> None:
+    assert H20.request_prefill_s(tokens) == pytest.approx(seconds, rel=0.01)
+
+
+def test_p99_request_against_the_decode_pool() -> None:
+    """11.5 GiB in a pool of 38 GiB: three requests, which is the wall that the report met."""
+    token_bytes = 98_304
+    pool = formulas.pool_tokens(38 * GIB, token_bytes)
+    assert pool == 415_061
+    p99 = Workload(
+        prefix=0, suffix=formulas.pool_tokens(11.5 * GIB, token_bytes), output=1, prefixes=1
+    )
+    assert formulas.holds(p99, pool, shared=False) == 3
+    assert formulas.holds(p99, pool, shared=True) == 3, "nothing to share"
+
+
+def test_what_the_pull_requests_pool_holds() -> None:
+    """37 whole requests fill it; 20 prefixes and suffixes leave room for more than all 128."""
+    pool = 37 * (54_500 + 355.4 / 2) / 0.99
+    assert formulas.holds(PR, pool, shared=False) == 37
+    shared = formulas.holds(PR, pool, shared=True, reserved=400)
+    assert shared == (int(pool) - 20 * 50_000) // 4900
+    assert shared > 128
+
+
+def test_a_pool_too_small_for_all_prefixes_gains_nothing() -> None:
+    """Counting as if all prefixes fitted would give a negative number of requests."""
+    assert (
+        formulas.holds(PR, 400_000, shared=True) == formulas.holds(PR, 400_000, shared=False) == 7
+    )
+
+
+def test_steps_and_their_inverse() -> None:
+    costs = constant(step_context_s=1e-5, step_request_s=1e-3)
+    for steps in (0, 1, 7, 1000):
+        seconds = costs.steps_s(steps, 3, 500)
+        by_hand = sum(0.01 + 3e-3 + 1e-5 * (500 + 3 * i) for i in range(steps))
+        assert seconds == pytest.approx(by_hand)
+        assert costs.steps_in(seconds + 1e-9, 3, 500) == steps
+
+
+def test_limits_of_a_split_by_hand() -> None:
+    """Prompt of 100: 0.1 s of prefill, 0.1 s of wire; 99 answers of 10 ms; pool for 5."""
+    load = Workload(prefix=60, suffix=40, output=100, prefixes=1)
+    found = formulas.limits(
+        load,
+        constant(),
+        prefill_workers=2,
+        decode_workers=3,
+        pool=500,
+        shared=False,
+        prefill_cached=False,
+        max_running=10,
+    )
+    assert found.prefill == pytest.approx(2 / 0.1)
+    assert found.link == pytest.approx(2 / 0.1)
+    assert found.pool == pytest.approx(3 * 5 / (0.2 + 1.0))
+    assert found.step == pytest.approx(3 * 10 / 1.0)
+    assert (found.binds, found.rate) == ("pool", found.pool)
+    assert found.prefill_busy(found.rate) == pytest.approx(12.5 / 20)
+    shared = formulas.limits(
+        load, constant(), prefill_workers=2, decode_workers=3, pool=500, shared=True, max_running=10
+    )
+    assert shared.running == (500 - 60) // 40
+    assert shared.prefill == pytest.approx(2 / 0.04)
+
+
+def test_splits_cover_a_fleet() -> None:
+    assert list(formulas.splits(4)) == [(1, 3), (2, 2), (3, 1)]
+    assert all(p + d == 1000 and d > 0 for p, d in formulas.splits(1000, 10))
+
+
+def test_costs_need_a_source_for_every_number() -> None:
+    """A number without its origin is an invented one."""
+    with pytest.raises(ValueError, match="step_s"):
+        fields = {f: getattr(H20, f) for f in H20.__struct_fields__}
+        fields["sources"] = {k: v for k, v in H20.sources.items() if k != "step_s"}
+        Costs(**fields)
+    with pytest.raises(ValueError, match="--costs nowhere"):
+        cost_files.load("nowhere")
+
+
+def test_trace_holds_shared_blocks_once() -> None:
+    """Two of three blocks are common: five requests take 2 + 5 blocks, not 15."""
+    records = [Record(i * 1000, 30, 5, (1, 2, 10 + i)) for i in range(10)]
+    assert trace.distinct_tokens(records, 5, block_tokens=10) == 70
+    assert trace.holds(records, 150, shared=False, block_tokens=10) == 5
+    assert trace.holds(records, 150, shared=True, block_tokens=10) == 10
+    assert trace.facts(records).endless_hit == pytest.approx(18 / 30)
