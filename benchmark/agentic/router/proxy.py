@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -56,6 +56,7 @@ class Half:
         self.worker = route.charges[role].worker
         self.believed_blocks = route.matched_blocks[role]
         self.connection: Connection | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.answer = Answer()
         self.begun = False
         """Whether its answer has begun: the worker has the prompt's KV."""
@@ -63,6 +64,14 @@ class Half:
         """``ok``, ``error`` (its own answer), ``lost``, ``unreached``, ``client_gone``,
         ``given_up`` (for the other half's sake); None while it runs."""
         self._charge, self._metrics = route.charges[role], metrics
+
+    def post(self, path: str, payload: bytes, authorization: str | None, limit: float) -> None:
+        """Sends the request; after ``limit`` seconds it is over."""
+        assert self.connection is not None
+        self.connection.post(path, payload, authorization)
+        why = asyncio.TimeoutError(f"after {limit:g} s")
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(limit, self.connection.abandon, why)
 
     def begin(self) -> None:
         self.begun = True
@@ -73,6 +82,8 @@ class Half:
         if self.outcome is None:
             self.outcome = outcome
             self._charge.release()
+            if self._timer is not None:
+                self._timer.cancel()
             if self.connection is not None:
                 self.connection.release()
             self._metrics.requests.labels(self.worker.url, self.worker.role, outcome).inc()
@@ -155,19 +166,18 @@ class Proxy:
         halves = {role: Half(route, role, self._metrics) for role in route.charges}
         headers = {_WORKER_HEADERS[role]: half.worker.url for role, half in halves.items()}
         sent = False
-        timer = None
         try:
-            connections = [await self._connect(half) for half in halves.values()]
+            for half in halves.values():
+                await self._connect(half)
             bootstrap = None
             if PREFILL in halves:
                 worker = halves[PREFILL].worker
                 bootstrap = (worker.bootstrap_host, worker.bootstrap_port)
             payload = ask.payload(bootstrap)
             limit = self._scheduler.settings.request_timeout
-            for connection in connections:
-                connection.post(request.path, payload, request.headers.get("Authorization"))
-                sent = True
-            timer = asyncio.get_running_loop().call_later(limit, _expire, connections, limit)
+            sent = True
+            for half in halves.values():
+                half.post(request.path, payload, request.headers.get("Authorization"), limit)
             if COLOCATED in halves:
                 return await self._relay(request, ask, halves[COLOCATED], headers)
             return await self._pair(request, ask, halves[PREFILL], halves[DECODE], headers)
@@ -176,14 +186,12 @@ class Proxy:
                 half.end("given_up" if isinstance(error, Failed) else "client_gone")
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
             if sent:
                 for half in halves.values():
                     if half.outcome in ("lost", "client_gone", "given_up"):
                         self._keep(asyncio.create_task(self._abort(half, ask.rid)))
 
-    async def _connect(self, half: Half) -> Connection:
+    async def _connect(self, half: Half) -> None:
         try:
             half.connection = await self._pool.connect(half.worker.url)
         except UPSTREAM_ERRORS as error:
@@ -191,7 +199,6 @@ class Proxy:
             health.failed(half.worker, reason(error), gone=gone)
             half.end("unreached")
             raise Unreached(half, f"cannot be reached: {reason(error)}") from error
-        return half.connection
 
     async def _pair(
         self, request: web.Request, ask: Ask, first: Half, second: Half, headers: dict[str, str]
@@ -227,8 +234,10 @@ class Proxy:
                 return
             half.end("error")
             why = half.answer.error or data[:500].decode(errors="replace")
-            failed = Failed(half, f"answered {got.code}: {why}", max(got.code, 502))
-        if not other.begun:
+            failed = Failed(
+                half, f"answered {got.code}: {why}", got.code if got.code != 200 else 502
+            )
+        if other.outcome is None and not other.begun:
             other.connection.abandon(failed)
 
     async def _relay(
@@ -335,11 +344,6 @@ async def _write(out: web.StreamResponse, data: bytes | None) -> None:
         await (out.write_eof() if data is None else out.write(data))
     except ConnectionResetError as error:
         raise ClientGone from error
-
-
-def _expire(connections: Sequence[Connection], limit: float) -> None:
-    for connection in connections:
-        connection.abandon(asyncio.TimeoutError(f"after {limit:g} s"))
 
 
 def _is_stream(got: RawResponseMessage) -> bool:

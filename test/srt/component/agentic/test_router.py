@@ -181,7 +181,7 @@ def test_a_failed_prefill_ends_decode_too(how: str) -> None:
         if how == "killed":
             await prefill.kill()
         answer = await request
-        assert answer.status == 502 if how == "killed" else 500
+        assert answer.status == (502 if how == "killed" else 500)
         assert prefill.url in answer.errors[0]
         await until(lambda: decode.aborted == [decode.bodies[0]["rid"]])
         rig.assert_idle()
@@ -199,9 +199,8 @@ def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
         prefill.hold(0)
         gate = decode.hold(1)
         request = rig.ask()
+        await until(lambda: decode.bodies and prefill.bodies)
         await until(lambda: rig.router.scheduler.pools[DECODE][0].pending_tokens == 0)
-        await until(lambda: rig.load()[decode.url] == 1 and decode.bodies)
-        await until(lambda: len(rig.router.scheduler.pools[DECODE][0].index) >= 0)
         await prefill.kill()
         gate.set()
         assert (await request).whole
@@ -288,6 +287,23 @@ def test_a_request_that_takes_too_long_ends() -> None:
         rig.assert_idle()
 
     run(test, [worker], request_timeout=0.2)
+
+
+def test_prefill_may_take_longer_than_decode_but_not_for_ever() -> None:
+    """Guards the charge of a prefill half that outlives its request, and the connections of others
+    against a time limit that is not theirs."""
+    prefill, decode = pair()
+
+    async def test(rig: Rig) -> None:
+        prefill.hold(0)
+        assert (await rig.ask()).whole
+        assert rig.load() == {prefill.url: 1, decode.url: 0}
+        await until(lambda: not any(rig.load().values()))
+        labels = {"worker": prefill.url, "role": PREFILL, "outcome": "lost"}
+        assert rig.counter("requests_total", **labels) == 1
+        rig.assert_idle()
+
+    run(test, [prefill, decode], request_timeout=0.3)
 
 
 def test_health_takes_out_and_brings_back() -> None:
