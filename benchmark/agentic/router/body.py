@@ -64,7 +64,7 @@ _decoder = msgspec.json.Decoder(_Body)
 class Prompt:
     """A prompt as its blocks' hashes, and those of the conversation once it is answered."""
 
-    __slots__ = ("_block_tokens", "_data", "_kind", "_seed", "hashes", "tokens")
+    __slots__ = ("_block_tokens", "_kind", "_last", "_rest", "hashes", "tokens")
 
     def __init__(self, data: bytes, kind: str, block_tokens: int, apart: object = None) -> None:
         """
@@ -73,10 +73,13 @@ class Prompt:
             kind: ``ids``, ``text`` or ``chat``.
             apart: what keeps equal prompts apart.
         """
-        self._data, self._kind, self._block_tokens = data, kind, block_tokens
-        self._seed = hash((kind == "ids", apart))
+        self._kind, self._block_tokens = kind, block_tokens
         self.tokens, ends = self._blocks(data)
-        self.hashes = chain(data, ends, self._seed)
+        seed = hash((kind == "ids", apart))
+        self.hashes = chain(data, ends, seed)
+        self._last = self.hashes[-1] if self.hashes else seed
+        self._rest = data[ends[-1] :] if ends else data
+        """What no whole block holds yet."""
 
     def _blocks(self, data: bytes) -> tuple[int, Sequence[int]]:
         cut = token_blocks if self._kind == "ids" else text_blocks
@@ -85,12 +88,12 @@ class Prompt:
     def answered(self, output_ids: list[int], text: str) -> tuple[int, ...]:
         """Hashes of prompt and answer, which is what the next turn's prompt begins with."""
         if self._kind == "ids":
-            data = self._data + b"".join(b"%d," % token for token in output_ids)
+            data = self._rest + b"".join(b"%d," % token for token in output_ids)
         elif self._kind == "chat":
-            data = self._data + _canonical([_Message("assistant", text)])
+            data = self._rest + _canonical([_Message("assistant", text)])
         else:
-            data = self._data + text.encode()
-        return chain(data, self._blocks(data)[1], self._seed)
+            data = self._rest + text.encode()
+        return self.hashes + chain(data, self._blocks(data)[1], self._last)
 
 
 class Ask(msgspec.Struct, frozen=True):
