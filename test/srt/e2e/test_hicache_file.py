@@ -1,0 +1,190 @@
+"""Buffer-only HiCache over files: greedy output is the aggregated server's, whatever a call of the
+store does, and whenever requests are aborted. ``HICACHE_PAGE_SIZE=16`` for another page size."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import hicache
+from e2e.hicache import MAX_RUNNING, Backend, Server, until
+from e2e.hicache_scenarios import Questions, answers_are_right, clients_leave, questions
+from e2e.steered_file import METHODS, Gates, SteeredFile
+from e2e.support import Reference
+
+PAGE = hicache.page_size(64)
+DEADLINE_S = 2.0
+LONG = 1200
+"""Tokens that nobody waits for."""
+HELD_PAGES = {"batch_get_v1": "read_pages", "batch_set_v1": "write_pages"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("file")
+
+
+@pytest.fixture(scope="module")
+def asked(model: Path, reference: Reference) -> Questions:
+    return questions(model, reference, PAGE)
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, folder: Path) -> Iterator[list[Server]]:
+    """A writer, and a reader whose calls of the store can be steered."""
+    for part in ("gates", "store"):  # servers that start at once may both try to make the store's
+        (folder / part).mkdir()
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store")}
+    steered = {
+        "backend_name": "steered_file",
+        "module_path": SteeredFile.__module__,
+        "class_name": SteeredFile.__name__,
+        "gates": str(folder / "gates"),
+    }
+    backends = [Backend("file", {}, env), Backend("dynamic", steered, env)]
+    with hicache.servers(model, folder, PAGE, backends, DEADLINE_S) as running:
+        yield running
+
+
+@pytest.fixture
+def reader(servers: list[Server]) -> Server:
+    """With an empty tree."""
+    servers[1].flush()
+    return servers[1]
+
+
+@pytest.fixture
+def gates(folder: Path) -> Gates:
+    return Gates(folder / "gates")
+
+
+def test_cold_from_the_store_and_in_another_process(
+    servers: list[Server], asked: Questions
+) -> None:
+    """As over Mooncake, with pages of another size and layout in the store."""
+    answers_are_right(*servers, asked, PAGE)
+
+
+def test_clients_that_leave(reader: Server, asked: Questions) -> None:
+    """Clients that go away must leave nothing in the stage, whatever was under way for them."""
+    clients_leave(reader, asked)
+
+
+def test_calls_that_fail(reader: Server, gates: Gates, asked: Questions) -> None:
+    """An error of the store must not become one of a request, end a thread, or keep pages. Asked
+    for is what the store has, and what it has not, so that reads and writes are both tried."""
+    for method in METHODS:
+        prompts, expected = asked.fresh()
+        reader.flush()
+        with gates.fail(method):
+            assert reader.generated(prompts) == expected
+            reader.flush()
+        hicache.works_again(reader, prompts, expected)
+    reader.drained()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_that_hangs(reader: Server, gates: Gates, asked: Questions, method: str) -> None:
+    """A call past its deadline must hold up nobody, and what it may still read or write must not be
+    used for anything else: its pages come back when it does, not before. A flush works then."""
+    prompts, expected = asked.fresh()
+    with gates.hold(method):
+        assert reader.generated(prompts) == expected
+        gates.wait_held(method)
+        reader.flush()  # waits until the call has been given up
+        assert reader.generated(prompts) == expected
+        if method in HELD_PAGES:
+            until(lambda: reader.stage()[HELD_PAGES[method]] > 0)
+    hicache.works_again(reader, prompts, expected)
+    reader.drained()
+
+
+def test_keys_that_are_lost_and_data_that_is_short(
+    reader: Server, folder: Path, asked: Questions
+) -> None:
+    """Files that vanish or shrink before and while they are read cost hits, and no answer."""
+    prompts, expected = asked.prompts, asked.expected
+    for number, file in enumerate(sorted((folder / "store").glob("*.bin"))):
+        if number % 3 == 0:
+            file.unlink()
+        elif number % 3 == 1:
+            _halve(file)
+    assert reader.generated(prompts) == expected
+    reader.drained()
+    # All is there again. Now while they are read.
+    reader.flush()
+    stop = threading.Event()
+    vandal = threading.Thread(target=_destroy, args=(folder / "store", stop))
+    vandal.start()
+    try:
+        assert reader.generated(prompts) == expected
+    finally:
+        stop.set()
+        vandal.join()
+    reader.drained()
+    hicache.works_again(reader, *asked.some())
+
+
+def test_aborts_in_each_state(reader: Server, gates: Gates, asked: Questions) -> None:
+    """A request that is aborted while the store is asked for it, while its pages are fetched, while
+    it waits, runs, or its pages are written must end at once, and leave nothing behind, although
+    what was under way for it goes on."""
+    prompt = asked.prompts[0]
+    hicache.works_again(reader, [prompt], asked.expected[:1])  # the store has it
+    for method in ("batch_exists", "batch_get_v1"):
+        reader.flush()
+        with gates.hold(method), hicache.asked(reader, prompt, rid=f"held at {method}") as answer:
+            gates.wait_held(method)
+            _abort(reader, f"held at {method}", answer)
+        reader.drained()
+
+    # The server is full: what the next one wants is fetched and published while it waits.
+    reader.flush()
+    full = [prompt[1:100]] * MAX_RUNNING
+    loaded = reader.stage()["prefetch_loaded_tokens_total"]
+    with hicache.asked(reader, full, LONG) as running:
+        until(lambda: reader.running() == MAX_RUNNING)
+        with hicache.asked(reader, prompt, rid="it waits") as answer:
+            until(lambda: reader.stage()["prefetch_loaded_tokens_total"] > loaded)
+            _abort(reader, "it waits", answer)
+        assert reader.running() == MAX_RUNNING
+        reader.abort(everything=True)
+        for one in running.result(10):
+            assert one["meta_info"]["finish_reason"]["type"] == "abort"
+    reader.drained()
+
+    reader.flush()
+    with gates.hold("batch_set_v1"), hicache.asked(reader, prompt[1:], LONG, rid="it is") as answer:
+        gates.wait_held("batch_set_v1")
+        _abort(reader, "it is", answer)
+    reader.drained()
+    assert reader.generated(asked.prompts) == asked.expected
+    reader.drained()
+
+
+def _abort(server: Server, rid: str, answer: Future[Any]) -> None:
+    server.abort(rid)
+    said = answer.result(2.0)
+    assert said["meta_info"]["finish_reason"]["type"] == "abort", said
+
+
+def _halve(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def _destroy(store: Path, stop: threading.Event) -> None:
+    """Until told to stop, halve or remove files here and there."""
+    rng = random.Random(1)
+    while not stop.wait(0.005):
+        file = rng.choice(list(store.glob("*.bin")) or [None])
+        with contextlib.suppress(FileNotFoundError):
+            if file is not None:
+                rng.choice([Path.unlink, _halve])(file)
