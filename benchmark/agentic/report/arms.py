@@ -15,9 +15,11 @@ from benchmark.harness.servers import ServerConfig, Sizes
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output", "--decode-log-interval", "1")
 """Token ids in and out, each once: helper processes share the cores with the schedulers."""
 
-BEHIND = ("nice", "-n", "5")
+BEHIND = ("nice", "-n", "5", "sh", "-c", '(echo 5 > /proc/self/autogroup) 2> /dev/null; exec "$@"')
+BEHIND += ("sh",)
 """Servers share few cores with the client and the router, which in a fleet have their own: without
-this, the client would be late in sending and in reading."""
+this, the client would be late in sending and in reading. Linux may weigh whole sessions against
+each other (autogroups), and each server is one; niceness then counts within a session only."""
 
 SGLANG = "sglang-router"
 DECODE_POLICIES = ("round_robin", "random", "least_tokens", "linear", "lmetric", "delta_kv")
