@@ -140,7 +140,7 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
     )
     env = {
         START_METHOD: "fork",
-        "PYTHONPATH": TESTS,
+        "PYTHONPATH": os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH")))),
         # A slow machine must not turn hits into timeouts.
         "SGLANG_HICACHE_BUFFER_READ_TIMEOUT": "60",
         "SGLANG_HICACHE_STORE_DEADLINE": str(deadline_s),

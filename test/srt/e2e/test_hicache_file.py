@@ -90,19 +90,20 @@ def test_calls_that_fail(reader: Server, gates: Gates, asked: Questions) -> None
     reader.drained()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_call_that_hangs(reader: Server, gates: Gates, asked: Questions, method: str) -> None:
+def test_calls_that_hang(reader: Server, gates: Gates, asked: Questions) -> None:
     """A call past its deadline must hold up nobody, and what it may still read or write must not be
     used for anything else: its pages come back when it does, not before. A flush works then."""
-    prompts, expected = asked.fresh()
-    with gates.hold(method):
-        assert reader.generated(prompts) == expected
-        gates.wait_held(method)
-        reader.flush()  # waits until the call has been given up
-        assert reader.generated(prompts) == expected
-        if method in HELD_PAGES:
-            until(lambda: reader.stage()[HELD_PAGES[method]] > 0)
-    hicache.works_again(reader, prompts, expected)
+    for method in METHODS:
+        prompts, expected = asked.fresh()
+        reader.flush()
+        with gates.hold(method):
+            assert reader.generated(prompts) == expected
+            gates.wait_held(method)
+            reader.flush()  # waits until the call has been given up
+            assert reader.generated(prompts) == expected
+            if method in HELD_PAGES:
+                until(lambda pages=HELD_PAGES[method]: reader.stage()[pages] > 0)
+        hicache.works_again(reader, prompts, expected)
     reader.drained()
 
 
@@ -117,7 +118,6 @@ def test_keys_that_are_lost_and_data_that_is_short(
         elif number % 3 == 1:
             _halve(file)
     assert reader.generated(prompts) == expected
-    reader.drained()
     # All is there again. Now while they are read.
     reader.flush()
     stop = threading.Event()
@@ -128,8 +128,8 @@ def test_keys_that_are_lost_and_data_that_is_short(
     finally:
         stop.set()
         vandal.join()
-    reader.drained()
     hicache.works_again(reader, *asked.some())
+    reader.drained()
 
 
 def test_aborts_in_each_state(reader: Server, gates: Gates, asked: Questions) -> None:
@@ -143,7 +143,6 @@ def test_aborts_in_each_state(reader: Server, gates: Gates, asked: Questions) ->
         with gates.hold(method), hicache.asked(reader, prompt, rid=f"held at {method}") as answer:
             gates.wait_held(method)
             _abort(reader, f"held at {method}", answer)
-        reader.drained()
 
     # The server is full: what the next one wants is fetched and published while it waits.
     reader.flush()
@@ -158,13 +157,11 @@ def test_aborts_in_each_state(reader: Server, gates: Gates, asked: Questions) ->
         reader.abort(everything=True)
         for one in running.result(10):
             assert one["meta_info"]["finish_reason"]["type"] == "abort"
-    reader.drained()
 
     reader.flush()
     with gates.hold("batch_set_v1"), hicache.asked(reader, prompt[1:], LONG, rid="it is") as answer:
         gates.wait_held("batch_set_v1")
         _abort(reader, "it is", answer)
-    reader.drained()
     assert reader.generated(asked.prompts) == asked.expected
     reader.drained()
 
