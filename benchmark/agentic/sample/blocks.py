@@ -1,10 +1,10 @@
 """Which blocks are shared by whom, exactly, for traces whose blocks do not fit into memory.
 
-Every figure here is a sum over blocks, so that blocks can be looked at in any grouping. One pass over
-the trace deals the occurrences of blocks out to ``PARTITIONS`` temporary files by a hash of the id
-(as a database's hash join does); then each file is read, sorted and counted by itself. A file that
-stays under ``SPILL_BYTES`` is kept in memory. Memory: one partition, 1/64 of all occurrences at about
-100 bytes each, and 12 bytes a request; disk: 24 bytes an occurrence, in TMPDIR.
+Every figure here is a sum over blocks, so that blocks can be looked at in any grouping. One pass
+over the trace deals the occurrences of blocks out to ``PARTITIONS`` temporary files by a hash of
+the id (as a database's hash join does); then each file is read, sorted and counted by itself. A file
+that stays under ``SPILL_BYTES`` is kept in memory. Memory: one partition, 1/64 of all occurrences
+at about 150 bytes each, and 12 bytes a request; disk: 24 bytes an occurrence, in TMPDIR.
 
 A block's id must stand for all blocks before it as well (see ``Record``). Then a cache of prefixes
 without limits hits exactly the blocks that were seen before. Ids that are reached by different
@@ -35,6 +35,7 @@ _CHUNK = 1 << 19  # occurrences that are dealt out at once
 _OCCURRENCE = np.dtype(
     [("block", "<u8"), ("request", "<u4"), ("depth", "<u4"), ("tokens", "<u4"), ("before", "<u4")]
 )
+Rows = npt.NDArray[np.void]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
@@ -69,7 +70,7 @@ class BlockCounter:
         self._dealt = 0  # records whose blocks are in the files
         self._stack = ExitStack()
         self._files: list[IO[bytes]] = [
-            self._stack.enter_context(tempfile.SpooledTemporaryFile(max_size=SPILL_BYTES))
+            self._stack.enter_context(tempfile.SpooledTemporaryFile(SPILL_BYTES))  # noqa: SIM115
             for _ in range(PARTITIONS)
         ]
 
@@ -105,7 +106,7 @@ class BlockCounter:
             _count(rows, columns.session, figures, depth, anchor)
         return figures, families(columns, depth, anchor)
 
-    def _partitions(self) -> Iterator[np.ndarray]:
+    def _partitions(self) -> Iterator[Rows]:
         for file in self._files:
             file.seek(0)
             yield np.frombuffer(file.read(), _OCCURRENCE)
@@ -115,7 +116,7 @@ class BlockCounter:
         lengths = np.array(self._blocks, np.int64)
         ids = np.array(self._ids, np.uint64)
         starts = np.cumsum(lengths) - lengths
-        rows = np.empty(len(ids), _OCCURRENCE)
+        rows: Rows = np.empty(len(ids), _OCCURRENCE)
         rows["block"] = ids
         rows["request"] = np.repeat(np.arange(self._dealt, self._dealt + len(lengths)), lengths)
         rows["depth"] = np.arange(len(ids)) - np.repeat(starts, lengths)
@@ -156,7 +157,7 @@ def _changes(*columns: npt.NDArray[np.generic]) -> Bools:
 
 
 def _count(
-    rows: np.ndarray,
+    rows: Rows,
     session_of: npt.NDArray[np.intp],
     figures: BlockFigures,
     depth: npt.NDArray[np.uint32],
@@ -167,26 +168,23 @@ def _count(
         return
     session = session_of[rows["request"]]
     order = np.lexsort((session, rows["block"]))  # stable: in a session, by time
-    rows, session = rows[order], session[order]
+    unsorted, rows, session = rows, rows[order], session[order]
     block, tokens = rows["block"], rows["tokens"].astype(np.int64)
     new_block = _changes(block)
     new_pair = _changes(block, session)  # first time in its session
     starts = np.flatnonzero(new_block)
     counts: Ints = np.diff(np.append(starts, len(rows)))
     sessions = np.add.reduceat(new_pair.astype(np.int64), starts)  # of each block
-    # A block's first occurrence in time, of those that are first in their session.
-    by_time = np.lexsort((rows["request"], block))
-    earliest = by_time[starts]
+    first = unsorted[np.minimum.reduceat(order, starts)]  # of each block, in time
 
     figures.occurrences += len(rows)
     figures.distinct += len(starts)
     figures.repeated += int(counts[counts > 1].sum())
     figures.cross_session += int(counts[sessions > 1].sum())
     figures.within_tokens += int(tokens[~new_pair].sum())
-    figures.across_tokens += int(tokens[new_pair].sum() - tokens[earliest].sum())
-    figures.inconsistent += int(
-        (rows["before"] != np.repeat(rows["before"][earliest], counts)).sum()
-    )
+    figures.across_tokens += int(tokens[new_pair].sum() - first["tokens"].sum(dtype=np.int64))
+    before = rows["before"]
+    figures.inconsistent += int((before != np.repeat(first["before"], counts)).sum())
 
     few = np.repeat((sessions > 1) & (sessions <= FEW), counts)
     request, place = rows["request"][few], rows["depth"][few] + 1

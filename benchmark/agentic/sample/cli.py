@@ -3,7 +3,8 @@
     python -m benchmark.agentic sample FILE [OUT] [--window-seconds S] [--sample-ratio R] [...]
     python -m benchmark.agentic sample FILE --compare     # beside as many requests at random
 
-Two passes over the file: one looks which sessions begin when and share what, one takes those chosen.
+Two passes over the file: one looks which sessions begin when and share what, one takes those
+chosen.
 A trace that names no sessions is given some (see ``benchmark.traces.sessions``).
 """
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from benchmark.traces.record import Record
 
 U64 = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.intp]
 
 
 def session_key(record: Record) -> int:
@@ -29,7 +30,7 @@ def session_key(record: Record) -> int:
 
 
 def mixed(values: U64, seed: int = 0) -> U64:
-    """Values spread evenly over 64 bits (the finalizer of splitmix64); other seeds, other values."""
+    """Values spread evenly over 64 bits (splitmix64); other seeds, other values."""
     x = values + np.uint64((0x9E3779B97F4A7C15 * (2 * seed + 1)) % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -47,9 +48,7 @@ class Columns:
     output_tokens: npt.NDArray[np.uint32]
 
     @cached_property
-    def _unique(
-        self,
-    ) -> tuple[U64, npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    def _unique(self) -> tuple[U64, Places, Places, Places]:
         return np.unique(self.key, return_index=True, return_inverse=True, return_counts=True)
 
     @property
@@ -58,17 +57,17 @@ class Columns:
         return self._unique[0]
 
     @property
-    def first(self) -> npt.NDArray[np.intp]:
+    def first(self) -> Places:
         """For each of ``sessions`` its first request."""
         return self._unique[1]
 
     @property
-    def session(self) -> npt.NDArray[np.intp]:
+    def session(self) -> Places:
         """For each request the place of its session in ``sessions``."""
         return self._unique[2]
 
     @property
-    def turns(self) -> npt.NDArray[np.intp]:
+    def turns(self) -> Places:
         """For each of ``sessions`` its number of requests."""
         return self._unique[3]
 

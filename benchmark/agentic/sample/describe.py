@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +122,7 @@ def _shares(blocks: BlockFigures) -> dict[str, float]:
     }
 
 
-def _lengths(values: npt.NDArray[np.generic]) -> Lengths:
+def _lengths(values: npt.NDArray[np.integer[Any]]) -> Lengths:
     return Lengths(float(values.mean()), *(float(p) for p in np.percentile(values, (50, 90, 99))))
 
 

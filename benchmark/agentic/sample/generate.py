@@ -2,7 +2,7 @@
 
     python -m benchmark.agentic generate FILE [--requests N] [--seed N] [--no-sessions]
 
-``shape`` says what it is like, and ``benchmark.traces.generate`` has conversations of people instead.
+``shape`` says what it is like. ``benchmark.traces.generate`` has conversations of people instead.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A key is kept or dropped by its hash alone, so that a smaller ratio keeps a subs
 one keeps, and any order of the trace gives the same.
 
 Thinning session by session separates those that share a prefix: of a family of two, at a ratio of
-0.25, three of four kept sessions are left alone. Thinning family by family (see ``blocks.families``)
-keeps each session with the same probability, and families stay together. It chooses among more
-loosely bound things, so that with few families a sample's size varies more.
+0.25, three of four kept sessions are left alone. Thinning family by family (see
+``blocks.families``) keeps each session with the same probability, and families stay together. It
+draws fewer lots, so that a sample's size varies more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.agentic.sample.columns import U64, mixed
+from benchmark.agentic.sample.columns import U64, Places, mixed
 
 Bools = npt.NDArray[np.bool_]
 
@@ -29,15 +29,13 @@ def kept(keys: U64, ratio: float, seed: int) -> Bools:
     return draws(keys, seed) < ratio
 
 
-def cap_single_turns(
-    turns: npt.NDArray[np.intp], order: npt.NDArray[np.float64], cap: float
-) -> Bools:
+def cap_single_turns(turns: Places, order: npt.NDArray[np.float64], cap: float) -> Bools:
     """Which sessions to keep so that at most ``cap`` of them (0 to 1) have a single turn.
 
     All sessions of several turns stay, and of the others those that come first in ``order``
     (``draws`` of the keys that were thinned by).
     """
-    single = turns == 1
+    single: Bools = turns == 1
     if cap >= 1:
         return np.ones(len(turns), np.bool_)
     # The small addition keeps a quotient that should be whole from being rounded down.

@@ -1,9 +1,9 @@
 """A contiguous piece of a trace's time.
 
 A sample takes the sessions that **begin** in the window, each with all its requests, also those
-after the window: a session cut in two would begin with a long prompt that nothing explains. The load
-therefore rises at the window's start, and a thin tail of long sessions follows its end. Of what a
-session shares with others, what they did before the window is lost.
+after the window: a session cut in two would begin with a long prompt that nothing explains. The
+load therefore rises at the window's start, and a thin tail of long sessions follows its end. Of
+what a session shares with others, what they did before the window is lost.
 """
 
 from __future__ import annotations
