@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity import trace
@@ -74,6 +74,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     last: Run | None = None
+
+    def progressed(task: TaskID) -> Callable[[Job], None]:
+        return lambda job: progress.advance(task)
+
     with (
         Progress(
             TextColumn("{task.description}"),
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 _jobs(args, records),
                 concurrency=None if records else args.concurrency,
                 sample_s=args.sample_s,
-                on_end=lambda _, task=task: progress.advance(task),
+                on_end=progressed(task),
             )
             row = Row(arm, outcome(last), last.events, time.perf_counter() - began)
             rows.append(row)
@@ -226,11 +230,12 @@ def _draw(args: argparse.Namespace, rows: Sequence[Row], last: Run | None) -> No
         kinds.setdefault(f"{kept} {row.arm.decode_policy}", []).append(row)
     splits = sorted({row.arm.prefill_workers for row in rows})
     if len(splits) > 1:
-        for name, title, of in (
+        pictures: list[tuple[str, str, Callable[[Outcome], float]]] = [
             ("ttft", "TTFT p90, s", lambda o: o.ttft.p90),
             ("rate", "requests/s", lambda o: o.requests_per_s),
             ("pool", "share of the decode pools in use", lambda o: o.middle_in_use),
-        ):
+        ]
+        for name, title, of in pictures:
             series = {kind: [of(r.outcome) for r in of_kind] for kind, of_kind in kinds.items()}
             path = args.out / f"splits-{name}.png"
             lines(path, title, splits, series, (f"prefill workers of {args.workers}", title))

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmark.agentic.capacity.costs import Costs
 from benchmark.agentic.capacity.sim import policy
@@ -232,7 +233,7 @@ class Fleet:
 
     def _route(self, job: Job) -> None:
         config, turn = self.config, next(self._turn)
-        held = np.zeros(len(self.prefill), dtype=np.int64)
+        held: NDArray[np.int64] = np.zeros(len(self.prefill), dtype=np.int64)
         if config.prefill.radix:
             held = policy.hits(self._prefill_index, job.blocks, len(held)) * config.block_tokens
         job.prefill = policy.choose(config.prefill_policy, turn, self._pending, held)
