@@ -12,7 +12,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-unit test-component test-e2e check-patchset chaos demo serve wheel clean
+.PHONY: help env lint format test test-unit test-component test-e2e check-patchset chaos bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -42,6 +42,9 @@ test-e2e: env ## real servers
 
 chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --backend nixl ..."
 	PYTHONPATH=.:test/srt $(PY) -m chaos $(CHAOS)
+
+bench-agentic: env ## a matrix of real servers under agentic traffic, one page; AGENTIC="--trace FILE ..."
+	$(PY) -m benchmark.agentic report $(AGENTIC)
 
 check-patchset: env ## import every replaced module and see each row of the table bound
 	$(PY) -m sglang.srt.patchset --check
