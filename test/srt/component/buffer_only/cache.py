@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.buffer_only.parts import Parts
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.read_state import Read, State
 from sglang.srt.mem_cache.buffer_only.stage import Lease
-from sglang.srt.mem_cache.buffer_only.store import PageStore
+from sglang.srt.mem_cache.buffer_only.store import BATCH_PAGES, PageStore
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -75,6 +75,7 @@ class Cache:
         rank: int = 0,
         lanes: Any = HandLane,
         settings: dict[str, Any] | None = None,
+        batch_pages: int = BATCH_PAGES,
         **changes: Any,
     ) -> None:
         self.store = ScriptedStore() if store is None else store
@@ -94,7 +95,11 @@ class Cache:
         parts = built.parts
         fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
         limits = dataclasses.replace(parts.settings, **(settings or {}))
-        fresh |= {"store": PageStore(self.guard, PAGE), "make_lane": lanes, "settings": limits}
+        fresh |= {
+            "store": PageStore(self.guard, PAGE, batch_pages),
+            "make_lane": lanes,
+            "settings": limits,
+        }
         fresh["copier"] = SlowCopier(self)
         self.buffer = self.tree.buffer = Pipelines(Parts(**fresh), reduce_min, lambda: self.now)
         self.stage = self.buffer.parts.stage

@@ -32,7 +32,12 @@ class Life:
 
     def __init__(self, ranks: int, seed: int) -> None:
         rng = random.Random(seed)
-        self.ranks = Ranks(ranks, pages=rng.randint(2, 20), tokens=rng.randint(14, 40) * PAGE)
+        self.ranks = Ranks(
+            ranks,
+            pages=rng.randint(2, 20),
+            tokens=rng.randint(14, 40) * PAGE,
+            batch_pages=rng.choice((2, 100)),
+        )
         self.requests: dict[str, tuple[list[int], str | None]] = {}
         #: Events that really happened.
         self.taken: Counter[str] = Counter()

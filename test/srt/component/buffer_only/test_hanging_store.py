@@ -89,6 +89,36 @@ def test_the_server_counts_as_idle_without_a_store_that_hangs(cache: Cache):
     check_idle(cache)
 
 
+def test_a_read_that_hangs_half_way():
+    """What came before the call that hangs is used; the pages of the rest are kept for it."""
+    cache = stored([PROMPT], batch_pages=2)
+    cache.store.hang("batch_get_v1", call=2)
+    assert cache.serve("r", PROMPT) == 2 * PAGE
+    cache.step()
+    (rest,) = cache.buffer.reads.live
+    kept = set(rest.lease.pages)
+    assert rest.state is State.LINGERING and len(kept) == 2 == cache.stage.used(Direction.READ)
+    check(cache)
+    cache.store.written.clear()
+    let_go(cache)
+    assert set(cache.store.written) == kept
+    check_idle(cache)
+
+
+def test_a_write_that_hangs_half_way():
+    """What was acknowledged before is stored; none of the pages is given back before the rest."""
+    cache = Cache(batch_pages=2)
+    cache.store.hang("batch_set_v1", call=2)
+    cache.compute(prompt(2, 4))
+    for _ in range(4):
+        cache.step()
+    (node,) = nodes(cache.tree)
+    assert node.stored == 2 * PAGE and cache.stage.used(Direction.WRITE) == 4
+    let_go(cache)
+    assert not cache.store.disturbed
+    check_idle(cache)
+
+
 def hang_for_reads(cache: Cache, *prompts: list[int]) -> None:
     """One read after the other hangs, in a store that answers everything else."""
     for number, tokens in enumerate(prompts):

@@ -20,3 +20,22 @@ def test_written_flushed_and_read_back():
     assert cache.tree.pop_prefetch_loaded_tokens("b") == 4 * PAGE
     cache.settle()
     check_idle(cache)
+
+
+def test_evicted_node_by_node_and_read_back():
+    """A node without device KV is gone, a leaf as well as what is above it: nothing can match,
+    load or count what neither device nor host has. The store has it, and a request gets it all."""
+    cache = Cache(pages=32)
+    base, tokens = prompt(1, 4), prompt(2, 3, base=prompt(1, 4))
+    cache.compute(base)
+    cache.compute(tokens)
+    cache.settle()
+    for gone, held in [(3, 4), (4, 0)]:
+        assert cache.evict(1) == gone * PAGE
+        match = cache.match(tokens)
+        assert len(match.device_indices) == held * PAGE and match.host_hit_length == 0
+        check_idle(cache)
+    assert nodes(cache.tree) == [] and len(cache.store.content) == 7
+    assert cache.serve("r", tokens) == 6 * PAGE
+    cache.settle()
+    check_idle(cache)

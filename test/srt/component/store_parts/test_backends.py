@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,21 @@ def test_mooncake_without_a_master_is_no_miss() -> None:
     client.dead = True
     with pytest.raises(Exception, match="Mooncake error -900"):
         store.batch_exists(hashes(2))
+
+
+def test_two_servers_that_make_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that does not start because another one, started at the same time,
+    has just made the folder."""
+    exists = os.path.exists
+
+    def made_by_another(path: Any) -> bool:
+        found = exists(path)
+        os.makedirs(path, exist_ok=True)
+        return found
+
+    monkeypatch.setattr(os.path, "exists", made_by_another)
+    store = backends.file(host_pool("mha", "page_first_direct"), tmp_path / "new")
+    assert store.batch_exists(hashes(1)) == 0
 
 
 def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:

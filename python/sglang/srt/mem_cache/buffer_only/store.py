@@ -26,9 +26,9 @@ class PageStore:
     place a page by them.
     """
 
-    def __init__(self, guard: StoreGuard, page_size: int) -> None:
+    def __init__(self, guard: StoreGuard, page_size: int, batch_pages: int = BATCH_PAGES) -> None:
         self.guard = guard
-        self._page_size = page_size
+        self._page_size, self._batch_pages = page_size, batch_pages
 
     def leading_hits(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, job: Job) -> int:
         """How many of ``keys`` are in the store, up to the first that is not."""
@@ -59,7 +59,7 @@ class PageStore:
 
         done = 0
         while done < len(keys) and not job.cancelled:
-            batch = list(keys[done : done + BATCH_PAGES])
+            batch = list(keys[done : done + self._batch_pages])
             # A list of its own for each call: backends are known to extend what they are given.
             before = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
             arguments: list[Any] = [batch]

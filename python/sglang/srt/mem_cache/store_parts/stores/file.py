@@ -28,6 +28,16 @@ class FileParts(_Base):
     again, and nobody reads one that is being written."""
 
     @override
+    def __init__(self, storage_config: Any, file_path: str = "/tmp/hicache") -> None:
+        from sglang.srt.environ import envs
+
+        # SGLang looks whether the folder is there and then makes it: of two servers that start at
+        # once, one would find it made meanwhile, and end.
+        folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or file_path
+        os.makedirs(folder, exist_ok=True)
+        super().__init__(storage_config, file_path)
+
+    @override
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         if is_stage(mem_pool_host):
