@@ -2,7 +2,7 @@
 
 Every figure here is a sum over blocks, so that blocks can be looked at in any grouping. One pass
 over the trace deals the occurrences of blocks out to ``PARTITIONS`` temporary files by a hash of
-the id (as a database's hash join does); then each file is read, sorted and counted by itself. A file
+the id (as in a hash join); then each file is read, sorted and counted by itself. A file
 that stays under ``SPILL_BYTES`` is kept in memory. Memory: one partition, 1/64 of all occurrences
 at about 150 bytes each, and 12 bytes a request; disk: 24 bytes an occurrence, in TMPDIR.
 
