@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 from pathlib import Path
 
@@ -96,6 +97,9 @@ def main(argv: list[str]) -> int:
         chosen = settings(args)
     except ValueError as error:
         made.error(str(error))
+    # What is loaded by now stays; most of what a request makes goes without the collector.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     web.run_app(
         Router(chosen, args.decisions).app,
         host=args.host,

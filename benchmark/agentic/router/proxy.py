@@ -206,10 +206,10 @@ class Proxy:
                 self._finish(half, ask, got.code)
                 return web.Response(body=data, status=got.code, headers=headers)
             async for chunk in content.iter_any():
+                first = out is None
                 if out is None:
                     half.begin()
                     out = await _prepare(request, headers)
-                    half.worker.index.learn(ask.prompt.hashes)
                 # Only whole events, so that we can add one if the worker dies.
                 tail += chunk
                 end = tail.rfind(b"\n\n") + 2
@@ -217,6 +217,8 @@ class Proxy:
                     events, tail = tail[:end], tail[end:]
                     await _write(out, events)
                     half.answer.take_stream(events)
+                if first:  # after the write: the client waits for that one
+                    half.worker.index.learn(ask.prompt.hashes)
         except UPSTREAM_ERRORS as error:
             if not half.answer.done:
                 failed = self._lost(half, error)
