@@ -99,6 +99,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             row = Row(arm, outcome(last), last.events, time.perf_counter() - began)
             rows.append(row)
             out.write(msgspec.json.encode(row).decode() + "\n")
+            out.flush()  # a long run that is stopped keeps what it has
     _print(rows, console)
     _draw(args, rows, last)
     console.print(f"simulate.jsonl and plots in {args.out}")
