@@ -119,7 +119,9 @@ def test_only_a_whole_event_is_passed_on_before_an_error() -> None:
     async def test(rig: Rig) -> None:
         answer = await rig.ask()
         assert answer.events[0] == {"text": "a"} and len(answer.errors) == 1
-        assert len(answer.events) == 3
+        assert len(answer.events) == 3 and answer.errors[0].endswith(
+            "was lost: its answer broke off"
+        )
 
     run(test, [Torn()])
 
