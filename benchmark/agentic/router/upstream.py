@@ -110,7 +110,7 @@ class Pool:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, for a client: some of these errors have no text of their own, or too much."""
+    """What went wrong, for a client: some errors have no text of their own, or too much."""
     if isinstance(error, aiohttp.ClientPayloadError):
         return "its answer broke off"
     if isinstance(error, asyncio.TimeoutError):
