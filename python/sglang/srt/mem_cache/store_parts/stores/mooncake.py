@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,30 @@ else:
     _Base = PartStore
 
 
+logger = logging.getLogger(__name__)
+
+WARMUP_S = 20.0
+"""The master gives out the memory of a server that was killed until its ``--client_ttl``, 10 s by
+default, has passed."""
+
+
 class MooncakeParts(_Base):
     """All host tensors are registered, and a value of another length than asked is a miss."""
+
+    @override
+    def warmup(self) -> None:
+        # SGLang's first write fails if the master puts it where a killed server was; this one may
+        # be just that server, started again.
+        deadline = time.monotonic() + WARMUP_S
+        while True:
+            try:
+                super().warmup()
+                return
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            logger.warning("Mooncake does not keep what this server writes; it tries again in 1 s")
+            time.sleep(1.0)
 
     @override
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
