@@ -296,6 +296,26 @@ def test_a_request_waits_for_a_silent_store_only_so_long():
     check_idle(cache)
 
 
+@pytest.mark.parametrize("state", list(State)[:6])
+def test_time_runs_out_in_every_state(state: State):
+    """The request computes, and nothing of its prefetch is kept but what the store may still use.
+    One that is fetched, and that nobody claims, is let go as well."""
+    cache = filled()
+    cache.want("r", PROMPT)
+    reach(cache, state)
+    if state is not State.DONE:
+        assert not cache.tree.check_prefetch_progress("r")
+    cache.slow = True  # a copy that runs keeps its own lock, and no other
+    cache.now += 10.1
+    cache.step(work=False)
+    assert cache.read("r") is None and cache.tree.check_prefetch_progress("r")
+    assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
+    assert not any(read.pin for read in cache.buffer.reads.live)
+    cache.slow = False
+    cache.settle()
+    check_idle(cache)
+
+
 def test_the_policy_timeout_waits_by_length():
     """As SGLang's: a base and so much for each page."""
     changes = {"policy": "timeout", "timeout_base_ms": 100, "timeout_page_ms": 10}

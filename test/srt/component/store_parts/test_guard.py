@@ -275,6 +275,8 @@ def test_the_rest_never_raises(scene: Scene) -> None:
     scene.store.fail("clear")
     assert not scene.guard.clear()
     assert scene.guard.clear() and scene.store.content == {}
+    scene.store.answer("clear", lambda _: False)
+    assert not scene.guard.clear(), "as the file backend says that it could not"
 
     def broken() -> None:
         raise OSError("broken")

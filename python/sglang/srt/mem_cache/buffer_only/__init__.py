@@ -16,7 +16,9 @@ What a node has in the store is noted on it, and a node that leaves the device l
 ``parts``       what both pipelines work with; the pin
 ``writes``      the write pipeline
 ``read_state``  a prefetch and its states
+``search``      how much of a prompt the store has
 ``reads``       the read pipeline
+``loads``       copies of what was fetched, from the stage to the device
 ``publish``     fetched pages enter the device tree
 ``pipelines``   both, and the step that drives them
 ``metrics``     what is reported

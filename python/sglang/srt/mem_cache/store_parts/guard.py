@@ -160,8 +160,8 @@ class StoreGuard:
 
     def clear(self) -> bool:
         """Remove everything from the store; whether it did."""
-        _, fault, _ = self._call("clear", lambda: self.store.clear())
-        return fault is None
+        answer, fault, _ = self._call("clear", lambda: self.store.clear())
+        return fault is None and answer is not False  # most backends answer nothing
 
     def close(self) -> None:
         """Close the store, where it can be closed, and end the threads."""
