@@ -187,8 +187,8 @@ class ScriptedStore(HiCacheStorage):
 
         return self._scripted("batch_set", keys, put)
 
-    def clear(self) -> None:
-        self._scripted("clear", [], self.content.clear)
+    def clear(self) -> Any:
+        return self._scripted("clear", [], self.content.clear)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location])[0]
