@@ -48,6 +48,31 @@ def test_neither_direction_starves_the_other():
         assert pages.room(other) >= pages.shares[other].floor
 
 
+def test_floors_and_ceilings_bind_each_by_itself():
+    """Shares that do not add up to the stage: what is promised to the other direction is kept, and
+    nobody gets more than its own part."""
+    assert Stage(10, Share(2, 5), Share(3, 10)).room(Direction.WRITE) == 5
+    pages = Stage(10, Share(2, 10), Share(3, 10))
+    assert pages.room(Direction.WRITE) == 7 and pages.room(Direction.READ) == 8
+    pages.lease(Direction.READ, 2)
+    assert pages.room(Direction.WRITE) == 7 and pages.room(Direction.READ) == 6
+
+
+def test_what_is_stranded_cannot_be_waited_for():
+    """All other leases end some time; those of calls that were given up perhaps never."""
+    pages = stage(16)  # writes: 4 to 8, reads: 8 to 12
+    hung, other = pages.lease(Direction.READ, 6), pages.lease(Direction.READ, 6)
+    assert pages.room(Direction.READ) == 0 and pages.reachable(Direction.READ) == 12
+    hung.stranded = True
+    assert pages.reachable(Direction.READ) == 6 and pages.stranded == 6
+    assert pages.reachable(Direction.WRITE) == 8
+    other.stranded = True
+    assert pages.reachable(Direction.READ) == 0 and pages.reachable(Direction.WRITE) == 4
+    for lease in (hung, other):
+        lease.release()
+    assert pages.stranded == 0 and pages.reachable(Direction.READ) == 12
+
+
 def test_refused():
     """An empty lease is a mistake of the caller; shares that do not fit promise too much."""
     pages = stage(8)

@@ -195,9 +195,7 @@ class Reads:
         parts = self._parts
         if self._on_its_way(read.keys[0]):
             return True  # another request's fetch brings it; this one goes on from there
-        if not self._least_fits(read):
-            return self._defer(read)
-        if not self._let_in(read):
+        if not (self._least_fits(read) and self._let_in(read)):
             return self._defer(read)
         if read.state is not State.PARKED:
             return True  # nothing is left to fetch, or it would never fit
@@ -228,8 +226,7 @@ class Reads:
     def _least_fits(self, read: Read) -> bool:
         if read.blocked_at == self._changes:
             return False
-        least = min(len(read.keys), self._least_pages)
-        return self._parts.stage.room(Direction.READ) >= least
+        return self._parts.stage.room(Direction.READ) >= min(len(read.keys), self._least_pages)
 
     def _let_in(self, read: Read) -> bool:
         """Leave out what the tree has got since the query, and, the first time, set aside what the
