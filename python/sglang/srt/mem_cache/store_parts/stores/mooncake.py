@@ -29,9 +29,14 @@ WARMUP_S = 20.0
 """The master gives out the memory of a server that was killed until its ``--client_ttl``, 10 s by
 default, has passed."""
 
+WORD_S = 30.0
+"""Between two lines about writes that were refused."""
+
 
 class MooncakeParts(_Base):
     """All host tensors are registered, and a value of another length than asked is a miss."""
+
+    _next_word = 0.0
 
     @override
     def warmup(self) -> None:
@@ -86,7 +91,19 @@ class MooncakeParts(_Base):
         codes = self._put_batch_zero_copy_impl(keys, *_addresses(memory))
         if self.enable_storage_metrics:
             self._measured(self.backup_pgs, self.backup_bandwidth, memory, start)
+        self._tell_failed([code for code in codes if code], len(codes))
         return [code == 0 for code in codes]
+
+    def _tell_failed(self, codes: Sequence[int], of: int) -> None:
+        """Failed writes cost hits, whatever the reason; the codes are what tells full from gone."""
+        now = time.monotonic()
+        if not codes or now < self._next_word:
+            return
+        self._next_word = now + WORD_S
+        logger.warning(
+            "Mooncake refused %d of %d values, error codes %s (said once in %.0f s)",
+            *(len(codes), of, sorted(set(codes)), WORD_S),
+        )
 
     def _measured(
         self, pages: list[float], bandwidth: list[float], memory: Sequence[torch.Tensor], at: float
