@@ -25,7 +25,8 @@ async def replay(urls: Sequence[str], records: Iterable[Record], prompts: Prompt
     """Request ``i`` goes to server ``i % len(urls)``, as a round-robin load balancer does."""
     running: list[asyncio.Task[Result]] = []
     late = 0.0
-    async with open_session() as session:
+    # A connection for each request: one that idled may be closed by the server as it is used again.
+    async with open_session(reuse=False) as session:
         began: float | None = None
         for i, record in enumerate(records):
             request = Request(prompts.prompt(record), record.output_length, label=str(i))
