@@ -82,9 +82,17 @@ def _linear_and_lmetric(arms: Mapping[str, Measured]) -> Iterator[str]:
 
 
 def _warnings(arms: Sequence[Measured]) -> Iterator[str]:
+    late = [
+        f"{m.arm.name} ({client.late_p99_s * 1e3:,.0f} and {client.loop_lag_p99_s * 1e3:,.0f} ms)"
+        for m in arms
+        if (client := m.report.client).warnings()
+    ]
+    if late:
+        yield (
+            "**The client was a bottleneck** in these arms: it sent requests late, or read late "
+            f"what had come (p99 of both): {', '.join(late)}. Their times hold that lag."
+        )
     for measured in arms:
-        for warning in measured.report.client.warnings():
-            yield f"**{measured.arm.name}: the client was the bottleneck.** {warning}."
         if failed := measured.report.overall.failed:
             kinds = ", ".join(f"{n} {kind}" for kind, n in measured.report.errors.items())
             yield f"**{measured.arm.name}: {failed} requests failed** ({kinds})."

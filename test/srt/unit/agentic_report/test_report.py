@@ -117,9 +117,11 @@ def test_findings_say_when_something_does_not_hold() -> None:
 
 def test_findings_name_the_client_and_failures() -> None:
     """Numbers of a client that was late are not the servers'; failed requests are not left out."""
-    found = findings([measured(arm("1P1D stock"), 1.0, late_s=0.2, failed=2)])
-    assert any("1P1D stock: the client was the bottleneck" in sentence for sentence in found)
-    assert any("2 requests failed" in sentence and "2 abort" in sentence for sentence in found)
+    on_time = measured(arm("1P1D radix"), 1.0)
+    late, failed = findings([on_time, measured(arm("1P1D stock"), 1.0, late_s=0.2, failed=2)])
+    assert "client was a bottleneck" in late and "1P1D stock (200 and 0 ms)" in late
+    assert "1P1D radix" not in late
+    assert "2 requests failed" in failed and "2 abort" in failed
 
 
 def test_linear_and_lmetric_are_compared_in_both_places() -> None:
