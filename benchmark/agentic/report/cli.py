@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -34,10 +35,10 @@ def main(argv: list[str]) -> int:
     # Halves the start of each server on a machine with no GPU, and changes nothing else.
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
     try:
-        arms = [arm for arm in matrix() if not args.arms or args.arms in arm.name]
+        arms = [arm for arm in matrix() if re.search(args.arms or "", arm.name)]
         if not arms:
             names = ", ".join(arm.name for arm in matrix())
-            raise ValueError(f"--arms {args.arms!r} is in no arm's name: {names}")
+            raise ValueError(f"--arms {args.arms!r} matches no arm's name: {names}")
         load = Load(**{name: getattr(args, name) for name in asdict(Load())})
         trace = prepare(args.trace, load)
         console.print(
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     except ServerFailed as failure:
         console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
         return 1
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, re.error) as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 2
     except KeyboardInterrupt:
@@ -136,7 +137,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--trace", type=Path, help="in Mooncake's format; without it one is generated")
-    add("--arms", help="only those with this in their name, as '1P2D'")
+    add("--arms", help="only those whose name matches, as '1P2D (round|delta)'")
     add("--requests", type=int, default=load.requests, help="to replay, about")
     add("--seconds", type=float, default=load.seconds, help="that they are spread over")
     add("--window-s", type=float, default=load.window_s, help="seconds of the trace to take from")

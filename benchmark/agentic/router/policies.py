@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+SMALL_BATCH = 4
+"""Requests that decode together in about the time of one."""
+
 
 class View(NamedTuple):
     """A worker as a policy sees it, for one request."""
@@ -105,16 +108,17 @@ def delta_kv(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Term
 
     transfer = prompt - matched                          KV to move
     hold     = need * (added + need) / pool              KV to keep; need = transfer + reserve
-    batch    = batch_weight * prompt * requests / (1 + mean requests)
+    batch    = batch_weight * prompt * requests / (SMALL_BATCH + mean requests)
 
     ``hold`` is near 0 on an empty pool, and above ``need`` where the request has to wait for
     others to end or evicts what they would have reused. ``batch`` keeps conversations from piling
-    up: a worker with 1 + mean more requests than another loses to it even with the whole prompt.
+    up: a worker with ``SMALL_BATCH`` + mean more requests than another loses to it even with the
+    whole prompt. With fewer than ``SMALL_BATCH`` running, one request more or less says little.
     """
     transfer = work.tokens - view.matched_tokens
     need = transfer + work.reserve_tokens
     hold = need * (view.added_tokens + need) / view.pool_tokens
-    batch = knobs.batch_weight * work.tokens * view.requests / (1 + mean_requests)
+    batch = knobs.batch_weight * work.tokens * view.requests / (SMALL_BATCH + mean_requests)
     parts = {"transfer": transfer, "hold": hold, "batch": batch}
     return Terms(transfer + hold + batch, parts)
 
