@@ -57,7 +57,9 @@ def run(
         fleet.check()
         before = {role: _sum(fleet.scrape(role)) for role in ENGINES}
         prompts = PromptSource(vocabulary, load.block_tokens, load.seed)
-        settings = Settings(classes=classes)
+        # Nobody asks the next question before the answer: sent by the compressed trace's times, a
+        # turn would often come before its conversation's last one has its first token.
+        settings = Settings(dispatch="think", classes=classes)
         outcomes = asyncio.run(replay(url, trace.records, prompts, settings, on_outcome=on_outcome))
         fleet.check()  # also lets the last transfers be counted
         gained = {role: metrics.gained(before[role], _sum(fleet.scrape(role))) for role in ENGINES}
