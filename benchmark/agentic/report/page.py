@@ -74,8 +74,8 @@ def _load(trace: Trace, load: Load, arms: Sequence[Measured]) -> str:
         f"Scaled to the machine: a block of {BLOCK_TOKENS} tokens became {load.block_tokens}, "
         f"answers shrank alike, and time runs {trace.speed:.1f} times as fast. {left_out}"
         f"Replayed: {len(trace.records):,} requests with {prompt:,} prompt tokens in "
-        f"{load.seconds:g} s of trace. Sessions begin at the trace's times, whatever is still under "
-        "way; each later turn is sent its recorded gap after the answer to the one before."
+        f"{load.seconds:g} s of trace. Sessions begin at the trace's times, whatever is still "
+        "under way; each later turn is sent its recorded gap after the answer to the one before."
     )
 
 
