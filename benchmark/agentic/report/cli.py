@@ -32,7 +32,7 @@ from benchmark.harness.report import write_summary
 def main(argv: list[str]) -> int:
     args = _arguments(argv)
     console = Console()
-    # Halves the start of each server on a machine with no GPU, and changes nothing else.
+    # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
     try:
         arms = [arm for arm in matrix() if re.search(args.arms or "", arm.name)]

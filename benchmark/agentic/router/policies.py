@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 SMALL_BATCH = 4
-"""Requests that decode together in about the time of one."""
+"""Requests below which a batch is taken to cost little: chosen, not measured."""
 
 
 class View(NamedTuple):
