@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark.decode_radix_cache import throughput, wire
-from benchmark.harness.process import ServerFailed
+from benchmark.harness.command import status
 
 
 def main() -> int:
@@ -25,15 +25,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="throughput: runs of each arm")
     args = parser.parse_args()
     console = Console()
-    try:
+
+    def run() -> int:
         if args.question == "wire":
             return wire.run(args.out, args.model, console)
         return throughput.run(args.out, args.model, console, args.repeats)
-    except ServerFailed as failure:
-        console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+    return status(run, console)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,14 @@ def parse(text: str) -> dict[str, float]:
 
 def scrape(url: str, timeout_s: float = 30.0) -> dict[str, float]:
     """The counters of the server at ``url`` now."""
+    return parse(page(url, timeout_s))
+
+
+def page(url: str, timeout_s: float = 30.0) -> str:
+    """The metrics page of the server at ``url``, with all labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
-        return parse(answer.read().decode())
+        text: str = answer.read().decode()
+        return text
 
 
 def gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

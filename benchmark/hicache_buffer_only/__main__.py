@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.harness.process import ServerFailed
+from benchmark.harness.command import status
 from benchmark.hicache_buffer_only.compare import Load, run
 from benchmark.hicache_buffer_only.memory import Split
 
@@ -35,7 +35,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     console = Console()
-    try:
+
+    def compare() -> int:
         load = Load(
             requests=args.requests,
             block_tokens=args.block_tokens,
@@ -45,14 +46,8 @@ def main() -> int:
             split=Split(args.ratio, args.store_share, args.stage_share),
         )
         return run(args.out, args.model, args.trace, console, load)
-    except ServerFailed as failure:
-        console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
-        return 1
-    except (ValueError, OSError) as error:
-        console.print(f"[red]{error}[/]")
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+    return status(compare, console)
 
 
 if __name__ == "__main__":

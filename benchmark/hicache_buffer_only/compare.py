@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmark.harness import report
 from benchmark.harness.client import Request, Target, send_all
+from benchmark.harness.command import RunFailed
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
 from benchmark.harness.report import Summary
@@ -189,7 +190,7 @@ def _warm_up(fleet: WorkersAndStore) -> None:
     for url in fleet.workers:
         (result,) = asyncio.run(send_all(Target(url), [request]))
         if result.error:
-            raise RuntimeError(f"{url}: {result.error}")
+            raise RunFailed(f"{url}: {result.error}")
     fleet.settle()
 
 

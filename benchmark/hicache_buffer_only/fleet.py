@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import Self
 
+from benchmark.harness import metrics
+from benchmark.harness.command import RunFailed
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
@@ -101,7 +102,7 @@ class WorkersAndStore(Fleet):
 
     def hits(self) -> Hits:
         """Cached tokens of all workers so far, by tier."""
-        return total(_page(url) for url in self.workers)
+        return total(metrics.page(url) for url in self.workers)
 
     def counters(self) -> list[Mapping[str, float]]:
         """All metrics of each worker."""
@@ -111,18 +112,18 @@ class WorkersAndStore(Fleet):
         """After a first request: host pools are as large as planned, and so is the store.
 
         Raises:
-            RuntimeError: the arms would not have the same memory.
+            RunFailed: the arms would not have the same memory.
         """
         memory, page = self.config.memory, self.config.sizes.page_size
         for url, now in zip(self.workers, self.counters(), strict=True):
             if now.get(HOST_TOKENS) != memory.pool_pages * page:
-                raise RuntimeError(
+                raise RunFailed(
                     f"{url} reports a host pool of {now.get(HOST_TOKENS)} tokens, planned were "
                     f"{memory.pool_pages * page}"
                 )
         capacity = self.master.usage()[CAPACITY]
         if capacity != memory.store_bytes:
-            raise RuntimeError(
+            raise RunFailed(
                 f"the store has {capacity:.0f} bytes, planned were {memory.store_bytes}"
             )
 
@@ -145,9 +146,3 @@ class WorkersAndStore(Fleet):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{used:.0f} staging pages are in use on idle workers")
             time.sleep(0.2)
-
-
-def _page(url: str, timeout_s: float = 30.0) -> str:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
-        text: str = answer.read().decode()
-        return text

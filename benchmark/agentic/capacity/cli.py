@@ -19,17 +19,14 @@ from benchmark.agentic.capacity.costs import Costs
 from benchmark.agentic.capacity.formulas import GIB, Isolation, Limits, Workload
 from benchmark.agentic.capacity.plot import lines
 from benchmark.harness import report
+from benchmark.harness.command import status
 from benchmark.traces.read import read
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     console = Console()
-    try:
-        return run(args, console)
-    except ValueError as error:
-        console.print(f"[red]{error}[/]")
-        return 2
+    return status(lambda: run(args, console), console)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

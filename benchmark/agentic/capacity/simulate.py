@@ -27,6 +27,7 @@ from benchmark.agentic.capacity.sim.jobs import Job, SharedPrefixes, from_trace
 from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig
 from benchmark.harness import report
+from benchmark.harness.command import status
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record
 
@@ -60,11 +61,7 @@ class Row:
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     console = Console()
-    try:
-        return run(args, console)
-    except ValueError as error:
-        console.print(f"[red]{error}[/]")
-        return 2
+    return status(lambda: run(args, console), console)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

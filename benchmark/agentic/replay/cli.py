@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmark.agentic.replay import sink
 from benchmark.agentic.replay.classes import BY, Classes
-from benchmark.agentic.replay.limits import TooFewFiles, raise_open_files
+from benchmark.agentic.replay.limits import raise_open_files
 from benchmark.agentic.replay.outcome import Outcome
 from benchmark.agentic.replay.plan import DISPATCH
 from benchmark.agentic.replay.prepare import PromptSource
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     console = Console()
     try:
         return _Run(args, console).run()
-    except (ValueError, OSError, TooFewFiles) as error:
+    except (ValueError, OSError) as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 2
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ OTHERS = 64
 """Files that this process needs besides its streams."""
 
 
-class TooFewFiles(RuntimeError):
+class TooFewFiles(OSError):
     """The operating system's limit is below what the replay asks for."""
 
 

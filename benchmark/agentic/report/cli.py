@@ -23,9 +23,9 @@ from benchmark.agentic.report.load import Load, Trace, prepare
 from benchmark.agentic.report.measure import Measured, run
 from benchmark.agentic.report.page import page
 from benchmark.agentic.report.plots import draw
+from benchmark.harness.command import status
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
-from benchmark.harness.process import ServerFailed
 from benchmark.harness.report import write_summary
 
 
@@ -34,26 +34,24 @@ def main(argv: list[str]) -> int:
     console = Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
+    return status(lambda: _run(args, console), console)
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
     try:
         arms = [arm for arm in matrix() if re.search(args.arms or "", arm.name)]
-        if not arms:
-            names = ", ".join(arm.name for arm in matrix())
-            raise ValueError(f"--arms {args.arms!r} matches no arm's name: {names}")
-        load = Load(**{name: getattr(args, name) for name in asdict(Load())})
-        trace = prepare(args.trace, load)
-        console.print(
-            f"{len(trace.records)} requests of {escape(trace.source)}, {len(arms)} arms of about "
-            f"{load.seconds + 30:.0f} s"
-        )
-        measured = _measure(arms, trace, load, args.out, console)
-    except ServerFailed as failure:
-        console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
-        return 1
-    except (ValueError, OSError, RuntimeError, re.error) as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    except re.error as error:
+        raise ValueError(f"--arms {args.arms!r} is no pattern: {error}") from error
+    if not arms:
+        names = ", ".join(arm.name for arm in matrix())
+        raise ValueError(f"--arms {args.arms!r} matches no arm's name: {names}")
+    load = Load(**{name: getattr(args, name) for name in asdict(Load())})
+    trace = prepare(args.trace, load)
+    console.print(
+        f"{len(trace.records)} requests of {escape(trace.source)}, {len(arms)} arms of about "
+        f"{load.seconds + 30:.0f} s"
+    )
+    measured = _measure(arms, trace, load, args.out, console)
     _write(measured, trace, load, args, console)
     return 1 if any(m.report.overall.failed for m in measured) else 0
 

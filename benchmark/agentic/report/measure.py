@@ -19,6 +19,7 @@ from benchmark.agentic.report.load import Load, Trace
 from benchmark.harness import metrics
 from benchmark.harness.arm import Traffic, traffic
 from benchmark.harness.client import Request, Target, send_all
+from benchmark.harness.command import RunFailed
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.pair import peak_running
 from benchmark.harness.workload import token_range
@@ -102,4 +103,4 @@ def _warm_up(url: str, vocabulary: range, pairs: int) -> None:
     ]
     for result in asyncio.run(send_all(Target(url), requests, concurrency=2 * pairs)):
         if result.error:
-            raise RuntimeError(f"{result.label} failed: {result.error}")
+            raise RunFailed(f"{result.label} failed: {result.error}")

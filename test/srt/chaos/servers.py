@@ -9,10 +9,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmark.harness import checks
+from benchmark.harness.fleet import start
 from benchmark.harness.pair import PairConfig
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig
@@ -120,12 +120,7 @@ class Servers:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self, role: str) -> float:
@@ -135,11 +130,7 @@ class Servers:
             ServerFailed: it did not become ready.
         """
         number = sum(one.role == role for one in self.incarnations) + 1
-        config = self._configs[role]
-        log = self._logs / f"{role}.{number}.log"
-        process = ServerProcess(
-            f"{role}.{number}", config.command, config.environment(), log, config.ready_url
-        )
+        process = start(self._configs[role], self._logs, f"{role}.{number}")
         self.incarnations.append(Incarnation(role, number, process))
         return process.wait_ready(self._timeout_s)
 

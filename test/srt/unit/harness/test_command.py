@@ -1,0 +1,50 @@
+"""How a benchmark's command line ends."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmark.harness.command import RunFailed, status
+from benchmark.harness.process import ServerFailed
+
+
+def _raises(error: BaseException) -> Callable[[], int]:
+    def run() -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ServerFailed("decode", "no port", Path("decode.log"), ""), 1, "decode: no port"),
+        (RunFailed("the warm-up [1] failed"), 1, "the warm-up [1] failed"),
+        (ValueError("--seconds must be above 0"), 2, "--seconds must be above 0"),
+        (FileNotFoundError(2, "No such file", "trace"), 2, "No such file"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_run_is_one_line_and_a_status(
+    error: BaseException, code: int, said: str
+) -> None:
+    """Guards against a traceback for what the user can put right, and against status 0 for it."""
+    text = io.StringIO()
+    assert status(_raises(error), Console(file=text, width=200)) == code
+    assert said in text.getvalue() and text.getvalue().count("\n") <= 1
+
+
+def test_a_mistake_of_ours_is_not_hidden() -> None:
+    """Guards against a bug that looks like bad input."""
+    with pytest.raises(KeyError):
+        status(_raises(KeyError("arm")), Console(file=io.StringIO()))
+
+
+def test_a_run_ends_with_its_own_status() -> None:
+    """Guards against a benchmark that failed and says 0."""
+    assert status(lambda: 1, Console(file=io.StringIO())) == 1
