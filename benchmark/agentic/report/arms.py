@@ -15,6 +15,10 @@ from benchmark.harness.servers import ServerConfig, Sizes
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output", "--decode-log-interval", "1")
 """Token ids in and out, each once: helper processes share the cores with the schedulers."""
 
+DOZING = (*LEAN, "--sleep-on-idle")
+"""What decodes gives its core away when it has nothing to do. A prefill server must not: SGLang's
+would sleep up to a second on requests whose handshake is under way."""
+
 BEHIND = ("nice", "-n", "5", "sh", "-c", '(echo 5 > /proc/self/autogroup) 2> /dev/null; exec "$@"')
 BEHIND += ("sh",)
 """Servers share few cores with the client and the router, which in a fleet have their own: without
@@ -76,7 +80,7 @@ def layout(arm: Arm, model: Path, load: Load) -> list[ServerConfig]:
         reserved_decode_tokens=load.block_tokens,
     )
     workers = [
-        servers.aggregated(model, _two(), sizes, stock=arm.stock, extra_args=LEAN)
+        servers.aggregated(model, _two(), sizes, stock=arm.stock, extra_args=DOZING)
         for _ in range(arm.colocated)
     ]
     prefills = [
@@ -84,7 +88,7 @@ def layout(arm: Arm, model: Path, load: Load) -> list[ServerConfig]:
         for _ in range(1 if arm.decodes else 0)
     ]
     decodes = [
-        servers.decode(model, _two(), sizes, stock=arm.stock, radix=arm.radix, extra_args=LEAN)
+        servers.decode(model, _two(), sizes, stock=arm.stock, radix=arm.radix, extra_args=DOZING)
         for _ in range(arm.decodes)
     ]
     balancer = router(arm, prefills, decodes, workers, load)

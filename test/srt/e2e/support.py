@@ -21,6 +21,9 @@ Ids = list[int]
 #: The stand-in can fork SGLang's processes, which halves a start; ``spawn`` is SGLang's own way.
 START_METHOD = "SGLANG_CPU_STANDIN_START_METHOD"
 
+#: Not for a stock prefill server, which would sleep while handshakes are under way.
+DOZE = ("--sleep-on-idle",)
+
 
 @dataclass
 class Reference:
@@ -54,6 +57,9 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
         "prefill_sizes": Sizes(pool_tokens=32_000, page_size=page, chunked_prefill_tokens=chunk),
         "decode_sizes": Sizes(pool_tokens=decode_tokens, page_size=page),
         "env": env,
+        # Three servers share two cores; one that waits for requests leaves them to the others.
+        "decode_args": DOZE,
+        "prefill_args": () if changes.get("stock_prefill") or changes.get("stock") else DOZE,
     }
     return PairConfig(model=model, **{**defaults, **changes})
 

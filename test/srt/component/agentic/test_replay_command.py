@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -40,7 +41,9 @@ def flags(url: str, tmp_path: Path) -> list[str]:
 def begin(flags: list[str], lines: int) -> subprocess.Popen[bytes]:
     """The command in a process of its own, when so many lines of its file are written."""
     command = [sys.executable, "-m", "benchmark.agentic", "replay", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    # A shell starts what runs behind it deaf to Ctrl-C, and whoever that starts.
+    hearing = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=hearing)
     out = Path(flags[-1])
     deadline = time.monotonic() + 60
     while not out.exists() or out.read_bytes().count(b"\n") < lines:

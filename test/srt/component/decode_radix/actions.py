@@ -63,6 +63,12 @@ class Life:
         free = self.decoder.token_to_kv_pool_allocator.available_size()
         self.seen["pool_full"] += free < self.decoder.page_size
 
+    def serve(self) -> None:
+        """The usual way of things as one step: checked at its end."""
+        for action in ("handshake", "queues", "deliver", "queues"):
+            getattr(self, action)(2**30 - 1)
+        self.step("batch", 2**30 - 1)
+
     def run(self, steps: int, seed: int) -> None:
         """A long life: ``steps`` actions, then everything ends."""
         rng = random.Random(seed)

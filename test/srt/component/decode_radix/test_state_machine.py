@@ -30,7 +30,7 @@ NUMBERS = st.integers(0, 2**30)
 #: For each of two settings, with one rank and with two.
 SEQUENCES, STEPS = 500, 50
 #: Hypothesis ends some sequences early; so many of them have that many steps in all.
-EXAMPLES = 680
+EXAMPLES = 620
 
 
 class DecodeServer(RuleBasedStateMachine):
@@ -71,9 +71,8 @@ class DecodeServer(RuleBasedStateMachine):
     @rule()
     def serve(self) -> None:
         """The usual way of things, so that short sequences get far."""
-        for action in ("handshake", "queues", "deliver", "queues", "batch"):
-            self.on_ranks(lambda life, name=action: life.step(name, 2**30 - 1))
         self.taken["steps"] += 1
+        self.on_ranks(lambda life: life.serve())
 
     @precondition(lambda self: self.decoder.queued)
     @rule(number=NUMBERS, action=st.sampled_from(["handshake", "fail_handshake", "abort_queued"]))
@@ -162,6 +161,7 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.timeout(1200)  # minutes on a slow machine; cut short it looks like flaky data
 @pytest.mark.parametrize("wait", ["0", "16"])
 @pytest.mark.parametrize("server", [DecodeServer, TwoRanks], ids=["1 rank", "2 ranks"])
 def test_any_sequence_of_events(

@@ -190,6 +190,13 @@ class DisaggScheduler(Scheduler):
         if os.environ.get(invariants.ENV) == "1" and self.is_fully_idle():
             self._check_invariants()
 
+    @override
+    def maybe_sleep_on_idle(self) -> None:
+        # What ends a handshake or a quarantine reaches a thread of ours and does not wake SGLang's
+        # sleeper, which knows of requests and commands only: each would wait for up to a second.
+        if self.idle_sleeper is not None and self.is_fully_idle():
+            super().maybe_sleep_on_idle()
+
     def _check_invariants(self) -> None:
         """Once after each change: this runs in the idle loop, and walks the whole tree."""
         queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
