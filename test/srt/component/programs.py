@@ -26,7 +26,7 @@ def run(test: str, program: str, *arguments: str) -> str:
         env=os.environ | _ENV,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     return done.stdout + "\n--- stderr ---\n" + done.stderr
 
