@@ -3,6 +3,8 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
+# Whole files to each of two processes: the tests of a file share programs and servers.
+TWO := -n 2 --dist loadfile
 STAMP := $(VENV)/.installed
 
 # Without a CUDA device everything runs on the CPU stand-in.
@@ -35,10 +37,10 @@ serve: env ## the same pair, left running for your own requests
 test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs
 
 test-unit: env ## no engine, seconds
-	$(PYTEST) test/srt/unit
+	$(PYTEST) $(TWO) test/srt/unit
 
 test-component: env ## real trees, pools and transfers on the CPU
-	$(PYTEST) test/srt/component
+	$(PYTEST) $(TWO) test/srt/component
 
 test-e2e: env ## real servers
 	$(PYTEST) test/srt/e2e

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmark.harness.watchdog import Watchdog, kill_session
+from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 
 _watchdog = Watchdog()
 
@@ -59,7 +59,7 @@ def diagnose(log_text: str, returncode: int | None) -> str:
 
 
 class ServerProcess:
-    """One server, in a session of its own, so that its children can be found and ended with it."""
+    """One server in a process group of its own, so that its children can be found and ended too."""
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, ready_url: str
@@ -74,13 +74,13 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                **NEW_GROUP,
             )
         _watchdog.guard(self.pid)
 
     @property
     def pid(self) -> int:
-        """The process id, which is also the id of its session."""
+        """The process id, which is also the id of its process group."""
         return self._popen.pid
 
     @property
@@ -122,7 +122,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Ends the server and all its children. Safe to call twice."""
-        kill_session(self.pid)
+        kill_group(self.pid)
         self._popen.wait()
         _watchdog.release(self.pid)
 

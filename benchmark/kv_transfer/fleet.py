@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.harness.ports import allocate_ports
-from benchmark.harness.watchdog import Watchdog, kill_session
+from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 from benchmark.kv_transfer.patterns import RoomPlan, by_peer
 from benchmark.kv_transfer.records import Failure, Peer, Round, Setup, ThreadUse
 from benchmark.kv_transfer.shapes import Shape
@@ -208,7 +208,7 @@ class Fleet:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,
+                        **NEW_GROUP,
                     )
                 )
                 _watchdog.guard(self._processes[-1].pid)
@@ -246,7 +246,7 @@ class Fleet:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            kill_session(process.pid)
+            kill_group(process.pid)
             process.wait()
             _watchdog.release(process.pid)
         time.sleep(0.1)  # the kernel takes a moment to give the pools back

@@ -19,11 +19,9 @@ DOZING = (*LEAN, "--sleep-on-idle")
 """What decodes gives its core away when it has nothing to do. A prefill server must not: SGLang's
 would sleep up to a second on requests whose handshake is under way."""
 
-BEHIND = ("nice", "-n", "5", "sh", "-c", '(echo 5 > /proc/self/autogroup) 2> /dev/null; exec "$@"')
-BEHIND += ("sh",)
+BEHIND = ("nice", "-n", "5")
 """Servers share few cores with the client and the router, which in a fleet have their own: without
-this, the client would be late in sending and in reading. Linux may weigh whole sessions against
-each other (autogroups), and each server is one; niceness then counts within a session only."""
+this, the client would be late in sending and in reading."""
 
 SGLANG = "sglang-router"
 DECODE_POLICIES = ("round_robin", "random", "least_tokens", "linear", "lmetric", "delta_kv")

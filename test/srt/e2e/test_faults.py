@@ -19,7 +19,7 @@ from benchmark.harness.pair import Pair
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig
-from benchmark.harness.watchdog import kill_session
+from benchmark.harness.watchdog import kill_group
 from chaos.faults import scheduler_of, signal_all
 from e2e.support import Ids, Reference, pair_config, prompt_maker
 
@@ -174,7 +174,7 @@ def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Re
     async def kill_while_asked() -> tuple[list[Result], list[Result]]:
         asked = asyncio.create_task(cluster.ask_both(prompts, more))
         await asyncio.sleep(0.3)
-        kill_session(cluster.first.process.pid)
+        kill_group(cluster.first.process.pid)
         return await asked
 
     lost, served = asyncio.run(kill_while_asked())

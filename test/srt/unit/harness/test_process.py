@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.harness.process import ServerFailed, ServerProcess, diagnose
-from benchmark.harness.watchdog import session_members
+from benchmark.harness.watchdog import group_members
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -60,8 +60,8 @@ def test_stop_ends_children_in_other_process_groups(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with start(log, STUBBORN) as server:
         until(lambda: "up" in log.read_text())
-        assert len(session_members(server.pid)) == 2
-    assert session_members(server.pid) == []
+        assert len(group_members(server.pid)) == 2
+    assert group_members(server.pid) == []
     assert not server.alive
     server.stop()  # a second time is harmless
 
@@ -78,13 +78,13 @@ def test_servers_end_when_their_run_is_killed(tmp_path: Path, name: signal.Signa
     )
     assert run.stdout is not None
     try:
-        session = int(run.stdout.readline())
-        assert len(session_members(session)) == 2
+        group = int(run.stdout.readline())
+        assert len(group_members(group)) == 2
         run.send_signal(name)
         run.wait()
     finally:
         run.kill()
-    until(lambda: session_members(session) == [])
+    until(lambda: group_members(group) == [])
 
 
 def test_early_death_is_reported_with_the_last_lines_of_the_log(tmp_path: Path) -> None:
