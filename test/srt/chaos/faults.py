@@ -1,4 +1,4 @@
-"""Signals to a server that runs as a session of processes."""
+"""Signals to a server that runs as a group of processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmark.harness.watchdog import session_members
+from benchmark.harness.watchdog import group_members
 
 SCHEDULER = b"sglang::scheduler"
 """How the title of a scheduler process starts; SGLang sets it."""
@@ -22,13 +22,13 @@ def signal_all(pids: Iterable[int], what: signal.Signals) -> None:
             os.kill(pid, what)
 
 
-def stop_all(session: int) -> list[int]:
-    """Stops every process of a session and returns them; none runs when it returns.
+def stop_all(group: int) -> list[int]:
+    """Stops every process of a group and returns them; none runs when it returns.
 
     A process may start another while the signals go out, hence the second look.
     """
     stopped: set[int] = set()
-    while new := set(session_members(session)) - stopped:
+    while new := set(group_members(group)) - stopped:
         signal_all(new, signal.SIGSTOP)
         stopped |= new
     wait_stopped(stopped)
@@ -58,17 +58,17 @@ def process_state(pid: int) -> str | None:
     return stat.rpartition(")")[2].split()[0]
 
 
-def scheduler_of(session: int, title: bytes = SCHEDULER) -> int:
+def scheduler_of(group: int, title: bytes = SCHEDULER) -> int:
     """The process id of a server's scheduler.
 
     Raises:
         LookupError: there is not exactly one process with that title.
     """
     found = []
-    for pid in session_members(session):
+    for pid in group_members(group):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
                 found.append(pid)
     if len(found) != 1:
-        raise LookupError(f"session {session} has {len(found)} processes titled {title.decode()}")
+        raise LookupError(f"group {group} has {len(found)} processes titled {title.decode()}")
     return found[0]

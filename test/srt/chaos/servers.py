@@ -147,10 +147,10 @@ class Servers:
 
     def pause(self, role: str, *, scheduler_only: bool = False) -> list[int]:
         """Stops a server, or its scheduler; returns the processes for ``resume``."""
-        session = self.current(role).process.pid
+        group = self.current(role).process.pid
         if not scheduler_only:
-            return faults.stop_all(session)
-        pid = faults.scheduler_of(session)
+            return faults.stop_all(group)
+        pid = faults.scheduler_of(group)
         faults.signal_all([pid], signal.SIGSTOP)
         faults.wait_stopped([pid])
         return [pid]

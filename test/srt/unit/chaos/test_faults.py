@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.harness.process import ServerProcess
-from benchmark.harness.watchdog import session_members
+from benchmark.harness.watchdog import group_members
 from chaos import faults
 
 # A server with two children, one of them with a title as SGLang's scheduler has and in a process
@@ -68,7 +68,7 @@ def test_a_stopped_server_does_nothing_until_it_goes_on(
 ) -> None:
     """Guards against a child, in whatever process group, that works on in a "stopped" server: the
     fault would be another one than the plan says."""
-    members = set(session_members(server.pid))
+    members = set(group_members(server.pid))
     assert running(tmp_path) == members
     stopped = faults.stop_all(server.pid)
     assert set(stopped) == members and len(members) == 3
@@ -79,7 +79,7 @@ def test_a_stopped_server_does_nothing_until_it_goes_on(
 
 def test_only_the_scheduler_stops(server: ServerProcess, tmp_path: Path) -> None:
     """Guards against stopping the wrong child: the server must go on answering heartbeats."""
-    members = set(session_members(server.pid))
+    members = set(group_members(server.pid))
     scheduler = faults.scheduler_of(server.pid)
     assert scheduler in members - {server.pid}
     faults.signal_all([scheduler], signal.SIGSTOP)
@@ -94,7 +94,7 @@ def test_a_stopped_server_can_be_killed(server: ServerProcess) -> None:
     """Guards against a run that ends within a fault and leaves stopped processes behind."""
     faults.stop_all(server.pid)
     server.stop()
-    assert session_members(server.pid) == []
+    assert group_members(server.pid) == []
 
 
 def test_missing_processes(server: ServerProcess) -> None:

@@ -13,7 +13,7 @@ import pytest
 from benchmark.harness.ports import allocate_ports, is_free
 from benchmark.harness.process import diagnose
 from benchmark.harness.servers import ServerConfig
-from benchmark.harness.watchdog import session_members
+from benchmark.harness.watchdog import group_members
 from chaos import store
 from chaos.servers import ENV, Servers, chaos_config
 
@@ -54,7 +54,7 @@ def test_a_killed_server_comes_back_on_its_port_with_a_log_of_its_own(
     peers that would have to learn a new address."""
     url, first = servers.addresses.prefill, servers.current("prefill")
     servers.kill("prefill")
-    assert session_members(first.process.pid) == []
+    assert group_members(first.process.pid) == []
     assert first.killed_at == len(first.process.log_text()) > 0
     assert servers.dead() == []  # we did it
     servers.start("prefill")
@@ -82,7 +82,7 @@ def test_a_paused_server_answers_nobody(servers: Servers) -> None:
     """Guards against a stop that stops nothing."""
     process = servers.current("prefill").process
     pids = servers.pause("prefill")
-    assert pids == session_members(process.pid)
+    assert pids == group_members(process.pid)
     servers.resume(pids)
     assert process.wait_ready(10) > 0
 

@@ -69,7 +69,7 @@ def test_accepted(page_size, backend):
         ({"pp_size": 2}, "--pipeline-parallel-size"),
         ({"page_size": 16, "num_reserved_decode_tokens": 15}, "--num-reserved-decode-tokens (15)"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "model",
 )
 def test_refused(changes, named):
     """Accepted silently, each of these corrupts KV or ends the server at its first request."""
@@ -143,7 +143,7 @@ def model(hf_config=None, **changes):
         (model(SimpleNamespace(index_topk=2048)), "sparse attention"),
         (model(is_multimodal=True, model_impl="transformers"), "--model-impl transformers"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "model",
 )
 def test_refused_models(config, named):
     """Their KV is more than one pool of pages; found later, after the weights, it costs minutes."""
