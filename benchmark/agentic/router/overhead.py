@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -132,6 +133,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--limit-p50", type=float, default=1.0, help="ms that may be added")
     made.add_argument("--limit-p99", type=float, default=3.0, help="ms that may be added")
+    made.add_argument("--own-core", action="store_true", help="the routers' core 0, the rest's 1")
     made.add_argument("--router-args", default="", help="passed on to the routers")
     made.add_argument("--out", type=Path, help="JSON of the numbers")
     args = made.parse_args(argv)
@@ -143,6 +145,9 @@ def main(argv: list[str]) -> int:
         launch.config(pd, stubs[:1], stubs[1:2], extra_args=extra),
         launch.config(colocated, workers=stubs[2:], extra_args=extra),
     ]
+    if args.own_core:  # as a router has in a fleet; both arms of a pair lose the same
+        os.sched_setaffinity(0, {1})
+        routers = [replace(r, command=("taskset", "-c", "0", *r.command)) for r in routers]
     arms = [
         Arm("colocated direct", Target(stubs[2].url)),
         Arm("colocated routed", Target(routers[1].url)),
