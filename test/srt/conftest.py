@@ -18,9 +18,6 @@ settings.load_profile("patchset")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported until now stays: the collector need not look through it again and again.
-
-    State machines ran twice as long with it.
-    """
+    """What was imported until now stays: the collector need not look through it again and again."""
     gc.collect()
     gc.freeze()

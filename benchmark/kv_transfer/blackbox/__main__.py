@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.harness.process import ServerFailed
+from benchmark.harness.command import status
 from benchmark.kv_transfer.blackbox.run import Load, run
 
 
@@ -41,15 +41,7 @@ def main() -> int:
         page_size=args.page_size,
         chunked_prefill_tokens=args.chunked_prefill_tokens,
     )
-    try:
-        return run(args.out, args.model, console, load)
-    except ServerFailed as failure:
-        console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
-        return 1
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        return 130
+    return status(lambda: run(args.out, args.model, console, load), console)
 
 
 if __name__ == "__main__":
