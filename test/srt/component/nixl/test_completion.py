@@ -66,11 +66,13 @@ def test_state_is_waited_for_only_where_it_is_expected() -> None:
     assert complete(b"5_kv_0_1_0", b"5_aux_0", b"5_state_0", expects_state=True)
 
 
-def test_failure_ends_a_room_at_once() -> None:
-    """Guards against a failed room that waits for chunks which never come."""
+def test_a_failed_room_is_not_done() -> None:
+    """Guards against a room that counts as delivered because its prefill server died."""
     status = after(b"5_kv_0_0_0")
-    assert not status.is_done()
     status.is_failure = True
+    assert not status.is_done() and status.is_failed()
+    for text in (b"5_kv_1_1_0", b"5_aux_0"):
+        status.take(parse(text), 1)
     assert status.is_done()
 
 

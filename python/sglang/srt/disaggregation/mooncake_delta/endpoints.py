@@ -55,8 +55,11 @@ class DeltaMooncakeSender(MooncakeKVSender):
         if status == KVPoll.Bootstrapping:
             self._check_deadline()
             status = manager.request_status.get(room, KVPoll.Failed)
-        if status == KVPoll.Failed and room in manager.being_sent:
-            return KVPoll.Transferring  # it still reads pages, which must not be freed
+        if status == KVPoll.Failed:
+            # Another thread may be about to stop it: no worker may begin with it from here on.
+            manager.rooms.gate.stop(room, manager.failure_records.get(room, _ELSEWHERE))
+            if room in manager.being_sent:
+                return KVPoll.Transferring  # it still reads pages, which must not be freed
         if status in (KVPoll.Failed, KVPoll.Success):
             self.conclude_state = status
         return status

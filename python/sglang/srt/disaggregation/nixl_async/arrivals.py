@@ -60,8 +60,8 @@ class DeltaTransferStatus(TransferStatus):
 
     @override
     def is_done(self) -> bool:
-        if self.is_failure:
-            return True
+        # Stock also calls a failed room done, and asks afterwards whether it failed. Its heartbeat
+        # says so here before the room's status does: between the two, the room is neither.
         if self._was_done is None:
             expected = self.num_pp_ranks_expected
             self._was_done = expected is not None and len(self.finished_writers()) >= expected

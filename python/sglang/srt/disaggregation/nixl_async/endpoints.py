@@ -105,12 +105,13 @@ class DeltaNixlSender(NixlKVSender):
             if self.has_sent:  # the scheduler asks this of every request, in every step
                 return KVPoll.WaitingForInput
             self._check_announced()
-        if ticket.stopped:
+        # Its status says that a room failed a moment before its ticket does.
+        status = KVPoll.Failed if ticket.stopped else self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Failed:
             # While its pages are read, they must not be freed. (Where nothing was queued, nothing
             # is read; and the bootstrap queue takes any other answer for "go on".)
             is_over = ticket.is_over or not self.chunk_id
             return KVPoll.Failed if is_over else KVPoll.Transferring
-        status = self.kv_mgr.check_status(self.bootstrap_room)
         if status == KVPoll.Bootstrapping and self._is_initialised:
             return KVPoll.WaitingForInput
         return status

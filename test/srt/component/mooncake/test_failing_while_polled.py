@@ -1,0 +1,40 @@
+"""A room fails on one thread while the scheduler polls it on another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+from component.mooncake.bare import prefill
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker
+
+ROOM = 7
+
+
+def test_a_chunk_that_is_about_to_be_sent() -> None:
+    """Guards against pages that the scheduler frees because the room's status says Failed, while
+    the gate still lets a worker begin to read them."""
+    manager = prefill()
+    manager.rooms.gate.open(ROOM)
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    sender: Any = MooncakeKVSender.__new__(MooncakeKVSender)
+    sender.__dict__.update(kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None)
+    worker = ChunkWorker(manager, ThreadPoolExecutor(1))
+    served, polls = [], []
+    worker._serve = served.append  # type: ignore[method-assign]
+    fail = manager.fail_known
+
+    def fail_and_poll(room: int, text: str) -> bool:
+        was_known = fail(room, text)
+        polls.append(sender.poll())
+        worker.take(SimpleNamespace(room=ROOM, is_last_chunk=True))
+        return bool(was_known)
+
+    manager.fail_known = fail_and_poll
+    manager.rooms.take(control.Withdraw(ROOM, "D", "10.0.0.1", 4000, "no reason"))
+    assert polls == [KVPoll.Failed] and served == []
+    assert "no reason" in manager.failure_records[ROOM]
