@@ -30,7 +30,8 @@ _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
     (
         "speculative_algorithm",
         "--speculative-algorithm",
-        "the KV of draft tokens is not transferred",
+        "the tree would be keyed by pairs of tokens, and requests would hold slots beyond their "
+        "committed KV; this cache accounts for neither",
     ),
     (
         "disaggregation_decode_enable_offload_kvcache",

@@ -137,7 +137,13 @@ TABLE: tuple[Replacement, ...] = (
         mixin=f"{_DISAGG}.mooncake_delta.endpoints:DeltaMooncakeReceiver",
         why="a finished or failed room leaves no table entries",
     ),
-    # The decode scheduler.
+    # The decode server.
+    Replacement(
+        module="sglang.srt.managers.tokenizer_manager",
+        name="TokenizerManager",
+        mixin=f"{_DISAGG}.decode_radix.tokenizer:RadixTokenizer",
+        why="requests with input_embeds are refused by the name of our flag",
+    ),
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="RadixCache",

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.decode import (
     DecodeRequest,
     DecodeTransferQueue,
 )
+from sglang.srt.disaggregation.decode_radix.eligibility import is_fake
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -227,6 +228,11 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             extra_key=extra_key,
         )
         req.sampling_params.normalize(None)
+        return self.enqueue(req, ready=ready, pending=pending)
+
+    def enqueue(self, req: Any, *, ready: bool = True, pending: bool = False) -> Any:
+        """The request joins the queue, with the receiver of a room of its own."""
+        warm_up = is_fake(req)
         room = WarmUpRoom() if warm_up else Room()
         if ready and not warm_up:
             room.state = KVPoll.WaitingForInput

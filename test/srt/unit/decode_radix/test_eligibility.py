@@ -21,7 +21,12 @@ def _upstream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request(**changes: object) -> SimpleNamespace:
     """An ordinary request with changes."""
-    fields = {"bootstrap_host": "10.0.0.1", "input_embeds": None, "multimodal_inputs": None}
+    fields = {
+        "bootstrap_host": "10.0.0.1",
+        "input_embeds": None,
+        "multimodal_inputs": None,
+        "origin_input_ids": [1, 2, 3],
+    }
     return SimpleNamespace(**fields | changes)
 
 
@@ -42,10 +47,45 @@ def test_warm_up_and_health_requests_never_share(host: str | None) -> None:
     assert not eligibility.may_match(req) and not eligibility.may_insert(req)
 
 
-@pytest.mark.parametrize("field", ["input_embeds", "multimodal_inputs"])
-def test_placeholder_ids_never_share(field: str) -> None:
-    """Guards against two images, or two embeddings, behind the same token ids."""
-    req = request(**{field: object()})
+def test_input_embeddings_never_share() -> None:
+    """Guards against two embeddings behind the same token ids: SGLang fills in ones."""
+    req = request(input_embeds=[[0.5]])
     eligibility.mark_committed(req)
     assert not eligibility.is_fake(req)
     assert not eligibility.may_match(req) and not eligibility.may_insert(req)
+
+
+def item(pad_value: int | None, *offsets: tuple[int, int]) -> SimpleNamespace:
+    """An image of a request; an offset is its first and last token."""
+    return SimpleNamespace(pad_value=pad_value, offsets=list(offsets) or None)
+
+
+CAT, DOG, PLACEHOLDER = 1_000_001, 1_000_002, 7
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "items", "shares"),
+    [
+        ([1, CAT, CAT, 2], [item(CAT, (1, 2))], True),
+        ([1, CAT, CAT, 2], [item(CAT)], True),
+        ([CAT, 1, DOG], [item(CAT, (0, 0)), item(DOG, (2, 2))], True),
+        ([CAT, 1, CAT], [item(CAT, (0, 0), (2, 2))], True),
+        ([1, 2], [], True),
+        ([1, PLACEHOLDER, PLACEHOLDER, 2], [item(CAT, (1, 2))], False),
+        ([1, PLACEHOLDER, PLACEHOLDER, 2], [item(CAT)], False),
+        ([1, PLACEHOLDER, 2], [item(None, (1, 1))], False),
+        ([CAT, 1, PLACEHOLDER], [item(CAT, (0, 0)), item(CAT, (2, 2))], False),
+        ([CAT, 1, PLACEHOLDER], [item(CAT, (0, 0), (2, 2))], False),
+        ([CAT, 1], [item(CAT, (0, 0)), item(DOG, (2, 2))], False),
+    ],
+)
+def test_images_share_by_their_content(
+    token_ids: list[int], items: list[SimpleNamespace], shares: bool
+) -> None:
+    """Guards against two images behind the same token ids, where a model does not put the hash of
+    each into the prompt, and against sharing none where it does."""
+    req = request(origin_input_ids=token_ids, multimodal_inputs=SimpleNamespace(mm_items=items))
+    eligibility.mark_committed(req)
+    for _ in range(2):
+        assert eligibility.may_match(req) == eligibility.may_insert(req) == shares
+        req.multimodal_inputs = None  # as SGLang does when a request ends

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _COMMITTED = "decode_kv_committed"
+_CONTENT_IN_IDS = "decode_content_in_ids"
 
 
 def is_fake(req: Any) -> bool:
@@ -20,9 +22,29 @@ def is_fake(req: Any) -> bool:
 def may_match(req: Any) -> bool:
     """Whether token ids (with ``extra_key``) say all about the KV of the prompt.
 
-    With embeddings or images the ids are placeholders, and equal ids can mean other KV.
+    The ids of embeddings are placeholders. Those of images, audio and video are hashes of their
+    content, which SGLang puts in before a request is queued.
     """
-    return not is_fake(req) and req.input_embeds is None and req.multimodal_inputs is None
+    return not is_fake(req) and req.input_embeds is None and _content_in_ids(req)
+
+
+def _content_in_ids(req: Any) -> bool:
+    """Whether each image's hash stands where the image does: a model may leave placeholders as is.
+
+    Decided when the request is first looked at; SGLang drops the images of one that has ended.
+    """
+    known: bool | None = getattr(req, _CONTENT_IN_IDS, None)
+    if known is None:
+        items = req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ()
+        known = all(_is_padded(req.origin_input_ids, item) for item in items)
+        setattr(req, _CONTENT_IN_IDS, known)
+    return known
+
+
+def _is_padded(token_ids: Sequence[int], item: Any) -> bool:
+    if not item.offsets:  # some models say only how many tokens an image has
+        return item.pad_value in token_ids
+    return all(list(token_ids[at : at + 1]) == [item.pad_value] for at, _ in item.offsets)
 
 
 def mark_committed(req: Any) -> None:
