@@ -79,7 +79,13 @@ TABLE: tuple[Replacement, ...] = (
         module=f"{_DISAGG}.prefill",
         name="SchedulerDisaggregationPrefillMixin",
         mixin=f"{_DISAGG}.delta.prefill:DeltaPrefill",
-        why="the send cursor starts at the prefix; a full hit sends its metadata alone",
+        why="the send cursor starts at the prefix; a request ends on all ranks at once",
+    ),
+    Replacement(
+        module="sglang.srt.managers.scheduler_pp_mixin",
+        name="SchedulerPPMixin",
+        mixin=f"{_DISAGG}.delta.prefill_ends:PrefillStages",
+        why="a pipeline stage's requests end when they have ended on all its ranks",
     ),
     # NIXL.
     Replacement(

@@ -210,7 +210,7 @@ def test_it_failed_on_another_rank(rank: PrefillRank) -> None:
     sender.send(pages(5))
     rank.tick(0.25)
     assert rank.agent.under_way()
-    assert "failed on another prefill rank" in str(failure_of(sender))
+    assert "failed on another rank of this server" in str(failure_of(sender))
     rank.pool.run()
     assert rank.sockets.stopped == []
     rank.finish()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.disaggregation.decode_radix.ranks import minimum
+from sglang.srt.disaggregation.delta.ranks import minimum
 
 
 class State(enum.IntEnum):

@@ -10,9 +10,9 @@ import torch
 from sglang.srt.disaggregation.decode_radix import admission
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
-from sglang.srt.disaggregation.decode_radix.ranks import alone
 from sglang.srt.disaggregation.decode_radix.waiting import Refusal
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.disaggregation.delta.ranks import alone
 
 logger = logging.getLogger(__name__)
 

@@ -261,6 +261,11 @@ class DeltaSender(CommonKVSender):
         """Fail this room alone; its decode ranks are told once what was posted has settled."""
         self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text)
 
+    def fail_with_others(self) -> None:
+        """The request failed on another rank of this server: send nothing more of it."""
+        if not self.is_stopped:
+            self.fail(Reason.PEER_FAILED, "it failed on another rank of this server")
+
     @override
     def abort(self) -> None:
         if self.kv_mgr.rooms is None:

@@ -9,6 +9,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.pages import chunk_end
+from sglang.srt.disaggregation.delta.prefill_ends import ended
+from sglang.srt.disaggregation.delta.ranks import alone
 from sglang.srt.disaggregation.delta.stats import STATS
 
 if TYPE_CHECKING:
@@ -18,7 +20,8 @@ else:
 
 
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
-    """Sends what decode lacks, in order, once; and always the metadata."""
+    """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
+    in one step."""
 
     @override
     def send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
@@ -42,6 +45,25 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         req.start_send_idx = max(start, end)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         sender.send(page_indices(row, start, end, page), None)
+
+    @override
+    def process_disagg_prefill_inflight_queue(
+        self, rids_to_check: list[str] | None = None
+    ) -> list[Any]:
+        queue: list[Any] = self.disagg_prefill_inflight_queue
+        groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
+        manager = self.disagg_prefill_bootstrap_queue.kv_manager
+        if (
+            rids_to_check is None  # a pipeline stage has asked its ranks already
+            and queue
+            and getattr(manager, "rooms", None) is not None
+            and not all(alone(group) for group in groups)
+        ):
+            rids_to_check = ended(queue, groups)
+            if not rids_to_check:
+                return []  # nothing to do for SGLang's, which would reduce once more
+        done: list[Any] = super().process_disagg_prefill_inflight_queue(rids_to_check)
+        return done
 
     @property
     def _has_state(self) -> bool:

@@ -87,7 +87,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
         from sglang.srt.disaggregation.mooncake.conn import KVTransferError
 
         room = self.bootstrap_room
-        self.fail(Reason.PEER_FAILED, _ELSEWHERE)  # unless it failed here
+        self.fail_with_others()  # unless it failed here
         text = self.kv_mgr.failure_records.get(room, _ELSEWHERE)
         self.clear()
         raise KVTransferError(room, text)

@@ -141,8 +141,7 @@ class DeltaNixlSender(NixlKVSender):
 
     @override
     def failure_exception(self) -> None:
-        # Stock also calls this where the room failed on another rank only.
-        self.fail(Reason.PEER_FAILED, "it failed on another prefill rank")
+        self.fail_with_others()  # unless it failed here
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
         cause = self._ticket.cause_of(reason)
         self.clear()

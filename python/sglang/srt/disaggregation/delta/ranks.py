@@ -1,4 +1,4 @@
-"""Agreement between the ranks of one decode server."""
+"""Agreement between the ranks of one server."""
 
 from __future__ import annotations
 
