@@ -95,6 +95,8 @@ class Manager:
 
     def __post_init__(self) -> None:
         self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens)
+        self.waiting_timeout = 300
+        self.servers = SimpleNamespace(is_asking=lambda address: True)
 
     def try_ensure_parallel_info(self, address: str) -> bool:
         """No prefill server's topology is ever learned here."""

@@ -152,7 +152,7 @@ def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) ->
     for _ in range(100_000):
         reader.handle(broken(rng, rng.choice(kinds)))
     assert set(manager.request_status) == {*rooms, 1007} == set(manager._progress)
-    assert set(manager.failure_records) <= set(rooms) and not manager.servers.watches
+    assert set(manager.failure_records) <= set(rooms) and not manager.servers.watched_rooms()
     assert np.array_equal(np.delete(manager.aux, rooms, 0), np.delete(around, rooms, 0))
     for writer in range(3):
         reader.handle(status(1007, writer=writer))

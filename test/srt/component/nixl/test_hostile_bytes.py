@@ -92,7 +92,7 @@ def tables(manager: Any) -> tuple[Any, ...]:
         None if gate is None else {r: copy.copy(it.__dict__) for r, it in gate._rooms.items()},
         None if gate is None else dict(manager.rooms._heard),
         None if manager.servers is None else copy.deepcopy(dict(manager.servers._ranks)),
-        None if manager.servers is None else dict(manager.servers.watches),
+        None if manager.servers is None else dict(manager.servers._watches),
     )
 
 
@@ -190,7 +190,7 @@ def test_a_hundred_thousand_wrong_values_to_decode(caplog: pytest.LogCaptureFixt
             assert not watch.progress.stopped_writers, "nobody spoke of room 6"
     assert take.refused > 1000 and take.taken > 10_000
     assert complained(caplog) <= complaints._REMEMBERED_PEERS + 1
-    assert set(manager.request_status) == {5, 6, 1007} and servers.watches == {6: watch}
+    assert set(manager.request_status) == {5, 6, 1007} and servers._watches == {6: watch}
     assert manager.request_status[1007] == manager.request_status[6] == KVPoll.WaitingForInput
     assert not watch.quiet()
     reader.handle(control.encode(control.Stopped(6, 0, "done")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_stopped_before_the_room_is_given_up(side: Side) -> None:
     stopped(side)
     assert side.manager.request_status[ROOM] == KVPoll.Failed
     assert side.manager.failure_records[ROOM] == "prefill reported: because"
-    assert side.hold() is None and not side.servers.watches
+    assert side.hold() is None and not side.servers.watched_rooms()
 
 
 def test_stopped_after_the_room_was_given_up(side: Side) -> None:
@@ -69,7 +70,7 @@ def test_stopped_twice_and_late(side: Side) -> None:
     watch.close()
     side.manager.forget_status(ROOM)
     stopped(side)
-    assert not side.servers.watches and not side.manager.progresses
+    assert not side.servers.watched_rooms() and not side.manager.progresses
     assert not side.manager.request_status and not side.manager.failure_records
 
 
@@ -130,3 +131,33 @@ def test_failing_an_unknown_room_leaves_nothing(side: Side) -> None:
     side.manager.forget_status(ROOM)
     side.servers.fail(ROOM, Reason.PEER_FAILED, "late")
     assert not side.manager.request_status and not side.manager.failure_records
+
+
+def test_watched_rooms_are_used_under_the_lock_only(side: Side) -> None:
+    """The scheduler closes watches while the heartbeat walks them and the reader looks them up.
+    Guards against "dictionary changed size during iteration" in the thread that notices dead
+    servers."""
+    lock = side.servers._lock
+
+    class Guarded(dict[int, Any]):
+        """Refuses whoever does not hold the lock."""
+
+        def __getattribute__(self, name: str) -> Any:
+            assert lock._is_owned(), f"{name} without the lock"  # type: ignore[attr-defined]
+            return super().__getattribute__(name)
+
+        def __iter__(self) -> Any:
+            assert lock._is_owned(), "walked without the lock"  # type: ignore[attr-defined]
+            return super().__iter__()
+
+    side.handshake()
+    side.room(7)
+    side.servers._watches = Guarded()
+    watch = side.hold(7)
+    side.servers._known()
+    assert side.servers.progress_of(7) is watch.progress
+    side.servers.take(control.Stopped(7, 3, "gone"))
+    assert side.servers.watched_rooms() == [7] and side.servers.watch_of(7) is watch
+    side.servers.lost(ADDRESS, True, "gone")
+    watch.close()
+    assert side.servers.watch_of(7) is None

@@ -15,6 +15,9 @@ class Servers:
         self.watches: dict[int, Any] = {}
         self.manager = Manager()
 
+    def close_watch(self, room: int) -> None:
+        self.watches.pop(room, None)
+
     def collect_arrivals(self) -> None:
         self.manager.collect_arrivals()
 

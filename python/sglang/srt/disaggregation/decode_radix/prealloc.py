@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.decode_radix.announce import announce, bind, boot
 from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
 from sglang.srt.disaggregation.decode_radix.candidates import Candidate
 from sglang.srt.disaggregation.decode_radix.eligibility import may_match
+from sglang.srt.disaggregation.decode_radix.handshakes import Handshakes
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
 from sglang.srt.disaggregation.decode_radix.step import AgreedSteps
@@ -57,6 +58,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _steps(self) -> AgreedSteps:
         return AgreedSteps(self, self._budget)
 
+    @cached_property
+    def _handshakes(self) -> Handshakes:
+        return Handshakes(self)
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether this decode server runs with the radix cache on."""
@@ -76,6 +81,29 @@ class RadixPreallocQueue(DecodePreallocQueue):
             page_ceil(entry.req.kv_allocated_len, self._page) - entry.req.cache_protected_len
             for entry in self.transfer_queue.queue
         )
+
+    # ---- which prefill rank serves a request ----
+
+    @override
+    def _resolve_prefill_dp_rank(self, req: Any) -> int | None:
+        rank = self.prefill_dp_rank(req)
+        if rank is None or not self.shares_prefixes:
+            return rank
+        # SGLang takes the rank that a router names for a rank that is connected.
+        connections = self.kv_manager.servers.connections
+        return rank if connections.is_connected(bootstrap_addr(req), rank) else None
+
+    def prefill_dp_rank(self, req: Any) -> int | None:
+        """The data-parallel rank that serves ``req``; None where prefill has to be asked."""
+        rank: int | None = super()._resolve_prefill_dp_rank(req)
+        return rank
+
+    @override
+    def _resolve_pending_reqs(self) -> None:
+        if self.shares_prefixes:
+            self._handshakes.advance()
+        else:
+            super()._resolve_pending_reqs()
 
     # ---- one step ----
 

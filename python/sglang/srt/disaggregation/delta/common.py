@@ -190,7 +190,7 @@ class DeltaManager(CommonKVManager):
             for name in ("gate", "transfer_infos"):
                 tables[name] = [room for room in tables[name] if room not in early]
         if self.servers is not None:
-            tables["watches"] = sorted(self.servers.watches)
+            tables["watches"] = self.servers.watched_rooms()
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())
         tables["addr_to_rooms_tracker"] = [room for rooms in tracked for room in rooms]
         return tables

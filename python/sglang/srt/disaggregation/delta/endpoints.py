@@ -47,7 +47,7 @@ class DeltaReceiver(CommonKVReceiver):
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if self._servers is not None and bootstrap_room in self._servers.watches:
+        if self._servers is not None and self._servers.watch_of(bootstrap_room) is not None:
             self._fail(
                 Reason.MISMATCH,
                 f"bootstrap_room {bootstrap_room} is still in use by a request that ended early",
@@ -82,8 +82,31 @@ class DeltaReceiver(CommonKVReceiver):
             )
             servers.disconnect(self.bootstrap_addr)
             return
+        finally:
+            servers.connections.settled(self.bootstrap_addr, prefill_dp_rank)
         self._epoch = servers.epoch(self.bootstrap_addr)
         servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
+
+    def is_ready(self, prefill_dp_rank: int) -> bool:
+        """Whether ``init`` may be called: it never asks the prefill server itself, since that would
+        stop the scheduler. What is missing is asked in the background."""
+        servers = self._servers
+        return servers is None or servers.connections.is_ready(
+            self.bootstrap_addr, prefill_dp_rank, super()._get_bootstrap_info_from_server
+        )
+
+    @override
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
+    ) -> Any:
+        rank = (prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
+        if self._servers is None:
+            return super()._get_bootstrap_info_from_server(*rank)
+        return self._servers.connections.answer(self.bootstrap_addr, rank)
+
+    def fail_handshake(self, text: str) -> None:
+        """End the room before it has begun."""
+        self._fail(Reason.HANDSHAKE, text)
 
     @classmethod
     @override

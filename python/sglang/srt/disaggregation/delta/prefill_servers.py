@@ -8,12 +8,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import requests
 
 from sglang.srt.disaggregation.delta import capability, control, deadlines
+from sglang.srt.disaggregation.delta.connections import Connections
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.heartbeat import Heartbeat, Look, Sign
 from sglang.srt.disaggregation.delta.sockets import PeerSockets
@@ -21,9 +21,6 @@ from sglang.srt.disaggregation.delta.stats import STATS
 from sglang.srt.disaggregation.delta.watch import Progress, RoomWatch
 
 logger = logging.getLogger(__name__)
-
-#: A first handshake may use that much of one scheduler step; it goes on in the background.
-_PATIENCE_S = 0.2
 
 
 class PrefillServers:
@@ -38,6 +35,7 @@ class PrefillServers:
         self._lock = threading.RLock()
         self._executor = ThreadPoolExecutor(8, "pd-handshake")
         self._asked: dict[str, Future[bool]] = {}
+        self.connections = Connections(manager, self._executor)
         self._capabilities: dict[str, capability.Capabilities] = {}
         #: Counts handshakes with an address, to tell the server there from the one before it.
         self._epochs: dict[str, int] = defaultdict(int)
@@ -49,26 +47,25 @@ class PrefillServers:
         self._ranks: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
         #: Why the last handshake with an address was impossible.
         self.refusals: dict[str, str] = {}
-        self.watches: dict[int, RoomWatch] = {}
+        #: By room; changed and read under the lock: the reader and the heartbeat use it too.
+        self._watches: dict[int, RoomWatch] = {}
 
     # ---- handshake ----
 
     def ensure(self, address: str) -> bool:
-        """Whether the server at ``address`` (bootstrap host:port) is known. Never blocks for long:
-        a server that hangs must not stop the scheduler. Called again until it is, or is given up.
-        """
+        """Whether the server at ``address`` (bootstrap host:port) is known. Never waits: a server
+        that hangs must not stop the scheduler. Called again until it is, or is given up."""
         table = self._manager.prefill_info_table
-        future, patience = self._asked.get(address), 0.0
+        future = self._asked.get(address)
         if future is None:
             if address in table:
                 return True
             future = self._asked[address] = self._executor.submit(self._handshake, address)
-            patience = _PATIENCE_S
-        try:
+        if not future.done():
             # Not before it is over: the table has the server before we know which one it is.
-            known = future.result(timeout=patience) and address in table
-        except FutureTimeout:
             return False
+        try:
+            known = future.result() and address in table
         except Exception as error:  # SGLang raises where page size or dtype differ
             self.refusals[address] = str(error)
             logger.error("prefill server %s cannot be used: %s", address, error)
@@ -80,6 +77,10 @@ class PrefillServers:
                 f"prefill server {address} could not be reached, or its ranks are not all up",
             )
         return known
+
+    def is_asking(self, address: str) -> bool:
+        """Whether ``ensure`` has asked the server and has no answer yet."""
+        return address in self._asked
 
     def _handshake(self, address: str) -> bool:
         # Asked whenever the topology is: a server that came back may be another version.
@@ -142,13 +143,28 @@ class PrefillServers:
             progress = self._manager.take_progress(room)
             if epoch <= self._gone_epochs[address] or progress.is_quiet(writers):
                 return None
-            watch = self.watches[room] = RoomWatch(self, room, address, progress, writers)
+            watch = self._watches[room] = RoomWatch(self, room, address, progress, writers)
             return watch
+
+    def watch_of(self, room: int | None) -> RoomWatch | None:
+        """Who follows ``room``, if it is given up and not quiet yet."""
+        with self._lock:
+            return None if room is None else self._watches.get(room)
+
+    def close_watch(self, room: int) -> None:
+        """``room`` is not followed any more."""
+        with self._lock:
+            self._watches.pop(room, None)
+
+    def watched_rooms(self) -> list[int]:
+        """The rooms that are given up and not quiet yet."""
+        with self._lock:
+            return sorted(self._watches)
 
     def progress_of(self, room: int) -> Progress:
         """What is recorded of a room's writers, also of a room that is given up and followed."""
         with self._lock:
-            watch = self.watches.get(room)
+            watch = self._watches.get(room)
             if watch is not None:
                 return watch.progress
             progress: Progress = self._manager.progress(room)
@@ -175,7 +191,7 @@ class PrefillServers:
 
     def _take_stopped(self, message: control.Stopped) -> None:
         with self._lock:
-            watch = self.watches.get(message.room)
+            watch = self._watches.get(message.room)
             if watch is not None:
                 watch.progress.stop(message.writer)
                 return
@@ -205,9 +221,11 @@ class PrefillServers:
         """Forget the connections to a server: the next request connects and registers again."""
         manager = self._manager
         with manager.connection_lock:
-            for key in [key for key in manager.connection_pool if key.startswith(f"{address}_")]:
-                del manager.connection_pool[key]
+            for key in list(manager.connection_pool):  # the scheduler adds without the lock
+                if key.startswith(f"{address}_"):
+                    del manager.connection_pool[key]
             manager.prefill_info_table.pop(address, None)
+        self.connections.forget(address)
 
     # ---- heartbeat ----
 
@@ -228,7 +246,7 @@ class PrefillServers:
     def _known(self) -> dict[str, str | None]:
         with self._lock:
             addresses = {*self._manager.prefill_info_table}
-            addresses |= {watch.address for watch in self.watches.values()}
+            addresses |= {watch.address for watch in self._watches.values()}
             self._looked_at = {address: self._epochs[address] for address in addresses}
             return {address: self.capabilities(address).incarnation for address in addresses}
 
@@ -289,7 +307,7 @@ class PrefillServers:
     def _forget_writers(self, address: str) -> None:
         """The processes of the server at ``address`` are gone: nobody writes for its rooms."""
         self._gone_epochs[address] = self._epochs[address]
-        for watch in self.watches.values():
+        for watch in self._watches.values():
             if watch.address == address:
                 watch.writer_is_gone()
         for host, port in self._ranks.pop(address, {}):

@@ -23,9 +23,9 @@ class RoomWatch:
     """
 
     def __init__(
-        self, manager: Any, room: int, address: str, progress: Progress, writers: int
+        self, servers: Any, room: int, address: str, progress: Progress, writers: int
     ) -> None:
-        self._manager = manager
+        self._servers = servers
         self._progress = progress
         #: Prefill ranks that write for the room.
         self.writers = writers
@@ -45,9 +45,9 @@ class RoomWatch:
 
     def quiet(self) -> bool:
         """Whether the pages may be given to others; also reads what has arrived."""
-        self._manager.collect_arrivals()
+        self._servers.collect_arrivals()
         return self._gone or self._progress.is_quiet(self.writers)
 
     def close(self) -> None:
         """Stop following the room."""
-        self._manager.watches.pop(self.room, None)
+        self._servers.close_watch(self.room)

@@ -216,7 +216,6 @@ class DeltaNixlManager(NixlKVManager):
 
     @override
     def update_transfer_status(self) -> None:
-        watches = self.servers.watches if self.servers is not None else {}
         for peer_name, messages in self.agent.get_new_notifs().items():
             for raw in messages:
                 try:
@@ -224,7 +223,7 @@ class DeltaNixlManager(NixlKVManager):
                 except ValueError as error:
                     self._complaints.about(f"NIXL peer {peer_name}", error)
                     continue
-                watch = watches.get(note.room)
+                watch = self.servers.watch_of(note.room) if self.servers is not None else None
                 if watch is None and note.room not in self.request_status:
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
