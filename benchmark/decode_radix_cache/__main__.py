@@ -23,13 +23,18 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, help="model folder; a random one is made without it")
     parser.add_argument("--repeats", type=int, default=1, help="throughput: runs of each arm")
+    parser.add_argument(
+        "--spinning",
+        action="store_true",
+        help="throughput: one more arm, the flag with a progress thread that spins as in stock",
+    )
     args = parser.parse_args()
     console = Console()
 
     def run() -> int:
         if args.question == "wire":
             return wire.run(args.out, args.model, console)
-        return throughput.run(args.out, args.model, console, args.repeats)
+        return throughput.run(args.out, args.model, console, args.repeats, spinning=args.spinning)
 
     return status(run, console)
 

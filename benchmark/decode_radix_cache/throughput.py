@@ -1,8 +1,9 @@
 """How many requests run at once, and how fast, on a decode pool that two long prefixes nearly fill.
 
-Three arms, each on freshly started servers of the same sizes: the stock release; the patch set with
-the flag; and the flag again with ``--max-running-requests`` at the stock release's concurrency,
-which tells the gain of moving and holding less apart from that of a larger batch.
+Arms, each on freshly started servers of the same sizes: the stock release; the patch set without
+any flag; with the flag; and the flag again with ``--max-running-requests`` at the stock release's
+concurrency, which tells the gain of moving and holding less apart from that of a larger batch. One
+more, if asked for: the flag with NIXL's progress thread spinning, as it does in the stock release.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
+from benchmark.harness.variants import FLAG, Variant, variants
 from benchmark.harness.workload import shared_prefix, token_range
 
 SHAPE = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32}
@@ -56,6 +58,8 @@ def run(
     console: Console,
     repeats: int = 1,
     load: Load = Load(),  # noqa: B008
+    *,
+    spinning: bool = False,
 ) -> int:
     """Measures all arms, writes the results and prints the table; non-zero if outputs differ."""
     model = model or random_qwen3(out / "model-throughput", **SHAPE)
@@ -74,11 +78,12 @@ def run(
 
     runs: dict[str, list[Measured]] = {}
 
-    def arm(name: str, *, stock: bool = False, max_running: int = load.max_running) -> Measured:
+    def arm(variant: Variant, max_running: int = load.max_running, name: str = "") -> Measured:
+        name = name or variant.name
         done = runs.setdefault(name, [])
         console.print(f"[bold]{name}[/], run {len(done) + 1} of {repeats}: starting fresh servers")
-        config = configure(model, load, stock=stock, max_running=max_running)
-        with Pair(config, out / "logs" / name.replace(" ", "-")) as pair:
+        config = configure(model, load, variant, max_running)
+        with Pair(config, out / "logs" / name.replace(",", "").replace(" ", "-")) as pair:
             seconds = warm_up(pair, vocabulary)
             console.print(f"  up, warmed up in {seconds:.1f} s; {len(requests)} requests at once")
             measured = measure(pair, lambda: pair.send(requests))
@@ -88,9 +93,8 @@ def run(
         return measured
 
     for _ in range(repeats):  # arms in turn, so that a busy machine hits all of them
-        stock = arm("stock", stock=True)
-        arm("flag")
-        arm("flag capped", max_running=stock.peak_running)
+        stock, *_ = [arm(variant) for variant in variants(spinning=spinning)]
+        arm(FLAG, stock.peak_running, "flag capped")
 
     same = report.same_answers([m.results for repeated in runs.values() for m in repeated])
     arms = {name: median_run(repeated) for name, repeated in runs.items()}
@@ -120,12 +124,13 @@ def median_run(repeated: Sequence[Measured]) -> Measured:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def configure(model: Path, load: Load, *, stock: bool, max_running: int) -> PairConfig:
+def configure(model: Path, load: Load, variant: Variant, max_running: int) -> PairConfig:
     """An arm: pools are the same on all of them."""
     return PairConfig(
         model,
-        stock=stock,
-        radix=not stock,
+        stock=variant.stock,
+        radix=variant.radix,
+        env=variant.env,
         # Small chunks: requests that enter together reach the decode server one after another.
         prefill_sizes=Sizes(
             pool_tokens=load.prefill_pool,

@@ -21,6 +21,7 @@ from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
+from benchmark.harness.variants import FLAG, variants
 from benchmark.harness.workload import (
     ideal_moved_tokens,
     kv_bytes_per_token,
@@ -62,7 +63,7 @@ class Wire:
 
 
 def run(out: Path, model: Path | None, console: Console, load: Load = Load()) -> int:  # noqa: B008
-    """Measures both arms; non-zero where the flag's ratio is above ``LIMIT`` or outputs differ."""
+    """Measures all arms; non-zero where the flag's ratio is above ``LIMIT`` or outputs differ."""
     model = model or random_qwen3(out / "model-wire")
     vocabulary = token_range(model)
     token_bytes = kv_bytes_per_token(model)
@@ -81,16 +82,17 @@ def run(out: Path, model: Path | None, console: Console, load: Load = Load()) ->
     ideal = ideal_moved_tokens(prompts, load.prefix_tokens) * token_bytes
 
     arms: dict[str, Measured] = {}
-    for name, stock in (("stock", True), ("flag", False)):
+    for variant in variants():
+        name = variant.name
         console.print(f"[bold]{name}[/]: starting fresh servers, UCX on TCP")
         sizes = Sizes(pool_tokens=load.pool, page_size=load.page_size)
         config = PairConfig(
             model,
-            stock=stock,
-            radix=not stock,
+            stock=variant.stock,
+            radix=variant.radix,
             prefill_sizes=sizes,
             decode_sizes=sizes,
-            env={"UCX_TLS": "tcp,self"},
+            env={**variant.env, "UCX_TLS": "tcp,self"},
         )
         with Pair(config, out / "logs" / f"wire-{name}") as pair:
             warm_up(pair, vocabulary)
@@ -125,7 +127,7 @@ def run(out: Path, model: Path | None, console: Console, load: Load = Load()) ->
             "arms": {n: {**dataclasses.asdict(w), "ratio": w.ratio} for n, w in wires.items()},
         },
     )
-    return 0 if same and wires["flag"].ratio <= LIMIT else 1
+    return 0 if same and wires[FLAG.name].ratio <= LIMIT else 1
 
 
 def _send(pair: Pair, requests: list[Request], groups: int) -> list[Result]:

@@ -42,7 +42,7 @@ def main() -> int:
         return 130
     console.print(f"Done in {time.monotonic() - began:.0f} s; logs in {args.out}", highlight=False)
     if not same:
-        console.print("[red]The two settings answered differently, or a request failed.[/]")
+        console.print("[red]The arms answered differently, or a request failed.[/]")
     return 0 if same else 1
 
 

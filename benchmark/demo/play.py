@@ -1,4 +1,4 @@
-"""Both settings of the flag, each on fresh servers: a chat, a shared-prefix load, one table."""
+"""Stock, patched and with the flag, on fresh servers: a chat, a shared-prefix load, one table."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from benchmark.harness.arm import Measured, measure, warm_up
 from benchmark.harness.client import Request
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
+from benchmark.harness.variants import FLAG, Variant, variants
 from benchmark.harness.workload import Prompt, shared_prefix, token_range
 
 REQUESTS, PREFIXES = 16, 2
@@ -26,18 +27,22 @@ SIZES = Sizes(pool_tokens=3600, max_running=32, reserved_decode_tokens=64)
 
 @dataclass(frozen=True)
 class Arm:
-    """What one setting of the flag did."""
+    """What one variant did."""
 
     chat: Measured
     shared: Measured
 
 
-def configure(model: Path, *, flag: bool, router_port: int | None = None) -> PairConfig:
-    """Prefill, decode and SGLang's load balancer; the sizes are the same with and without it."""
+def configure(
+    model: Path, variant: Variant = FLAG, *, router_port: int | None = None
+) -> PairConfig:
+    """Prefill, decode and SGLang's load balancer; the sizes are the same for all variants."""
     name = ("--served-model-name", model.name)
     return PairConfig(
         model,
-        radix=flag,
+        stock=variant.stock,
+        radix=variant.radix,
+        env=variant.env,
         router=True,
         router_port=router_port,
         prefill_sizes=Sizes(pool_tokens=16_000, max_running=SIZES.max_running),
@@ -48,7 +53,7 @@ def configure(model: Path, *, flag: bool, router_port: int | None = None) -> Pai
 
 
 def play(model: Path, out: Path, console: Console) -> bool:
-    """Runs both arms and prints the table; returns whether every answer was the same.
+    """Runs all arms and prints the table; returns whether every answer was the same.
 
     Raises:
         ServerFailed: a server did not start, died, or failed SGLang's memory check.
@@ -62,8 +67,7 @@ def play(model: Path, out: Path, console: Console) -> bool:
         suffix_tokens=SUFFIX_TOKENS,
     )
     arms = []
-    for flag in (False, True):
-        name = "flag on" if flag else "flag off"
+    for variant in variants():
         with Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.fields[arm]}[/] {task.description}"),
@@ -71,13 +75,12 @@ def play(model: Path, out: Path, console: Console) -> bool:
             TimeElapsedColumn(),
             console=console,
         ) as progress:
-            arms.append(
-                _arm(model, out / name.replace(" ", "-"), flag, conversations, prompts, progress)
-            )
+            logs = out / variant.name
+            arms.append(_arm(model, logs, variant, conversations, prompts, progress))
     same = report.same_answers([a.chat.results for a in arms]) and report.same_answers(
         [a.shared.results for a in arms]
     )
-    _show_chat(conversations, arms[1].chat, console)
+    _show_chat(conversations, arms[-1].chat, console)
     _show_table(arms, same, console)
     return same
 
@@ -85,15 +88,15 @@ def play(model: Path, out: Path, console: Console) -> bool:
 def _arm(
     model: Path,
     logs: Path,
-    flag: bool,
+    variant: Variant,
     conversations: Sequence[Sequence[chat.Turn]],
     prompts: Sequence[Prompt],
     progress: Progress,
 ) -> Arm:
     turns = sum(map(len, conversations))
-    name = "flag on " if flag else "flag off"
+    name = f"{variant.name:7}"
     task = progress.add_task("starting prefill, decode, load balancer", arm=name, total=None)
-    with Pair(configure(model, flag=flag), logs) as pair:
+    with Pair(configure(model, variant), logs) as pair:
         warm_up(pair, token_range(model))
         progress.update(
             task,
@@ -114,7 +117,7 @@ def _show_chat(
     conversations: Sequence[Sequence[chat.Turn]], measured: Measured, console: Console
 ) -> None:
     """Three turns of the first conversation, as the model answered them."""
-    console.print("\n[bold]From the chat[/] (the tiny model, flag on)")
+    console.print("\n[bold]From the chat[/] (the tiny model, with the flag)")
     for turn, result in zip(conversations[0][:3], measured.results, strict=False):
         console.print(f"  [cyan]user[/]  {turn.question}", highlight=False)
         answer = result.text.strip().replace("\n", " / ")
@@ -124,14 +127,15 @@ def _show_chat(
 
 
 def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
-    columns = [m for pair in zip(*((a.chat, a.shared) for a in arms), strict=True) for m in pair]
+    columns = [*(arm.chat for arm in arms), *(arm.shared for arm in arms)]
+    names = [variant.name for variant in variants()]
 
     def row(name: str, cells: Sequence[str]) -> list[str]:
         return [name, *cells]
 
     report.print_table(
-        "--disaggregation-decode-enable-radix-cache off and on",
-        ["", "chat, off", "on", "prefixes, off", "on"],
+        "The stock release; patched; with --disaggregation-decode-enable-radix-cache",
+        ["", f"chat: {names[0]}", *names[1:], f"prefixes: {names[0]}", *names[1:]],
         [
             row("requests/s", [f"{m.summary.requests_per_s:.2f}" for m in columns]),
             row("TTFT p50", [report.milliseconds(m.summary.ttft_s.p50) for m in columns]),
@@ -148,6 +152,6 @@ def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
         f"Decode pool {SIZES.pool_tokens:,} tokens, --num-reserved-decode-tokens "
         f"{SIZES.reserved_decode_tokens}. Chat: {len(arms[0].chat.results)} turns. "
         f"Shared prefixes: {REQUESTS} requests over {PREFIXES} prefixes of {PREFIX_TOKENS:,} "
-        "tokens. Fresh servers for each setting; one warm-up request each, not counted.",
+        "tokens. Fresh servers for each; one warm-up request each, not counted.",
         highlight=False,
     )

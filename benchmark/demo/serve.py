@@ -27,7 +27,7 @@ def serve(model: Path, port: int, out: Path, console: Console) -> None:
         ServerFailed: a server did not start, or died later.
     """
     console.print("Starting prefill, decode and load balancer (about a minute)...")
-    with Pair(configure(model, flag=True, router_port=port), out / "serve") as pair:
+    with Pair(configure(model, router_port=port), out / "serve") as pair:
         console.print("Serving, decode radix cache on. Ask it something:\n")
         url = pair.target.url
         # Plain print: what the user copies may not be wrapped.

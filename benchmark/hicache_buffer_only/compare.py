@@ -1,4 +1,8 @@
-"""The two arms: SGLang's own mode and buffer-only, at equal host memory, on the same trace."""
+"""The arms: SGLang's own mode and buffer-only, at equal host memory, on the same trace.
+
+SGLang's mode is measured twice, with the stock release and with the patch set but none of its
+flags: what differs between those two is not the mode's.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,12 @@ from benchmark.traces.record import Record
 from benchmark.traces.scale import Fitting, Scale
 from benchmark.traces.sharing import endless_hit_rate
 
-CACHE, BUFFER_ONLY = "cache", "buffer_only"
+CACHE, PATCHED, BUFFER_ONLY = "cache", "cache, patched", "buffer_only"
 
 
 @dataclass(frozen=True)
 class Load:
-    """The trace and the sizes, the same for both arms. Pools in tokens."""
+    """The trace and the sizes, the same for all arms. Pools in tokens."""
 
     requests: int = 1000
     block_tokens: int = 16
@@ -77,7 +81,7 @@ def run(
     console: Console,
     load: Load = Load(),  # noqa: B008
 ) -> int:
-    """Measures both arms, writes the results and prints the table.
+    """Measures all arms, writes the results and prints the table.
 
     Returns non-zero where outputs differ, requests failed, or buffer-only hit no more.
     """
@@ -98,7 +102,9 @@ def run(
     results = []
     for name, config in configurations(model, load).items():
         console.print(f"[bold]{name}[/]: starting a store and {load.workers} workers")
-        measured, replayed = measure(config, out / "logs" / name, records, prompts)
+        measured, replayed = measure(
+            config, out / "logs" / name.replace(", ", "-"), records, prompts
+        )
         arms[name] = measured
         results.append(replayed.results)
         report.write_requests(raw, name, replayed.results)
@@ -138,10 +144,10 @@ def scaled(trace: Path | None, load: Load) -> Iterator[Record]:
 
 
 def configurations(model: Path, load: Load) -> dict[str, FleetConfig]:
-    """Both arms; they differ in how host memory is split, and in nothing else."""
+    """All arms; they differ in how host memory is split and in the patch set, in nothing else."""
     page_bytes = load.block_tokens * kv_bytes_per_token(model)
     cache = load.split.cache(load.device_tokens, load.block_tokens, page_bytes, load.workers)
-    memories = {CACHE: cache, BUFFER_ONLY: load.split.buffer_only(cache)}
+    memories = {CACHE: cache, PATCHED: cache, BUFFER_ONLY: load.split.buffer_only(cache)}
     return {
         name: FleetConfig(
             model=model,
@@ -152,6 +158,7 @@ def configurations(model: Path, load: Load) -> dict[str, FleetConfig]:
                 chunked_prefill_tokens=load.chunked_prefill_tokens,
                 max_running=load.max_running,
             ),
+            stock=name == CACHE,
             buffer_only=name == BUFFER_ONLY,
             ratio=load.split.ratio,
             lease_ms=load.lease_ms,

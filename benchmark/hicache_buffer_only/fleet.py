@@ -41,8 +41,10 @@ class FleetConfig:
     model: Path
     memory: Memory
     sizes: Sizes
+    stock: bool
+    """The stock release, else the patch set."""
     buffer_only: bool
-    """Else the stock release in its own mode."""
+    """Else SGLang's own mode."""
     ratio: float
     lease_ms: int
     prefetch_threshold: int
@@ -64,7 +66,7 @@ class FleetConfig:
             self.model,
             (http, nccl),
             self.sizes,
-            stock=not self.buffer_only,
+            stock=self.stock,
             extra_args=self.arguments(master),
             env={"MC_FORCE_TCP": "1"},  # Mooncake would look for RDMA devices
         )

@@ -11,6 +11,7 @@ from benchmark.agentic.router import launch
 from benchmark.harness import servers
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import ServerConfig, Sizes
+from benchmark.harness.variants import FLAG, PATCHED, SPINNING, STOCK, Variant
 
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output", "--decode-log-interval", "1")
 """Token ids in and out, each once: helper processes share the cores with the schedulers."""
@@ -38,30 +39,39 @@ class Arm:
     """Of our router, or ``sglang-router: POLICY``. For decode where there are pools."""
     colocated: int = 0
     decodes: int = 0
-    stock: bool = False
-    radix: bool = False
-
-    @property
-    def servers(self) -> str:
-        if self.colocated:
-            return f"{self.colocated} colocated"
-        kind = "stock" if self.stock else "radix" if self.radix else "patched"
-        return f"1P{self.decodes}D {kind}"
+    variant: Variant = FLAG
 
 
-def matrix() -> list[Arm]:
-    """Every arm, in the report's order; the first of a group is what others are held against."""
+def matrix(*, spinning: bool = False) -> list[Arm]:
+    """Every arm, in the report's order; the first of a group is what others are held against.
+
+    ``spinning`` adds the radix cache with NIXL's progress thread spinning, as it does in stock.
+    """
     colocated, one, two = "2 colocated workers", "1P1D", "1P2D, decode radix cache"
     return [
         *(
-            Arm(colocated, f"colocated {policy}", policy, colocated=2, stock=True)
+            Arm(colocated, f"colocated {policy}", policy, colocated=2, variant=STOCK)
             for policy in (f"{SGLANG}: cache_aware", "round_robin", "linear", "lmetric")
         ),
-        Arm(one, "1P1D stock", f"{SGLANG}: round_robin", decodes=1, stock=True),
-        Arm(one, "1P1D radix, same router", f"{SGLANG}: round_robin", decodes=1, radix=True),
-        Arm(one, "1P1D radix", "delta_kv", decodes=1, radix=True),
+        Arm(one, "1P1D stock", f"{SGLANG}: round_robin", decodes=1, variant=STOCK),
+        Arm(one, "1P1D patched", f"{SGLANG}: round_robin", decodes=1, variant=PATCHED),
+        Arm(one, "1P1D radix, same router", f"{SGLANG}: round_robin", decodes=1),
         *(
-            Arm(two, f"1P2D {policy}", policy, decodes=2, radix=True)
+            [
+                Arm(
+                    one,
+                    "1P1D radix, spinning",
+                    f"{SGLANG}: round_robin",
+                    decodes=1,
+                    variant=SPINNING,
+                )
+            ]
+            if spinning
+            else []
+        ),
+        Arm(one, "1P1D radix", "delta_kv", decodes=1),
+        *(
+            Arm(two, f"1P2D {policy}", policy, decodes=2)
             for policy in (*DECODE_POLICIES, f"{SGLANG}: cache_aware", f"{SGLANG}: round_robin")
         ),
     ]
@@ -77,16 +87,17 @@ def layout(arm: Arm, model: Path, load: Load) -> list[ServerConfig]:
         # As SGLang's 512 to the trace's blocks of 512.
         reserved_decode_tokens=load.block_tokens,
     )
+    stock, radix, env = arm.variant.stock, arm.variant.radix, arm.variant.env
     workers = [
-        servers.aggregated(model, _two(), sizes, stock=arm.stock, extra_args=DOZING)
+        servers.aggregated(model, _two(), sizes, stock=stock, extra_args=DOZING, env=env)
         for _ in range(arm.colocated)
     ]
     prefills = [
-        servers.prefill(model, _three(), sizes, stock=arm.stock, extra_args=LEAN)
+        servers.prefill(model, _three(), sizes, stock=stock, extra_args=LEAN, env=env)
         for _ in range(1 if arm.decodes else 0)
     ]
     decodes = [
-        servers.decode(model, _two(), sizes, stock=arm.stock, radix=arm.radix, extra_args=DOZING)
+        servers.decode(model, _two(), sizes, stock=stock, radix=radix, extra_args=DOZING, env=env)
         for _ in range(arm.decodes)
     ]
     balancer = router(arm, prefills, decodes, workers, load)

@@ -39,11 +39,13 @@ def main(argv: list[str]) -> int:
 
 def _run(args: argparse.Namespace, console: Console) -> int:
     try:
-        arms = [arm for arm in matrix() if re.search(args.arms or "", arm.name)]
+        arms = [
+            arm for arm in matrix(spinning=args.spinning) if re.search(args.arms or "", arm.name)
+        ]
     except re.error as error:
         raise ValueError(f"--arms {args.arms!r} is no pattern: {error}") from error
     if not arms:
-        names = ", ".join(arm.name for arm in matrix())
+        names = ", ".join(arm.name for arm in matrix(spinning=args.spinning))
         raise ValueError(f"--arms {args.arms!r} matches no arm's name: {names}")
     load = Load(**{name: getattr(args, name) for name in asdict(Load())})
     trace = prepare(args.trace, load)
@@ -108,6 +110,8 @@ def _write(
             command += f" --{name.replace('_', '-')} {value:g}"
     if args.arms:
         command += f" --arms {shlex.quote(args.arms)}"
+    if args.spinning:
+        command += " --spinning"
     text = page(measured, trace, load, describe(), command, draw(measured, out))
     (out / "report.md").write_text(text)
     write_summary(
@@ -136,6 +140,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--trace", type=Path, help="in Mooncake's format; without it one is generated")
     add("--arms", help="only those whose name matches, as '1P2D (round|delta)'")
+    add("--spinning", action="store_true", help="also 1P1D radix with a spinning NIXL thread")
     add("--requests", type=int, default=load.requests, help="to replay, about")
     add("--seconds", type=float, default=load.seconds, help="that they are spread over")
     add("--window-s", type=float, default=load.window_s, help="seconds of the trace to take from")

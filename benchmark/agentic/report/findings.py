@@ -46,12 +46,25 @@ def _against(measured: Measured, base: Measured) -> str:
 
 
 def _radix(arms: Mapping[str, Measured]) -> Iterator[str]:
-    stock, radix = arms.get("1P1D stock"), arms.get("1P1D radix, same router")
-    if stock and radix:
-        moved = ratio(radix.traffic.bytes_moved, stock.traffic.bytes_moved)
+    stock, patched = arms.get("1P1D stock"), arms.get("1P1D patched")
+    radix, spinning = arms.get("1P1D radix, same router"), arms.get("1P1D radix, spinning")
+    if stock and patched:
         yield (
-            f"**1P1D, decode radix cache against the stock release** (same router): it moves "
-            f"{moved:.2f} of the bytes; of stock's numbers: {_against(radix, stock)}."
+            "**1P1D, patched without a flag against the stock release** (same router; above all "
+            f"NIXL's progress thread, which spins in stock): of stock's numbers: "
+            f"{_against(patched, stock)}."
+        )
+    for base, name in ((patched, "patched without it"), (stock, "the stock release")):
+        if base and radix:
+            moved = ratio(radix.traffic.bytes_moved, base.traffic.bytes_moved)
+            yield (
+                f"**1P1D, decode radix cache against {name}** (same router): it moves "
+                f"{moved:.2f} of the bytes; of its numbers: {_against(radix, base)}."
+            )
+    if stock and spinning:
+        yield (
+            "**1P1D, decode radix cache with a spinning progress thread, as stock's**: of stock's "
+            f"numbers: {_against(spinning, stock)}."
         )
 
 

@@ -50,12 +50,12 @@ def outcome(index: int, ttft_s: float, *, late_s: float = 0.0, failed: bool = Fa
 def measured(arm: Arm, moved: float, ttft_s: float = 0.1, **of: float) -> Measured:
     outcomes = [outcome(i, ttft_s, late_s=of.get("late_s", 0.0)) for i in range(10)]
     outcomes += [outcome(10 + i, ttft_s, failed=True) for i in range(int(of.get("failed", 0)))]
-    traffic = Traffic(moved, 0.0, 1000.0 if arm.radix else 0.0, 250.0, "pages sent")
+    traffic = Traffic(moved, 0.0, 1000.0 if arm.variant.radix else 0.0, 250.0, "pages sent")
     return Measured(arm, report(outcomes, CLASSES), traffic, (3,), (0.5,), outcomes)
 
 
 def arm(name: str) -> Arm:
-    return next(found for found in matrix() if found.name == name)
+    return next(found for found in matrix(spinning=True) if found.name == name)
 
 
 def test_every_group_has_sglangs_own_router() -> None:
@@ -71,7 +71,7 @@ def test_layouts_differ_in_what_the_arm_says(tmp_path: Path) -> None:
     """Equal pools for all servers, the flag on radix arms' decode servers only, engines behind the
     client, and one router, last."""
     load = Load()
-    for found in matrix():
+    for found in matrix(spinning=True):
         *engines, router = layout(found, tmp_path, load)
         assert router.role == "router" and router.command[0] != BEHIND[0]
         roles = [engine.role for engine in engines]
@@ -82,8 +82,10 @@ def test_layouts_differ_in_what_the_arm_says(tmp_path: Path) -> None:
             assert engine.command[: len(BEHIND)] == BEHIND
             assert f"--max-total-tokens {load.pool_tokens}" in command
             flag = "--disaggregation-decode-enable-radix-cache" in command
-            assert flag == (found.radix and engine.role == "decode")
-            assert engine.env["SGLANG_PATCHSET"] == ("0" if found.stock else "1")
+            assert flag == (found.variant.radix and engine.role == "decode")
+            assert engine.env["SGLANG_PATCHSET"] == ("0" if found.variant.stock else "1")
+            spins = engine.env.get("SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY") == "0"
+            assert spins == ("spinning" in found.name)
 
 
 def test_load_is_sampled_and_scaled(tmp_path: Path) -> None:
@@ -113,6 +115,20 @@ def test_findings_say_when_something_does_not_hold() -> None:
     assert "0.59 of the bytes (at most 0.6 as asked)" in good and "no difference" in good
     (bad,) = findings([base, measured(arm("1P2D delta_kv"), 61.0, ttft_s=0.2)])
     assert "more than the 0.6 asked" in bad and "TTFT p50 2.00 (worse)" in bad
+
+
+def test_findings_tell_the_flag_from_the_rest() -> None:
+    """Guards against ascribing to the flag what the patch set is worth without it."""
+    names = ("1P1D stock", "1P1D patched", "1P1D radix, same router", "1P1D radix, spinning")
+    times = (0.4, 0.2, 0.1, 0.3)
+    arms = [measured(arm(name), 10.0, ttft_s) for name, ttft_s in zip(names, times, strict=True)]
+    thread, flag, both, spinning = findings(arms)
+    assert "patched without a flag against the stock release" in thread
+    assert "TTFT p50 0.50" in thread and "against patched without it" in flag
+    assert "TTFT p50 0.50" in flag and "TTFT p50 0.25" in both
+    assert "spinning progress thread" in spinning and "TTFT p50 0.75" in spinning
+    (alone,) = findings([arms[0], arms[2]])
+    assert "against the stock release" in alone
 
 
 def test_findings_name_the_client_and_failures() -> None:

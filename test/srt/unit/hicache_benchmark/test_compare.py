@@ -1,4 +1,4 @@
-"""What the two arms are started with, and what is made of their numbers."""
+"""What the arms are started with, and what is made of their numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmark.harness.servers import Sizes
 from benchmark.hicache_buffer_only.compare import (
     BUFFER_ONLY,
     CACHE,
+    PATCHED,
     Load,
     Measured,
     configurations,
@@ -47,12 +48,16 @@ def test_arms_differ_in_memory_alone() -> None:
 
 
 def test_the_baseline_is_the_stock_release() -> None:
-    """SGLang's own mode is measured without the patch set."""
+    """SGLang's own mode is measured without the patch set, and with it but without its flags:
+    otherwise all that the patch set does would be ascribed to the mode."""
     arms = configurations(TINY_ARITH, Load())
     switches = {
         name: config.worker(Master(1)).env["SGLANG_PATCHSET"] for name, config in arms.items()
     }
-    assert switches == {CACHE: "0", BUFFER_ONLY: "1"}
+    assert switches == {CACHE: "0", PATCHED: "1", BUFFER_ONLY: "1"}
+    master = Master(1)
+    cache, patched = (arms[name].arguments(master) for name in (CACHE, PATCHED))
+    assert cache == patched and arms[CACHE].memory == arms[PATCHED].memory
 
 
 @pytest.mark.parametrize("given", [True, False])

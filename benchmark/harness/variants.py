@@ -1,0 +1,42 @@
+"""What the servers of a comparison's arms run: the stock release, this package, its flags.
+
+Two things differ between the stock release and a decode server with the radix flag: the flag
+itself, and what the package does without any, above all NIXL's progress thread, which sleeps here
+and spins in stock. On few cores the thread alone is worth much, so that every comparison has an arm
+without flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: Pause of NIXL's progress thread in microseconds; 0 spins, as in the stock release.
+PROGRESS_DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How all servers of an arm are started; sizes are the comparison's, the same for all."""
+
+    name: str
+    #: ``SGLANG_PATCHSET=0``. The CPU stand-in stays on.
+    stock: bool = False
+    #: The decode server gets ``--disaggregation-decode-enable-radix-cache``.
+    radix: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+STOCK = Variant("stock", stock=True)
+PATCHED = Variant("patched")
+FLAG = Variant("flag", radix=True)
+SPINNING = Variant("flag, spinning", radix=True, env={PROGRESS_DELAY: "0"})
+
+
+def variants(*, spinning: bool = False) -> tuple[Variant, ...]:
+    """The arms of a comparison, in the order in which they are shown.
+
+    ``spinning`` adds the flag with a progress thread as in stock: against ``STOCK`` it shows the
+    flag alone, against ``FLAG`` the thread alone.
+    """
+    return (STOCK, PATCHED, FLAG, *((SPINNING,) if spinning else ()))

@@ -1,0 +1,48 @@
+"""The arms that tell what a flag is worth from what the patch set is worth without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmark.decode_radix_cache import throughput
+from benchmark.demo import play
+from benchmark.harness.variants import FLAG, PATCHED, SPINNING, STOCK, Variant, variants
+
+DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
+RADIX = "--disaggregation-decode-enable-radix-cache"
+
+
+def test_the_arm_without_a_flag_is_always_there() -> None:
+    """Guards against a gain of NIXL's sleeping thread that is ascribed to the flag."""
+    assert variants() == (STOCK, PATCHED, FLAG)
+    assert variants(spinning=True) == (STOCK, PATCHED, FLAG, SPINNING)
+
+
+def started(variant: Variant, of: str) -> list[tuple[bool, bool, str | None]]:
+    """Stock or not, with the flag or not, pause of the thread: of prefill and of decode."""
+    configure = {
+        "throughput": lambda: throughput.configure(Path("m"), throughput.Load(), variant, 32),
+        "demo": lambda: play.configure(Path("m"), variant),
+    }[of]
+    engines = [each for each in configure().layout() if each.role in ("prefill", "decode")]
+    return [
+        (each.env["SGLANG_PATCHSET"] == "0", RADIX in each.command, each.env.get(DELAY))
+        for each in engines
+    ]
+
+
+def test_arms_differ_in_what_they_are_called() -> None:
+    """Guards against an arm whose servers run something else than its column says."""
+    for of in ("throughput", "demo"):
+        assert started(STOCK, of) == [(True, False, None)] * 2
+        assert started(PATCHED, of) == [(False, False, None)] * 2
+        assert started(FLAG, of) == [(False, False, None), (False, True, None)]
+        assert started(SPINNING, of) == [(False, False, "0"), (False, True, "0")]
+
+
+def test_arms_have_the_same_sizes() -> None:
+    """Guards against memory or batch sizes that are measured instead of the code."""
+    of = [throughput.configure(Path("m"), throughput.Load(), v, 32) for v in variants()]
+    assert len({(each.prefill_sizes, each.decode_sizes, each.decode_args) for each in of}) == 1
+    demo = [play.configure(Path("m"), v) for v in variants()]
+    assert len({(each.prefill_sizes, each.decode_sizes, each.decode_args) for each in demo}) == 1
