@@ -4,6 +4,8 @@
 """
 
 from sglang.srt.patchset.status import (
+    GroupState,
+    GroupStatus,
     PatchsetError,
     RowState,
     RowStatus,
@@ -11,11 +13,15 @@ from sglang.srt.patchset.status import (
     require_active,
     state,
 )
-from sglang.srt.patchset.table import BASE_VERSION, TABLE, Replacement
+from sglang.srt.patchset.table import BASE_VERSION, GROUPS, TABLE, Group, Replacement
 
 __all__ = [
     "BASE_VERSION",
+    "GROUPS",
     "TABLE",
+    "Group",
+    "GroupState",
+    "GroupStatus",
     "PatchsetError",
     "Replacement",
     "RowState",

@@ -1,15 +1,23 @@
-"""``python -m sglang.srt.patchset``: the replacement table and whether it is active."""
+"""``python -m sglang.srt.patchset``: the feature groups with their rows, and what is active."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from sglang.srt.patchset.status import RowStatus, State, load_all, state
+from sglang.srt.patchset.status import (
+    GroupState,
+    GroupStatus,
+    RowStatus,
+    State,
+    examine,
+    load_all,
+    state,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; 0 if active, 1 if inert, 2 if a row failed."""
+    """Print the report; 0 if active, 1 if inert, 2 if a group is not attached as it should be."""
     parser = argparse.ArgumentParser(prog="python -m sglang.srt.patchset", description=__doc__)
     parser.add_argument(
         "--check",
@@ -18,30 +26,40 @@ def main(argv: list[str] | None = None) -> int:
         "with SGLANG_CPU_STANDIN=1)",
     )
     options = parser.parse_args(argv)
-    now = load_all() if options.check and state().active else state()
+    now = load_all() if options.check and state().active else examine()
     sys.stdout.write(render(now))
     if now.inert:
         return 1
-    incomplete = options.check and any(r.status is not RowStatus.BOUND for r in now.rows)
-    return 2 if now.failed or incomplete else 0
+    pending = any(group.status is GroupStatus.PENDING for group in now.groups)
+    return 2 if now.problem or now.stock or (options.check and pending) else 0
 
 
 def render(now: State) -> str:
     """The report as text."""
     status = f"inert: {now.inert}" if now.inert else "active"
-    lines = [
-        f"sglang   found {now.found}, expected {now.expected}",
-        f"patchset {status}",
-        "",
-    ]
-    for item in now.rows:
-        mark = "stock" if now.inert else item.status.value
-        lines.append(f"{mark:8} {item.row.target}")
-        lines.append(f"         with {item.row.mixin}")
-        lines.append(f"         for  {item.row.why}")
-        if item.reason:
-            lines.append(f"         {item.reason}")
+    lines = [f"sglang   found {now.found}, expected {now.expected}", f"patchset {status}"]
+    if now.problem:
+        lines.append(f"         {now.problem}")
+    for group in now.groups:
+        lines += ["", *_render_group(group, bool(now.inert))]
     return "\n".join(lines) + "\n"
+
+
+def _render_group(state: GroupState, inert: bool) -> list[str]:
+    group = state.group
+    mark = "stock" if inert else state.status.value
+    needs = f" (needs {', '.join(group.needs)})" if group.needs else ""
+    lines = [f"group {group.name}: {mark}", f"  {group.what}{needs}"]
+    if state.reason:
+        lines.append(f"  {state.reason}")
+    for item in state.rows:
+        mark = RowStatus.STOCK.value if inert else item.status.value
+        lines.append(f"  {mark:8} {item.row.target}")
+        lines.append(f"           with {item.row.mixin}")
+        lines.append(f"           for  {item.row.why}")
+        if item.reason:
+            lines.append(f"           {item.reason}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from sglang.srt.patchset import compat, compat_buffer_only
-from sglang.srt.patchset.status import require_active
+from sglang.srt.patchset.status import require_active, require_switches
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs as _Base
@@ -27,17 +27,18 @@ class DisaggArgs(_Base):
 
     @override
     def __post_init__(self) -> None:
+        require_switches()
         wanted = self.disaggregation_decode_enable_radix_cache
         if wanted:
             # Here disable_radix_cache is still what the user passed, and the checks also reach the
             # model paths ("dummy") for which SGLang skips the rest.
-            require_active(compat.FLAG)
             compat.check_explicit_disable(self)
             compat.check_decode_radix_args(self)
+            require_active(compat.FLAG, *compat.groups(self))
         compat_buffer_only.check_given(self)
         super().__post_init__()
         if compat_buffer_only.wanted(self):
-            require_active(compat_buffer_only.MODE)
+            require_active(compat_buffer_only.ON, compat_buffer_only.GROUP)
             compat_buffer_only.complete(self)
         if wanted:
             # Once more on the values that SGLang has filled in or changed.

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 
-#: Transfer backends whose sender and receiver of ours move only the missing pages.
-DELTA_BACKENDS: tuple[str, ...] = ("nixl", "mooncake")
+#: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
+#: feature group (``patchset/table.py``) that they are in.
+DELTA_BACKENDS: dict[str, str] = {"nixl": "nixl_async", "mooncake": "mooncake_delta"}
 
 #: Other settings that own or shape the KV pool in a way that the decode tree does not follow:
 #: (attribute, how the user wrote it, why not).
@@ -54,6 +55,11 @@ _EXCLUSIVE_ENV: tuple[tuple[str, str], ...] = (
     ("SGLANG_DISAGG_STAGING_BUFFER", "it always receives whole prompts"),
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "it replaces the radix tree"),
 )
+
+
+def groups(args: Any) -> tuple[str, ...]:
+    """The feature groups that the flag needs with these arguments, which were checked before."""
+    return ("decode_radix", DELTA_BACKENDS[args.disaggregation_transfer_backend])
 
 
 def check_decode_radix_args(args: Any) -> None:

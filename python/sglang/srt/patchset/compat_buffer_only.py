@@ -20,6 +20,8 @@ MODE = "--hicache-host-memory-mode"
 PAGES = sizing.PAGES_FLAG
 MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
+#: The feature group (``patchset/table.py``) that the mode is in.
+GROUP = "buffer_only"
 #: SGLang's, where --hicache-storage-backend-extra-config has no prefetch_threshold.
 PREFETCH_THRESHOLD = 256
 

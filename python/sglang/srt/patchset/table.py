@@ -1,5 +1,8 @@
 """The replacement table: every SGLang class that this patch set replaces, and nothing else.
 
+Rows belong to *groups*, one a feature: all rows of a group are bound or none, and each group can be
+switched off by its name (:mod:`sglang.srt.patchset.attach`).
+
 To add a row, write a *mixin*: a plain class, not a subclass of the upstream one, whose methods call
 ``super()``. The hook builds ``class Name(Mixin, UpstreamName)`` right after the upstream module has
 executed and binds it in that module under the upstream name, so that everything that imports the
@@ -12,9 +15,9 @@ name later gets it. What a mixin has to keep to is checked by :mod:`sglang.srt.p
 * a mixin module must not import a name from its own target module at its top: it would get the
   class that is about to be replaced. Import inside the method, or under ``TYPE_CHECKING``.
 
-Rows for one name stack in table order, the last one outermost. Name the module whose *global* the
-consumer reads: ``managers.scheduler`` and ``RadixCache`` replaces the tree that the scheduler
-builds and leaves every other user of ``RadixCache`` with the stock one.
+Rows for one name stack in the order of ``GROUPS``, the last one outermost. Name the module whose
+*global* the consumer reads: ``managers.scheduler`` and ``RadixCache`` replaces the tree that the
+scheduler builds and leaves every other user of ``RadixCache`` with the stock one.
 """
 
 from __future__ import annotations
@@ -40,17 +43,41 @@ class Replacement:
         return f"{self.module}:{self.name}"
 
 
+@dataclass(frozen=True)
+class Group:
+    """Rows that are bound together or not at all: one feature.
+
+    ``needs``: groups without which this one is not attached either; every group needs ``base``.
+    ``obstacle``: "package.module:function" that says why the group cannot be attached on this
+    machine (an empty text if it can), for what is not a question of SGLang's classes. It is called
+    before the first row is bound, and must not import a module of the table.
+    """
+
+    name: str
+    what: str
+    rows: tuple[Replacement, ...]
+    needs: tuple[str, ...] = ()
+    obstacle: str = ""
+
+
 _DISAGG = "sglang.srt.disaggregation"
 _CACHE = "sglang.srt.mem_cache"
 
-TABLE: tuple[Replacement, ...] = (
+_BASE = (
     Replacement(
         module="sglang.srt.server_args",
         name="ServerArgs",
         mixin="sglang.srt.patchset.args:DisaggArgs",
         why="the flags of the patch set, and their validation",
     ),
-    # What both sides share: the delta protocol.
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin="sglang.srt.patchset.start_check:CheckedScheduler",
+        why="a flag whose groups are not attached is refused",
+    ),
+)
+_DELTA = (
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVManager",
@@ -87,7 +114,14 @@ TABLE: tuple[Replacement, ...] = (
         mixin=f"{_DISAGG}.delta.prefill_ends:PrefillStages",
         why="a pipeline stage's requests end when they have ended on all its ranks",
     ),
-    # NIXL.
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_DISAGG}.delta.scheduler:DeltaScheduler",
+        why="an aborted request ends its room; prefill's counters; awake while a room is open",
+    ),
+)
+_NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="TransferInfo",
@@ -118,7 +152,8 @@ TABLE: tuple[Replacement, ...] = (
         mixin=f"{_DISAGG}.nixl_async.endpoints:DeltaNixlReceiver",
         why="a finished or failed room leaves no table entries",
     ),
-    # Mooncake.
+)
+_MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
@@ -143,7 +178,8 @@ TABLE: tuple[Replacement, ...] = (
         mixin=f"{_DISAGG}.mooncake_delta.endpoints:DeltaMooncakeReceiver",
         why="a finished or failed room leaves no table entries",
     ),
-    # The decode server.
+)
+_DECODE_RADIX = (
     Replacement(
         module="sglang.srt.managers.tokenizer_manager",
         name="TokenizerManager",
@@ -180,7 +216,8 @@ TABLE: tuple[Replacement, ...] = (
         mixin=f"{_DISAGG}.decode_radix.prebuilt:RadixPrebuiltBatch",
         why="the prebuilt batch continues after the shared prefix",
     ),
-    # Buffer-only host memory for HiCache.
+)
+_BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.radix_cache",
         name="TreeNode",
@@ -230,3 +267,21 @@ TABLE: tuple[Replacement, ...] = (
         why="prefetch, idle predicate, namespaces and storage hits of a buffer-only cache",
     ),
 )
+
+#: The groups, in the order in which their rows are bound.
+GROUPS: tuple[Group, ...] = (
+    Group("base", "flags, and the check at scheduler start that what they need is attached", _BASE),
+    Group("delta", "the protocol of both sides: prefixes, rooms that end early, peers", _DELTA),
+    Group(
+        "nixl_async",
+        "asynchronous NIXL transfer",
+        _NIXL_ASYNC,
+        needs=("delta",),
+        obstacle=f"{_DISAGG}.nixl_async.requirements:obstacle",
+    ),
+    Group("mooncake_delta", "the delta protocol over Mooncake", _MOONCAKE_DELTA, needs=("delta",)),
+    Group("decode_radix", "decode-side radix cache", _DECODE_RADIX, needs=("delta",)),
+    Group("buffer_only", "buffer-only host memory for HiCache", _BUFFER_ONLY),
+)
+
+TABLE: tuple[Replacement, ...] = tuple(row for group in GROUPS for row in group.rows)

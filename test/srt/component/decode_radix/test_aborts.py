@@ -50,7 +50,9 @@ def prefill_with(*rids: str) -> tuple[Any, dict[str, Any]]:
         send_to_tokenizer=SimpleNamespace(send_output=lambda *message: None),
         grammar_manager=SimpleNamespace(abort_requests=lambda request: None),
         req_to_metadata_buffer_idx_allocator=SimpleNamespace(free=lambda index: None),
-        disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[]),
+        disagg_prefill_bootstrap_queue=SimpleNamespace(
+            queue=[], kv_manager=SimpleNamespace(rooms=object())
+        ),
         disagg_prefill_inflight_queue=[],
         running_batch=SimpleNamespace(reqs=[]),
         cur_batch=None,

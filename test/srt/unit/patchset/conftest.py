@@ -28,6 +28,14 @@ class Options:
     def __post_init__(self):
         self.checked = ["stock"]
 """
+# Of another module, that is imported after the first one is in use.
+MOTOR = """
+from sglang.srt.engine import Engine
+
+class Motor(Engine):
+    def start(self):
+        return "stock"
+"""
 CONSUMER = "from sglang.srt.engine import Engine, Options\n"
 MIXINS = """
 import dataclasses
@@ -37,6 +45,11 @@ class Loud:
     @override
     def run(self, steps=1):
         return super().run(steps) + ["loud"]
+
+class Eager:
+    @override
+    def start(self):
+        return "eager"
 
 class Louder:
     @override
@@ -56,7 +69,9 @@ class MoreOptions:
         super().__post_init__()
         self.checked.append("mixin")
 """
-ROW = 'Replacement("sglang.srt.engine", "{name}", "sglang.srt.mixins:{mixin}", "test")'
+ROW = 'Replacement("sglang.srt.{module}", "{name}", "sglang.srt.mixins:{mixin}", "test"), '
+#: (class of sglang.srt.engine, or "module.Class"; mixin) each.
+Rows = tuple[tuple[str, str], ...]
 LOUD = (("Engine", "Loud"), ("Options", "MoreOptions"))
 
 
@@ -81,12 +96,26 @@ class FakeSglang:
             f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n",
         )
 
-    def set_table(self, rows: tuple[tuple[str, str], ...]) -> None:
-        """Replace the rows of the table: (class of sglang.srt.engine, mixin) each."""
+    def set_table(self, rows: Rows) -> None:
+        """Replace the table by one group, "feature", of these rows."""
+        self.set_groups({"feature": rows})
+
+    def set_groups(
+        self,
+        groups: dict[str, Rows],
+        needs: dict[str, tuple[str, ...]] | None = None,
+        obstacles: dict[str, str] | None = None,
+    ) -> None:
+        """Replace the groups; those called ``base`` and nothing else are special."""
         file = self.folder / "sglang/srt/patchset/table.py"
-        head = file.read_text().split("TABLE: tuple")[0]
-        lines = "".join(f"    {ROW.format(name=n, mixin=m)},\n" for n, m in rows)
-        file.write_text(f"{head}TABLE: tuple[Replacement, ...] = (\n{lines})\n")
+        head = file.read_text().split("_BASE = ")[0]
+        lines = "".join(
+            f"    Group({name!r}, 'test', ({_rows(rows)}), {(needs or {}).get(name, ())!r}, "
+            f"{(obstacles or {}).get(name, '')!r}),\n"
+            for name, rows in groups.items()
+        )
+        flat = "tuple(row for group in GROUPS for row in group.rows)"
+        file.write_text(f"{head}GROUPS = (\n{lines})\nTABLE = {flat}\n")
 
     def run(
         self, code: str, *options: str, check: bool = True, **env: str
@@ -104,6 +133,15 @@ class FakeSglang:
         return result
 
 
+def _rows(rows: Rows) -> str:
+    """The rows as they stand in the table's source."""
+    names = [(name if "." in name else f"engine.{name}").split(".") for name, _ in rows]
+    return "".join(
+        ROW.format(module=module, name=name, mixin=mixin)
+        for (module, name), (_, mixin) in zip(names, rows, strict=True)
+    )
+
+
 def clean_environment(**env: str) -> dict[str, str]:
     """Our environment without what other tests or the user set for the patch set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTHONPATH"))}
@@ -117,6 +155,7 @@ def fake_sglang(tmp_path: Path) -> FakeSglang:
     fake.write("sglang/__init__.py", "from sglang.srt import settings\n")
     fake.write("sglang/srt/settings.py", "")
     fake.write("sglang/srt/engine.py", ENGINE)
+    fake.write("sglang/srt/motor.py", MOTOR)
     fake.write("sglang/srt/consumer.py", CONSUMER)
     fake.write("sglang/srt/mixins.py", MIXINS)
     own = Path(patchset.__file__).parent

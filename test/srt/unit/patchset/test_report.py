@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.patchset import TABLE, Replacement
+from sglang.srt.patchset import GROUPS, TABLE, Replacement
 from sglang.srt.patchset.__main__ import render
-from sglang.srt.patchset.status import RowState, RowStatus, State
+from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus, State
 
 MAIN = "import runpy; runpy.run_module('sglang.srt.patchset', run_name='__main__', alter_sys=True)"
 CHECK = "import sys; sys.argv.append('--check'); " + MAIN
@@ -22,8 +22,10 @@ def test_the_table_names_what_exists():
 def test_active(fake_sglang):
     """The plain call is quick and imports no target; --check imports and binds them all."""
     result = fake_sglang.run(MAIN)
-    assert "patchset active" in result.stdout and result.stdout.count("pending") == 2
-    assert fake_sglang.run(CHECK).stdout.count("bound ") == 2
+    assert "patchset active" in result.stdout and result.stdout.count("pending ") == 2
+    assert "group feature: pending" in result.stdout
+    checked = fake_sglang.run(CHECK).stdout
+    assert checked.count("bound ") == 2 and "group feature: attached" in checked
 
 
 @pytest.mark.parametrize("code", [MAIN, CHECK])
@@ -43,6 +45,7 @@ def test_a_failed_row_is_an_error(fake_sglang):
     fake_sglang.set_table((("Engine", "Drifted"),))
     result = fake_sglang.run(CHECK, check=False)
     assert result.returncode == 2 and "failed   sglang.srt.engine:Engine" in result.stdout
+    assert "group feature: stock" in result.stdout
 
 
 def test_without_the_hook_the_report_says_so(fake_sglang):
@@ -54,8 +57,8 @@ def test_without_the_hook_the_report_says_so(fake_sglang):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("require_active('--flag')", ""),
-        ("require_active('--flag', load=True)", "bound"),
+        ("require_active('--flag', 'feature')", ""),
+        ("require_active('--flag', 'feature', load=True)", "bound"),
     ],
 )
 def test_require_active_on_a_healthy_process(fake_sglang, before, after):
@@ -84,5 +87,7 @@ def test_require_active_when_inert(fake_sglang):
 def test_render_shows_the_reason():
     """What the guard found has to reach whoever runs the command."""
     row = RowState(TABLE[0], RowStatus.FAILED, "drifted")
-    text = render(State("1", "1", "", (row,)))
+    group = GroupState(GROUPS[0], GroupStatus.STOCK, "it is old", (row,))
+    text = render(State("1", "1", "", (group,)))
     assert "failed" in text and "drifted" in text
+    assert f"group {GROUPS[0].name}: stock" in text and "it is old" in text

@@ -1,25 +1,8 @@
-"""What SGLang's way of aborting a request leaves undone in a disaggregated server."""
+"""What SGLang's way of aborting a request leaves undone in a decode server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-
-
-def close_rooms(before: Iterable[Any], after: Iterable[Any]) -> None:
-    """Prefill: end the rooms of requests that an abort took out of the waiting queue.
-
-    SGLang drops such a request and forgets its sender: its room would stay in every table, and
-    decode would wait for it until its deadline.
-    """
-    left = {id(req) for req in after}
-    for req in before:
-        sender = req.disagg_kv_sender
-        if id(req) in left or not hasattr(sender, "abort"):
-            continue
-        sender.abort()
-        if hasattr(sender, "clear"):
-            sender.clear()
 
 
 def end_streaming(scheduler: Any, recv_req: Any) -> None:

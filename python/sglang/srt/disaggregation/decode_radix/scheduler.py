@@ -14,8 +14,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.decode_radix import aborts, inflight, invariants, waiting
 from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
-from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, PREFILL_COUNTERS, STATS
-from sglang.srt.patchset import require_active
+from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, STATS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -85,17 +84,13 @@ class DisaggScheduler(Scheduler):
     def abort_request(self, recv_req: Any) -> None:
         if self._radix_on_decode:
             aborts.end_streaming(self, recv_req)
-        queued = list(self.waiting_queue)
         super().abort_request(recv_req)
-        if self.server_args.disaggregation_mode == "prefill":
-            aborts.close_rooms(queued, self.waiting_queue)
 
     @override
     def init_cache_with_memory_pool(self) -> None:
         super().init_cache_with_memory_pool()
         if not self._radix_on_decode:
             return
-        require_active(FLAG, load=True)  # a row that did not fit would be a half-attached feature
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         if hasattr(pool, "get_state_buf_infos"):
             raise ValueError(
@@ -123,18 +118,11 @@ class DisaggScheduler(Scheduler):
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
-        mode = self.server_args.disaggregation_mode
         if self._radix_on_decode:
             logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
-        if self.current_scheduler_metrics_enabled:
-            if self._radix_on_decode:
+            if self.current_scheduler_metrics_enabled:
                 STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
                 self.decode_metrics.bind(self.metrics_collector.labels)
-            elif mode == "prefill":
-                STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
-                manager = self.disagg_prefill_bootstrap_queue.kv_manager
-                if hasattr(manager, "transfer_stats"):
-                    manager.transfer_stats.bind(self.metrics_collector.labels)
 
     @cached_property
     def decode_metrics(self) -> DecodeMetrics:
@@ -192,9 +180,9 @@ class DisaggScheduler(Scheduler):
 
     @override
     def maybe_sleep_on_idle(self) -> None:
-        # What ends a handshake or a quarantine reaches a thread of ours and does not wake SGLang's
-        # sleeper, which knows of requests and commands only: each would wait for up to a second.
-        if self.idle_sleeper is not None and self.is_fully_idle():
+        # As on prefill (``delta/scheduler.py``): what ends a quarantine does not wake the sleeper.
+        is_ours = self.idle_sleeper is not None and self._radix_on_decode
+        if not is_ours or self.is_fully_idle():
             super().maybe_sleep_on_idle()
 
     def _check_invariants(self) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler over a buffer-only cache: start checks, prefetch, idle, what a response reports."""
+"""The scheduler over a buffer-only cache: start check, prefetch, idle, what a response reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
-from sglang.srt.patchset import require_active
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -29,7 +28,6 @@ class BufferOnlyScheduler(Scheduler):
         super().init_cache_with_memory_pool()
         if not self._buffer_only:
             return
-        require_active(MODE_FLAG, load=True)
         if getattr(self.tree_cache, "buffer", None) is None:
             raise ValueError(
                 f"{MODE_FLAG} buffer_only needs SGLang's HiRadixCache, but this server built a "

@@ -1,0 +1,35 @@
+"""The check where a scheduler starts: whatever its flags need is wholly attached.
+
+It has a row of its own, in a group that is always attached, so that a row which does not fit cannot
+take the check along with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.patchset import compat, compat_buffer_only
+from sglang.srt.patchset.status import require_active
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+
+def check(server_args: Any) -> None:
+    """Raise :class:`PatchsetError` for a flag whose groups are not attached in this process."""
+    if getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+        require_active(compat.FLAG, *compat.groups(server_args), load=True)
+    if getattr(server_args, "hicache_host_memory_mode", "cache") == "buffer_only":
+        require_active(compat_buffer_only.ON, compat_buffer_only.GROUP, load=True)
+
+
+class CheckedScheduler(Scheduler):
+    """Checks before anything is built. Whatever the arguments are, they are passed on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        check(given["server_args"])
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,109 @@
+"""Feature groups on SGLang's real classes: one mixin that does not fit, in a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.patchset import GROUPS
+
+CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
+DECODE = CPU | {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+STARTS = {
+    "plain": CPU,
+    "nixl": DECODE | {"disaggregation_transfer_backend": "nixl"},
+    "mooncake": DECODE | {"disaggregation_transfer_backend": "mooncake"},
+    "buffer_only": CPU
+    | {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "file",
+        "hicache_host_memory_mode": "buffer_only",
+    },
+}
+FLAGS = {
+    "nixl": "--disaggregation-decode-enable-radix-cache",
+    "mooncake": "--disaggregation-decode-enable-radix-cache",
+    "buffer_only": "--hicache-host-memory-mode buffer_only",
+}
+DISAGG = "sglang.srt.disaggregation"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+
+
+@pytest.mark.parametrize(
+    ("misfits", "stock", "refused"),
+    [
+        # Two independent groups at once: each is one interpreter less.
+        (
+            {"nixl_async": f"{DISAGG}.nixl.conn:NixlKVManager", "buffer_only": SCHEDULER},
+            {"nixl_async", "buffer_only"},
+            {"nixl": "nixl_async", "buffer_only": "buffer_only"},
+        ),
+        (
+            {
+                "nixl_async": f"{DISAGG}.nixl.conn:NixlKVSender",
+                "mooncake_delta": f"{DISAGG}.mooncake.conn:MooncakeKVSender",
+                "buffer_only": "sglang.srt.mem_cache.hiradix_cache:HiRadixCache",
+            },
+            {"nixl_async", "mooncake_delta", "buffer_only"},
+            {"nixl": "nixl_async", "mooncake": "mooncake_delta", "buffer_only": "buffer_only"},
+        ),
+        (
+            {"decode_radix": SCHEDULER},
+            {"decode_radix"},
+            {"nixl": "decode_radix", "mooncake": "decode_radix"},
+        ),
+        (
+            {"delta": f"{DISAGG}.prefill:SchedulerDisaggregationPrefillMixin"},
+            {"delta", "nixl_async", "mooncake_delta", "decode_radix"},
+            {"nixl": "delta", "mooncake": "delta"},
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
+)
+def test_a_misfit_leaves_its_group_stock(
+    model_config: Any, misfits: dict[str, str], stock: set[str], refused: dict[str, str]
+) -> None:
+    """Seen before: a server started with half a feature, its checks were in the missing half, and
+    requests hung. No class may be left with a part of the group, and no flag may rely on it."""
+    found = look(model_config(), misfits, STARTS)
+    names = {group.name for group in GROUPS}
+    assert {name for name, state in found["states"].items() if state == "stock"} == stock
+    assert set(found["mixed_in"]) == names - stock
+    for name in names - stock:
+        (group,) = [each for each in GROUPS if each.name == name]
+        assert found["mixed_in"][name] == [row.target for row in group.rows]
+    for start, ended in found["ended"].items():
+        if start not in refused:
+            assert ended.startswith("StartedError"), (start, ended)
+            continue
+        group = refused[start]
+        assert ended.startswith(f"PatchsetError: {FLAGS[start]} needs the feature group {group} of")
+        assert f"{misfits[group]} does not fit" in ended and "renamed_by_upstream" in ended
+
+
+def test_without_its_base_the_patch_set_is_not_there(model_config: Any) -> None:
+    """The flags are unknown then, and SGLang refuses them itself."""
+    misfits = {"base": "sglang.srt.server_args:ServerArgs"}
+    found = look(model_config(), misfits, {name: STARTS[name] for name in ("plain", "nixl")})
+    assert set(found["states"].values()) == {"stock"} and not found["mixed_in"]
+    assert found["ended"]["plain"].startswith("StartedError")
+    assert found["ended"]["nixl"].startswith("TypeError")
+
+
+def look(model: str, misfits: dict[str, str], starts: dict[str, Any]) -> Any:
+    """What the program saw."""
+    program = Path(__file__).with_name("program_groups.py")
+    command = [sys.executable, "-W", "ignore", program, model]
+    done = subprocess.run(
+        [*command, json.dumps(misfits), json.dumps(starts)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
