@@ -196,7 +196,7 @@ _DECODE_RADIX = (
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_DISAGG}.decode_radix.scheduler:DisaggScheduler",
-        why="start-up checks, retracted requests count as busy, counters and log fields",
+        why="start-up checks, flushes while pages are held, counters and log fields",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",

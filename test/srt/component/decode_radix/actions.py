@@ -7,14 +7,17 @@ apply. After each, everything in ``checks`` must hold.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.peer import Room
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode_radix.invariants import tree_nodes
+from sglang.srt.disaggregation.decode_radix.tree import Retired
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 TOKENS = 50
 
@@ -23,7 +26,7 @@ class Life:
     """One decode server and its clients."""
 
     #: How often each action is taken in a random run.
-    WEIGHTS = {
+    WEIGHTS: ClassVar[dict[str, float]] = {
         "arrive": 24,
         "handshake": 16,
         "deliver": 24,
@@ -39,6 +42,8 @@ class Life:
         "abort_retracted": 1,
         "retract": 1,
         "flush": 1,
+        "update_weights": 0.2,
+        "pause_and_update": 0.2,
     }
 
     def __init__(self, decoder: Decoder, seed: int = 0) -> None:
@@ -53,7 +58,17 @@ class Life:
         self._bytes = STATS.totals["kv_transfer_requested_bytes"]
         #: How often the interesting cases were reached.
         self.seen = dict.fromkeys(
-            ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes"), 0
+            (
+                "hits",
+                "full_hits",
+                "retracted",
+                "resumed",
+                "pool_full",
+                "late_writes",
+                "updates_under_way",
+                "updates_while_held",
+            ),
+            0,
         )
 
     def step(self, action: str, number: int) -> None:
@@ -147,7 +162,23 @@ class Life:
     def flush(self, number: int) -> None:
         idle = self.decoder.is_fully_idle()
         assert self.decoder.flush_cache() == idle
-        assert not idle or self.decoder.tree_cache.total_size() == 0
+        assert not idle or self._nothing_can_be_hit()
+
+    def update_weights(self, number: int) -> None:
+        """At any time: SGLang lets nobody in between only if it is not paused."""
+        self.seen["updates_under_way"] += not self.decoder.is_fully_idle()
+        self.seen["updates_while_held"] += bool(self.decoder._held)
+        self.decoder.update_weights()
+        assert self._nothing_can_be_hit()
+
+    def pause_and_update(self, number: int) -> None:
+        self.decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self.update_weights(number)
+        self.decoder.continue_generation(ContinueGenerationReqInput())
+
+    def _nothing_can_be_hit(self) -> bool:
+        tree = self.decoder.tree_cache
+        return all(isinstance(node.key.extra_key, Retired) for node in tree_nodes(tree))
 
     # ---- clients go away ----
 

@@ -10,7 +10,8 @@ import torch
 from component.decode_radix import kv
 from component.decode_radix.peer import WarmUpRoom
 from sglang.srt.disaggregation.decode_radix import invariants
-from sglang.srt.disaggregation.decode_radix.eligibility import is_fake
+from sglang.srt.disaggregation.decode_radix.eligibility import generation_of, is_fake
+from sglang.srt.disaggregation.decode_radix.tree import Retired
 from sglang.srt.disaggregation.delta.pages import page_count
 
 
@@ -46,7 +47,7 @@ def check(decoder: Any) -> None:
 
 def check_idle(decoder: Any) -> None:
     """The same of an idle server, and that each request ended exactly once."""
-    assert decoder.is_fully_idle() and not decoder.disagg_decode_prealloc_queue.retracted_queue
+    assert decoder.is_fully_idle() and decoder._nothing_waits
     check(decoder)
     assert invariants.idle_problems(decoder) == []
     assert decoder.tree_cache.protected_size() == 0
@@ -87,10 +88,14 @@ def _content(decoder: Any, held: list[Any]) -> list[str]:
 
 
 def _of_tree(tree: Any) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
+    """KV of the weights that are served now; where it cannot be hit any more, of its own."""
     stack = [(node, 0) for node in tree.root_node.children.values()]
     while stack:
         node, start = stack.pop()
-        values = kv.tags(node.key.token_ids, node.key.extra_key, start)
+        key, weights = node.key.extra_key, tree.generation
+        if isinstance(key, Retired):
+            weights, key = key
+        values = kv.tags(node.key.token_ids, key, start, weights)
         yield f"node {node.id}", node.value, values
         stack += [(child, values[-1]) for child in node.children.values()]
 
@@ -99,7 +104,8 @@ def _of_request(decoder: Any, req: Any) -> tuple[str, torch.Tensor, list[int]]:
     """What has arrived of a request; of a warm-up request nothing ever does."""
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
     visible = 0 if is_fake(req) else arrived
-    values = kv.tags((req.origin_input_ids + req.output_ids)[:visible], req.extra_key)
+    ids = (req.origin_input_ids + req.output_ids)[:visible]
+    values = kv.tags(ids, req.extra_key, weights=generation_of(req))
     row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx, :visible]
     return f"request {req.rid}", row, values
 

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.decode import (
     DecodeRequest,
     DecodeTransferQueue,
 )
-from sglang.srt.disaggregation.decode_radix.eligibility import is_fake
+from sglang.srt.disaggregation.decode_radix.eligibility import generation_of, is_fake
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -30,7 +30,7 @@ from sglang.srt.disaggregation.utils import (
     TransferBackend,
 )
 from sglang.srt.managers import scheduler as scheduler_module
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -125,7 +125,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
                 clear=lambda: None,
             ),
             dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
-            tp_worker=SimpleNamespace(is_hybrid_swa=False),
+            tp_worker=SimpleNamespace(
+                is_hybrid_swa=False, update_weights_from_disk=lambda request: (True, "")
+            ),
             running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
             waiting_queue=[],
             max_running_requests=self.req_to_token_pool.size,
@@ -133,6 +135,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             new_token_ratio_decay=0.01,
             min_new_token_ratio=0.1,
             pp_size=1,
+            max_req_len=10**9,
             num_generated_tokens=0,
             forward_ct=0,
             forward_ct_decode=0,
@@ -228,6 +231,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             extra_key=extra_key,
         )
         req.sampling_params.normalize(None)
+        self.init_req_max_new_tokens(req)
         return self.enqueue(req, ready=ready, pending=pending)
 
     def enqueue(self, req: Any, *, ready: bool = True, pending: bool = False) -> Any:
@@ -269,7 +273,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             return
         if room.poll() == KVPoll.Transferring:
             page, prefix = self.page_size, room.prefix_len
-            values = kv.tags(req.origin_input_ids, req.extra_key)[prefix:]
+            # Prefill computed it when the request arrived.
+            weights = generation_of(req)
+            values = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)[prefix:]
             slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
             kv.write(self.pool, slots.to(torch.int64)[: len(values)], values)
             room.state = KVPoll.Success
@@ -308,7 +314,8 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
             token_ids = req.origin_input_ids + req.output_ids
             assert len(token_ids) == req.kv_committed_len
-            kv.write(self.pool, slot[None], kv.tags(token_ids, req.extra_key)[-1:])
+            values = kv.tags(token_ids, req.extra_key, weights=generation_of(req))
+            kv.write(self.pool, slot[None], values[-1:])
         tokens = torch.tensor([next_token(req) for req in batch.reqs])
         batch.output_ids = tokens
         running = list(batch.reqs)
@@ -341,6 +348,11 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         for req in retracted:
             self._add_request_to_queue(req, is_retracted=True)
 
+    def update_weights(self) -> None:
+        """New weights from disk, and a flush."""
+        answer = self.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path="new"))
+        assert answer.success
+
     def drain(self, limit: int = 2000) -> None:
         """Run until nothing is left to do."""
         for _ in range(limit):
@@ -355,6 +367,6 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
                     self.write_late(given_up)
             self.tick_queues()
             self.tick_batch()
-            if self.is_fully_idle():
+            if self._nothing_waits:
                 return
         raise AssertionError(f"not idle after {limit} steps: {len(self.queued)} queued")

@@ -16,12 +16,15 @@ _MODULUS = 2**61 - 1
 GARBAGE = -1
 
 
-def tags(token_ids: list[int], extra_key: str | None, start: int = 0) -> list[int]:
+def tags(
+    token_ids: list[int], extra_key: str | None, start: int = 0, weights: int = 0
+) -> list[int]:
     """A number for each token that depends on all tokens before it, as its KV does.
 
-    ``start`` is the tag of the token before the first one, or 0.
+    ``start`` is the tag of the token before the first one, or 0; ``weights`` says which version of
+    them computed it.
     """
-    tag = start or 7 + sum(ord(char) for char in extra_key or "")
+    tag = start or 7 + sum(ord(char) for char in extra_key or "") + 5003 * weights
     found = []
     for token in token_ids:
         tag = (tag * 1_000_003 + token + 1) % _MODULUS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from component.decode_radix.actions import Life
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.peer import Room
@@ -12,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 class RankLife(Life):
     """Every action is taken on both ranks; what it does may differ."""
 
-    WEIGHTS = Life.WEIGHTS | {
+    WEIGHTS: ClassVar[dict[str, float]] = Life.WEIGHTS | {
         "fail_on_one_rank": 2,
         "late_metadata": 4,
         "skew": 2,

@@ -84,6 +84,14 @@ def _pages_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Room, "hold", lambda self: None)
 
 
+def _old_kv_is_inserted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeRadixTree, "_may_insert", lambda self, req: eligibility.may_insert(req))
+
+
+def _locked_nodes_keep_their_name(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeRadixTree, "_rename", lambda self, node: None)
+
+
 OTHER_KV, LOCKS = "hold other KV", "lock_ref"
 
 
@@ -99,6 +107,8 @@ OTHER_KV, LOCKS = "hold other KV", "lock_ref"
         pytest.param(_lease_without_lock, LOCKS, id="a prefix is not locked"),
         pytest.param(_extra_key_is_ignored, OTHER_KV, id="tenants share"),
         pytest.param(_pages_are_freed_at_once, OTHER_KV, id="an abort frees pages being written"),
+        pytest.param(_old_kv_is_inserted, OTHER_KV, id="KV of old weights is inserted"),
+        pytest.param(_locked_nodes_keep_their_name, None, id="locked nodes are hit after a flush"),
         pytest.param(_resume_ignores_the_prefix, None, id="a resumed request is restored from 0"),
     ],
 )

@@ -57,7 +57,7 @@ def live(seed: int, steps: int, *, gloo: bool = False, without: tuple[str, ...] 
         pair.close()
 
 
-@pytest.mark.parametrize(("wait", "seed"), [("0", 1), ("32", 2)])
+@pytest.mark.parametrize(("wait", "seed"), [("0", 5), ("32", 2)])
 @pytest.mark.parametrize("gloo", [True, False], ids=["gloo", "threads"])
 def test_ranks_stay_in_step(
     monkeypatch: pytest.MonkeyPatch, wait: str, seed: int, gloo: bool

@@ -118,7 +118,7 @@ def test_a_pause_that_retracts(page: int, prefix: int, evict: bool) -> None:
     check(decoder)
     assert decoder.running_batch.is_empty() and decoder.tree_cache.protected_size() == 0
     assert decoder.disagg_decode_prealloc_queue.retracted_queue == reqs
-    assert not decoder.is_fully_idle()
+    assert not decoder._nothing_waits
     if evict:
         decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
     for _ in range(3):

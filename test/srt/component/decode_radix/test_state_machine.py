@@ -29,6 +29,8 @@ from component.decode_radix.rank_life import RankLife
 NUMBERS = st.integers(0, 2**30)
 #: For each of two settings, with one rank and with two.
 SEQUENCES, STEPS = 500, 50
+#: What can happen at any time.
+TICKS = ["queues", "batch", "flush", "update_weights", "pause_and_update"]
 #: Hypothesis ends some sequences early; so many of them have that many steps in all.
 EXAMPLES = 620
 
@@ -104,7 +106,7 @@ class DecodeServer(RuleBasedStateMachine):
     def held(self, number: int) -> None:
         self.take("write_late", number)
 
-    @rule(number=NUMBERS, action=st.sampled_from(["queues", "batch", "flush"]))
+    @rule(number=NUMBERS, action=st.sampled_from(TICKS))
     def tick(self, number: int, action: str) -> None:
         self.take(action, number)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 _COMMITTED = "decode_kv_committed"
 _CONTENT_IN_IDS = "decode_content_in_ids"
+_GENERATION = "decode_tree_generation"
 
 
 def is_fake(req: Any) -> bool:
@@ -55,3 +56,13 @@ def mark_committed(req: Any) -> None:
 def may_insert(req: Any) -> bool:
     """Whether the request's KV may enter the tree: opt-in, only after a committed transfer."""
     return may_match(req) and getattr(req, _COMMITTED, False)
+
+
+def stamp(req: Any, generation: int) -> None:
+    """Note which generation of the tree a new request meets; see ``DecodeRadixTree.generation``."""
+    setattr(req, _GENERATION, generation)
+
+
+def generation_of(req: Any) -> int:
+    """The generation in which ``req`` arrived; without a stamp, the first."""
+    return int(getattr(req, _GENERATION, 0))

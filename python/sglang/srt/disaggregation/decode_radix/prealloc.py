@@ -18,7 +18,6 @@ from sglang.srt.disaggregation.decode_radix.agreement import Agreed, State
 from sglang.srt.disaggregation.decode_radix.announce import announce, bind, bootstrap_addr
 from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
 from sglang.srt.disaggregation.decode_radix.candidates import Candidate
-from sglang.srt.disaggregation.decode_radix.eligibility import may_match
 from sglang.srt.disaggregation.decode_radix.handshakes import Handshakes
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
@@ -116,7 +115,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
         admitted: list[Any] = []
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
-            arriving = inflight.arriving(self.transfer_queue.queue)
+            arriving = inflight.arriving(
+                entry for entry in self.transfer_queue.queue if self.tree_cache.may_share(entry.req)
+            )
             first = self._first_in_line(ready, arriving)
             with self._steps.step(ready, first) as (agreed, candidates):
                 failed += self._answer(ready, agreed)
@@ -140,7 +141,12 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 req.retracted_since = self.clock()
         ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
         first = [
-            Candidate(req, req, (req.origin_input_ids + req.output_ids)[:-1], may_match(req))
+            Candidate(
+                req,
+                req,
+                (req.origin_input_ids + req.output_ids)[:-1],
+                self.tree_cache.may_share(req),
+            )
             for req in self.retracted_queue[: line.LIMIT]
         ]
         with self._steps.step(ready, first, slots_needed=False) as (agreed, candidates):
@@ -227,7 +233,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if getattr(entry, "waits_for_prefix", None) in arriving:
                 continue
             req = entry.req
-            shares = may_match(req) and self.kv_manager.peer_takes_delta(bootstrap_addr(req))
+            shares = self.tree_cache.may_share(req) and self.kv_manager.peer_takes_delta(
+                bootstrap_addr(req)
+            )
             first.append(Candidate(entry, req, req.origin_input_ids, shares))
             if len(first) == line.LIMIT:
                 break

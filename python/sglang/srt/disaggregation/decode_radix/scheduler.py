@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix import aborts, inflight, invariants, waiting
+from sglang.srt.disaggregation.decode_radix import (
+    aborts,
+    eligibility,
+    inflight,
+    invariants,
+    waiting,
+)
+from sglang.srt.disaggregation.decode_radix.flush import DecodeFlush
 from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
-from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
 from sglang.srt.disaggregation.delta.stats import DECODE_COUNTERS, STATS
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
-else:
-    Scheduler = object
 
 logger = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -49,20 +49,12 @@ class DecodeLineFields(logging.Filter):
         return True
 
 
-class DisaggScheduler(Scheduler):
+class DisaggScheduler(DecodeFlush):
     """Attaches the decode tree and the counters to SGLang's scheduler."""
 
     _checked: tuple[Any, ...] | None = None
     _leftover_since: float | None = None
     _namespace: str | None = None
-
-    @property
-    def _radix_on_decode(self) -> bool:
-        args = self.server_args
-        return bool(
-            args.disaggregation_mode == "decode"
-            and getattr(args, "disaggregation_decode_enable_radix_cache", False)
-        )
 
     @override
     def handle_generate_request(self, recv_req: Any) -> None:
@@ -79,6 +71,8 @@ class DisaggScheduler(Scheduler):
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._namespace:
             req.extra_key = self._namespace + (req.lora_id or "")
+        if self._radix_on_decode:
+            eligibility.stamp(req, self.tree_cache.generation)
 
     @override
     def abort_request(self, recv_req: Any) -> None:
@@ -139,6 +133,7 @@ class DisaggScheduler(Scheduler):
             # missing may be a transfer's, or in quarantine, and comes back only by looking.
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         self.decode_metrics.update(self)
+        self.release_when_idle()
 
     @override
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
@@ -158,32 +153,26 @@ class DisaggScheduler(Scheduler):
         return load
 
     @override
-    def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        idle = bool(super().is_fully_idle(for_health_check))
-        if idle and self._radix_on_decode and not for_health_check:
-            # Stock forgets retracted requests; a flush would take the tree from under them. And
-            # aborted ones may still own pages.
-            return not self.disagg_decode_prealloc_queue.retracted_queue and not self._held
-        return idle
-
-    @property
-    def _held(self) -> Sequence[Any]:
-        return held_requests(getattr(self, "disagg_decode_transfer_queue", None))
-
-    @override
     def self_check_during_idle(self) -> None:
         if self._held:
             return  # their pages are neither free nor in a queue that the stock check knows
         super().self_check_during_idle()
-        if os.environ.get(invariants.ENV) == "1" and self.is_fully_idle():
+        if os.environ.get(invariants.ENV) == "1" and self._nothing_waits:
             self._check_invariants()
 
     @override
     def maybe_sleep_on_idle(self) -> None:
         # As on prefill (``delta/scheduler.py``): what ends a quarantine does not wake the sleeper.
         is_ours = self.idle_sleeper is not None and self._radix_on_decode
-        if not is_ours or self.is_fully_idle():
+        if not is_ours or self._nothing_waits:
             super().maybe_sleep_on_idle()
+
+    @property
+    def _nothing_waits(self) -> bool:
+        """Idle, also by what stock does not count: retracted requests and held pages."""
+        queue = getattr(self, "disagg_decode_prealloc_queue", None)
+        retracted = self._radix_on_decode and queue is not None and queue.retracted_queue
+        return bool(self.is_fully_idle() and not retracted and not self._held)
 
     def _check_invariants(self) -> None:
         """Once after each change: this runs in the idle loop, and walks the whole tree."""
@@ -192,7 +181,7 @@ class DisaggScheduler(Scheduler):
         )
         if queue is None or not hasattr(self.tree_cache, "inserts"):
             return
-        state = (*STATS.totals.values(), self.tree_cache.inserts)
+        state = (*STATS.totals.values(), self.tree_cache.inserts, self.tree_cache.generation)
         if state == self._checked:
             return
         rooms = invariants.idle_rooms(queue.kv_manager)

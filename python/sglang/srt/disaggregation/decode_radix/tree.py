@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.decode_radix.eligibility import mark_committed, may_insert
+from sglang.srt.disaggregation.decode_radix.eligibility import (
+    generation_of,
+    mark_committed,
+    may_insert,
+    may_match,
+)
 from sglang.srt.disaggregation.delta.pages import page_floor
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 else:
     RadixCache = object
+
+
+class Retired(NamedTuple):
+    """The ``extra_key`` of nodes from before a flush: no request can name it, so none hits them.
+
+    ``generation``: theirs; ``name``: the ``extra_key`` that they had.
+    """
+
+    generation: int
+    name: str | None
 
 
 class DecodeRadixTree(RadixCache):
@@ -23,10 +39,69 @@ class DecodeRadixTree(RadixCache):
     serves_decode: bool = False
     #: Inserts so far; lets a blocked request see that the tree may hold more of it by now.
     inserts: int = 0
+    #: Flushes so far. A request shares only if it arrived after the last one: KV that was matched,
+    #: announced, computed or copied before may be of weights that are served no more.
+    generation: int = 0
 
     def serve_decode(self) -> None:
         """Switch to the rules of a decode server."""
         self.serves_decode = True
+
+    def may_share(self, req: Any) -> bool:
+        """Whether ``req`` may match here, and once its transfer is committed, insert."""
+        return may_match(req) and generation_of(req) == self.generation
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        if self.serves_decode:
+            self.generation += 1
+
+    def retire(self) -> None:
+        """A flush while requests own pages: nothing that is in the tree now is ever hit again.
+
+        What nobody holds is free at once. What is locked keeps its place and its slots, under a
+        name that cannot be asked for, until its last holder lets go; then it is evicted like
+        anything else.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.token_to_kv_pool_allocator.free_group_begin()
+        try:
+            self.evict(EvictParams(num_tokens=self.evictable_size()))
+        finally:
+            self.token_to_kv_pool_allocator.free_group_end()
+        for node in list(self._nodes()):
+            if not isinstance(node.key.extra_key, Retired):
+                self._rename(node)
+        self.generation += 1
+        self._record_all_cleared_event()
+
+    def _nodes(self) -> Iterator[Any]:
+        """All nodes but the root, parents first."""
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _rename(self, node: Any) -> None:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key, siblings = node.key, node.parent.children
+        del siblings[self.get_child_key_fn(key)]
+        node.key = RadixKey(key.token_ids, Retired(self.generation, key.extra_key), key.is_bigram)
+        siblings[self.get_child_key_fn(node.key)] = node
+
+    @override
+    def _record_remove_event(self, node: Any) -> None:
+        # Listeners know pages by their tokens, and were told that all of these are gone. A page of
+        # the same tokens may have been stored since.
+        if not isinstance(node.key.extra_key, Retired):
+            super()._record_remove_event(node)
+
+    def _may_insert(self, req: Any) -> bool:
+        return may_insert(req) and generation_of(req) == self.generation
 
     @override
     def insert(self, params: Any) -> Any:
@@ -64,7 +139,7 @@ class DecodeRadixTree(RadixCache):
         if not self.serves_decode:
             super().cache_unfinished_req(req, chunked)
             return
-        if not may_insert(req):
+        if not self._may_insert(req):
             return
         committed = req.kv_committed_len
         if page_floor(committed, self.page_size) <= req.cache_protected_len:
@@ -81,7 +156,7 @@ class DecodeRadixTree(RadixCache):
     @override
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
         if self.serves_decode:
-            is_insert = is_insert and may_insert(req)
+            is_insert = is_insert and self._may_insert(req)
             if req.last_node is None:
                 # Never matched, or retracted since: nothing is locked.
                 req.last_node = self.root_node
