@@ -217,12 +217,15 @@ def ping(side: Side, peer: str = "D") -> None:
     side.rooms.take(control.Ping("a:1", peer, "10.0.0.1", 4000))
 
 
-def advance(side: Side, seconds: float) -> list[str]:
-    """Time passes, with the reader's clock ticking as it should."""
+def advance(side: Side, seconds: float, *, turns: bool = True) -> list[str]:
+    """Time passes, with the reader's clock ticking as it should, and the scheduler's turns with it
+    unless it is busy with one thing."""
     silent = []
     end = side.clock.now + seconds
     while side.clock.now < end:
         side.clock.now = min(side.clock.now + 1, end)
+        if turns:
+            side.rooms.scheduler_time.turn()
         silent += side.rooms.tick()
     return silent
 
@@ -293,6 +296,32 @@ def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     assert side.rooms.gate.rooms() == [8] and list(side.manager.transfer_infos) == [8]
     assert side.manager.open_rooms()["request_status"] == [8]
     assert "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT" in (side.rooms.gate.open(7) or "")
+
+
+def test_a_scheduler_that_is_busy_with_one_thing(side: Side) -> None:
+    """It compiles a kernel, loads an adapter or new weights, and the reader's thread runs on.
+    Guards against rooms that it finds failed although their requests had come, or come a second
+    later because they had to wait as well."""
+    advance(side, 5)
+    side.announce(7)
+    side.announce(8)
+    advance(side, 100, turns=False)
+    side.rooms.scheduler_time.turn()
+    assert side.stopped() == [] and side.rooms.gate.open(7) is None
+    advance(side, 2)
+    assert side.stopped() == [] and side.rooms.gate.open(8) is None
+    assert side.rooms.gate.destinations(7) and side.rooms.enter(8)
+
+
+def test_a_busy_scheduler_still_ends_what_nobody_asked_for(side: Side) -> None:
+    """Guards against rooms that are never ended on a server whose turns are long."""
+    advance(side, 5)
+    side.announce(7)
+    advance(side, 100, turns=False)
+    advance(side, 29)
+    assert side.stopped() == []
+    advance(side, 1)
+    assert [room for _, room, _ in side.stopped()] == [7]
 
 
 def test_a_failure_is_logged_by_its_kind(side: Side, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,7 @@ class _Ended:
 class RoomGate:
     """Used by the scheduler (or transfer workers) and by the thread that reads peers' messages.
 
+    ``clock`` gives the age of announcements, in seconds.
     ``on_quiet(room, reason, destinations)`` is called once for a stopped room, when nothing that
     was posted for it is under way any more; without the lock, on the thread that made it so.
     """

@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.delta.ranks import alone
 from sglang.srt.disaggregation.delta.stats import STATS
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.prefill_rooms import PrefillRooms
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 else:
     SchedulerDisaggregationPrefillMixin = object
@@ -46,17 +47,32 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         sender.send(page_indices(row, start, end, page), None)
 
+    @property
+    def _rooms(self) -> PrefillRooms | None:
+        """This rank's rooms; None on a backend of SGLang's that knows no delta."""
+        rooms: PrefillRooms | None = getattr(
+            self.disagg_prefill_bootstrap_queue.kv_manager, "rooms", None
+        )
+        return rooms
+
+    @override
+    def process_prefill_chunk(self) -> None:
+        # Each of SGLang's loops comes here once a turn, when it has taken the requests that came.
+        rooms = self._rooms
+        if rooms is not None:
+            rooms.scheduler_time.turn()
+        super().process_prefill_chunk()
+
     @override
     def process_disagg_prefill_inflight_queue(
         self, rids_to_check: list[str] | None = None
     ) -> list[Any]:
         queue: list[Any] = self.disagg_prefill_inflight_queue
         groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
-        manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if (
             rids_to_check is None  # a pipeline stage has asked its ranks already
             and queue
-            and getattr(manager, "rooms", None) is not None
+            and self._rooms is not None
             and not all(alone(group) for group in groups)
         ):
             rids_to_check = ended(queue, groups)

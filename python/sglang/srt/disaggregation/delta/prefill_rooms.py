@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.disaggregation.delta import control, deadlines
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.gate import RoomGate
+from sglang.srt.disaggregation.delta.scheduler_time import SchedulerTime
 from sglang.srt.disaggregation.delta.sockets import PeerSockets
 from sglang.srt.disaggregation.delta.stats import STATS
 
@@ -29,7 +30,10 @@ class PrefillRooms:
         self._claim_s = deadlines.claim_seconds()
         self._peer_s = deadlines.peer_seconds()
         self._ticked_at = clock()
-        self.gate = RoomGate(self._tell, clock=clock)
+        #: How long an announcement waits for its request: a scheduler that compiles or loads
+        #: something takes no requests, and rooms must not be over when it looks again.
+        self.scheduler_time = SchedulerTime(clock)
+        self.gate = RoomGate(self._tell, clock=self.scheduler_time.seconds)
         #: Told of each room that fails: whoever has chunks of it in a queue drops them.
         self.on_failure: Callable[[int, Reason], None] = lambda room, kind: None
 
@@ -138,8 +142,8 @@ class PrefillRooms:
         for room in self.gate.unclaimed(self._claim_s):
             self.gate.stop(
                 room,
-                f"no request for it reached this prefill rank within {self._claim_s:.0f} s "
-                f"(SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
+                f"no request for it reached this prefill rank within {self._claim_s:.0f} s of its "
+                f"scheduler's turns (SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
             )
         silent = [peer for peer, at in list(self._heard.items()) if now - at >= self._peer_s]
         for peer in silent:
