@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 MODE = "--hicache-host-memory-mode"
 PAGES = sizing.PAGES_FLAG
+SIZE = sizing.SIZE_FLAG
 MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
 #: The feature group (``patchset/table.py``) that the mode is in.
@@ -36,7 +37,6 @@ _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
         "it wraps the tree and keeps pages itself",
     ),
     ("dllm_algorithm", "--dllm-algorithm", "its scheduling loop does not drive the store"),
-    ("hicache_size", "--hicache-size", f"it sizes a host cache; the stage is sized by {PAGES}"),
 )
 
 
@@ -58,8 +58,8 @@ def add_arguments(group: Any) -> None:
         PAGES,
         type=int,
         default=None,
-        help=f"Size of the stage of {ON}, in pages of --page-size tokens. Default: room for "
-        f"{sizing.CHUNKS} chunks of --chunked-prefill-size.",
+        help=f"Size of the stage of {ON}, in pages of --page-size tokens. Default: what {SIZE} "
+        f"holds, else room for {sizing.CHUNKS} chunks of --chunked-prefill-size.",
     )
 
 
@@ -86,6 +86,8 @@ def complete(args: Any) -> None:
         )
     if args.page_size is None:
         return  # a model path for which SGLang completes nothing
+    if args.hicache_size > 0:
+        return  # SGLang knows the bytes of a page when it builds the pool
     threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
     if args.hicache_buffer_pages is None:
         args.hicache_buffer_pages = sizing.default_pages(
@@ -133,6 +135,13 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"{PAGES} {pages} must be positive. Remove {PAGES} to have it computed."
     if mode != "buffer_only":
         return
+    if args.hicache_size < 0:
+        yield f"{SIZE} {args.hicache_size} must be positive. Remove {SIZE}, or use {PAGES}."
+    if pages is not None and args.hicache_size > 0:
+        yield (
+            f"{PAGES} {pages} and {SIZE} {args.hicache_size} both size the stage of {ON}: one in "
+            f"pages, one in gigabytes a rank. Remove one of them."
+        )
     if args.disaggregation_mode == "decode":
         yield (
             f"{ON} is for prefill and aggregated servers, but --disaggregation-mode is decode, "

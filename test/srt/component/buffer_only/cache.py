@@ -69,7 +69,7 @@ class Cache:
     def __init__(
         self,
         store: ScriptedStore | None = None,
-        pages: int = 16,
+        pages: int | None = 16,
         tokens: int = 40 * PAGE,
         reduce_min: Callable[[list[int]], list[int]] = alone,
         rank: int = 0,

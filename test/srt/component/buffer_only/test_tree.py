@@ -14,7 +14,7 @@ from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_argu
 from component.buffer_only.checks import check_idle, nodes
 from component.store_parts.scripted_store import ScriptedStore
 from sglang.srt.mem_cache import hiradix_cache
-from sglang.srt.mem_cache.buffer_only.host_pool import of_pages
+from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.lanes import Lane
 from sglang.srt.mem_cache.buffer_only.store import FlatStore
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
@@ -51,6 +51,32 @@ def test_a_host_pool_smaller_than_the_device_pool(
     with pytest.raises(AssertionError, match="larger than the device memory"):
         build(pool, 0.5, 0, 64, layout)
     assert not getattr(build(pool, 2.0, 0, 64, layout), "is_stage", False)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
+def test_a_stage_of_so_many_gigabytes(kind: str, caplog: pytest.LogCaptureFixture):
+    """As 0.5.23 counts them: 10**9 bytes of this rank's KV, and SGLang's one page for padding.
+    Guards against SGLang's demand for more than the device pool has."""
+    caplog.set_level("INFO")
+    build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
+    pool, wanted = device_pool(kind), 2e-4
+    with of_gigabytes(wanted):
+        host = build(pool, 2.0, 0, 64, "page_first")
+    assert host.page_num == int(wanted * 1e9 // host.size_per_token) // 64 + 1
+    assert host.is_stage and host.size < pool.size and host.device_pool is pool
+    assert f"a stage of {host.page_num} pages" in caplog.text
+
+
+def test_the_tree_uses_what_the_gigabytes_hold():
+    """Guards against a stage that is larger or smaller than its memory, and against one in which
+    nothing could move being accepted."""
+    cache = Cache(pages=None, hicache_size=4e-5)
+    host = cache.tree.token_to_kv_pool_host
+    assert cache.stage.pages == host.page_num > 4
+    extra = json.dumps({"interface_v1": 1, "prefetch_threshold": 40 * PAGE})
+    for gigabytes, change in ((2e-7, {}), (4e-6, {"hicache_storage_backend_extra_config": extra})):
+        with pytest.raises(ValueError, match=f"--hicache-size {gigabytes} is too small"):
+            Cache(pages=None, hicache_size=gigabytes, **change)
 
 
 def test_without_the_mode_everything_is_sglangs():

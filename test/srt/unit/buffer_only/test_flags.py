@@ -64,6 +64,15 @@ def test_accepted(changes):
     assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages", 1024)
 
 
+def test_sized_as_later_releases_size_it():
+    """SGLang 0.5.23 sizes the same stage by --hicache-size. Guards against a server that refuses
+    it, and against a number of pages that overrides it."""
+    given = args(hicache_size=10)
+    compat.check_given(given)
+    compat.complete(given)
+    assert given.hicache_buffer_pages is None
+
+
 def test_sglang_turned_the_cache_off():
     """It does so for some arguments, with a warning alone; nothing would be stored."""
     with pytest.raises(ValueError, match="SGLang turned --enable-hierarchical-cache off"):
@@ -102,7 +111,8 @@ def test_the_stock_mode_is_not_looked_at():
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
         ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
-        ({"hicache_size": 10}, "--hicache-size"),
+        ({"hicache_size": 10, "hicache_buffer_pages": 64}, "--hicache-size 10"),
+        ({"hicache_size": -1}, "--hicache-size -1"),
         ({"pp_size": 2}, "--pipeline-parallel-size"),
         ({"attn_cp_size": 2}, "--attention-context-parallel-size"),
     ],

@@ -15,13 +15,20 @@ from sglang.srt.disaggregation.delta.reader import (
 )
 from sglang.srt.disaggregation.delta.wire import DeltaFrame
 
-GOOD = {"kv_buffers": 4, "aux_buffers": 2, "tp_size": 2, "tp_rank": 1, "item_len": 64}
+GOOD = {
+    "kv_buffers": 4,
+    "state_buffers": 0,
+    "aux_buffers": 2,
+    "tp_size": 2,
+    "tp_rank": 1,
+    "item_len": 64,
+}
 
 
 def register(mla: bool = False, **changes: Any) -> None:
     """A registration at a prefill rank of two, with four KV and two metadata buffers."""
     ours = SimpleNamespace(kv_data_ptrs=[1] * 4, aux_data_ptrs=[1] * 2, kv_item_lens=[64] * 4)
-    manager = SimpleNamespace(kv_args=ours, is_mla_backend=mla, attn_tp_size=2)
+    manager = SimpleNamespace(kv_args=ours, is_mla_backend=mla, attn_tp_size=2, pp_size=1)
     check_registration(manager, **(GOOD | changes))
 
 
@@ -31,6 +38,7 @@ def register(mla: bool = False, **changes: Any) -> None:
         ({"kv_buffers": 3}, "3 KV buffers, this prefill rank has 4"),
         ({"aux_buffers": 1}, "1 metadata buffers, this prefill rank has 2"),
         ({"aux_buffers": 3}, "3 metadata buffers, this prefill rank has 2"),
+        ({"state_buffers": 2}, "2 buffers of state, this prefill rank has 0"),
         ({"tp_size": 0}, "rank 1 of 0"),
         ({"tp_rank": -1}, "rank -1 of 2"),
         ({"item_len": 128}, "128 bytes, this prefill rank's 64"),

@@ -271,7 +271,7 @@ class DeltaSender(CommonKVSender):
             is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
             if is_dummy:
                 continue
-            prefix = info.delta.decode_prefix_len if info.delta else 0
+            prefix = info.delta.decode_prefix_len if info.delta else info.later_prefix_len or 0
             found.append(_Destination(prefix, len(info.dst_kv_indices)))
         return found
 

@@ -76,6 +76,7 @@ def check_registration(
     manager: Any,
     *,
     kv_buffers: int,
+    state_buffers: int,
     aux_buffers: int,
     tp_size: int,
     tp_rank: int,
@@ -98,6 +99,13 @@ def check_registration(
         raise BadMessage(
             f"decode registered {aux_buffers} metadata buffers, "
             f"this prefill rank has {len(ours.aux_data_ptrs)}"
+        )
+    state = len(getattr(ours, "state_data_ptrs", None) or ())
+    if state_buffers and state_buffers != state and manager.pp_size == 1:
+        raise BadMessage(
+            f"decode registered {state_buffers} buffers of state, this prefill rank has {state}: "
+            "a later release of SGLang lists them in another way, and cannot be served with a "
+            "model that has state (Mamba, sliding window, NSA)"
         )
     if tp_size < 1 or tp_rank < 0:
         raise BadMessage(f"decode rank {tp_rank} of {tp_size} cannot be")

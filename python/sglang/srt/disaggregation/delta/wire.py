@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import msgspec
 
 VERSION = 1
+#: Where SGLang 0.5.12 and later have the prefix length, in decimal. Ours stands there too.
+_LATER_PREFIX = 8
+_MAX_DIGITS = 18
 _MAGIC = b"sglang-delta:"
 
 
@@ -69,3 +72,20 @@ def find_frame(frames: Sequence[bytes]) -> DeltaFrame | None:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DeltaFrameError(f"malformed delta frame: {error}") from error
     return None
+
+
+def later_prefix_len(frames: Sequence[bytes]) -> int | None:
+    """Tokens that a decode server of SGLang 0.5.12 or later holds; None where the message is of an
+    earlier release or has our frame.
+
+    Raises:
+        ValueError: it says something else there.
+    """
+    if len(frames) <= _LATER_PREFIX:
+        return None
+    raw = frames[_LATER_PREFIX]
+    if not raw or raw.startswith(_MAGIC):
+        return None
+    if not raw.isdigit() or len(raw) > _MAX_DIGITS:
+        raise ValueError(f"its ninth frame, {raw[:40]!r}, is no prefix length")
+    return int(raw)

@@ -32,11 +32,14 @@ class DeltaTransferInfo(TransferInfo):
     #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
     #: would leave the room unanswered.
     delta_error: str | None = None
+    #: Tokens that a decode rank of a later release holds; None where it is of another.
+    later_prefix_len: int | None = None
 
     @classmethod
     @override
     def from_zmq(cls, msg: list[bytes]) -> Self:
         info: Self = super().from_zmq(msg)
+        info.later_prefix_len = wire.later_prefix_len(msg)
         try:
             info.delta = wire.find_frame(msg)
         except wire.DeltaFrameError as error:
@@ -90,6 +93,7 @@ class MooncakeAnnouncements:
         check_registration(
             manager,
             kv_buffers=len(info.dst_kv_ptrs),
+            state_buffers=len(info.dst_state_data_ptrs),
             aux_buffers=len(info.dst_aux_ptrs),
             tp_size=info.dst_attn_tp_size,
             tp_rank=info.dst_tp_rank,

@@ -46,6 +46,7 @@ class NixlAnnouncements:
         check_registration(
             self._manager,
             kv_buffers=len(info.dst_kv_ptrs),
+            state_buffers=len(info.dst_state_data_ptrs),
             aux_buffers=len(info.dst_aux_ptrs),
             tp_size=info.decode_tp_size,
             tp_rank=info.decode_tp_rank,
@@ -60,6 +61,11 @@ class NixlAnnouncements:
         if info.agent_name not in manager.decode_kv_args_table:
             manager.rooms.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: peer {info.agent_name!r} never registered")
+        if info.later_prefix_len and not len(info.dst_kv_indices):
+            # A full hit looks the same there. Of latent KV the first rank of a group sends all.
+            theirs = manager.decode_kv_args_table[info.agent_name].decode_tp_size
+            group = max(manager.attn_tp_size // theirs, 1)
+            info.is_left_out = manager.is_mla_backend and manager.attn_tp_rank % group != 0
         ranks = manager.transfer_infos.setdefault(info.room, {})
         ranks[info.agent_name] = info
         if manager.rooms.announce(info.room, info.agent_name, info):

@@ -31,11 +31,16 @@ class DeltaTransferInfo(TransferInfo):
     #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
     #: would leave the room unanswered.
     delta_error: str | None = None
+    #: Tokens that a decode rank of a later release holds; None where it is of another.
+    later_prefix_len: int | None = None
+    #: Of a later release's message without pages: nothing goes to it from here, not even metadata.
+    is_left_out: bool = False
 
     @classmethod
     @override
     def from_zmq(cls, msg: list[bytes]) -> Self:
         info: Self = super().from_zmq(msg)
+        info.later_prefix_len = wire.later_prefix_len(msg)
         try:
             info.delta = wire.find_frame(msg)
         except wire.DeltaFrameError as error:
@@ -47,6 +52,8 @@ class DeltaTransferInfo(TransferInfo):
         if self.delta is not None:
             # No pages is a full prefix hit, not a dummy: it still gets its metadata.
             return self.delta.is_dummy
+        if self.later_prefix_len:
+            return self.is_left_out
         return self.delta_error is None and bool(super().is_dummy())
 
 

@@ -1,21 +1,22 @@
 """Host pools of a few pages: mixins for the pools that SGLang's ``HiRadixCache`` builds.
 
 SGLang demands a host pool larger than the device pool, which is right for a cache and not for a
-stage. The size is given by :func:`of_pages` around the construction; elsewhere the pools are the
-stock ones.
+stage. The size is given by :func:`of_pages` or :func:`of_gigabytes` around the construction;
+elsewhere the pools are the stock ones.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only.sizing import physical_pages
+from sglang.srt.mem_cache.buffer_only.sizing import check_size, physical_pages
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache as _Pool
@@ -24,22 +25,40 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_PAGES: ContextVar[int | None] = ContextVar("staging pages of the pool that is built", default=None)
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The size of a stage: one of the two."""
+
+    pages: int = 0
+    gigabytes: float = 0
+
+
+_WANTED: ContextVar[_Wanted | None] = ContextVar("size of the pool that is built", default=None)
+
+
+def of_pages(pages: int) -> AbstractContextManager[None]:
+    """Host pools that are built inside have so many pages."""
+    return _of(_Wanted(pages=pages))
+
+
+def of_gigabytes(gigabytes: float) -> AbstractContextManager[None]:
+    """Host pools that are built inside have so much memory, in units of 10**9 bytes."""
+    return _of(_Wanted(gigabytes=gigabytes))
 
 
 @contextmanager
-def of_pages(pages: int) -> Iterator[None]:
-    """Host pools that are built inside have so many pages."""
-    token = _PAGES.set(pages)
+def _of(wanted: _Wanted) -> Iterator[None]:
+    token = _WANTED.set(wanted)
     try:
         yield
     finally:
-        _PAGES.reset(token)
+        _WANTED.reset(token)
 
 
 def staging() -> bool:
     """Whether what is built now belongs to a stage."""
-    return _PAGES.get() is not None
+    return _WANTED.get() is not None
 
 
 class _Sized:
@@ -53,25 +72,36 @@ class _Sized:
         return getattr(self._pool, name)
 
 
-def _sized(pool: Any, page_size: int) -> Any:
-    """``pool``, or a view of it from which SGLang computes the wanted number of host pages."""
-    pages = _PAGES.get()
-    if pages is None:
-        return pool
+def _sized(pool: Any, page_size: int, ratio: float, gigabytes: float) -> tuple[Any, float, float]:
+    """``pool``, or a view of it, with a ratio and a size from which SGLang computes the wanted
+    number of host pages."""
+    wanted = _WANTED.get()
+    if wanted is None:
+        return pool, ratio, gigabytes
+    if wanted.gigabytes:  # SGLang knows the bytes of a token, and demands more than a device pool
+        return _Sized(pool, 0), ratio, wanted.gigabytes
     # One page less: SGLang always adds one, and so its size check is met as well.
-    return _Sized(pool, (physical_pages(pages, pool.layer_num) - 1) * page_size)
+    return _Sized(pool, (physical_pages(wanted.pages, pool.layer_num) - 1) * page_size), 1.0, 0
+
+
+def _check(host: Any) -> None:
+    """Before memory is taken: the page-first layouts want at least a page a layer."""
+    wanted = _WANTED.get()
+    if wanted is not None and wanted.gigabytes:
+        needed = physical_pages(1, host.layer_num)
+        check_size(wanted.gigabytes, host.page_num, host.page_size, needed)
 
 
 def _finish(host: Any, device_pool: Any) -> None:
-    pages = _PAGES.get()
-    if pages is None:
+    wanted = _WANTED.get()
+    if wanted is None:
         return
     host.device_pool = device_pool
     host.is_stage = True  # storage backends look at it
     logger.info(
         "HiCache host memory is a stage of %d pages of %d tokens (%.1f MB of host memory; "
         "the device pool has %d tokens)",
-        pages,
+        wanted.pages or host.page_num,
         host.page_size,
         host.size * host.size_per_token / 1e6,
         device_pool.size,
@@ -86,14 +116,16 @@ class StagePoolMHA(_Pool):
         self, device_pool: Any, host_to_device_ratio: float, host_size: int, page_size: int,
         layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
     ) -> None:  # fmt: skip
-        pool = _sized(device_pool, page_size)
-        if pool is not device_pool:
-            host_to_device_ratio, host_size = 1.0, 0
         super().__init__(
-            pool, host_to_device_ratio, host_size, page_size, layout, pin_memory, device,
-            allocator_type,
+            *_sized(device_pool, page_size, host_to_device_ratio, host_size), page_size, layout,
+            pin_memory, device, allocator_type,
         )  # fmt: skip
         _finish(self, device_pool)
+
+    @override
+    def init_kv_buffer(self) -> Any:
+        _check(self)
+        return super().init_kv_buffer()
 
 
 class StagePoolNSA(StagePoolMHA):
@@ -109,11 +141,13 @@ class StagePoolMLA(_Pool):
         layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
         override_kv_cache_dim: int | None = None,
     ) -> None:  # fmt: skip
-        pool = _sized(device_pool, page_size)
-        if pool is not device_pool:
-            host_to_device_ratio, host_size = 1.0, 0
         super().__init__(
-            pool, host_to_device_ratio, host_size, page_size, layout, pin_memory, device,
-            allocator_type, override_kv_cache_dim,
+            *_sized(device_pool, page_size, host_to_device_ratio, host_size), page_size, layout,
+            pin_memory, device, allocator_type, override_kv_cache_dim,
         )  # fmt: skip
         _finish(self, device_pool)
+
+    @override
+    def init_kv_buffer(self) -> Any:
+        _check(self)
+        return super().init_kv_buffer()

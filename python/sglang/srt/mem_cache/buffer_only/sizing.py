@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAGES_FLAG = "--hicache-buffer-pages"
+SIZE_FLAG = "--hicache-size"
 
 #: The default stage holds so many chunks of a chunked prefill: a few that are written, and a few
 #: hits of other requests that are read meanwhile.
@@ -53,6 +54,16 @@ def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
             f"threshold of {prefetch_threshold} tokens the stage needs at least {needed} pages, "
             f"for two minimal transfers. Use {PAGES_FLAG} {needed} or more, or lower "
             "prefetch_threshold in --hicache-storage-backend-extra-config."
+        )
+
+
+def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> None:
+    """Raise ``ValueError`` where ``gigabytes`` hold ``pages``, which are fewer than ``needed``."""
+    if pages < needed:
+        raise ValueError(
+            f"{SIZE_FLAG} {gigabytes} is too small: it holds {pages} pages of --page-size "
+            f"{page_size}, and the stage needs at least {needed}. Use a larger {SIZE_FLAG}, or "
+            f"{PAGES_FLAG} {needed} instead."
         )
 
 

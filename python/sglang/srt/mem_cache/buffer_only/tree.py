@@ -9,7 +9,7 @@ from typing_extensions import override
 from sglang.srt.mem_cache.buffer_only import metrics, sizing
 from sglang.srt.mem_cache.buffer_only.agreement import alone, group_min
 from sglang.srt.mem_cache.buffer_only.copies import Copier
-from sglang.srt.mem_cache.buffer_only.host_pool import of_pages
+from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.marks import split_marks
 from sglang.srt.mem_cache.buffer_only.parts import Parts
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
@@ -50,10 +50,16 @@ class BufferOnlyTree(HiRadixCache):
         if getattr(server_args, "hicache_host_memory_mode", "cache") != "buffer_only":
             super().__init__(params, server_args)
             return
-        pages: int = server_args.hicache_buffer_pages
-        with of_pages(pages):
+        pages: int = server_args.hicache_buffer_pages or 0
+        gigabytes: float = server_args.hicache_size
+        with of_pages(pages) if pages else of_gigabytes(gigabytes):
             super().__init__(params, server_args)
-        sizing.check_pages(pages, self.page_size, self.prefetch_threshold)
+        if pages:
+            sizing.check_pages(pages, self.page_size, self.prefetch_threshold)
+        else:
+            pages = self.token_to_kv_pool_host.page_num
+            needed = sizing.minimum_pages(self.page_size, self.prefetch_threshold)
+            sizing.check_size(gigabytes, pages, self.page_size, needed)
         self.buffer = Pipelines(self._parts(pages), self._reduction())
         self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
