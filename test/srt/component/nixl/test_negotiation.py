@@ -10,20 +10,23 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.common import DeltaBootstrapServer
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 
-def manager(*, wants_delta: bool = True, **fields: Any) -> Any:
+def manager(*, wants_delta: bool = True, moves_deltas: bool = True, **fields: Any) -> Any:
     """A manager without a backend."""
     made = object.__new__(conn.CommonKVManager)
     made.__dict__.update(
         server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=wants_delta),
-        moves_deltas=True,
+        moves_deltas=moves_deltas,
         connection_lock=threading.Lock(),
         connection_pool={},
         prefill_info_table={},
@@ -88,12 +91,22 @@ def test_without_the_flag_nobody_is_asked(answers: list[Any]) -> None:
     assert ask(made) and not made.peer_takes_delta("p:1")
 
 
-def test_the_real_bootstrap_server_says_what_it_takes() -> None:
-    """Guards against a route that is missing, or that stock's own routes hide."""
+@pytest.mark.parametrize(
+    ("server_class", "takes"),
+    [
+        (NixlKVBootstrapServer, True),
+        (MooncakeKVBootstrapServer, True),
+        # Of a backend that is SGLang's own, or whose feature group is not attached.
+        (conn.CommonKVBootstrapServer, False),
+    ],
+)
+def test_the_real_bootstrap_server_says_what_it_takes(server_class: Any, takes: bool) -> None:
+    """Guards against a route that is missing, or that stock's own routes hide; and against one
+    where prefill moves whole prompts: it would write them into the pages of a delta."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = conn.CommonKVBootstrapServer("127.0.0.1", port)
+    server = server_class("127.0.0.1", port)
     try:
         found = None
         for _ in range(200):  # its thread is starting; refused connections return at once
@@ -101,11 +114,36 @@ def test_the_real_bootstrap_server_says_what_it_takes() -> None:
             if found is not None:
                 break
             threading.Event().wait(0.05)
-        assert found is not None and found.incarnation
-        assert msgspec.structs.replace(found, incarnation=None) == capability.OURS
+        assert found is not None and bool(found.incarnation) == takes
+        expected = capability.OURS if takes else capability.STOCK
+        assert msgspec.structs.replace(found, incarnation=None) == expected
         assert isinstance(server, DeltaBootstrapServer)
     finally:
         server.close()
+
+
+def test_other_backends_keep_their_statuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a change of a backend that this patch set has nothing to do with."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "not read here")
+    made = manager(moves_deltas=False)
+    made.start_delta(DisaggregationMode.PREFILL, made.server_args)
+    for status in (KVPoll.Transferring, KVPoll.Failed, KVPoll.Success):
+        made.update_status(1, status)
+    assert made.request_status[1] == KVPoll.Success
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_sockets_are_bounded_as_in_stock_without_the_flag(
+    flag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against queues that grow without end where nobody looks whether the peer is alive, and
+    against a scheduler that waits for a dead peer where somebody does."""
+    monkeypatch.setattr(conn.CommonKVReceiver, "drops_dead_sockets", False)
+    monkeypatch.setattr(conn.CommonKVReceiver, "_socket_cache", {})
+    manager(wants_delta=flag)
+    made, _ = conn.CommonKVReceiver._connect("tcp://127.0.0.1:9")
+    assert (made.getsockopt(zmq.SNDHWM) == 0) == flag
+    made.close(linger=0)
 
 
 @pytest.mark.parametrize("late", [KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,15 +96,55 @@ def test_without_its_base_the_patch_set_is_not_there(model_config: Any) -> None:
     assert found["ended"]["nixl"].startswith("TypeError")
 
 
-def look(model: str, misfits: dict[str, str], starts: dict[str, Any]) -> Any:
-    """What the program saw."""
+def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path) -> None:
+    """Seen before: every NIXL server refused to start with it, although no flag was given."""
+    (tmp_path / "nixl-1.2.0.dist-info").mkdir()
+    metadata = tmp_path / "nixl-1.2.0.dist-info/METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.2.0\n")
+    plain = {
+        mode: CPU | {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
+        for mode in ("prefill", "decode")
+    }
+    found = look(model_config(), {}, STARTS | plain, PYTHONPATH=str(tmp_path))
+    states = found["states"]
+    assert states.pop("nixl_async") == "stock" and set(states.values()) == {"attached"}
+    assert "nixl_async" not in found["mixed_in"]
+    refused = found["ended"].pop("nixl")
+    reason = "nixl 1.2.0 is installed, 1.5 or newer is needed"
+    assert refused.startswith(f"PatchsetError: {FLAGS['nixl']} needs the feature group nixl_async")
+    assert refused.endswith(reason)
+    assert all(ended.startswith("StartedError") for ended in found["ended"].values())
+    assert found["stderr"].count(reason) == 1
+
+
+def test_a_group_is_switched_off_by_name(model_config: Any) -> None:
+    """On the real table: what needs the group goes with it, the flags say why, the rest stays."""
+    found = look(model_config(), {}, STARTS, SGLANG_PATCHSET_DISABLE="mooncake_delta,buffer_only")
+    off = {"mooncake_delta", "buffer_only"}
+    assert {name for name, state in found["states"].items() if state == "off"} == off
+    assert set(found["mixed_in"]) == {group.name for group in GROUPS} - off
+    assert {name: ended.split(":")[0] for name, ended in found["ended"].items()} == {
+        "plain": "StartedError",
+        "nixl": "StartedError",
+        "mooncake": "PatchsetError",
+        "buffer_only": "PatchsetError",
+    }
+    assert found["ended"]["mooncake"].endswith("SGLANG_PATCHSET_DISABLE names it")
+    wrong = look(model_config(), {}, STARTS, SGLANG_PATCHSET_DISABLE="nixl")
+    for ended in wrong["ended"].values():  # a server that asks for what does not exist
+        assert ended.startswith("PatchsetError: SGLANG_PATCHSET_DISABLE names 'nixl', but")
+
+
+def look(model: str, misfits: dict[str, str], starts: dict[str, Any], **env: str) -> Any:
+    """What the program saw, and what it said."""
     program = Path(__file__).with_name("program_groups.py")
     command = [sys.executable, "-W", "ignore", program, model]
     done = subprocess.run(
         [*command, json.dumps(misfits), json.dumps(starts)],
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}

@@ -111,6 +111,16 @@ def test_state_goes_sglangs_own_way() -> None:
     assert prefill.stock_calls == [(request, True, 9)] and len(prefill.sent) == 1
 
 
+@pytest.mark.parametrize("sender", [SimpleNamespace(), SimpleNamespace(decode_prefix_len=None)])
+def test_senders_of_other_backends_are_left_alone(sender: Any) -> None:
+    """Guards against a change of a backend that moves no delta, or whose group is not attached."""
+    prefill = Prefill(SimpleNamespace())
+    request = prefill.request(12)
+    request.disagg_kv_sender = sender
+    prefill.send_kv_chunk(request, last_chunk=True)
+    assert prefill.stock_calls == [(request, True, None)] and prefill.sent == []
+
+
 def test_a_model_without_state() -> None:
     """Guards against state where there is none, and against token indices on the way to the host:
     eleven tokens in three pages."""

@@ -6,6 +6,7 @@ Every backend that derives from them gets the delta protocol; only how bytes mov
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,16 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
     @override
     def _setup_routes(self) -> None:
         super()._setup_routes()
+        if not self._moves_deltas:
+            return  # as a stock server: decode sends it whole prompts
         self._capabilities = msgspec.structs.replace(capability.OURS, incarnation=uuid.uuid4().hex)
         self.app.router.add_get(capability.ROUTE, self._handle_capabilities)
+
+    @property
+    def _moves_deltas(self) -> bool:
+        """Whether the manager that belongs to this server does, its group being attached."""
+        names = vars(sys.modules[type(self).__module__]).values()
+        return any(getattr(each, "moves_deltas", False) for each in names)
 
     async def _handle_capabilities(self, request: web.Request) -> web.Response:
         return web.json_response(msgspec.to_builtins(self._capabilities))
@@ -69,15 +78,18 @@ class DeltaManager(CommonKVManager):
         """Set up the side that this rank is on."""
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
-        deadlines.check()  # wrong values are refused at start
         self._status_lock = threading.Lock()
         self.rooms: PrefillRooms | None = None
         self.servers: PrefillServers | None = None
         if not self.moves_deltas:
             return
-        if mode == DisaggregationMode.PREFILL:
+        is_prefill = mode == DisaggregationMode.PREFILL
+        if is_prefill or getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+            deadlines.check()  # wrong values are refused at start
+        if is_prefill:
             self.rooms = PrefillRooms(self)
         elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+            self._receivers().drops_dead_sockets = True
             self.servers = PrefillServers(self, super().try_ensure_parallel_info)
 
     @property
@@ -106,9 +118,14 @@ class DeltaManager(CommonKVManager):
 
     def drop_socket(self, host: str, port: int) -> None:
         """Throw away what is queued for a prefill rank that is gone."""
+        self._receivers().drop_socket(host, port)
+
+    @staticmethod
+    def _receivers() -> Any:
+        """The class whose sockets all receivers of this process share."""
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-        CommonKVReceiver.drop_socket(host, port)
+        return CommonKVReceiver
 
     @override
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -126,7 +143,7 @@ class DeltaManager(CommonKVManager):
         # Stock merges states with max(), where Failed is the lowest: a late message would bring a
         # failed room back to life. Threads of both kinds call this.
         with self._status_lock:
-            if not is_failed(self.request_status.get(bootstrap_room)):
+            if not (self.moves_deltas and is_failed(self.request_status.get(bootstrap_room))):
                 super().update_status(bootstrap_room, status)
 
     def advance(self, room: int, status: Any) -> None:

@@ -108,13 +108,17 @@ class DeltaReceiver(CommonKVReceiver):
         """End the room before it has begun."""
         self._fail(Reason.HANDSHAKE, text)
 
+    #: Set where a decode rank watches its prefill servers: sockets to them queue without a bound.
+    drops_dead_sockets = False
+
     @classmethod
     @override
     def _connect(cls, endpoint: str, is_ipv6: bool = False) -> Any:
         socket, lock = super()._connect(endpoint, is_ipv6)
-        with lock:
-            # A full queue would stop the scheduler; ``drop_socket`` empties that of a dead peer.
-            socket.setsockopt(zmq.SNDHWM, 0)
+        if cls.drops_dead_sockets:
+            with lock:
+                # A full queue would stop the scheduler; ``drop_socket`` empties a dead peer's.
+                socket.setsockopt(zmq.SNDHWM, 0)
         return socket, lock
 
     @classmethod
@@ -227,8 +231,8 @@ class _Destination(msgspec.Struct, frozen=True):
 class DeltaSender(CommonKVSender):
     """Prefill's side of a room: starts at the prefix that decode holds."""
 
-    #: Tokens that decode holds and that are not sent.
-    decode_prefix_len: int = 0
+    #: Tokens that decode holds and that are not sent; None where SGLang's own sender is at work.
+    decode_prefix_len: int | None = None
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
@@ -249,6 +253,7 @@ class DeltaSender(CommonKVSender):
         if self.kv_mgr.rooms is None:
             super().init(num_kv_indices, aux_index)
             return
+        self.decode_prefix_len = 0
         try:
             plan = plan_delta(
                 self.bootstrap_room,

@@ -26,12 +26,13 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
 
     @override
     def send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
-        if last_chunk and self._has_state:
-            # Which state goes along is SGLang's to say. Such models never have a prefix on decode.
+        sender = req.disagg_kv_sender
+        prefix: int | None = getattr(sender, "decode_prefix_len", None)
+        if prefix is None or (last_chunk and self._has_state):
+            # The backend is SGLang's own; or the model has state, of which SGLang says what goes
+            # along. Such models never have a prefix on decode.
             super().send_kv_chunk(req, last_chunk, end_idx)
             return
-        sender = req.disagg_kv_sender
-        prefix: int = getattr(sender, "decode_prefix_len", 0)
         page: int = self.token_to_kv_pool_allocator.page_size
         computed = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
         start, end = max(req.start_send_idx, prefix), chunk_end(computed, page, last_chunk)
