@@ -13,6 +13,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``step``         leases, agreement, trimmed leases: the start of every step
 ``prealloc``     the prealloc queue: who is admitted, resumed, or leaves without pages
 ``announce``     row, destination pages, announcement
+``step_writes``  announcements wait for a step that may still write to their pages
 ``waiting``      how long a request may wait for memory, and what is said meanwhile
 ``giveup``       one way out for a request without pages
 ``metadata``     metadata slots: when a room's metadata have landed
@@ -21,6 +22,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``prebuilt``     the prebuilt batch: continues after the lease's prefix
 ``tree``         the radix tree as a decode server uses it
 ``resume``       retracted requests: only private pages are copied back
+``flush``        flushes, weight updates and release of memory while pages are owned
 ``ranks``        the one collective
 ``scheduler``    start-up checks, one idle predicate, metrics and log fields
 ``metrics``      gauges and counted refusals

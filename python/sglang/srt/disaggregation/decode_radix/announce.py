@@ -38,21 +38,30 @@ def bind(rows: Any, req: Any, lease: PrefixLease, slots: torch.Tensor) -> None:
 
 
 def announce(queue: Any, decode_req: Any, slots: torch.Tensor) -> None:
-    """Tell prefill which pages to fill; from here on they belong to the transfer."""
+    """Tell prefill which pages to fill; from here on they belong to the transfer.
+
+    Later in the same turn of the loop where the step in flight may write to them.
+    """
     req, manager = decode_req.req, queue.kv_manager
     index = take_slot(queue.req_to_metadata_buffer_idx_allocator, queue.metadata_buffers)
     decode_req.metadata_buffer_index = index
     # Page ids on the device first: one in ``page`` indices crosses to the host.
     page: int = queue.token_to_kv_pool_allocator.page_size
     pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
-    at = now()  # prefill may have logged that it knows before the next line is over
-    if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
-        decode_req.kv_receiver.send_metadata(pages, index, None)
-    else:
-        decode_req.kv_receiver.announce(pages, index, req.cache_protected_len)
     req.time_stats.set_decode_transfer_queue_entry_time()
-    if not is_fake(req):
-        _count(req, pages.tolist(), sum(manager.kv_args.kv_item_lens), at)
+
+    def tell() -> None:
+        if req.finished_reason is not None:
+            return  # given up meanwhile: prefill was told that no announcement comes
+        at = now()  # prefill may have logged that it knows before the next line is over
+        if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
+            decode_req.kv_receiver.send_metadata(pages, index, None)
+        else:
+            decode_req.kv_receiver.announce(pages, index, req.cache_protected_len)
+        if not is_fake(req):
+            _count(req, pages.tolist(), sum(manager.kv_args.kv_item_lens), at)
+
+    queue.step_writes.after(pages, tell)
 
 
 def _count(req: Any, pages: list[int], page_bytes: int, at: float) -> None:

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.decode_radix.handshakes import Handshakes
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
 from sglang.srt.disaggregation.decode_radix.step import AgreedSteps
+from sglang.srt.disaggregation.decode_radix.step_writes import StepWrites
 from sglang.srt.disaggregation.decode_radix.waiting import Refusal
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
@@ -56,6 +57,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
     @cached_property
     def _steps(self) -> AgreedSteps:
         return AgreedSteps(self, self._budget)
+
+    @cached_property
+    def step_writes(self) -> StepWrites:
+        """Announcements that wait for the step in flight."""
+        return StepWrites(self.scheduler, self._page)
 
     @cached_property
     def _handshakes(self) -> Handshakes:

@@ -136,6 +136,12 @@ class DisaggScheduler(DecodeFlush):
         self.release_when_idle()
 
     @override
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        if self._radix_on_decode:
+            self.disagg_decode_prealloc_queue.step_writes.result_processed()
+
+    @override
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
         # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
