@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.listeners import Listeners
 from sglang.srt.disaggregation.delta.prefill_rooms import PrefillRooms
 from sglang.srt.disaggregation.delta.stats import STATS
 from unit.delta.fakes import Clock, Manager, Sockets, announcement
 
 ROOM = 7
+REGISTERED = SimpleNamespace(endpoint="10.0.0.1", dst_port=4000)
 
 
 class Side:
@@ -22,10 +25,11 @@ class Side:
 
     def __init__(self) -> None:
         self.clock, self.manager = Clock(), Manager()
-        self.rooms = PrefillRooms(self.manager, self.clock)
+        listeners = Listeners(120, self.clock, lambda host, port: True, lambda look: look())
+        self.rooms = PrefillRooms(self.manager, self.clock, listeners)
         self.manager.rooms = self.rooms
         self.rooms._sockets = self.sockets = Sockets()  # type: ignore[assignment]
-        self.manager.decode_kv_args_table["D"] = object()
+        self.manager.decode_kv_args_table["D"] = REGISTERED
 
     def request(self, room: int = ROOM) -> None:
         """The request of a room arrives here."""
@@ -234,7 +238,7 @@ def test_a_decode_rank_that_falls_silent(side: Side) -> None:
     """Guards against rooms of a decode server that died which wait for ever, against another one's
     rooms failing with them, and against a rank that never pinged (stock) being forgotten."""
     for room, peer in ((7, "D"), (8, "E"), (9, "stock")):
-        side.manager.decode_kv_args_table[peer] = object()
+        side.manager.decode_kv_args_table[peer] = REGISTERED
         side.request(room)
         side.announce(room, peer)
     ping(side, "D")

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.disaggregation.delta import control, deadlines
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.gate import RoomGate
+from sglang.srt.disaggregation.delta.listeners import Listeners
 from sglang.srt.disaggregation.delta.scheduler_time import SchedulerTime
 from sglang.srt.disaggregation.delta.sockets import PeerSockets
 from sglang.srt.disaggregation.delta.stats import STATS
@@ -20,7 +21,12 @@ logger = logging.getLogger(__name__)
 class PrefillRooms:
     """One for each prefill rank. Used by the scheduler, transfer workers and the reader thread."""
 
-    def __init__(self, manager: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        clock: Callable[[], float] = time.monotonic,
+        listeners: Listeners | None = None,
+    ) -> None:
         self._manager = manager
         self._clock = clock
         self._sockets = PeerSockets()
@@ -29,6 +35,7 @@ class PrefillRooms:
         self._lease_s = max(deadlines.quarantine_seconds() / 2, 1.0)
         self._claim_s = deadlines.claim_seconds()
         self._peer_s = deadlines.peer_seconds()
+        self._listeners = listeners or Listeners(self._peer_s, clock)
         self._ticked_at = clock()
         #: How long an announcement waits for its request: a scheduler that compiles or loads
         #: something takes no requests, and rooms must not be over when it looks again.
@@ -136,7 +143,8 @@ class PrefillRooms:
 
     def tick(self) -> list[str]:
         """Called every second or so by the reader thread. Decode ranks to be forgotten: they used
-        to ping, and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``; their rooms fail."""
+        to ping, and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``, or never did and nobody
+        listens at their port for as long; their rooms fail."""
         self._check_suspension()
         now = self._ticked_at = self._clock()
         for room in self.gate.unclaimed(self._claim_s):
@@ -148,6 +156,8 @@ class PrefillRooms:
         silent = [peer for peer, at in list(self._heard.items()) if now - at >= self._peer_s]
         for peer in silent:
             del self._heard[peer]
+        silent += self._listeners.gone(self._manager.decode_kv_args_table, self._heard)
+        for peer in silent:
             for room in self.gate.rooms(peer):
                 self.fail(
                     room, Reason.PEER_LOST, f"decode rank {peer} gave no sign in {self._peer_s} s"
