@@ -12,8 +12,10 @@ from rich.console import Console
 from benchmark.demo.play import play
 from benchmark.demo.preflight import problems
 from benchmark.demo.serve import serve
+from benchmark.harness.environment import describe
 from benchmark.harness.models import REPOSITORY, TINY_ARITH
 from benchmark.harness.process import ServerFailed
+from benchmark.harness.report import write_summary
 
 
 def main() -> int:
@@ -21,7 +23,9 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="leave the servers running")
     parser.add_argument("--port", type=int, default=8000, help="load balancer's port with --serve")
     parser.add_argument("--model", type=Path, default=TINY_ARITH, help="a chat model's folder")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "out" / "demo", help="for logs")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "out" / "demo", help="for logs and the table"
+    )
     args = parser.parse_args()
     console = Console()
     for problem in problems(args.port if args.serve else None, args.model):
@@ -40,7 +44,9 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("Interrupted; all servers are stopped.")
         return 130
-    console.print(f"Done in {time.monotonic() - began:.0f} s; logs in {args.out}", highlight=False)
+    seconds = time.monotonic() - began
+    write_summary(args.out / "demo.summary.json", {**describe(), "seconds": seconds})
+    console.print(f"Done in {seconds:.0f} s; logs in {args.out}", highlight=False)
     if not same:
         console.print("[red]The arms answered differently, or a request failed.[/]")
     return 0 if same else 1

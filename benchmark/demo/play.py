@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
@@ -53,7 +54,7 @@ def configure(
 
 
 def play(model: Path, out: Path, console: Console) -> bool:
-    """Runs all arms and prints the table; returns whether every answer was the same.
+    """Runs all arms, prints the table and keeps it; returns whether every answer was the same.
 
     Raises:
         ServerFailed: a server did not start, died, or failed SGLang's memory check.
@@ -81,7 +82,10 @@ def play(model: Path, out: Path, console: Console) -> bool:
         [a.shared.results for a in arms]
     )
     _show_chat(conversations, arms[-1].chat, console)
-    _show_table(arms, same, console)
+    kept = StringIO()
+    for to in (console, Console(file=kept, width=100)):
+        _show_table(arms, same, to)
+    (out / "demo.txt").write_text(kept.getvalue())
     return same
 
 

@@ -1,0 +1,347 @@
+"""``python -m benchmark.tables``: writes the tables of the READMEs from the committed results.
+
+A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers are those of the
+files that the benchmark's command left in its ``results/`` folder, the command is above it, and a
+test compares them, so that no table says what no run showed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark.harness.models import REPOSITORY
+
+_BENCHMARK = Path(__file__).parent
+_TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Json = Mapping[str, Any]
+Cell = Callable[[Json], str]
+
+#: What an arm is called in a table.
+TITLES = {
+    "stock": "stock 0.5.10.post1",
+    "patched": "patched, no flag",
+    "flag": "with the flag",
+    "flag, spinning": "with the flag, thread spinning",
+}
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; rows without a number in them are left out."""
+    lines = [head, ["---"] * len(head), *(row for row in rows if any(row[1:]))]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def made(summary: Json, command: str) -> str:
+    """The line above a table: when, where, by which command."""
+    commit = summary["commit"]
+    return f"{summary['date']}, {summary['machine']}, commit {commit}, by\n`{command}`:\n\n"
+
+
+# ---- decode radix cache ----
+
+_RADIX = _BENCHMARK / "decode_radix_cache" / "results"
+
+
+def _radix_runs() -> tuple[Json, dict[str, list[Json]], dict[str, Json]]:
+    """The summary, all runs of each arm, and of each arm the run with the median requests/s."""
+    summary = _read(_RADIX / "throughput.summary.json")
+    runs: dict[str, list[Json]] = summary["runs"]
+    return summary, runs, {name: _median_run(of) for name, of in runs.items()}
+
+
+def _median_run(runs: Sequence[Json]) -> Json:
+    ordered = sorted(runs, key=lambda run: run["summary"]["requests_per_s"])
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def radix() -> str:
+    """README.md: requests/s and bytes, an arm a column."""
+    summary, runs, medians = _radix_runs()
+    load, wire = summary["load"], _read(_RADIX / "wire.summary.json")
+    arms = [name for name in TITLES if name in runs]
+    several = f"median of {len(runs['stock'])} runs"
+    rows = [
+        [
+            f"{load['requests']} requests at once over {load['groups']} prefixes of "
+            f"{load['prefix_tokens']:,} tokens, decode pool of {load['decode_pool']:,}: "
+            "running together",
+            *(str(medians[name]["peak_running"]) for name in arms),
+        ],
+        [f"the same: requests/s, {several}", *(_rate(medians[name]) for name in arms)],
+        ["the same: KV moved", *(_moved(medians[name]) for name in arms)],
+        [
+            f"{wire['load']['requests']} requests over {wire['load']['groups']} prefixes of "
+            f"{wire['load']['prefix_tokens']:,} tokens, UCX on TCP: bytes on the wire",
+            *(_megabytes(wire["arms"].get(name, {}).get("carried")) for name in arms),
+        ],
+    ]
+    command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(runs)}"
+    both = f"{command}` and `python -m benchmark.decode_radix_cache wire"
+    return made(summary, both) + markdown(["", *(TITLES[name] for name in arms)], rows)
+
+
+def throughput() -> str:
+    """benchmark/decode_radix_cache: everything of the throughput run."""
+    summary, runs, medians = _radix_runs()
+    base = medians["stock"]["summary"]["requests_per_s"]
+
+    def row(name: str, cell: Cell) -> list[str]:
+        return [name, *map(cell, medians.values())]
+
+    def times(of: str, p: str) -> Cell:
+        return lambda run: f"{run['summary'][of][p] * 1e3:,.0f} ms"
+
+    rows = [
+        row("requests/s", _rate),
+        ["requests/s, each run", *(", ".join(map(_rate, of)) for of in runs.values())],
+        row("against stock", lambda run: f"{run['summary']['requests_per_s'] / base:.2f}x"),
+        row("peak running requests", lambda run: str(run["peak_running"])),
+        row("TTFT p50", times("ttft_s", "p50")),
+        row("TTFT p99", times("ttft_s", "p99")),
+        row("ITL p50", times("itl_s", "p50")),
+        row("ITL p99", times("itl_s", "p99")),
+        row("KV moved", _moved),
+        row("failed requests", lambda run: str(run["summary"]["failed"])),
+    ]
+    same = "Outputs are identical in all arms" if summary["outputs_identical"] else "Outputs DIFFER"
+    command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(runs)}"
+    return f"{made(summary, command)}{markdown(['', *runs], rows)}\n{same}.\n"
+
+
+def _radix_options(runs: Mapping[str, Sequence[Json]]) -> str:
+    repeats = len(runs["stock"])
+    spinning = " --spinning" if "flag, spinning" in runs else ""
+    return (f" --repeats {repeats}" if repeats > 1 else "") + spinning
+
+
+def wire() -> str:
+    """benchmark/decode_radix_cache: bytes as the kernel counts them."""
+    summary = _read(_RADIX / "wire.summary.json")
+    arms: Mapping[str, Json] = summary["arms"]
+    rows = [
+        [
+            "bytes on the loopback interface, less HTTP",
+            *(_megabytes(arm["carried"]) for arm in arms.values()),
+        ],
+        [
+            "bytes of the pages that decode did not hold",
+            *(_megabytes(arm["unsent"]) for arm in arms.values()),
+        ],
+        ["ratio", *(f"{arm['ratio']:.3f}" for arm in arms.values())],
+    ]
+    return made(summary, "python -m benchmark.decode_radix_cache wire") + markdown(
+        ["", *arms], rows
+    )
+
+
+# ---- the demo ----
+
+
+def demo() -> str:
+    """README.md: what ``make demo`` printed."""
+    results = _BENCHMARK / "demo" / "results"
+    summary = _read(results / "demo.summary.json")
+    text = (results / "demo.txt").read_text().strip()
+    return (
+        f"`make demo` took {summary['seconds']:.0f} s after the installation and ended with this "
+        f"table ({summary['machine']},\n{summary['date']}, commit {summary['commit']}):\n\n"
+        f"```\n{text}\n```\n"
+    )
+
+
+# ---- buffer-only ----
+
+
+def _hicache() -> Json:
+    return _read(_BENCHMARK / "hicache_buffer_only" / "results" / "summary.json")
+
+
+def _hicache_command(summary: Json) -> str:
+    load, command = summary["load"], "python -m benchmark.hicache_buffer_only"
+    if summary["trace"] != "a generated trace":
+        command += f" --trace {summary['trace']}"
+    return f"{command} --requests {load['requests']} --speed {load['speed']:g}"
+
+
+def hicache() -> str:
+    """README.md and benchmark/hicache_buffer_only: hits, memory and times."""
+    summary = _hicache()
+    arms: Mapping[str, Json] = summary["arms"]
+
+    def row(name: str, cell: Cell) -> list[str]:
+        return [name, *map(cell, arms.values())]
+
+    def hits(tier: str) -> Cell:
+        return lambda arm: f"{arm['hits'][tier] / arm['hits']['prompt']:.1%}"
+
+    def times(of: str) -> Cell:
+        return lambda arm: (
+            f"{arm['summary'][of]['p50'] * 1e3:,.0f}, {arm['summary'][of]['p99'] * 1e3:,.0f} ms"
+        )
+
+    rows = [
+        row("prompt tokens found in a cache", lambda arm: f"{arm['hit_rate']:.1%}"),
+        row("from the device", hits("device")),
+        row("from the host pool", hits("host")),
+        row(
+            "from the store",
+            lambda arm: f"{hits('storage')(arm)} ({arm['hits']['storage']:,.0f} tokens)",
+        ),
+        row("host memory pinned by the workers", lambda arm: _megabytes(arm["pinned_bytes"])),
+        row("store", lambda arm: _megabytes(arm["store_bytes"])),
+        row("TTFT p50, p99", times("ttft_s")),
+        row("E2E p50, p99", times("latency_s")),
+        row("failed requests", lambda arm: str(arm["summary"]["failed"])),
+    ]
+    same = "identical" if summary["outputs_identical"] else "NOT identical"
+    note = f"Outputs are {same}. An endless cache would hit {summary['endless_hit_rate']:.1%}.\n"
+    titles = {"cache": "HiCache, stock", "cache, patched": "HiCache, patched"}
+    head = ["", *(titles.get(name, f"`{name}`") for name in arms)]
+    return f"{made(summary, _hicache_command(summary))}{markdown(head, rows)}\n{note}"
+
+
+# ---- KV transfer ----
+
+_TRANSFER = _BENCHMARK / "kv_transfer" / "results"
+#: Arms of ``benchmark.kv_transfer`` in the order of the columns.
+_TRANSFER_ARMS = {
+    "stock": "stock 0.5.10.post1",
+    "ours": "this package, no flag",
+    "bare": "the bare library",
+}
+
+
+def transfer() -> str:
+    """README.md and benchmark/kv_transfer: the newest results of each run."""
+    send, fleet, stall, idle = (
+        _lines(_TRANSFER, run) for run in ("send", "fleet", "stall", "idle")
+    )
+    tcp = _lines(_TRANSFER / "tcp", "fleet")
+
+    def per_arm(lines: Sequence[Json], kind: str, cell: Cell) -> list[str]:
+        found = {line["arm"]: cell(line) for line in lines if line["kind"] == kind}
+        return [found.get(arm, "") for arm in _TRANSFER_ARMS]
+
+    def speed(summary: Json) -> str:
+        return f"{summary['gb_per_s']:.2f} GB/s"
+
+    rows = [
+        [
+            "`send` of 2,048 scattered pages, time of the scheduler: p50, p99",
+            *per_arm(send, "summary", _send_cost),
+        ],
+        ["64 rooms on 4 decode peers, shared memory", *per_arm(fleet, "summary", speed)],
+        ["the same over TCP", *per_arm(tcp, "summary", speed)],
+        ["one of 4 decode peers stopped: its rooms", *_stopped(stall)],
+        [
+            "NIXL's own threads of an idle prefill process, of a core",
+            *per_arm(idle, "idle", _native),
+        ],
+    ]
+    sources = [
+        f"`{line['command']}` ({line['date']}, commit {line['commit']})"
+        for of in (send, fleet, tcp, stall, idle)
+        for line in of
+        if line["kind"] == "run"
+    ]
+    machine = next(line["machine"] for line in send if line["kind"] == "run")
+    intro = f"{machine}, by " + ",\n".join(sources) + ":\n\n"
+    return intro + markdown(["", *_TRANSFER_ARMS.values()], rows)
+
+
+def _lines(folder: Path, run: str) -> list[Json]:
+    """All lines of the newest results of a run; none where there are none."""
+    newest = sorted(folder.glob(f"*-{run}-nixl.jsonl"))[-1:]
+    return [json.loads(line) for path in newest for line in path.read_text().splitlines()]
+
+
+def _send_cost(summary: Json) -> str:
+    return f"{summary['send']['p50'] * 1e6:,.0f}, {summary['send']['p99'] * 1e6:,.0f} us"
+
+
+def _native(idle: Json) -> str:
+    """Threads that are not Python's, as a share of a core."""
+    native = [each["cpu_s"] for each in idle["threads"] if each["name"].startswith("native")]
+    return f"{sum(native) / idle['seconds']:.1%}"
+
+
+def _stopped(lines: Sequence[Json]) -> list[str]:
+    """How the rooms of the stopped peer ended."""
+    words = {"done": "done", "failed": "failed", "stuck": "without an end"}
+    cells = []
+    for arm in _TRANSFER_ARMS:
+        ends = [
+            line["outcome"]
+            for line in lines
+            if line["kind"] == "room" and line["arm"] == arm and line.get("stopped") == line["peer"]
+        ]
+        counts = Counter(ends)
+        cells.append(
+            ", ".join(f"{n} of {len(ends)} {words.get(end, end)}" for end, n in counts.items())
+        )
+    return cells
+
+
+# ---- files ----
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "radix": radix,
+    "throughput": throughput,
+    "wire": wire,
+    "demo": demo,
+    "hicache": hicache,
+    "transfer": transfer,
+}
+
+FILES = (
+    REPOSITORY / "README.md",
+    _BENCHMARK / "decode_radix_cache" / "README.md",
+    _BENCHMARK / "hicache_buffer_only" / "README.md",
+    _BENCHMARK / "kv_transfer" / "README.md",
+)
+
+
+def render(text: str) -> str:
+    """``text`` with every table in it as the results have it.
+
+    Raises:
+        KeyError: a table that nobody makes.
+    """
+    return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+
+
+def main() -> int:
+    """Rewrites what has changed, and names it."""
+    for path in FILES:
+        before = path.read_text()
+        if (after := render(before)) != before:
+            path.write_text(after)
+            print(path.relative_to(REPOSITORY))
+    return 0
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _rate(run: Json) -> str:
+    return f"{run['summary']['requests_per_s']:.2f}"
+
+
+def _moved(run: Json) -> str:
+    return _megabytes(run["traffic"]["bytes_moved"])
+
+
+def _megabytes(count: float | None) -> str:
+    return "" if count is None else f"{count / 1e6:,.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
