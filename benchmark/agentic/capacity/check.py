@@ -2,7 +2,8 @@
 
     python -m benchmark.agentic.capacity.check [--measured throughput.summary.json] [--from stock]
 
-The measurement is a summary that ``python -m benchmark.decode_radix_cache throughput`` wrote: 24
+The measurement is a summary that ``python -m benchmark.decode_radix_cache throughput`` wrote (by
+default one that is kept beside the results, so that they stay what they were made from): 24
 requests at once over two prefixes that nearly fill the decode pool. Prefill and steps are scaled
 until the simulated arm has that arm's requests a second and ITL. What part of a step grows with
 the batch is assumed both ways: none of it, and all.
@@ -33,7 +34,7 @@ from benchmark.agentic.capacity.sim.prefill import PrefillConfig
 from benchmark.decode_radix_cache.throughput import Load
 from benchmark.harness import report
 
-RESULTS = Path(__file__).parents[2] / "decode_radix_cache" / "results"
+MEASURED = Path(__file__).parent / "results" / "cpu-rig.throughput.summary.json"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def simulate(load: Load, arms: Mapping[str, Arm], name: str, costs: Costs) -> Ou
         block_tokens=load.suffix_tokens,
         in_turn=True,
     )
-    radix = name != "stock"
+    radix = name.startswith("flag")
     capped = name == "flag capped"
     config = FleetConfig(
         PrefillConfig(load.prefill_pool, load.chunked_prefill_tokens),
@@ -100,7 +101,7 @@ def assumptions(costs: Costs) -> dict[str, Costs]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic.capacity.check")
-    parser.add_argument("--measured", type=Path, default=RESULTS / "throughput.summary.json")
+    parser.add_argument("--measured", type=Path, default=MEASURED)
     parser.add_argument("--from", dest="base", default="stock", help="arm that gives the costs")
     parser.add_argument("--costs", default="cpu-rig", help="what the scales start from")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

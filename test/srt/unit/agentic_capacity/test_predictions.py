@@ -32,9 +32,7 @@ def test_the_pull_requests_benchmark_from_its_stock_arm() -> None:
 
 def test_the_cpu_rigs_peaks_are_predicted() -> None:
     """What fits into the pool follows from sizes alone, whatever the costs."""
-    load, arms = check.read_arms(
-        json.loads((check.RESULTS / "throughput.summary.json").read_text())
-    )
+    load, arms = check.read_arms(json.loads(check.MEASURED.read_text()))
     costs = cost_files.load("cpu-rig")
     peaks = {name: check.simulate(load, arms, name, costs).peak_running for name in arms}
     assert peaks == {"stock": 2, "flag": 11, "flag capped": 2}

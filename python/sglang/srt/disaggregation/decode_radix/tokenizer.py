@@ -19,7 +19,7 @@ class RadixTokenizer(TokenizerManager):
 
     @override
     async def _tokenize_one_request(self, obj: Any) -> Any:
-        wanted = self.server_args.disaggregation_decode_enable_radix_cache
+        wanted = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
         if wanted and obj.input_embeds is not None:
             raise ValueError(
                 f"input_embeds cannot be served by a decode server with {FLAG}: SGLang takes them "
