@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.disaggregation.mooncake import conn
+from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 ADDRESS = "10.0.0.1:8998"
@@ -64,6 +65,7 @@ def bare(mode: Any) -> Any:
         enable_staging=False,
         is_dummy_cp_rank=False,
         being_sent=set(),
+        chunk_deadlines=ChunkDeadlines(120.0),
         _unsettled=[],
         failure_lock=threading.Lock(),
         connection_lock=threading.Lock(),

@@ -18,6 +18,9 @@ from component.mooncake.scene import (
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
 
 
 def abort_on_prefill() -> None:
@@ -167,6 +170,51 @@ def withdrawn_while_written() -> None:
     watch.close()
 
 
+def chunk_that_is_never_over() -> None:
+    """The engine's call does not return: a peer that is frozen, with nothing that ends its TCP."""
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4, 5), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(2, 3)
+    behind, other = PAIR.room()
+    other.announce(pages(7), 2, prefix_len=0)
+    PAIR.announced(behind)
+    behind.init(1, 1)
+    before, brake = STATS.failures[Reason.TIMEOUT], Brake()
+    PREFILL.chunk_deadlines = ChunkDeadlines(0.1)
+    try:
+        with engine(brake):
+            sender.send(pages(30))
+            assert brake.reached.wait(LIMIT_S)
+            behind.send(pages(33))  # into the same queue
+            until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+            until(lambda: other.poll() == KVPoll.Failed, "notice of what waits behind it")
+            watch = receiver.hold()
+            assert not watch.quiet() and sender.poll() == KVPoll.Transferring, "it is written"
+            assert other.hold() is None and behind.poll() == KVPoll.Failed, "nothing was begun"
+            assert STATS.failures[Reason.TIMEOUT] == before + 2
+            brake.go_on.set()
+            until(lambda: sender.poll() == KVPoll.Failed, "sender")
+            until(watch.quiet, "quiet")
+    finally:
+        PREFILL.chunk_deadlines = ChunkDeadlines(LIMIT_S)
+    assert PAIR.arrived([30], [4])
+    for text in (reason(sender), reason(behind)):
+        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and DECODE.peer_name in text, text
+    assert reason(receiver) and reason(other)
+    watch.close()
+    # Nobody else is the worse for it.
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 2, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    sender.send(pages(31))
+    assert PAIR.finish(sender, receiver) == DONE
+    assert PREFILL.chunk_deadlines.rooms() == []
+    sender.clear()
+    receiver.clear()
+
+
 def withdrawn_when_all_was_sent() -> None:
     sender, receiver = PAIR.room()
     receiver.announce(pages(4), 5, prefix_len=0)
@@ -274,6 +322,7 @@ SCENARIOS = (
     stock_peer_of_a_failed_transfer,
     withdrawn_before_it_is_written,
     withdrawn_while_written,
+    chunk_that_is_never_over,
     withdrawn_when_all_was_sent,
     withdrawn_before_the_request_came,
     completion_of_a_room_that_is_watched,

@@ -90,6 +90,13 @@ def test_withdrawn_by_decode(output: str) -> None:
     )
 
 
+def test_a_chunk_that_is_never_over(output: str) -> None:
+    """Guards against a call of the engine that does not return holding its client, its decode
+    server and what waits behind it until their own, longer deadlines; against its pages being
+    given away while it reads and writes them; and against a failure that is not counted."""
+    passed(output, "chunk_that_is_never_over")
+
+
 def test_given_up_and_completed(output: str) -> None:
     """Guards against pages held for the whole bound although a stock prefill, which takes no
     withdrawal, said that everything has arrived."""

@@ -15,7 +15,7 @@ def quarantine_seconds() -> float:
 
 
 def transfer_seconds() -> float:
-    """How long prefill waits for a posted transfer to settle."""
+    """How long a chunk may take on prefill, from its queue to its end."""
     return env_seconds("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", 120.0)
 
 

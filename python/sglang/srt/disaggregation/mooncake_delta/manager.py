@@ -14,11 +14,13 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import deadlines, heads
+from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.reader import MessageReader
 from sglang.srt.disaggregation.delta.sockets import PeerSockets
 from sglang.srt.disaggregation.mooncake_delta import staging
 from sglang.srt.disaggregation.mooncake_delta.announcements import MooncakeAnnouncements
 from sglang.srt.disaggregation.mooncake_delta.arrivals import RoomProgress
+from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake_delta.statuses import MooncakeStatuses
 from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker
 
@@ -52,6 +54,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self.being_sent: set[int] = set()
         #: Rooms with writes that may still be under way: until when they count as such.
         self._unsettled: list[tuple[float, int]] = []
+        #: Until when the chunks in the queues, and in calls of the engine, have to be over.
+        self.chunk_deadlines = ChunkDeadlines(deadlines.transfer_seconds())
         reader = MessageReader(self.rooms.take, MooncakeAnnouncements(self).take)
         self._read(reader, self._tick)
 
@@ -69,8 +73,71 @@ class DeltaMooncakeManager(MooncakeKVManager):
             if gone is not None:
                 self._sockets.drop(gone.endpoint, gone.dst_port)
         self._leave_due()
+        self._fail_overdue()
 
     # ---- prefill side: sending ----
+
+    @override
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last_chunk: bool,
+        aux_index: int | None = None, state_indices: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.chunk_deadlines.queued(bootstrap_room)  # before a worker may be through with it
+        super().add_transfer_request(
+            bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
+        )
+
+    @override
+    def forget_status(self, room: int) -> None:
+        super().forget_status(room)
+        if self.rooms is not None:
+            self.chunk_deadlines.forget(room)
+
+    def fail_room(self, room: int, kind: Reason, text: str, *, settled: bool) -> None:
+        """Fail a room here. Decode ranks of ours are told why when all has settled; where that
+        may take long (not ``settled``), and to stock ones, SGLang's own word is sent at once."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        assert self.rooms is not None
+        infos = self.rooms.gate.destinations(room)
+        self.rooms.fail(room, kind, text)
+        for info in infos:
+            if not info.is_dummy and not (settled and info.is_ours):
+                self.say(info, KVPoll.Failed)
+
+    def say(self, info: Any, status: Any) -> None:
+        """Tell a decode rank how its room ended, as SGLang does; best effort."""
+        try:
+            self.sync_status_to_decode_endpoint(
+                info.endpoint, info.dst_port, info.room, int(status), self.writer_id
+            )
+        except (OSError, ValueError) as error:  # decode finds out by its own deadline
+            logger.warning(
+                "could not tell decode rank %s how room %s ended: %s",
+                info.mooncake_session_id,
+                info.room,
+                error,
+            )
+
+    def _fail_overdue(self) -> None:
+        """Fail the rooms with a chunk that took too long. What the engine is at is waited for."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        assert self.rooms is not None
+        seconds = self.chunk_deadlines.seconds
+        limit = f"after {seconds:g} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)"
+        for room, peer in self.chunk_deadlines.take_overdue():
+            if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
+                continue
+            infos = self.rooms.gate.destinations(room)
+            waits_for = ", ".join(info.mooncake_session_id for info in infos if not info.is_dummy)
+            what = (
+                f"a transfer to decode rank {peer} was not over"
+                if peer is not None
+                else f"a chunk for decode rank {waits_for} was still in its queue"
+            )
+            text = f"room {room}: {what} {limit}"
+            self.fail_room(room, Reason.TIMEOUT, text, settled=peer is None)
 
     @override
     def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None) -> None:
@@ -141,7 +208,9 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        if self.enable_staging:  # in order with the messages of stock's staging
+        if self.enable_staging and status:
+            # In order with the messages of stock's staging. A failure (0) has to keep no order, and
+            # may be the reader thread's word: stock's sockets are its workers' alone.
             super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             return
         frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]

@@ -68,6 +68,7 @@ class GatedQueue:
         self._queue = queue
         self._manager = manager
         self._room: int | None = None
+        self._is_put_back = False
 
     def get(self) -> Any:
         """Leave the room of the chunk before, and wait for one whose room may be entered."""
@@ -79,14 +80,17 @@ class GatedQueue:
                 self._room = chunk.room
                 return chunk
             self._manager.being_sent.discard(chunk.room)
+            self._manager.chunk_deadlines.over(chunk.room)
 
     def put(self, chunk: Any) -> None:
-        """A chunk that decode has no place for yet, to be tried again."""
+        """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
+        self._is_put_back = True
         self._queue.put(chunk)
 
     def leave(self, error: BaseException | None) -> None:
         """The worker is done with the last chunk; ``error``: what it raised, if it did."""
         room, self._room = self._room, None
+        is_put_back, self._is_put_back = self._is_put_back, False
         if room is None:
             return
         manager = self._manager
@@ -97,6 +101,8 @@ class GatedQueue:
             manager.rooms.fail(room, Reason.TRANSPORT, text)
         manager.rooms.gate.leave(room)
         manager.being_sent.discard(room)
+        if not is_put_back:
+            manager.chunk_deadlines.over(room)
 
 
 def serve(manager: Any, queue: Any, worker: Callable[[Any], None]) -> None:

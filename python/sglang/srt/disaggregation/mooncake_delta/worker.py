@@ -67,6 +67,7 @@ class ChunkWorker:
             self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
         finally:
             being_sent.discard(chunk.room)
+            self._manager.chunk_deadlines.over(chunk.room)
 
     def _serve(self, chunk: Any) -> None:
         settled = True
@@ -74,9 +75,10 @@ class ChunkWorker:
             self._send(chunk)
         except ChunkError as error:
             settled = error.settled
-            self._fail(chunk.room, error.kind, str(error), settled)
+            self._manager.fail_room(chunk.room, error.kind, str(error), settled=settled)
         except Exception as error:  # the engine's binding raises what it likes
-            self._fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}", True)
+            text = f"room {chunk.room}: {error!r}"
+            self._manager.fail_room(chunk.room, Reason.TRANSPORT, text, settled=True)
         finally:
             self._executor.settle()
             if settled:
@@ -96,12 +98,13 @@ class ChunkWorker:
         if not chunk.is_last_chunk or manager.rooms.gate.stopped(room) is not None:
             return
         for info in infos:
-            self._say(info, KVPoll.Success)
+            manager.say(info, KVPoll.Success)
         manager.advance(room, KVPoll.Success)
 
     def _send_to(self, info: Any, chunk: Any) -> None:
         """Everything of one chunk that goes to one decode rank."""
         manager, session = self._manager, info.mooncake_session_id
+        manager.chunk_deadlines.sending(info.room, session)
         target = manager.decode_kv_args_table.get(session)
         if manager.is_distrusted(session) or target is None:
             raise ChunkError(
@@ -164,28 +167,3 @@ class ChunkWorker:
             f"{info.mooncake_session_id} (status {status})",
             settled=False,
         )
-
-    def _fail(self, room: int, kind: Reason, text: str, settled: bool) -> None:
-        """Fail the room here. Decode ranks of ours are told why when all has settled; where that
-        may take long, and to stock ones, SGLang's own word is sent at once."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        infos = self._manager.rooms.gate.destinations(room)
-        self._manager.rooms.fail(room, kind, text)
-        for info in infos:
-            if not info.is_dummy and not (settled and info.is_ours):
-                self._say(info, KVPoll.Failed)
-
-    def _say(self, info: Any, status: Any) -> None:
-        manager = self._manager
-        try:
-            manager.sync_status_to_decode_endpoint(
-                info.endpoint, info.dst_port, info.room, int(status), manager.writer_id
-            )
-        except (OSError, ValueError) as error:  # decode finds out by its own deadline
-            logger.warning(
-                "could not tell decode rank %s how room %s ended: %s",
-                info.mooncake_session_id,
-                info.room,
-                error,
-            )

@@ -1,0 +1,143 @@
+"""Chunks that take too long, without an engine: which rooms fail, when, and who is told."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from component.mooncake.bare import prefill
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.utils import FastQueue
+from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
+from sglang.srt.disaggregation.mooncake_delta.staging import GatedQueue
+from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+SESSION = "10.0.0.2:7001"
+
+
+class Rank:
+    """A prefill rank whose queue nobody serves but the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.manager = prefill()
+        self.manager.chunk_deadlines = ChunkDeadlines(10.0, lambda: self.now)
+        self.manager.disaggregation_mode = DisaggregationMode.PREFILL
+        self.manager.transfer_queues = [FastQueue()]
+        self.said: list[tuple[int, int]] = []
+        self.manager.say = lambda info, status: self.said.append((info.room, int(status)))
+
+    def announce(self, *rooms: int, ours: bool = True) -> None:
+        """Requests that may be sent to one decode rank."""
+        for room in rooms:
+            info = SimpleNamespace(
+                room=room, mooncake_session_id=SESSION, is_dummy=False, is_ours=ours,
+                delta=object() if ours else None, delta_error=None, endpoint="10.0.0.2",
+                dst_port=4000,
+            )  # fmt: skip
+            self.manager.rooms.gate.open(room)
+            self.manager.update_status(room, KVPoll.WaitingForInput)
+            self.manager.transfer_infos[room] = {SESSION: info}
+            self.manager.rooms.gate.announce(room, SESSION, info)
+
+    def send(self, room: int) -> None:
+        self.manager.add_transfer_request(room, None, slice(0, 1), False)
+
+    def take(self, seconds: float) -> None:
+        """A worker takes the next chunk; while it is at it, so much time passes."""
+
+        def send(info: Any, target: Any, chunk: Any) -> None:
+            self.now += seconds
+            self.manager._tick()
+
+        self.manager.decode_kv_args_table[SESSION] = object()
+        worker = ChunkWorker(self.manager, ThreadPoolExecutor(1))
+        worker._send_pages = send  # type: ignore[method-assign]
+        worker.take(self.manager.transfer_queues[0].get())
+
+    def failed(self) -> dict[int, str]:
+        return dict(self.manager.failure_records)
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_from_the_queue_to_the_end(rank: Rank) -> None:
+    """Guards against a deadline that begins when the worker gets to a chunk, or is another one's:
+    each chunk has its own."""
+    rank.announce(1, 2)
+    rank.send(1)
+    rank.now = 4.0
+    rank.send(1)
+    rank.send(2)
+    rank.take(5.0)
+    assert rank.failed() == {} and rank.manager.chunk_deadlines.rooms() == [1, 2]
+    rank.now = 13.9
+    rank.manager._tick()
+    assert rank.failed() == {}
+    before = STATS.failures[Reason.TIMEOUT]
+    rank.now = 14.0
+    rank.manager._tick()
+    assert set(rank.failed()) == {1, 2} and STATS.failures[Reason.TIMEOUT] == before + 2
+    for text in rank.failed().values():
+        assert "still in its queue after 10 s" in text and SESSION in text
+        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text
+    rank.manager._tick()
+    assert rank.said == [], "a patched decode rank is told by the gate, once"
+    sent = [message.room for _, _, message in rank.manager.rooms._sockets.sent]
+    assert sent == [1, 2]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_in_a_call_of_the_engine(rank: Rank, ours: bool) -> None:
+    """Guards against a decode server that waits for a call which does not return, against one that
+    is told that nothing is written any more, and against two words for one failure."""
+    rank.announce(1, 2, ours=ours)
+    rank.send(1)
+    rank.take(60.0)
+    assert f"to decode rank {SESSION} was not over after 10 s" in rank.failed()[1]
+    assert rank.said == [(1, KVPoll.Failed)]
+    sent = [message.room for _, _, message in rank.manager.rooms._sockets.sent]
+    assert sent == ([1] if ours else []), "when the call has returned"
+    assert rank.manager.request_status[2] == KVPoll.WaitingForInput
+    assert rank.manager.chunk_deadlines.rooms() == [] and not rank.manager.being_sent
+
+
+def test_what_has_ended_otherwise(rank: Rank) -> None:
+    """Guards against a success, an abort or a request that is gone becoming a timeout, and against
+    entries of chunks that were never queued."""
+    rank.announce(1, 2, 3)
+    for room in (1, 2, 3, 4):
+        rank.send(room)
+    rank.manager.advance(1, KVPoll.Success)
+    rank.manager.rooms.fail(2, Reason.ABORTED, "aborted")
+    rank.manager.forget_status(3)
+    before = STATS.failures[Reason.TIMEOUT]
+    rank.now = 10.0
+    rank.manager._tick()
+    assert rank.failed() == {2: "aborted"} and STATS.failures[Reason.TIMEOUT] == before
+    assert rank.manager.chunk_deadlines.rooms() == [] and rank.said == []
+
+
+def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
+    """Guards against a chunk that decode's staging buffer never has a place for going round for
+    ever, and against an entry that stays when it was sent."""
+    rank.announce(1, 2)
+    rank.send(1)
+    rank.send(2)
+    queue = GatedQueue(rank.manager.transfer_queues[0], rank.manager)
+    queue.put(queue.get())
+    assert queue.get().room == 2
+    assert rank.manager.chunk_deadlines.rooms() == [1, 2]
+    assert queue.get().room == 1
+    assert rank.manager.chunk_deadlines.rooms() == [1]
+    queue.leave(None)
+    assert rank.manager.chunk_deadlines.rooms() == []
