@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from component.decode_radix.checks import check, check_idle
@@ -83,6 +85,30 @@ def test_metadata_of_another_room_fail_the_request(decoder: Decoder) -> None:
     assert req.output_ids == [] and room.clears == 1
     decoder.tick_queues()
     assert markers(decoder) == {0} and decoder.tree_cache.total_size() == 0
+    check_idle(decoder)
+
+
+def test_metadata_that_never_come(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a request that waits for ever for metadata of a room that its backend reports
+    as complete: nothing else would end it."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    req = decoder.submit(PROMPT, new=4)
+    decoder.tick_queues()
+    decoder.deliver(req, metadata=False)
+    for _ in range(3):
+        decoder.tick_queues()
+        clock[0] += 99.0
+        assert decoder.in_transfer == [req]
+    clock[0] += 10.0
+    decoder.tick_queues()
+    check(decoder)
+    assert decoder.in_transfer == [] and decoder.mailbox.ends[req.rid] == 1
+    reason = decoder.mailbox.reasons[req.rid]["message"]
+    assert "no metadata in metadata slot" in reason and "WAITING_TIMEOUT" in reason
+    assert req in decoder._held  # prefill may still write them
+    decoder.drain()
+    assert decoder.tree_cache.total_size() == 0
     check_idle(decoder)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from itertools import permutations
 from typing import Any
 
 import pytest
 
+from component.nixl.bare import ADDRESS, decode
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.watch import RoomWatch
+from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import TransferInfo, TransferStatus
 from sglang.srt.disaggregation.nixl_async.notifications import parse
 
@@ -127,3 +132,32 @@ def test_damaged_frame_is_kept_for_its_room() -> None:
     info = TransferInfo.from_zmq(message(b"", b"sglang-delta:\xc1"))
     assert info.delta is None and "malformed" in info.delta_error
     assert not info.is_dummy()
+
+
+def test_notifications_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against an error of the transport that ends the scheduler, which polls: rooms end by
+    their deadline, pages of rooms that were given up stay held, and the log does not fill up."""
+    manager = decode(7, writers=1)
+    manager.waiting_timeout = 30
+
+    def broken() -> Any:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(manager.agent, "get_new_notifs", broken)
+    receiver = conn.NixlKVReceiver.__new__(conn.NixlKVReceiver)
+    receiver.__dict__.update(
+        kv_mgr=manager, bootstrap_room=7, bootstrap_addr=ADDRESS, conclude_state=None,
+        started_transfer=True, init_time=time.time(), required_prefill_response_num=1,
+    )  # fmt: skip
+    for _ in range(100):
+        assert receiver.poll() == KVPoll.WaitingForInput
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "could not read NIXL notifications: RuntimeError('NIXL_ERR_BACKEND')"
+    ]
+    receiver.init_time -= 31
+    assert receiver.poll() == KVPoll.Failed
+    assert "WAITING_TIMEOUT" in manager.failure_records[7]
+    watch = RoomWatch(manager, 7, ADDRESS, manager.progress(7), 1)
+    assert not watch.quiet()

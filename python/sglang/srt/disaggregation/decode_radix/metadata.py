@@ -6,6 +6,7 @@ is complete. A rank that found out afterwards would keep the request while the o
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.eligibility import is_fake
@@ -38,7 +39,10 @@ class Arrival:
         self._buffers = buffers
 
     def poll(self) -> int:
-        """The receiver's state; Success only with this room's metadata, Failed with another's."""
+        """The receiver's state; Success only with this room's metadata.
+
+        Failed with another room's, or without any for as long as a transfer may take.
+        """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         entry, req = self._decode_req, self._decode_req.req
@@ -52,7 +56,7 @@ class Arrival:
             entry.failure = "room 0 cannot be told from an empty metadata slot"
             return int(KVPoll.Failed)
         if found == EMPTY:
-            return int(KVPoll.Transferring)
+            return int(KVPoll.Failed if self._is_overdue() else KVPoll.Transferring)
         entry.arrived = True  # on this rank prefill has nothing left to write
         if found != expected:
             entry.failure = (
@@ -60,3 +64,22 @@ class Arrival:
             )
             return int(KVPoll.Failed)
         return state
+
+    def _is_overdue(self) -> bool:
+        """Whether the metadata did not come in the time that a transfer may take.
+
+        Prefill says that it delivered everything, so nothing else would end the wait.
+        """
+        from sglang.srt.environ import envs
+
+        entry, now = self._decode_req, time.monotonic()
+        if getattr(entry, "without_metadata_since", None) is None:
+            entry.without_metadata_since = now
+        waited = now - entry.without_metadata_since
+        if waited < envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get():
+            return False
+        entry.failure = (
+            f"its KV has arrived, but no metadata in metadata slot {entry.metadata_buffer_index} "
+            f"within {waited:.0f} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+        )
+        return True

@@ -22,7 +22,11 @@ class Complaints:
         self._last: dict[str, float] = {}
 
     def about(self, peer: str, problem: object) -> None:
-        """Log what is wrong with ``peer``, unless something was just logged about it."""
+        """A message of ``peer`` was dropped, and why."""
+        self.say(peer, f"dropped a message from {peer}", problem)
+
+    def say(self, peer: str, what: str, problem: object) -> None:
+        """Log ``what`` went wrong, and why, unless something was just logged about ``peer``."""
         now = self._clock()
         if peer not in self._last and len(self._last) >= _REMEMBERED_PEERS:
             self._last = {it: at for it, at in self._last.items() if now - at < INTERVAL_S}
@@ -32,4 +36,4 @@ class Complaints:
         if last is not None and now - last < INTERVAL_S:
             return
         self._last[peer] = now
-        self._logger.error("dropped a message from %s: %s", peer, str(problem)[:_MAX_CHARACTERS])
+        self._logger.error("%s: %s", what, str(problem)[:_MAX_CHARACTERS])
