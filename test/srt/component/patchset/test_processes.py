@@ -18,7 +18,7 @@ class Observer:
             now = state()
             bound = sum(item.status.value == "bound" for item in now.rows)
             with open(os.environ["OBSERVED"], "a") as out:
-                out.write(f"{os.getpid()} {os.getppid()} {now.active} {bound} {len(now.failed)}\\n")
+                out.write(f"{os.getpid()} {os.getppid()} {now.active} {bound} {len(now.stock)}\\n")
         return None
 sys.meta_path.insert(0, Observer())
 """
@@ -60,5 +60,5 @@ def test_engine_in_a_program(model_config, tmp_path):
     program_pid = next(pid for pid, parent in parents.items() if parent not in parents)
     controller_children = [p for p in parents.values() if parents.get(p) == program_pid]
     assert len(controller_children) == 2, lines  # the two schedulers
-    for _, _, active, bound, failed in lines:
-        assert (active, failed) == ("True", "0") and int(bound) > 0, lines
+    for _, _, active, bound, stock in lines:
+        assert (active, stock) == ("True", "0") and int(bound) > 0, lines

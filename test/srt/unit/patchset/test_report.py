@@ -48,6 +48,16 @@ def test_a_failed_row_is_an_error(fake_sglang):
     assert "group feature: stock" in result.stdout
 
 
+@pytest.mark.parametrize("code", [MAIN, CHECK])
+def test_a_group_that_is_switched_off_is_no_error(fake_sglang, code):
+    """A deployment that wants it so must still be able to check its image."""
+    result = fake_sglang.run(code, SGLANG_PATCHSET_DISABLE="feature")
+    assert "group feature: off" in result.stdout
+    assert (
+        result.stdout.count("stock ") == 2 and "SGLANG_PATCHSET_DISABLE names it" in result.stdout
+    )
+
+
 def test_without_the_hook_the_report_says_so(fake_sglang):
     """An installation whose .pth was lost looks complete otherwise."""
     result = fake_sglang.run(f"import sys; sys.meta_path.pop(0); {MAIN}", check=False)
