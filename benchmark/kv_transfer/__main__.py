@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.kv_transfer import choice, output, plot, runs, shapes
+from benchmark.kv_transfer import choice, gaps, output, plot, runs, shapes
 from benchmark.kv_transfer.cases import Case, Options
 from benchmark.kv_transfer.fleet import TRANSPORTS, ArmFailed
 from benchmark.kv_transfer.patterns import PATTERNS
@@ -18,6 +18,7 @@ RUNS = {
     "sweep": "time and bandwidth against size",
     "send": "what a call of send costs the scheduler's thread",
     "fleet": "many rooms on four peers",
+    "gap": "how long prefill's loop stands still under load",
     "stall": "the same with one of the peers stopped",
     "idle": "CPU use with nothing to do",
     "load": "CPU seconds for what is moved",
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, help="measured rounds in a pass")
     add("--passes", type=int, default=2, help="times that every arm is started afresh")
     add("--pause-us", type=float, default=200, help="of prefill's loop between two looks")
+    add("--work-us", type=float, default=500, help="gap: Python work in a turn of prefill's loop")
     add("--deadline", type=float, default=5.0, help="stall: seconds of a transfer")
     add("--seconds", type=float, default=10.0, help="idle: how long")
     add("--limit", type=float, default=120.0, help="seconds of a round, at most")
@@ -75,6 +77,7 @@ _DEFAULTS = {
     "sweep": (_MAIN_ARMS, 1, 1, 1, 0, 5, 8),
     "send": (("stock", "ours"), 20, 4, 1, 2048, 5, 8),
     "fleet": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
+    "gap": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
     "stall": (("stock", "ours"), 64, 64, 4, 1024, 3, 8),
     "idle": (("stock", "ours"), 4, 4, 1, 1024, 1, 8),
     "load": (_MAIN_ARMS, 16, 8, 1, 4096, 3, 8),
@@ -103,6 +106,7 @@ def _options(args: argparse.Namespace, console: Console) -> tuple[Options, Case]
         rounds=args.rounds or rounds,
         limit_s=args.limit,
         pause_s=args.pause_us * 1e-6,
+        work_s=args.work_us * 1e-6 if args.run == "gap" else 0.0,
         max_bytes=int(args.max_bytes),
         seed=args.seed,
         console=console,
@@ -179,7 +183,12 @@ def main() -> int:
         elif args.run == "idle":
             answer = runs.run_idle(options, case, lines, args.seconds)
         else:
-            run = {"send": runs.run_send, "fleet": runs.run_fleet, "load": runs.run_load}[args.run]
+            run = {
+                "send": runs.run_send,
+                "fleet": runs.run_fleet,
+                "gap": gaps.run,
+                "load": runs.run_load,
+            }[args.run]
             answer = run(options, case, lines)
     except (ArmFailed, ValueError) as failure:
         console.print(f"[red]{failure}[/]", markup=True, highlight=False)

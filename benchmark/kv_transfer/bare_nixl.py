@@ -35,7 +35,7 @@ def make_agent(arm: str, pool: Pool, threads: int) -> Any:
 
     from sglang.srt.disaggregation.nixl_async.agent import attuned
 
-    with nullcontext() if arm == "bare-stock" else attuned():
+    with nullcontext() if arm == "bare-stock" else attuned(1 if threads else 0):
         config = _api.nixl_agent_config(backends=["UCX"], num_threads=threads)
         agent = _api.nixl_agent(str(uuid.uuid4()), config)
     regions = [(buffer.data_ptr(), buffer.nbytes, 0, "") for buffer in pool.buffers]

@@ -66,6 +66,8 @@ class Options:
     rounds: int
     limit_s: float
     pause_s: float
+    #: Python work of prefill's loop in each turn (run ``gap``).
+    work_s: float
     max_bytes: int
     seed: int
     console: Console = field(repr=False)
@@ -112,6 +114,7 @@ def arm_of(
         transport=options.transport,
         device=options.device,
         prefill_pause_s=options.pause_s,
+        prefill_work_s=options.work_s,
         env=env or {},
     )
     with Fleet(config) as fleet:

@@ -56,6 +56,7 @@ class FleetConfig:
     device: str = "cpu"
     prefill_pause_s: float = 0.0002
     decode_pause_s: float = 0.001
+    prefill_work_s: float = 0.0
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -240,6 +241,7 @@ class Fleet:
             dist_port=dist_port,
             prefill_pause_s=config.prefill_pause_s,
             decode_pause_s=config.decode_pause_s,
+            prefill_work_s=config.prefill_work_s,
         )
 
     def _stop(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from benchmark.kv_transfer.patterns import RoomPlan
 from benchmark.kv_transfer.probe import Probe
 from benchmark.kv_transfer.records import RoomTimes, Round
+from benchmark.kv_transfer.turns import TurnClock, Work
 
 _READY_S = 30.0
 
@@ -40,16 +41,19 @@ def run_round(
     limit_s: float,
     pause_s: float,
     page_bytes: int,
+    work_s: float = 0.0,
 ) -> Round:
     """Send all rooms, at most ``in_flight`` of them under way, and wait for their ends.
 
     As in SGLang's event loop, one thread sends the chunks of the rooms whose turn it is, then looks
     at all rooms under way, then does something else (here: sleeps ``pause_s``). ``limit_s``: after
-    so long, rooms without an end are ``stuck``.
+    so long, rooms without an end are ``stuck``. ``work_s``: so much Python work in each turn, which
+    then sends one room at most; every turn is timed.
     """
     waiting = deque(plans)
     active: dict[int, RoomTimes] = {}
     ended: list[RoomTimes] = []
+    work, clock = Work(work_s), TurnClock() if work_s else None
     probe.take()
     cpu, began = time.process_time(), time.monotonic()
     while (waiting or active) and time.monotonic() - began < limit_s:
@@ -63,6 +67,8 @@ def run_round(
                 times.error = f"send raised: {error!r}"
                 ended.append(_end(times, senders, "failed"))
                 del active[plan.room]
+            if work_s:
+                break
         end.step()
         for room in list(active):
             times = active[room]
@@ -73,14 +79,18 @@ def run_round(
             if outcome is not None:
                 ended.append(_end(times, senders, outcome))
                 del active[room]
+        work()
         if active:
             time.sleep(pause_s)
+        if clock is not None:
+            clock.turn()
     wall, used = time.monotonic() - began, time.process_time() - cpu
     ended += [_end(times, senders, "stuck") for times in active.values()]
     ended += [RoomTimes(plan.room, plan.peer, error="never sent") for plan in waiting]
     sizes = {plan.room: len(plan.source) * page_bytes for plan in plans}
     moved = sum(sizes[times.room] for times in ended if times.outcome == "done")
-    return Round(ended, probe.take(), wall, used, moved)
+    turns = clock.turns if clock is not None else []
+    return Round(ended, probe.take(), wall, used, moved, turns=turns)
 
 
 def _send(sender: Any, plan: RoomPlan, times: RoomTimes, probe: Probe) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmark.kv_transfer.shapes import Shape
+from benchmark.kv_transfer.turns import Turn
 
 #: ``bare`` configures its NIXL agents as ours does, ``bare-stock`` as SGLang does.
 ARMS = ("stock", "ours", "bare", "bare-stock")
@@ -32,6 +33,9 @@ class Setup:
     #: Seconds between two looks at what is under way: of the prefill loop, and of decode's.
     prefill_pause_s: float
     decode_pause_s: float
+    #: Python work in each turn of the prefill loop, which then sends one room a turn; 0: none, and
+    #: all rooms at once.
+    prefill_work_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,8 @@ class Round:
     moved_bytes: int
     #: CPU time of the decode processes together.
     peer_cpu_s: float = 0.0
+    #: Of the prefill loop, where it was asked to work.
+    turns: list[Turn] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class Summary:
     #: CPU time of the prefill process, and of the decode processes, for 10**9 bytes.
     cpu_s_per_gb: float
     peer_cpu_s_per_gb: float
+    #: That all processes together kept busy: CPU time over time.
+    cores: float
 
     @property
     def tail(self) -> float:
@@ -73,6 +75,8 @@ def summarize(rounds: Sequence[Round]) -> Summary:
         gb_per_s=gigabytes / sum(each.wall_s for each in rounds),
         cpu_s_per_gb=sum(each.cpu_s for each in rounds) / gigabytes,
         peer_cpu_s_per_gb=sum(each.peer_cpu_s for each in rounds) / gigabytes,
+        cores=sum(each.cpu_s + each.peer_cpu_s for each in rounds)
+        / sum(each.wall_s for each in rounds),
     )
 
 

@@ -70,6 +70,7 @@ class _Prefill(_Process):
             limit_s=limit_s,
             pause_s=self.setup.prefill_pause_s,
             page_bytes=self.pool.item_len * len(self.pool.buffers),
+            work_s=self.setup.prefill_work_s,
         )
 
     def forms(self, chunks: Sequence[Any], repeats: int) -> Any:

@@ -28,7 +28,7 @@ class Side:
         self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
         self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
         manager = conn.NixlKVManager.__new__(conn.NixlKVManager)
-        with attuned():
+        with attuned(4 if mode == DisaggregationMode.PREFILL else 0):
             manager.agent = _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
         manager.kv_args = SimpleNamespace(
             kv_data_ptrs=[layer.data_ptr() for layer in self.kv],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmark.kv_transfer import choice, output, summary, threads
+from benchmark.kv_transfer import choice, gaps, output, summary, threads
 from benchmark.kv_transfer.forms import Chunk
 from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
+from benchmark.kv_transfer.turns import Turn, TurnClock, Work
 
 
 def room(number: int, total: float, outcome: str = "done", peer: int = 0) -> RoomTimes:
@@ -48,6 +50,7 @@ def test_numbers_of_known_rounds() -> None:
     assert found.gb_per_s == pytest.approx(2 / 5)
     assert found.cpu_s_per_gb == pytest.approx(1.5)
     assert found.peer_cpu_s_per_gb == pytest.approx(0.5)
+    assert found.cores == pytest.approx(4 / 5)
     assert found.room_bytes == pytest.approx(2e9 / 3)
     assert found.tail == pytest.approx(1.49)
 
@@ -139,3 +142,26 @@ def test_no_number_is_null_and_floats_are_short() -> None:
         "b": [0.333333],
         "c": {"p50": 1.0, "p90": 1.0, "p99": 1.0},
     }
+
+
+def test_gaps_of_known_turns() -> None:
+    """Waiting for a core taken for waiting for a lock, or a largest gap that is a percentile."""
+    found = gaps.summarize_turns([Turn(1.0, 0.5, 0.1)] * 98 + [Turn(9.0, 0.5, 8.0), Turn(5, 1, 0)])
+    assert (found.turns, found.p50, found.largest) == (100, 1.0, 9.0)
+    assert (found.on_core_largest, found.most_blocked) == (5.0, 4.0)
+    assert found.p99 < 9.0 and found.cpu_p50 == 0.5
+
+
+def test_turns_of_this_thread() -> None:
+    """Turns that leave out a part of the time, or another thread's clocks."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count how long a thread waits for a core")
+    work, clock = Work(1e-3), TurnClock()
+    for _ in range(3):
+        work()
+        clock.turn()
+    Work(0)()
+    assert len(clock.turns) == 3
+    for turn in clock.turns:
+        assert turn.cpu > 0 and turn.ready >= 0
+        assert turn.took >= turn.cpu + turn.ready - 1e-2  # the kernel counts by ticks

@@ -10,7 +10,7 @@ import pytest
 
 from sglang.srt.disaggregation.nixl_async.agent import PROGRESS_DELAY, attuned
 
-STRICT = object()
+RW = object()
 
 
 class Config:
@@ -37,13 +37,18 @@ class Agent:
         self.settings = sys.modules["fake_nixl_api"].nixlBind.nixlAgentConfig()
         self.settings.pthrDelay = 0
         self.settings.other = 7
+        for backend in config.options.get("backends", []):
+            self.create_backend(backend, {"num_threads": "3"})
+
+    def create_backend(self, backend: str, options: dict[str, str]) -> None:
+        self.backend = backend, options
 
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that SGLang takes its classes from."""
     api: Any = ModuleType("fake_nixl_api")
-    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=STRICT)
+    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_RW=RW)
     api.nixl_agent_config = Config
     api.nixl_agent = Agent
     api.nixlBind = SimpleNamespace(nixlAgentConfig=AgentConfig)
@@ -57,7 +62,8 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def assert_restored(api: Any) -> None:
     """NIXL is what it was, for whoever else uses it in this process."""
-    assert api.nixl_agent_config is Config and api.nixlBind.nixlAgentConfig is AgentConfig
+    assert api.nixl_agent_config is Config and api.nixl_agent is Agent
+    assert api.nixlBind.nixlAgentConfig is AgentConfig
 
 
 @pytest.mark.parametrize(("given", "delay"), [(None, 1000), ("0", 0), ("250", 250)])
@@ -65,15 +71,28 @@ def test_what_is_asked_for(
     api: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, delay: int
 ) -> None:
     """Guards against an agent without thread synchronisation, which several workers would corrupt,
-    and against a progress thread that takes a core for itself."""
+    or with one that has a release wait for another worker's post; and against a progress thread
+    that takes a core for itself."""
     if given is not None:
         monkeypatch.setenv(PROGRESS_DELAY, given)
     with attuned():
         agent = api.nixl_agent(api.nixl_agent_config(backends=["UCX"], num_threads=3))
-    assert agent.config.sync_mode is STRICT and agent.config.capture_telemetry
+    assert agent.config.sync_mode is RW and agent.config.capture_telemetry
     assert agent.config.options == {"backends": ["UCX"], "num_threads": 3}
     assert (agent.settings.pthrDelay, agent.settings.other) == (delay, 7)
     assert isinstance(agent.settings, AgentConfig)
+    assert agent.backend == ("UCX", {"num_threads": "3"})
+    assert_restored(api)
+
+
+@pytest.mark.parametrize(("backend", "asked"), [("UCX", {"num_workers": "5"}), ("OTHER", {})])
+def test_a_ucx_worker_for_each_thread(api: Any, backend: str, asked: dict[str, str]) -> None:
+    """Guards against posts of several threads that wait for one UCX worker, and against an option
+    that another backend does not know."""
+    with attuned(4):
+        agent = api.nixl_agent(api.nixl_agent_config(backends=[backend], num_threads=3))
+    assert agent.backend == (backend, {"num_threads": "3", **asked})
+    assert isinstance(agent, Agent)
     assert_restored(api)
 
 
@@ -118,7 +137,7 @@ def test_a_binding_without_the_pause(
     else:
         api.nixlBind.nixlAgentConfig = Bare
     with attuned():
-        assert api.nixl_agent_config().sync_mode is STRICT
+        assert api.nixl_agent_config().sync_mode is RW
     assert PROGRESS_DELAY in caplog.text and "spins" in caplog.text
     assert api.nixl_agent_config is Config
 
@@ -126,6 +145,6 @@ def test_a_binding_without_the_pause(
 def test_the_installed_binding_has_what_is_used() -> None:
     """Guards against a NIXL of another version in which nothing of this has any effect."""
     api = pytest.importorskip("nixl")._api
-    assert hasattr(api.nixl_thread_sync_t, "NIXL_THREAD_SYNC_STRICT")
+    assert hasattr(api.nixl_thread_sync_t, "NIXL_THREAD_SYNC_RW")
     binding = sys.modules[api.nixl_agent.__module__].nixlBind
     assert hasattr(binding.nixlAgentConfig, "pthrDelay")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -18,6 +19,14 @@ from sglang.srt.disaggregation.nixl_async.peers import OURS, Peers, PreparedList
 from unit.nixl_async.fakes import FakeAgent, nixlNotFoundError
 
 POOL = Pool((4096, 8192), (16, 8), 5, 1)
+
+
+def until(condition: Any) -> None:
+    """Wait for another thread."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def info(name: str = "d") -> Any:
@@ -183,6 +192,78 @@ def test_threads(scene: Scene, rounds: int) -> None:
     assert min(lowest, default=0) >= 0
     scene.check()
     assert scene.table == {}
+
+
+def test_peers_change_between_posts(scene: Scene) -> None:
+    """Guards against a change of NIXL's peers that waits for a post inside NIXL, where a release by
+    a third thread waits for both with the interpreter's lock; against a post that begins meanwhile;
+    and against workers that cannot take or give back a peer in all that time."""
+    for name in ("d", "e"):
+        scene.peers.add(info(name))
+    posting, posted, order = threading.Event(), threading.Event(), []
+    changing, changed = threading.Event(), threading.Event()
+
+    def post() -> None:
+        with scene.peers.posting():
+            posting.set()
+            assert posted.wait(10)
+            order.append("posted")
+
+    def change(name: str) -> None:
+        order.append(name)
+        changing.set()
+        assert changed.wait(10)
+
+    def add() -> None:
+        scene.peers.add(info("f"))
+
+    def post_again() -> None:
+        with scene.peers.posting():
+            order.append("posted again")
+
+    scene.agent.before["add_remote_agent"] = lambda: change("added")
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(post)]
+        assert posting.wait(10)
+        futures.append(threads.submit(add))
+        until(lambda: scene.peers._is_changing)
+        futures.append(threads.submit(post_again))
+        scene.peers.release(scene.peers.hold("d"))
+        scene.peers.add(info("d"))  # known: nothing to wait for
+        assert order == []
+        posted.set()
+        assert changing.wait(10)
+        scene.peers.release(scene.peers.hold("d"))
+        assert order == ["posted", "added"]
+        changed.set()
+        for future in futures:
+            future.result()
+    assert order == ["posted", "added", "posted again"]
+    scene.check()
+    scene.agent.before.clear()
+    removing = threading.Thread(target=scene.peers.forget, args=("e",))
+    with scene.peers.posting():
+        removing.start()
+        until(lambda: scene.peers._is_changing)
+        assert "e" in scene.agent.peers and "e" not in scene.table
+    removing.join(10)
+    scene.check()
+    assert sorted(scene.agent.peers) == ["d", "f"]
+
+
+def test_lists_go_between_posts(scene: Scene) -> None:
+    """Guards against lists of a peer that has left which are released whenever Python likes: NIXL
+    waits for the posts of others to do so, with the interpreter's lock."""
+    scene.peers.add(info())
+    held = scene.peers.hold("d")
+    alone: list[bool] = []
+    weakref.finalize(held.lists.get("VRAM", POOL), lambda: alone.append(scene.peers._is_changing))
+    scene.agent.lists.clear()  # a note of the fake's
+    scene.peers.forget("d")
+    assert alone == []
+    scene.peers.release(held)
+    assert alone == [True]
+    scene.check()
 
 
 # ---- prepared lists ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 
 
@@ -14,21 +15,30 @@ def stand_back() -> None:
     Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
     ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
     """
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _stand_back(0)
 
 
 @contextlib.contextmanager
-def standing_back() -> Iterator[None]:
-    """``stand_back`` for a while: for threads that a library starts meanwhile."""
-    try:
-        policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
-    except (AttributeError, OSError):
-        yield
-        return
-    stand_back()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, policy, param)
+def standing_back(nice: int = 0) -> Iterator[None]:
+    """For native threads that a library starts meanwhile: they stand back, and are so much nicer
+    than this one. Threads of Python's are left alone, whoever starts them: they take the
+    interpreter's lock, and whoever holds it must not wait for a core.
+    """
+    before = _threads()
+    yield
+    for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
+        _stand_back(thread)
+        with contextlib.suppress(AttributeError, OSError):  # it may have ended
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+
+
+def _stand_back(thread: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _threads() -> set[int]:
+    """The threads of this process, as Linux numbers them; none elsewhere."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()

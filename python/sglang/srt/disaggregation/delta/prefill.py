@@ -91,9 +91,10 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
 def page_indices(row: Any, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
     """The pages of tokens ``start`` to ``end``, from a request's row of token slots (a tensor).
 
-    ``start`` is at the beginning of a page. Pages are taken on the device: of their slots only the
-    first is looked at, and only so many numbers wait for the copy to the host.
+    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
+    copy engine does it alone, and the host picks the first of each page: a step or a division on
+    the device would be kernels on the scheduler's stream, behind all that is queued there.
     """
-    pages = row[start:end:page] // page
-    taken: npt.NDArray[np.int32] = pages.cpu().numpy().astype(np.int32)
+    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
+    taken: npt.NDArray[np.int32] = (slots[::page] // page).astype(np.int32)
     return taken

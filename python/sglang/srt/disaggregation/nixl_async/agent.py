@@ -22,15 +22,26 @@ logger = logging.getLogger(__name__)
 PROGRESS_DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
 
 
+#: What NIXL's threads of a sending agent get of a core beside a thread at work: a tenth.
+_NICE = 10
+
+
 @contextmanager
-def attuned() -> Iterator[None]:
-    """Agents that are made meanwhile are for use from several threads, and leave the CPU alone.
+def attuned(workers: int = 0) -> Iterator[None]:
+    """Agents that are made meanwhile are for use from several threads, ``workers`` of which post
+    (0: it only receives), and leave the CPU alone.
 
     NIXL's default is no thread synchronisation at all, and SGLang leaves it at that: it posts from
-    its scheduler's thread alone. And NIXL's own progress thread never sleeps: its Python binding
-    asks for a pause of zero. With any other pause it waits for the transport's events, and looks
-    by itself once a pause. NIXL's threads take no core from running ones when they wake up. Not for
-    use while other threads make agents.
+    its scheduler's thread alone. We ask for readers and writers: posts, looks and releases run side
+    by side. With strict synchronisation a release waits for the whole of another thread's post, and
+    it does so with the interpreter's lock in its hands. Posts over one UCX worker would still wait
+    for each other, so every thread gets one of its own (and one is left for the others).
+
+    NIXL's own progress thread never sleeps: its Python binding asks for a pause of zero. With any
+    other pause it waits for the transport's events, and looks by itself once a pause. A sending
+    agent has more threads, which copy and look without a pause while anything is under way. They
+    are nicer than ours: where cores are scarce, a worker that holds the interpreter's lock would
+    wait for one, and the scheduler for both. Not for use while other threads make agents.
 
     Raises:
         RuntimeError: this NIXL has no synchronisation modes.
@@ -45,15 +56,28 @@ def attuned() -> Iterator[None]:
             "(nixl_thread_sync_t, in 1.5); install the version in constraints.txt"
         )
     delay_us = env_int(PROGRESS_DELAY, 1000, minimum=0)
-    config = _api.nixl_agent_config
+    config, agent = _api.nixl_agent_config, _api.nixl_agent
     _api.nixl_agent_config = functools.partial(
-        config, sync_mode=modes.NIXL_THREAD_SYNC_STRICT, capture_telemetry=True
+        config, sync_mode=modes.NIXL_THREAD_SYNC_RW, capture_telemetry=True
     )
+    _api.nixl_agent = _with_workers(agent, workers + 1) if workers else agent
     try:
-        with _progress_delay(_api.nixl_agent, delay_us), standing_back():
+        with _progress_delay(agent, delay_us), standing_back(_NICE if workers else 0):
             yield
     finally:
-        _api.nixl_agent_config = config
+        _api.nixl_agent_config, _api.nixl_agent = config, agent
+
+
+def _with_workers(agent: Any, workers: int) -> Any:
+    """The binding's agent, with so many workers in its UCX backend: Python callers cannot ask for
+    them."""
+
+    class Agent(agent):
+        def create_backend(self, backend: str, options: Any = None) -> None:
+            extra = {"num_workers": str(workers)} if backend == "UCX" else {}
+            super().create_backend(backend, {**(options or {}), **extra})
+
+    return Agent
 
 
 @contextmanager

@@ -263,7 +263,8 @@ class NixlBackend:
         # First: what is in flight is waited for and released, also if posting raises half way.
         yield posted
         began = self._clock()
-        state = self._agent.transfer(handle)
+        with self._peers.posting():
+            state = self._agent.transfer(handle)
         delivery.post_s += self._clock() - began
         if state == "ERR":
             raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")

@@ -49,7 +49,10 @@ class DeltaNixlManager(NixlKVManager):
         self, args: Any, disaggregation_mode: Any, server_args: Any,
         is_mla_backend: bool | None = False,
     ) -> None:  # fmt: skip
-        with agent.attuned():
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        sends = disaggregation_mode == DisaggregationMode.PREFILL
+        with agent.attuned(settings.from_environment().workers if sends else 0):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
     # ---- prefill side: sending ----

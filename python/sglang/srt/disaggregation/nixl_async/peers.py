@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,10 @@ class Peer:
         self._pairs: dict[str, tuple[int | None, Pair]] = {}
         self.forgotten = False
 
+    def drop_lists(self) -> None:
+        """Nobody uses it any more. Its lists go with their last reference, which is here."""
+        self.lists = PreparedLists(None, self.name)
+
     def pair(self, kind: str, slots: int | None, make: Callable[[Any, int | None], Pair]) -> Pair:
         """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
         known = self._pairs.get(kind)
@@ -100,13 +105,48 @@ class Peers:
 
     A rank is published in ``table`` (SGLang's ``decode_kv_args_table``, by name) when NIXL has
     taken it, not before. NIXL is told to forget one only when nothing is under way to it.
+
+    NIXL changes its table of peers alone: such a call waits for every post that runs, and whatever
+    comes meanwhile waits for it, some of it with the interpreter's lock. So it is made between the
+    posts (``posting``), which wait for it here, without that lock.
     """
 
     def __init__(self, agent: Any, table: dict[str, Any]) -> None:
         self._agent = agent
         self._table = table
-        self._lock = threading.Lock()
+        #: Of what is below; never held while NIXL is called.
+        self._lock = threading.Condition()
         self._peers: dict[str, Peer] = {}
+        self._posts = 0
+        self._is_changing = False
+
+    @contextmanager
+    def posting(self) -> Iterator[None]:
+        """For the call that posts a transfer, and for nothing else. Posts run side by side."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_changing)
+            self._posts += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._posts -= 1
+                if not self._posts:
+                    self._lock.notify_all()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For calls that change NIXL's peers: one at a time, and no post meanwhile."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_changing)
+            self._is_changing = True
+            self._lock.wait_for(lambda: not self._posts)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_changing = False
+                self._lock.notify_all()
 
     def add(self, info: Any) -> None:
         """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind.
@@ -114,14 +154,26 @@ class Peers:
         One that was forgotten is loaded anew, also while something is still under way to it, and
         nothing that was prepared before is used again: its connection may have been lost.
         """
-        with self._lock:
-            known = self._peers.get(info.agent_name)
-            if known is None or known.forgotten:
-                self._agent.add_remote_agent(info.agent_metadata)
-                if known is None:
-                    known = self._peers[info.agent_name] = Peer(info.agent_name)
+        name = info.agent_name
+        if self._publish(name):
+            return
+        with self._changing():
+            if self._publish(name):
+                return
+            self._agent.add_remote_agent(info.agent_metadata)
+            with self._lock:
+                known = self._peers.setdefault(name, Peer(name))
                 known.loaded(self._agent, info)
-            self._table[known.name] = known.info
+                self._table[name] = known.info
+
+    def _publish(self, name: str) -> bool:
+        """Whether NIXL has this one."""
+        with self._lock:
+            known = self._peers.get(name)
+            if known is None or known.forgotten:
+                return False
+            self._table[name] = known.info
+            return True
 
     def hold(self, name: str) -> Peer:
         """The peer, for one transfer, to be given back with ``release``.
@@ -148,22 +200,34 @@ class Peers:
         """One transfer to it is over."""
         with self._lock:
             peer.users -= 1
-            self._remove_if_unused(peer)
+            is_unused = self._is_unused(peer)
+        if is_unused:
+            self._remove(peer)
 
     def forget(self, name: str) -> None:
         """It gives no sign any more: nothing new is sent to it."""
         with self._lock:
             self._table.pop(name, None)
             peer = self._peers.get(name)
-            if peer is not None:
-                peer.forgotten = True
-                self._remove_if_unused(peer)
+            if peer is None:
+                return
+            peer.forgotten = True
+            is_unused = self._is_unused(peer)
+        if is_unused:
+            self._remove(peer)
 
-    def _remove_if_unused(self, peer: Peer) -> None:
-        if not peer.forgotten or peer.users or self._peers.get(peer.name) is not peer:
-            return
-        del self._peers[peer.name]
-        try:
-            self._agent.remove_remote_agent(peer.name)
-        except Exception as error:  # the others are served all the same
-            logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)
+    def _is_unused(self, peer: Peer) -> bool:
+        return peer.forgotten and not peer.users and self._peers.get(peer.name) is peer
+
+    def _remove(self, peer: Peer) -> None:
+        """Have NIXL forget it, unless it came back meanwhile."""
+        with self._changing():
+            with self._lock:
+                if not self._is_unused(peer):
+                    return
+                del self._peers[peer.name]
+            peer.drop_lists()
+            try:
+                self._agent.remove_remote_agent(peer.name)
+            except Exception as error:  # the others are served all the same
+                logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)
