@@ -74,7 +74,8 @@ class PrefillServers:
         if not known:
             self.refusals.setdefault(
                 address,
-                f"prefill server {address} could not be reached, or its ranks are not all up",
+                f"prefill server {address} could not be reached, its ranks are not all up, or it "
+                "is of a release whose answer this one cannot read (this server's log says which)",
             )
         return known
 

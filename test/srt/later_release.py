@@ -1,0 +1,44 @@
+"""A later release of SGLang, in a folder of its own, on the dependencies of this environment.
+
+The release brings torch and CUDA packages of several gigabytes, which its disaggregation does not
+need: it is installed without them, by name and version, beside the ones that are here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RELEASE = "0.5.12.post1"
+#: Set to 1 to have the tests install and run the release; else they are skipped.
+SWITCH = "SGLANG_LATER_RELEASE"
+FOLDER = Path(__file__).resolve().parents[2] / ".interop" / f"sglang-{RELEASE}"
+_INSTALL_S = 300
+
+
+def installed() -> Path:
+    """The folder with the release, installed there the first time; skips the test where it is not
+    wanted or cannot be had."""
+    if os.environ.get(SWITCH) != "1":
+        pytest.skip(f"set {SWITCH}=1 to install SGLang {RELEASE} into .interop/ and run against it")
+    if not (FOLDER / f"sglang-{RELEASE}.dist-info").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target"]
+        found = subprocess.run(
+            [*command, str(FOLDER), f"sglang=={RELEASE}"],
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_S,
+            check=False,
+        )
+        if found.returncode:
+            pytest.skip(f"SGLang {RELEASE} cannot be installed: {found.stderr[-300:]}")
+    return FOLDER
+
+
+def environment() -> dict[str, str]:
+    """What a process gets to run that release, and none of the patch set but the CPU stand-in."""
+    return {"PYTHONPATH": str(installed()), "SGLANG_PATCHSET": "0"}
