@@ -84,9 +84,12 @@ def radix() -> str:
         ],
     ]
     command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(runs)}"
-    both = f"{command}` and\n`python -m benchmark.decode_radix_cache wire"
+    last = (
+        f"The last row: {wire['date']}, commit {wire['commit']}, "
+        "`python -m benchmark.decode_radix_cache wire`.\n"
+    )
     table = markdown(["", *(TITLES[name] for name in arms)], rows)
-    return made(summary, both) + table + attribution(medians)
+    return f"{made(summary, command)}{table}\n{last}{attribution(medians)}"
 
 
 def attribution(medians: Mapping[str, Json]) -> str:
@@ -174,11 +177,13 @@ def demo() -> str:
     """README.md: what ``make demo`` printed."""
     results = _BENCHMARK / "demo" / "results"
     summary = _read(results / "demo.summary.json")
-    text = (results / "demo.txt").read_text().strip()
+    lines = (results / "demo.txt").read_text().strip().splitlines()
+    text = "\n".join(line.rstrip() for line in lines)
+    note = f"; {summary['note']}" if "note" in summary else ""
     return (
         f"`make demo` took {summary['seconds']:.0f} s after the installation and ended with this "
         f"table\n({summary['machine']}, {summary['date']}, commit {summary['commit']}"
-        f"{'' if 'stock' in text else '; off and on are both patched'}):\n\n"
+        f"{note}):\n\n"
         f"```\n{text}\n```\n"
     )
 

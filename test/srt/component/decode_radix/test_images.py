@@ -15,7 +15,10 @@ from component.decode_radix.checks import check_idle
 from component.decode_radix.decoder import VOCABULARY, Decoder
 from sglang.srt.disaggregation.utils import TransferBackend
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.mm_utils import MultiModalityDataPaddingPatternMultimodalTokens
+from sglang.srt.managers.mm_utils import (
+    MultiModalityDataPaddingPatternMultimodalTokens,
+    MultiModalityDataPaddingPatternTokenPairs,
+)
 from sglang.srt.managers.schedule_batch import (
     Modality,
     MultimodalDataItem,
@@ -146,6 +149,17 @@ def test_two_images_never_share(decoder: Decoder) -> None:
     assert prefix(decoder, BEFORE, CAT, AFTER) == 0
     assert prefix(decoder, BEFORE, DOG, AFTER) == len(BEFORE)
     assert prefix(decoder, BEFORE, [IMAGE_TOKEN] * SIZE, AFTER) == len(BEFORE)
+    check_idle(decoder)
+
+
+def test_between_a_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against no hits where a model marks an image by the tokens around it."""
+    pairs = MultiModalityDataPaddingPatternTokenPairs([(52, 53)])
+    decoder = build(monkeypatch, pairs.pad_input_tokens)
+    begin, end = [*BEFORE[:-1], 52], [53, *AFTER[:-1]]
+    assert prefix(decoder, begin, CAT, end) == 0
+    assert prefix(decoder, begin, CAT, end) == len(begin) + SIZE + len(end)
+    assert prefix(decoder, begin, DOG, end) == len(begin)
     check_idle(decoder)
 
 
