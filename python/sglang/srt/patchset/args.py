@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from sglang.srt.patchset import compat, compat_buffer_only
-from sglang.srt.patchset.status import require_active, require_switches
+from sglang.srt.patchset.status import closure, examine, require_active, require_switches
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs as _Base
@@ -28,6 +28,9 @@ class DisaggArgs(_Base):
     @override
     def __post_init__(self) -> None:
         require_switches()
+        if self.disaggregation_mode != "null":
+            # What keeps it stock is said here, once, and not by each process of the server.
+            examine(closure(compat.backend_groups(self)))
         wanted = self.disaggregation_decode_enable_radix_cache
         if wanted:
             # Here disable_radix_cache is still what the user passed, and the checks also reach the

@@ -59,7 +59,13 @@ _EXCLUSIVE_ENV: tuple[tuple[str, str], ...] = (
 
 def groups(args: Any) -> tuple[str, ...]:
     """The feature groups that the flag needs with these arguments, which were checked before."""
-    return ("decode_radix", DELTA_BACKENDS[args.disaggregation_transfer_backend])
+    return ("decode_radix", *backend_groups(args))
+
+
+def backend_groups(args: Any) -> tuple[str, ...]:
+    """The feature group of the transfer backend; none for those that are SGLang's own."""
+    group = DELTA_BACKENDS.get(args.disaggregation_transfer_backend)
+    return () if group is None else (group,)
 
 
 def check_decode_radix_args(args: Any) -> None:

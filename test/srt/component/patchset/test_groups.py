@@ -101,6 +101,11 @@ def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path)
     (tmp_path / "nixl-1.2.0.dist-info").mkdir()
     metadata = tmp_path / "nixl-1.2.0.dist-info/METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.2.0\n")
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl/__init__.py").touch()
+    (tmp_path / "nixl/_api.py").write_text(
+        "class nixl_agent: pass\nclass nixl_agent_config: pass\n"
+    )
     plain = {
         mode: CPU | {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
         for mode in ("prefill", "decode")

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[4]
 class Agent:
     """An agent with everything that is used."""
 
+    __module__ = "nixl._api"
+
 
 for _name in requirements._AGENT:
     setattr(Agent, _name, None)
@@ -69,8 +71,19 @@ def test_too_old(nixl: Any, version: str) -> None:
     assert obstacle() == f"nixl {version} is installed, {NEEDED} or newer is needed"
 
 
+def test_the_version_is_that_of_the_implementation(nixl: Any, tmp_path: Path) -> None:
+    """Guards against a judgement of the shim, which may hand on another version's classes."""
+    info = tmp_path / "nixl_cu12-1.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-cu12\nVersion: 1.1.0\n")
+    nixl("1.5.1", nixl_agent=type("Agent", (Agent,), {"__module__": "nixl_cu12._api"}))
+    assert obstacle() == f"nixl-cu12 1.1.0 is installed, {NEEDED} or newer is needed"
+
+
 class Bare:
     """An agent of a NIXL whose names are others."""
+
+    __module__ = "nixl._api"
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,26 @@ def obstacle() -> str:
     from packaging.version import Version
 
     try:
-        found = metadata.version("nixl")
-    except metadata.PackageNotFoundError:
-        found = ""  # built from source: its interface says more than a version
-    if found and Version(found) < Version(NEEDED):
-        return f"nixl {found} is installed, {NEEDED} or newer is needed"
-    try:
         from nixl import _api
     except ImportError as error:
         return f"nixl {NEEDED} or newer is needed, and cannot be imported: {error}"
+    name, found = _distribution(_api)
+    if found and Version(found) < Version(NEEDED):
+        return f"{name} {found} is installed, {NEEDED} or newer is needed"
     missing = ", ".join(_missing(_api))
-    return f"nixl {found or '(of unknown version)'} has no {missing}" if missing else ""
+    return f"{name} {found or '(of unknown version)'} has no {missing}" if missing else ""
+
+
+def _distribution(api: Any) -> tuple[str, str]:
+    """Name and version of the package that NIXL's classes come from: ``nixl`` hands on those of one
+    for the CUDA that is there. No version where it was built from source."""
+    origin = getattr(getattr(api, "nixl_agent", None), "__module__", "nixl")
+    for name in origin.partition(".")[0].replace("_", "-"), "nixl":
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "nixl", ""
 
 
 def _missing(api: Any) -> list[str]:
