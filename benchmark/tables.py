@@ -110,8 +110,9 @@ def attribution(medians: Mapping[str, Json]) -> str:
     if "flag, spinning" in rates:
         said.append(
             "NIXL's progress thread, which spins in stock and sleeps here, accounts for "
-            f"{rates['flag'] / rates['flag, spinning']:.2f} times: with the thread spinning as in "
-            f"stock, the flag gives {rates['flag, spinning'] / rates['stock']:.2f} times stock's"
+            f"{rates['flag'] / rates['flag, spinning']:.2f} times: with the thread spinning too "
+            "(on prefill at a lower priority than in stock), the flag gives "
+            f"{rates['flag, spinning'] / rates['stock']:.2f} times stock's"
         )
     return "".join(f"\n{sentence}." for sentence in said) + "\n"
 
@@ -254,8 +255,8 @@ _TRANSFER_ARMS = {
 
 def transfer() -> str:
     """README.md and benchmark/kv_transfer: the newest results of each run."""
-    send, fleet, stall, idle = (
-        _lines(_TRANSFER, run) for run in ("send", "fleet", "stall", "idle")
+    send, gap, fleet, stall, idle = (
+        _lines(_TRANSFER, run) for run in ("send", "gap", "fleet", "stall", "idle")
     )
     tcp, spinning = (_lines(_TRANSFER / folder, "fleet") for folder in ("tcp", "spinning"))
 
@@ -271,6 +272,7 @@ def transfer() -> str:
             "`send` of 2,048 scattered pages, time of the scheduler: p50, p99",
             *per_arm(send, "summary", _send_cost),
         ],
+        ["gap of the scheduler's loop under load: p99, largest", *per_arm(gap, "gaps", _gap)],
         ["64 rooms on 4 decode peers, shared memory", *per_arm(fleet, "summary", speed)],
         ["the same: CPU seconds a GB of prefill, of decode", *per_arm(fleet, "summary", _cpu)],
         ["the same, all progress threads spinning", *per_arm(spinning, "summary", speed)],
@@ -281,7 +283,14 @@ def transfer() -> str:
             *per_arm(idle, "idle", _native),
         ],
     ]
-    every = (("", send), ("", fleet), (f"{PROGRESS_DELAY}=0 ", spinning), ("", tcp), ("", stall))
+    every = (
+        ("", send),
+        ("", gap),
+        ("", fleet),
+        (f"{PROGRESS_DELAY}=0 ", spinning),
+        ("", tcp),
+        ("", stall),
+    )
     sources = [
         f"`{env}{line['command']}` ({line['date']}, commit {line['commit']})"
         for env, of in (*every, ("", idle))
@@ -301,6 +310,10 @@ def _lines(folder: Path, run: str) -> list[Json]:
 
 def _send_cost(summary: Json) -> str:
     return f"{summary['send']['p50'] * 1e6:,.0f}, {summary['send']['p99'] * 1e6:,.0f} us"
+
+
+def _gap(gaps: Json) -> str:
+    return f"{gaps['p99'] * 1e3:.1f}, {gaps['largest'] * 1e3:.1f} ms"
 
 
 def _cpu(summary: Json) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: Pause of NIXL's progress thread in microseconds; 0 spins, as in the stock release.
+#: Pause of NIXL's progress thread in microseconds; 0 spins, as in the stock release (on prefill, at
+#: a lower priority than there).
 PROGRESS_DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
 
 
@@ -36,7 +37,7 @@ SPINNING = Variant("flag, spinning", radix=True, env={PROGRESS_DELAY: "0"})
 def variants(*, spinning: bool = False) -> tuple[Variant, ...]:
     """The arms of a comparison, in the order in which they are shown.
 
-    ``spinning`` adds the flag with a progress thread as in stock: against ``STOCK`` it shows the
-    flag alone, against ``FLAG`` the thread alone.
+    ``spinning`` adds the flag with a progress thread that spins: against ``STOCK`` it shows the
+    flag, against ``FLAG`` the thread.
     """
     return (STOCK, PATCHED, FLAG, *((SPINNING,) if spinning else ()))
