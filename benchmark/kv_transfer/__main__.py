@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.kv_transfer import choice, gaps, output, plot, runs, shapes
+from benchmark.kv_transfer import choice, delay, gaps, output, plot, runs, shapes
 from benchmark.kv_transfer.cases import Case, Options
 from benchmark.kv_transfer.fleet import TRANSPORTS, ArmFailed
 from benchmark.kv_transfer.patterns import PATTERNS
@@ -19,6 +20,7 @@ RUNS = {
     "send": "what a call of send costs the scheduler's thread",
     "fleet": "many rooms on four peers",
     "gap": "how long prefill's loop stands still under load",
+    "delay": "how much later a room is complete because workers pause between looks",
     "stall": "the same with one of the peers stopped",
     "idle": "CPU use with nothing to do",
     "load": "CPU seconds for what is moved",
@@ -71,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _MAIN_ARMS = ARMS[:3]
+#: Tokens of a room in ``delay``, unless others are given.
+_SIZES = (16, 256, 2048, 8192)
 
 #: Run -> arms, rooms, in flight, peers, tokens, rounds, layers where none are given.
 _DEFAULTS = {
@@ -78,6 +82,7 @@ _DEFAULTS = {
     "send": (("stock", "ours"), 20, 4, 1, 2048, 5, 8),
     "fleet": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
     "gap": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
+    "delay": (("ours", "ours-spin"), 40, 1, 1, 0, 3, 8),
     "stall": (("stock", "ours"), 64, 64, 4, 1024, 3, 8),
     "idle": (("stock", "ours"), 4, 4, 1, 1024, 1, 8),
     "load": (_MAIN_ARMS, 16, 8, 1, 4096, 3, 8),
@@ -108,6 +113,7 @@ def _options(args: argparse.Namespace, console: Console) -> tuple[Options, Case]
         pause_s=args.pause_us * 1e-6,
         work_s=args.work_us * 1e-6 if args.run == "gap" else 0.0,
         max_bytes=int(args.max_bytes),
+        decode_pause_s=5e-5 if args.run == "delay" else 1e-3,
         seed=args.seed,
         console=console,
     )
@@ -178,6 +184,9 @@ def main() -> int:
             answer = _sweep(args, options, case, lines, stem)
         elif args.run == "choice":
             answer = choice.run(options, lines)
+        elif args.run == "delay":
+            sizes = _SIZES if args.sizes == list(shapes.SIZES) else args.sizes
+            answer = delay.run(options, [replace(case, tokens=size) for size in sizes], lines)
         elif args.run == "stall":
             answer = runs.run_stall(options, case, lines, args.deadline)
         elif args.run == "idle":

@@ -69,6 +69,8 @@ class Options:
     #: Python work of prefill's loop in each turn (run ``gap``).
     work_s: float
     max_bytes: int
+    #: Of decode's loop between two looks.
+    decode_pause_s: float
     seed: int
     console: Console = field(repr=False)
 
@@ -115,6 +117,7 @@ def arm_of(
         device=options.device,
         prefill_pause_s=options.pause_s,
         prefill_work_s=options.work_s,
+        decode_pause_s=options.decode_pause_s,
         env=env or {},
     )
     with Fleet(config) as fleet:

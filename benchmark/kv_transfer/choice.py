@@ -35,8 +35,8 @@ class Constants:
     prepared_each: float
 
     def __str__(self) -> str:
-        values = ", ".join(f"{k}={v:.3g}" for k, v in dataclasses.asdict(self).items())
-        return f"COSTS = Costs({values})"
+        values = ",".join(f"{value:.3g}" for value in dataclasses.astuple(self))
+        return f"SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS={values}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 from benchmark.kv_transfer.shapes import Shape
 from benchmark.kv_transfer.turns import Turn
 
-#: ``bare`` configures its NIXL agents as ours does, ``bare-stock`` as SGLang does.
-ARMS = ("stock", "ours", "bare", "bare-stock")
+#: ``bare`` configures its NIXL agents as ours does, ``bare-stock`` as SGLang does. ``ours-spin`` is
+#: ours with workers that look at what is under way without a pause.
+ARMS = ("stock", "ours", "bare", "bare-stock", "ours-spin")
 BACKENDS = ("nixl", "mooncake")
 
 

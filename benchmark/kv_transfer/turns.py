@@ -41,9 +41,10 @@ class TurnClock:
         self._last = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        # CPU time and time on a run queue, nanoseconds (the kernel's sched-stats text).
-        cpu, ready, _ = self._stat.read_text().split()
-        return time.monotonic(), int(cpu) * 1e-9, int(ready) * 1e-9
+        # Time on a run queue, nanoseconds, is the second number of the kernel's sched-stats. The
+        # first, CPU time, is as old as the last tick.
+        ready = int(self._stat.read_text().split()[1]) * 1e-9
+        return time.monotonic(), time.thread_time(), ready
 
     def turn(self) -> None:
         """A turn ends here, and the next begins."""

@@ -216,7 +216,8 @@ def test_idle_worker_does_nothing() -> None:
 @pytest.mark.parametrize("transfers", [1, 8])
 def test_pauses_while_something_is_under_way(transfers: int) -> None:
     """Guards against spinning on a transfer that takes long (hazard 41): a second of it costs some
-    thousand questions, the next ones a fraction, and many transfers are looked at together."""
+    thousand questions, the next ones half as many, later ones a fraction, and many transfers
+    are looked at together."""
     bench = Bench()
     bench.open(1)
     for _ in range(transfers):
@@ -225,6 +226,10 @@ def test_pauses_while_something_is_under_way(transfers: int) -> None:
     bench.run(1.0)
     assert 1000 <= bench.backend.looks / transfers <= 1500
     assert steps() <= 1500 + transfers
+    looks = bench.backend.looks
+    bench.run(1.0)
+    assert 600 <= (bench.backend.looks - looks) / transfers <= 640
+    bench.run(8.1)
     looks = bench.backend.looks
     bench.run(1.0)
     assert 30 <= (bench.backend.looks - looks) / transfers <= 50

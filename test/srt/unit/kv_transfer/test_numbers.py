@@ -163,5 +163,4 @@ def test_turns_of_this_thread() -> None:
     Work(0)()
     assert len(clock.turns) == 3
     for turn in clock.turns:
-        assert turn.cpu > 0 and turn.ready >= 0
-        assert turn.took >= turn.cpu + turn.ready - 1e-2  # the kernel counts by ticks
+        assert 0 < turn.cpu <= turn.took + 1e-4 and turn.ready >= 0

@@ -133,8 +133,8 @@ def test_the_choice_is_asked_with_the_right_numbers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(descriptors, "choose", choose)
     assert_moved(Bench(), pages=[2, 3, 7], to=[4, 5, 1])
     assert asked == [
-        {"buffers": 4, "pages": 3, "runs": 2, "has_prepared": True},
-        {"buffers": 3, "pages": 1, "runs": 1, "has_prepared": True},
+        {"buffers": 4, "pages": 3, "runs": 2, "has_prepared": True, "costs": descriptors.COSTS},
+        {"buffers": 3, "pages": 1, "runs": 1, "has_prepared": True, "costs": descriptors.COSTS},
     ]
 
 

@@ -8,9 +8,12 @@ import math
 SHORTEST_S = 50e-6
 #: The longest (0.8 ms) for a transfer that may settle any moment.
 _LONGEST = 2**4
-#: The pause (25.6 ms) for one that has taken longer than ``_SLOW_AFTER_S``.
+#: The pause (1.6 ms) for one that has taken longer than ``_LONG_AFTER_S``, and the pause (25.6 ms)
+#: after ``_SLOW_AFTER_S``, when its peer may as well be stopped.
+_LONG = 2**5
+_LONG_AFTER_S = 1.0
 _SLOW = 2**9
-_SLOW_AFTER_S = 1.0
+_SLOW_AFTER_S = 10.0
 #: The pause (0.2 s) for one that missed its deadline.
 _BURIED = 2**12
 #: Of the time under way, the part that looking too late may add.
@@ -27,6 +30,8 @@ def next_look(now: float, age: float, buried: bool = False) -> float:
         pause = _BURIED
     elif age >= _SLOW_AFTER_S:
         pause = _SLOW
+    elif age >= _LONG_AFTER_S:
+        pause = _LONG
     else:
         pause = 1
         while pause < _LONGEST and 2 * pause * SHORTEST_S <= age * _FRACTION:

@@ -69,6 +69,7 @@ class NixlBackend:
         stats: AsyncTransferStats,
         *,
         writer: int,
+        costs: descriptors.Costs = descriptors.COSTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``writer``: ``DeltaManager.writer_id`` of this rank."""
@@ -77,6 +78,7 @@ class NixlBackend:
         self._layout = layout
         self._stats = stats
         self._writer = writer
+        self._costs = costs
         self._clock = clock
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
@@ -207,6 +209,7 @@ class NixlBackend:
             pages=len(source),
             runs=len(runs),
             has_prepared=ours is not None and theirs is not None,
+            costs=self._costs,
         )
         delivery.descriptors += buffers * (len(runs) if form is Form.RANGES else len(source))
         delivery.bytes += len(source) * sum(pair.source.item_lens)

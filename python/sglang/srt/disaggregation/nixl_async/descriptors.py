@@ -228,6 +228,18 @@ class Costs:
     prepared_fixed: float
     prepared_each: float
 
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """Four numbers with commas between them, as run ``choice`` prints them.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        numbers = [float(part) for part in text.split(",")]
+        if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers):
+            raise ValueError("four numbers of microseconds, zero or more")
+        return cls(*numbers)
+
 
 #: Measured by ``python -m benchmark.kv_transfer choice`` (its README has the machine). NIXL merges
 #: neighbours of a selection itself, so what is posted is the same in either form; but it looks at

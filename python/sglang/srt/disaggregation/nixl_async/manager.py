@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from sglang.srt.disaggregation.delta.complaints import Complaints
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.reader import BadMessage, MessageReader
-from sglang.srt.disaggregation.nixl_async import agent, chunks, notifications
+from sglang.srt.disaggregation.nixl_async import agent, chunks, descriptors, notifications
 from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 from sglang.srt.disaggregation.nixl_async.backend import NixlBackend
+from sglang.srt.disaggregation.nixl_async.descriptors import Costs
 from sglang.srt.disaggregation.nixl_async.layout import Layout
 from sglang.srt.disaggregation.nixl_async.peers import Peers
 
@@ -35,6 +37,9 @@ else:
     NixlKVManager = object
 
 logger = logging.getLogger(__name__)
+
+#: What describing a chunk costs here, in the two forms that it may have: ``descriptors.Costs``.
+COSTS = "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS"
 
 #: A process that ends waits so long for what is under way.
 _DRAIN_S = 1.0
@@ -68,7 +73,12 @@ class DeltaNixlManager(NixlKVManager):
         self.transfer_s = deadlines.transfer_seconds()
         self.transfer_stats = AsyncTransferStats(settings.log_seconds())
         backend = NixlBackend(
-            self.agent, self.peers, Layout(self), self.transfer_stats, writer=self.writer_id
+            self.agent,
+            self.peers,
+            Layout(self),
+            self.transfer_stats,
+            writer=self.writer_id,
+            costs=_costs(),
         )
         self.transfers = TransferPool(
             backend,
@@ -251,6 +261,16 @@ class DeltaNixlManager(NixlKVManager):
     @cached_property
     def _complaints(self) -> Complaints:
         return Complaints(logger)
+
+
+def _costs() -> Costs:
+    text = os.environ.get(COSTS)
+    if text is None:
+        return descriptors.COSTS
+    try:
+        return Costs.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{COSTS}: {error}, not {text!r}") from None
 
 
 def _refuse(frames: list[bytes]) -> None:
