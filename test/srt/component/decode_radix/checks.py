@@ -38,6 +38,7 @@ def check(decoder: Any) -> None:
         held,
         decoder.max_total_num_tokens,
     )
+    problems += _claims(decoder)
     problems += _tables(decoder, held)
     problems += _content(decoder, readers(decoder))
     for entry in decoder.disagg_decode_transfer_queue.queue:
@@ -54,6 +55,17 @@ def check_idle(decoder: Any) -> None:
     assert decoder.tree_cache.root_node.lock_ref == 1
     ends = {req.rid: decoder.mailbox.ends[req.rid] for req in decoder.submitted}
     assert set(ends.values()) <= {1}, {rid: count for rid, count in ends.items() if count != 1}
+
+
+def _claims(decoder: Any) -> list[str]:
+    queue = decoder.disagg_decode_prealloc_queue
+    return invariants.claims_problems(
+        queue._budget.claims,
+        [req for req in decoder.running_batch.reqs if not req.finished()],
+        [*decoder.in_transfer, *decoder.waiting_queue],
+        decoder.disagg_decode_transfer_queue.quarantine.requests,
+        decoder.max_total_num_tokens,
+    )
 
 
 def _tables(decoder: Any, held: list[Any]) -> list[str]:

@@ -9,14 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.decode_radix.admission import (
-    BlockedHead,
     Claim,
-    PoolState,
-    can_finish_alone,
     entering,
     entry_cost,
     growth,
-    reserved,
 )
 from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 
@@ -72,12 +68,6 @@ def test_reserve_follows_a_request_to_its_end(
     assert total >= page_ceil(claim.allocated, page) + growth(claim, cap, page)
 
 
-@given(claims=st.lists(CLAIMS, max_size=6), cap=st.integers(0, 600), page=PAGES)
-def test_reserved_is_the_sum(claims: list[Claim], cap: int, page: int) -> None:
-    """Guards against rounding the sum, where each request rounds up on its own."""
-    assert reserved(claims, cap, page) == sum(growth(claim, cap, page) for claim in claims)
-
-
 @given(
     length=st.integers(1, 500), new=st.integers(0, 300), cap=st.integers(0, 400), page=PAGES,
     data=st.data(),
@@ -90,65 +80,6 @@ def test_entry_cost(length: int, new: int, cap: int, page: int, data: st.DataObj
     assert cost + prefix == entry_cost(0, Claim(length, length + new), cap, page)
     assert cost <= page_ceil(length + new, page) - prefix
     assert cost == page_ceil(length, page) - prefix + growth(Claim(length, length + new), cap, page)
-
-
-@pytest.mark.parametrize(
-    ("final", "shared", "pinned", "total", "alone"),
-    [
-        (100, 0, 0, 100, True),
-        (101, 0, 0, 100, False),
-        (100, 0, 1, 100, False),
-        (100, 40, 40, 100, True),  # what is pinned is its own prefix
-        (100, 40, 41, 100, False),
-    ],
-)
-def test_can_finish_alone(final: int, shared: int, pinned: int, total: int, alone: bool) -> None:
-    """Guards against transfers that fill the pool until the last running request is aborted."""
-    assert can_finish_alone(final, shared, pinned, total, 1) is alone
-
-
-def test_can_finish_alone_counts_whole_pages() -> None:
-    """Guards against the one token that opens a new page."""
-    assert can_finish_alone(96, 0, 0, 96, 16)
-    assert not can_finish_alone(97, 0, 0, 111, 16)
-
-
-POOL = PoolState(free=100, protected=50, reserved=40)
-
-
-@pytest.mark.parametrize(
-    ("rid", "pool", "inserts", "blocked"),
-    [
-        ("a", POOL, 3, True),
-        ("b", POOL, 3, False),  # another head
-        ("a", POOL, 4, False),  # the tree may hold more of it
-        ("a", POOL._replace(free=129), 3, True),  # 89 of 90 tokens
-        ("a", POOL._replace(free=130), 3, False),
-        ("a", POOL._replace(reserved=9), 3, False),
-        ("a", POOL._replace(protected=60), 3, True),  # still too little
-    ],
-    ids=[
-        "unchanged",
-        "other request",
-        "insert",
-        "too little freed",
-        "freed",
-        "reserve fell",
-        "locked",
-    ],
-)
-def test_blocked_head(rid: str, pool: PoolState, inserts: int, blocked: bool) -> None:
-    """Guards against matching a blocked prompt on every step, and against a head that is never
-    tried again although something changed."""
-    assert BlockedHead("a", 90, POOL, 3).still_blocked(rid, pool, inserts) is blocked
-
-
-def test_blocked_for_another_reason_than_tokens() -> None:
-    """Guards against a head that had enough tokens, was refused to let running requests end, and is
-    tried again and again while nothing changes."""
-    head = BlockedHead("a", 10, POOL, 3)
-    assert head.still_blocked("a", POOL, 3)
-    assert not head.still_blocked("a", POOL._replace(protected=49), 3)
 
 
 @pytest.mark.parametrize(("new", "half"), [(0, 0), (1, 1), (7, 4), (160, 80)])

@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.decode_radix import candidates as line
 from sglang.srt.disaggregation.decode_radix.agreement import Offer
 from sglang.srt.disaggregation.decode_radix.candidates import Candidate
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.decode_radix.waiting import Refusal
 
 HELD = 64
 
@@ -48,13 +49,39 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 def candidate(name: str, tokens: int = 100, *, shares: bool = True, given_up: bool = False) -> Any:
     """A request in line."""
-    req = SimpleNamespace(rid=name, extra_key=None)
-    return Candidate(req, req, list(range(tokens)), shares, given_up)
+    req = SimpleNamespace(
+        rid=name, extra_key=None, origin_input_ids=list(range(tokens)), output_ids=[]
+    )
+    return Candidate(SimpleNamespace(), req, shares, given_up)
 
 
-def nobody(req: Any) -> bool:
-    """No request is blocked."""
-    return False
+class Plan:
+    """Finds every prefix; ``places`` requests get in, and ``waiting`` are passed by others."""
+
+    def __init__(self, tree: Tree, places: int = 8, waiting: str = "", refused: str = "") -> None:
+        self.tree, self.places = tree, places
+        self.waiting, self.refused = waiting, refused
+        self.found: list[str] = []
+
+    @property
+    def has_place(self) -> bool:
+        return self.places > 0
+
+    def find(self, candidate: Candidate) -> bool:
+        self.found.append(candidate.req.rid)
+        candidate.take(self.tree)
+        return True
+
+    def waits(self, candidate: Candidate) -> bool:
+        return bool(candidate.req.rid == self.waiting)
+
+    def admit(self, candidate: Candidate) -> bool:
+        if candidate.req.rid == self.refused:
+            candidate.refusal = Refusal(self.refused, "no_tokens", 1)
+            candidate.release()
+            return False
+        self.places -= 1
+        return True
 
 
 def locked(tree: Tree) -> list[int]:
@@ -67,24 +94,42 @@ def test_offers(tree: Tree) -> None:
     given up leaves it to the others."""
     first = [candidate("a"), candidate("b", 10), candidate("c", shares=False)]
     first.append(candidate("d", given_up=True))
-    offers = line.take_leases(tree, first, nobody)
+    offers = line.take_leases(first, Plan(tree))
     assert offers == [Offer.SHARED + 64, Offer.SHARED + 10, Offer.PRIVATE, Offer.ABSTAIN]
     line.release(first)
     assert locked(tree) == []
 
 
-def test_nobody_behind_a_blocked_one_is_matched(tree: Tree) -> None:
-    """Guards against the cost of matching, on every step, who cannot get in."""
+def test_nobody_behind_a_refused_one_is_matched(tree: Tree) -> None:
+    """Guards against the cost of matching, on every step, who cannot get in; and against a lock of
+    the one that was found not to fit."""
     first = [candidate("a"), candidate("b"), candidate("c")]
-    offers = line.take_leases(tree, first, lambda req: req.rid == "b")
-    assert offers == [Offer.SHARED + 64, Offer.STOP, Offer.STOP]
-    assert [one.lease is None for one in first] == [False, True, True]
+    plan = Plan(tree, refused="b")
+    assert line.take_leases(first, plan) == [Offer.SHARED + 64, Offer.STOP, Offer.STOP]
+    assert plan.found == ["a", "b"] and locked(tree) == [64] and tree.locks[64] == 1
+
+
+def test_who_is_passed_stops_nobody(tree: Tree) -> None:
+    """Guards against a request that waits for a prefix and takes the place of those behind it."""
+    first = [candidate("a"), candidate("b"), candidate("c"), candidate("d")]
+    plan = Plan(tree, places=2, waiting="a")
+    offers = line.take_leases(first, plan)
+    assert offers == [Offer.SHARED + 64] * 3 + [Offer.STOP] and plan.found == ["a", "b", "c"]
+
+
+def test_tokens_of_one_that_has_generated() -> None:
+    """Guards against matching the last token of a retracted request, which has no KV yet."""
+    queued = candidate("a", 3)
+    assert (queued.token_ids, queued.length, queued.resumes) == ([0, 1, 2], 3, False)
+    req = SimpleNamespace(origin_input_ids=[0, 1], output_ids=[7, 8])
+    retracted = Candidate(req, req)
+    assert (retracted.token_ids, retracted.length, retracted.resumes) == ([0, 1, 7], 3, True)
 
 
 def test_the_agreed_length_counts(tree: Tree) -> None:
     """Guards against a lock on more than is shared, or on nothing."""
     first = [candidate("a"), candidate("b", 32)]
-    line.take_leases(tree, first, nobody)
+    line.take_leases(first, Plan(tree))
     tried = line.settle(tree, first, [Offer.SHARED + 16, Offer.SHARED + 32])
     assert [one.lease.length for one in tried] == [16, 32]
     assert locked(tree) == [16, 32] and [one.shares for one in tried] == [True, True]
@@ -93,7 +138,7 @@ def test_the_agreed_length_counts(tree: Tree) -> None:
 def test_what_no_other_rank_may_share_is_private(tree: Tree) -> None:
     """Guards against a rank that waits for a prefix, or locks one, which the others do not know."""
     first = [candidate("a")]
-    line.take_leases(tree, first, nobody)
+    line.take_leases(first, Plan(tree))
     (tried,) = line.settle(tree, first, [Offer.PRIVATE])
     assert tried.lease.length == 0 and not tried.shares and locked(tree) == [0]
 
@@ -101,7 +146,7 @@ def test_what_no_other_rank_may_share_is_private(tree: Tree) -> None:
 def test_a_stop_of_another_rank_is_a_stop(tree: Tree) -> None:
     """Guards against a rank that tries whom the others do not, and against locks kept for them."""
     first = [candidate("a"), candidate("b"), candidate("c")]
-    line.take_leases(tree, first, nobody)
+    line.take_leases(first, Plan(tree))
     tried = line.settle(tree, first, [Offer.SHARED + 64, Offer.STOP, Offer.SHARED + 64])
     assert tried == first[:1] and tree.locks[64] == 1
 
@@ -109,7 +154,7 @@ def test_a_stop_of_another_rank_is_a_stop(tree: Tree) -> None:
 def test_who_was_given_up_here_has_no_lease(tree: Tree) -> None:
     """Guards against a lease for a request that this rank knows to be gone."""
     first = [candidate("a", given_up=True), candidate("b")]
-    line.take_leases(tree, first, nobody)
+    line.take_leases(first, Plan(tree))
     tried = line.settle(tree, first, [Offer.SHARED + 64, Offer.SHARED + 64])
     assert [one.lease is None for one in tried] == [True, False]
     line.release(first)

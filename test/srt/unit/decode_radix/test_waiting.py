@@ -32,18 +32,16 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (waiting.admission_timeout(), waiting.log_after()) == (300.0, 10.0)
 
 
-def test_once_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_a_wait() -> None:
     """Guards against a line for every step, and against a second wait that nobody hears of."""
-    monkeypatch.setenv(waiting.LOG_ENV, "10")
     entry = SimpleNamespace()
-    assert not waiting.once(entry, None, 100.0)
-    times = (9.0, 10.0, 11.0, 500.0)
-    assert [waiting.once(entry, 0.0, now) for now in times] == [False, True, False, False]
-    assert [waiting.once(entry, 600.0, now) for now in (605.0, 610.0, 615.0)] == [
-        False,
-        True,
-        False,
-    ]
+
+    def said(since: float | None, *times: float) -> list[bool]:
+        return [waiting.once(entry, since, now, 10.0) for now in times]
+
+    assert said(None, 100.0) == [False]
+    assert said(0.0, 9.0, 10.0, 11.0, 500.0) == [False, True, False, False]
+    assert said(600.0, 605.0, 610.0, 615.0) == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``lease``        one match and one lock, released exactly once
 ``inflight``     prompts on their way here, so that a burst with one prefix moves it once
 ``admission``    the token budget: what running requests can still grow into: pure
-``budget``       the same from the scheduler's live queues; evicts and allocates
+``growth``       the sum of what running requests can still grow into, a step at a time: pure
+``claims``       what admitted requests hold and may still need, as sums with one owner
+``budget``       whether a request fits; evicts and allocates
 ``agreement``    what the ranks of one server agree on before a step, in one reduction
 ``candidates``   the first requests in line, with their leases
+``plan``         who of them would get in on this rank alone; who was stopped is not matched again
 ``step``         leases, agreement, trimmed leases: the start of every step
 ``prealloc``     the prealloc queue: who is admitted, resumed, or leaves without pages
 ``announce``     row, destination pages, announcement

@@ -10,7 +10,6 @@ work is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,11 +43,6 @@ def entering(claim: Claim) -> Claim:
     return Claim(claim.allocated, claim.allocated + (claim.final - claim.allocated + 1) // 2)
 
 
-def reserved(claims: Iterable[Claim], cap: int, page: int) -> int:
-    """What all admitted requests together may still need before anybody is retracted."""
-    return sum(growth(claim, cap, page) for claim in claims)
-
-
 def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
     """What admitting one request takes: its delta pages and its own reserve.
 
@@ -56,35 +50,3 @@ def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
     lease); ``claim.allocated`` tokens must be there to start.
     """
     return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)
-
-
-def can_finish_alone(final: int, own_pinned: int, pinned: int, total: int, page: int) -> bool:
-    """Whether a request could run to its end if every running request but it were retracted.
-
-    ``pinned`` tokens belong to requests that cannot be retracted (their transfer is under way);
-    ``own_pinned`` of them are the request's own: its shared prefix, and its private pages if it
-    does not run yet. Where this does not hold, admitting one more transfer could leave the last
-    running request without memory, and SGLang would abort it.
-    """
-    return page_ceil(final, page) - own_pinned <= total - pinned
-
-
-@dataclass
-class BlockedHead:
-    """Remembers why the head of the queue did not fit, to not match it again on every step.
-
-    Matching costs O(prompt), and refreshes the prefix in the LRU order by mere polling.
-    """
-
-    rid: str
-    cost: int
-    #: The pool when it was refused.
-    pool: PoolState
-    #: Inserts into the tree until then: a later one may have made the head cheaper.
-    inserts: int
-
-    def still_blocked(self, rid: str, pool: PoolState, inserts: int) -> bool:
-        """Whether trying again is pointless."""
-        if rid != self.rid or inserts != self.inserts:
-            return False
-        return pool == self.pool or pool.free - pool.reserved < self.cost

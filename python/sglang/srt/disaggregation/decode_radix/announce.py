@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from sglang.srt.disaggregation.delta.stats import STATS
 
 def bootstrap_addr(req: Any) -> str:
     """The prefill server of a request, as "host:port"."""
+    return _address(req.bootstrap_host, req.bootstrap_port)
+
+
+@lru_cache(maxsize=1024)  # parsing costs more than the rest of an admission step
+def _address(host: str, port: int) -> str:
     from sglang.srt.utils.network import NetworkAddress
 
-    address: str = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
+    address: str = NetworkAddress(host, port).to_host_port_str()
     return address
 
 
@@ -59,12 +65,12 @@ def announce(queue: Any, decode_req: Any, slots: torch.Tensor) -> None:
         else:
             decode_req.kv_receiver.announce(pages, index, req.cache_protected_len)
         if not is_fake(req):
-            _count(req, pages.tolist(), sum(manager.kv_args.kv_item_lens), at)
+            _count(req, pages, sum(manager.kv_args.kv_item_lens), at)
 
     queue.step_writes.after(pages, tell)
 
 
-def _count(req: Any, pages: list[int], page_bytes: int, at: float) -> None:
+def _count(req: Any, pages: Any, page_bytes: int, at: float) -> None:
     prompt = len(req.origin_input_ids)
     STATS.add("decode_prefix_prompt_tokens", prompt)
     STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
@@ -78,6 +84,6 @@ def _count(req: Any, pages: list[int], page_bytes: int, at: float) -> None:
                 rid=req.rid,
                 prompt_tokens=prompt,
                 prefix_tokens=req.cache_protected_len,
-                pages=pages,
+                pages=pages.tolist(),
             )
         )

@@ -9,14 +9,16 @@ is lost.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
 from sglang.srt.disaggregation.delta.env import env_int, env_seconds
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
-#: (prefill server, extra key, tree node, next tokens)
-PrefixKey = tuple[str, str | None, int, tuple[int, ...]]
+#: (prefill server, extra key, tree node, next tokens). Keys are looked up in every step, and bytes
+#: remember their hash.
+PrefixKey = tuple[str, str | None, int, bytes]
 
 
 def window_tokens(page: int) -> int:
@@ -46,7 +48,7 @@ def prefix_key(prefill: str, req: Any, node: Any, prefix: int, window: int) -> P
     following = req.origin_input_ids[prefix : prefix + window]
     if window == 0 or len(following) < window:
         return None
-    return prefill, req.extra_key, node.id, tuple(following)
+    return prefill, req.extra_key, node.id, array("q", following).tobytes()
 
 
 def arriving(decode_requests: Iterable[Any]) -> set[PrefixKey]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.disaggregation.decode_radix import admission
+from sglang.srt.disaggregation.decode_radix.claims import expected_length, final_length
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 ENV = "SGLANG_DISAGGREGATION_CHECK_INVARIANTS"
@@ -105,6 +107,57 @@ def pool_problems(
     return problems
 
 
+def claims_problems(
+    claims: Any, running: list[Any], entering: list[Any], held: list[Any], total: int
+) -> list[str]:
+    """The sums of ``claims`` against a walk of all requests that hold pages.
+
+    ``entering``: those that do not run yet; ``total``: the pool's size in tokens.
+    """
+    problems = []
+    page, cap = claims.page, claims.cap
+    reserved = sum(admission.growth(_claim(req), cap, page) for req in running) + sum(
+        admission.growth(admission.entering(_claim(req)), claims.entry_cap, page)
+        for req in entering
+    )
+    if claims.reserved != reserved:
+        problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
+    pinned_nodes = {
+        node.id: len(node.key) for req in (*entering, *held) for node in _up(req.last_node)
+    }
+    private = {
+        id(req): page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
+        for req in (*entering, *held)
+    }
+    pinned = sum(pinned_nodes.values()) + sum(private.values())
+    if claims.pinned != pinned:
+        problems.append(f"claims pin {claims.pinned} tokens, not {pinned}")
+    needs = [0]
+    for req in (*running, *entering):
+        shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
+        whole = page_ceil(expected_length(req, req.kv_allocated_len), page)
+        needs.append(whole - shared - private.get(id(req), 0))
+    for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
+        found = claims.everyone_can_finish(None, 0, 0, size)
+        alone = not running and not entering
+        if found != (alone or max(needs) <= size - pinned):
+            problems.append(f"claims say {found} to whether all can end with {size} tokens")
+    if len(claims) != len(running) + len(entering) + len(held):
+        problems.append(f"{len(claims)} claims of {[*running, *entering, *held]}")
+    return problems
+
+
+def _claim(req: Any) -> admission.Claim:
+    return admission.Claim(req.kv_allocated_len, final_length(req))
+
+
+def _up(node: Any) -> Iterator[Any]:
+    """``node`` and all above it, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
 def idle_problems(scheduler: Any) -> list[str]:
     """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
@@ -113,6 +166,9 @@ def idle_problems(scheduler: Any) -> list[str]:
     problems += pool_problems(
         tree, allocator, pool.req_to_token, [], scheduler.max_total_num_tokens
     )
+    claims = getattr(tree, "claims", None)
+    if claims is not None:
+        problems += claims_problems(claims, [], [], [], scheduler.max_total_num_tokens)
     size = pool.size + getattr(pool, "pre_alloc_size", 0)
     if sorted(pool.free_slots) != list(range(size)):
         problems.append(f"{len(pool.free_slots)} of {size} request rows are free, or some twice")

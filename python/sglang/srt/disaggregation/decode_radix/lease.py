@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,3 +59,60 @@ class PrefixLease:
         req.last_node = req.last_host_node = self.node
         req.prefix_indices = self.indices
         req.cache_protected_len = self.length
+
+
+@dataclass(frozen=True)
+class KnownPrefix:
+    """Where the match of a prompt ended, with no lock on it. It would end there again as long as
+    this ``holds``, which costs a page and not the prompt."""
+
+    root: Any
+    #: The tree's; a flush may leave nodes in their places.
+    generation: int
+    node: Any
+    #: Tokens of the prefix.
+    length: int
+    #: The key of the child that a longer match would go on to; None where the prompt ends.
+    following: Any
+
+    @classmethod
+    def of(cls, tree: Any, lease: PrefixLease, token_ids: list[int], extra_key: str | None) -> Any:
+        """Where the match ended that gave ``lease``."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        page = token_ids[lease.length : lease.length + tree.page_size]
+        following = None
+        if len(page) == tree.page_size:
+            following = tree.get_child_key_fn(RadixKey(page, extra_key))
+        return cls(tree.root_node, tree.generation, lease.node, lease.length, following)
+
+    def holds(self, tree: Any) -> bool:
+        """Whether the node is still in the tree (a split leaves a node the end of its path), and
+        nothing that the prompt goes on with was inserted below it."""
+        node = self.node
+        if tree.root_node is not self.root or tree.generation != self.generation:
+            return False
+        if node is not self.root:
+            key = tree.get_child_key_fn(node.key)
+            if node.parent.children.get(key) is not node:
+                return False
+        return self.following is None or self.following not in node.children
+
+    def lock(self, tree: Any) -> PrefixLease:
+        """The lease that a match would give; no token is compared."""
+        values, node = [], self.node
+        while node is not self.root:
+            values.append(node.value)
+            node = node.parent
+        if not values:
+            return PrefixLease.empty(tree)
+        return PrefixLease(tree, self.node, torch.cat(values[::-1]))
+
+
+def unlocked_tokens(node: Any) -> int:
+    """Tokens from ``node`` up that a lock on it would take out of what can be evicted."""
+    tokens: int = 0
+    while node.parent is not None and node.lock_ref == 0:
+        tokens += len(node.key)
+        node = node.parent
+    return tokens

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
 from sglang.srt.disaggregation.decode_radix.candidates import Candidate
 from sglang.srt.disaggregation.decode_radix.handshakes import Handshakes
 from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.decode_radix.plan import Rules
 from sglang.srt.disaggregation.decode_radix.resume import restore_private
 from sglang.srt.disaggregation.decode_radix.step import AgreedSteps
 from sglang.srt.disaggregation.decode_radix.step_writes import StepWrites
@@ -47,6 +48,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
+    _limits: waiting.Limits
     #: Why the first in line did not get in when it was last tried.
     _refusal: Refusal | None = None
 
@@ -56,7 +58,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _steps(self) -> AgreedSteps:
-        return AgreedSteps(self, self._budget)
+        rules = Rules(self._may_share, self._arriving_key, self._must_wait)
+        return AgreedSteps(self, self._budget, rules)
 
     @cached_property
     def step_writes(self) -> StepWrites:
@@ -121,18 +124,19 @@ class RadixPreallocQueue(DecodePreallocQueue):
         admitted: list[Any] = []
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
+            limits = self._read_limits()
             arriving = inflight.arriving(
                 entry for entry in self.transfer_queue.queue if self.tree_cache.may_share(entry.req)
             )
             first = self._first_in_line(ready, arriving)
-            with self._steps.step(ready, first) as (agreed, candidates):
+            with self._steps.step(ready, first, limits, arriving) as (agreed, candidates):
                 failed += self._answer(ready, agreed)
                 self._end_waits(ready, agreed)
                 refusal = self._admit(candidates, arriving, agreed, admitted)
             self._remember(first, candidates, agreed, refusal)
-        self._leave(admitted)
-        for entry in self._ready():
-            self._say_that_it_waits(entry, entry.req, entry.ready_since)
+            self._leave(admitted)
+            waiting_since = [(entry, entry.req, entry.ready_since) for entry in self._ready()]
+            self._say_who_waits(waiting_since, limits)
         return admitted, failed
 
     @override
@@ -146,24 +150,23 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if getattr(req, "retracted_since", None) is None:
                 req.retracted_since = self.clock()
         ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
-        first = [
-            Candidate(
-                req,
-                req,
-                (req.origin_input_ids + req.output_ids)[:-1],
-                self.tree_cache.may_share(req),
-            )
-            for req in self.retracted_queue[: line.LIMIT]
-        ]
-        with self._steps.step(ready, first, slots_needed=False) as (agreed, candidates):
+        limits = self._read_limits()
+        first = [Candidate(req, req) for req in self.retracted_queue[: line.LIMIT]]
+        step = self._steps.step(ready, first, limits, set(), slots_needed=False)
+        with step as (agreed, candidates):
             self._answer(ready, agreed)
             back: list[Any] = []
             refusal = self._resume(candidates, agreed, back)
         self._remember(first, candidates, agreed, refusal)
         self.retracted_queue = self.retracted_queue[len(back) :]
-        for req in self.retracted_queue:
-            self._say_that_it_waits(req, req, req.retracted_since)
+        still = [(req, req, req.retracted_since) for req in self.retracted_queue]
+        self._say_who_waits(still, limits)
         return back
+
+    def _read_limits(self) -> waiting.Limits:
+        """The settings, once a step."""
+        self._limits = waiting.Limits.read(self._page)
+        return self._limits
 
     def _ready(self) -> list[Any]:
         """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
@@ -171,6 +174,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def _leave(self, gone: Sequence[Any]) -> None:
         """Take entries out of the lists that hold them."""
+        if not gone:
+            return
         ids = {id(entry) for entry in gone}
         self.queue = [entry for entry in self.queue if id(entry) not in ids]
         self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in ids]
@@ -202,7 +207,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def _answer(self, ready: list[Any], agreed: Agreed) -> list[Any]:
         """Tell the clients of requests that failed, were aborted or waited for too long."""
-        gone = []
+        gone: list[Any] = []
+        if min(agreed.states, default=State.FINE) > State.EXPIRED:
+            return gone
         for entry, state in zip(ready, agreed.states, strict=True):
             req = entry.req
             if state == State.FAILED:
@@ -238,14 +245,17 @@ class RadixPreallocQueue(DecodePreallocQueue):
         for entry in ready:
             if getattr(entry, "waits_for_prefix", None) in arriving:
                 continue
-            req = entry.req
-            shares = self.tree_cache.may_share(req) and self.kv_manager.peer_takes_delta(
-                bootstrap_addr(req)
-            )
-            first.append(Candidate(entry, req, req.origin_input_ids, shares))
+            first.append(Candidate(entry, entry.req))
             if len(first) == line.LIMIT:
                 break
         return first
+
+    def _may_share(self, candidate: Candidate) -> bool:
+        """Whether a request may share a prefix; one that resumes asks no prefill server."""
+        req = candidate.req
+        if not self.tree_cache.may_share(req):
+            return False
+        return candidate.resumes or bool(self.kv_manager.peer_takes_delta(bootstrap_addr(req)))
 
     def _end_waits(self, ready: list[Any], agreed: Agreed) -> None:
         """Who waited long enough for another request's prefix is tried from the next step on."""
@@ -271,14 +281,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
             full = self._no_place(agreed, len(admitted))
             if full is not None:
                 return Refusal(req.rid, full)
-            key = self._arriving_key(req, lease) if candidate.shares else None
-            if key is not None and key in arriving and not getattr(entry, "waited_enough", False):
+            key = self._arriving_key(candidate)
+            if key is not None and self._must_wait(candidate, key, arriving):
                 self._wait_for_prefix(entry, key)
                 continue
-            slots = self._reserve(candidates, at, [other.req for other in admitted])
+            slots = self._reserve(candidates, at)
             if isinstance(slots, Refusal):
                 return slots
-            bind(self.req_to_token_pool, req, lease, slots)
+            self._enter(req, lease, slots)
             entry.arriving_prefix = key
             announce(self, entry, slots)
             admitted.append(entry)
@@ -293,26 +303,39 @@ class RadixPreallocQueue(DecodePreallocQueue):
             return "no_request_row"
         return "no_metadata_slot" if slots_needed and agreed.slots <= taken else None
 
-    def _reserve(
-        self, candidates: list[Candidate], at: int, new: list[Any], *, resumes: bool = False
-    ) -> torch.Tensor | Refusal:
+    def _reserve(self, candidates: list[Candidate], at: int) -> torch.Tensor | Refusal:
         """Slots for the candidate ``at``. If need be, those behind it let go of their prefixes.
 
         They are not tried any more then: what they held may have been evicted.
         """
-        candidate, length = candidates[at], len(candidates[at].token_ids)
-        lease = candidate.lease
+        candidate = candidates[at]
+        req, lease, length = candidate.req, candidate.lease, candidate.length
         assert lease is not None, "who has none is not tried"
-        slots = self._budget.reserve(candidate.req, lease, length, new, resumes=resumes)
+        slots = self._budget.reserve(req, lease, length, resumes=candidate.resumes)
         if isinstance(slots, Refusal) and len(candidates) > at + 1:
             line.release(candidates[at + 1 :])
             del candidates[at + 1 :]
-            slots = self._budget.reserve(candidate.req, lease, length, new, resumes=resumes)
+            slots = self._budget.reserve(req, lease, length, resumes=candidate.resumes)
         return slots
 
-    def _arriving_key(self, req: Any, lease: PrefixLease) -> inflight.PrefixKey | None:
-        window = inflight.window_tokens(self._page)
-        return inflight.prefix_key(bootstrap_addr(req), req, lease.node, lease.length, window)
+    def _enter(self, req: Any, lease: PrefixLease, slots: torch.Tensor) -> None:
+        """From here on the request holds its pages."""
+        bind(self.req_to_token_pool, req, lease, slots)
+        shared, allocated = req.cache_protected_len, req.kv_allocated_len
+        self._budget.claims.entered(req, req.last_node, shared, allocated)
+
+    def _arriving_key(self, candidate: Candidate) -> inflight.PrefixKey | None:
+        req, lease = candidate.req, candidate.lease
+        if candidate.resumes or not candidate.shares or lease is None:
+            return None
+        address = bootstrap_addr(req)
+        return inflight.prefix_key(address, req, lease.node, lease.length, self._limits.window)
+
+    @staticmethod
+    def _must_wait(
+        candidate: Candidate, key: inflight.PrefixKey | None, arriving: set[inflight.PrefixKey]
+    ) -> bool:
+        return key in arriving and not getattr(candidate.entry, "waited_enough", False)
 
     def _wait_for_prefix(self, entry: Any, key: inflight.PrefixKey) -> None:
         entry.waits_for_prefix = key
@@ -332,10 +355,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
             full = self._no_place(agreed, len(back), slots_needed=False)
             if full is not None:
                 return Refusal(req.rid, full)
-            slots = self._reserve(candidates, at, back, resumes=True)
+            slots = self._reserve(candidates, at)
             if isinstance(slots, Refusal):
                 return slots
-            bind(self.req_to_token_pool, req, lease, slots)
+            self._enter(req, lease, slots)
             req.is_retracted, req.retracted_since = False, None
             restore_private(req, slots, self.token_to_kv_pool_allocator)
             back.append(req)
@@ -350,17 +373,18 @@ class RadixPreallocQueue(DecodePreallocQueue):
         agreed: Agreed,
         refusal: Refusal | None,
     ) -> None:
-        """Keep why the first in line did not get in; called when all leases were given back."""
-        if first and not tried:
-            full = self._no_place(agreed, 0, slots_needed=first[0].entry is not first[0].req)
+        """Keep why the first in line did not get in."""
+        if refusal is None and len(tried) < len(first):
+            refusal = first[len(tried)].refusal
+        if refusal is None and first and not tried:
+            full = self._no_place(agreed, 0, slots_needed=not first[0].resumes)
             if full is None:
-                return  # blocked as before
+                return  # another rank stops it
             refusal = Refusal(first[0].req.rid, full)
         self._refusal = refusal
         if refusal is not None:
-            self._budget.block(refusal)
-            entries = {candidate.req.rid: candidate.entry for candidate in first}
-            self._refused(entries[refusal.rid], refusal)
+            entry = next(c.entry for c in first if c.req.rid == refusal.rid)
+            self._refused(entry, refusal)
 
     def _refused(self, entry: Any, refusal: Refusal) -> None:
         """Count a refusal once for each request and reason."""
@@ -376,14 +400,16 @@ class RadixPreallocQueue(DecodePreallocQueue):
         wanted = self._budget.cost(req, 0, length, resumes=entry is req)
         return waiting.missing(req, own, self._refusal, wanted, self._budget.describe())
 
-    def _say_that_it_waits(self, entry: Any, req: Any, since: float) -> None:
-        """A warning once a wait, when it has become long."""
-        if waiting.once(entry, since, self.clock()):
-            logger.warning(
-                "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
-                req.rid,
-                req.bootstrap_room,
-                self.clock() - since,
-                " after it was retracted" if entry is req else "",
-                self._what_is_missing(entry, req),
-            )
+    def _say_who_waits(self, who: Sequence[tuple[Any, Any, float]], limits: waiting.Limits) -> None:
+        """A warning once a wait, when it has become long. ``who``: entry, request, since when."""
+        now = self.clock()
+        for entry, req, since in who:
+            if waiting.once(entry, since, now, limits.say_after):
+                logger.warning(
+                    "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
+                    req.rid,
+                    req.bootstrap_room,
+                    now - since,
+                    " after it was retracted" if entry is req else "",
+                    self._what_is_missing(entry, req),
+                )

@@ -30,6 +30,8 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             # Clients see the cached tokens that prefill reported; stock would add our prefix.
             req.already_computed = len(req.prefix_indices)
         super().prepare_for_prebuilt()
+        for req in self.reqs:
+            self.tree_cache.claims.started(req)
         # Stock copies each row from its start, which would list shared slots as outputs.
         rows = self.req_to_token_pool.req_to_token
         owned = [

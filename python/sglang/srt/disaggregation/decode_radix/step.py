@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.disaggregation.decode_radix import candidates as line
-from sglang.srt.disaggregation.decode_radix import inflight, waiting
-from sglang.srt.disaggregation.decode_radix.agreement import Agreed, Ballot, State, agree
+from sglang.srt.disaggregation.decode_radix.agreement import Agreed, Ballot, Offer, State, agree
 from sglang.srt.disaggregation.decode_radix.budget import DecodeBudget
 from sglang.srt.disaggregation.decode_radix.candidates import Candidate
+from sglang.srt.disaggregation.decode_radix.inflight import PrefixKey
+from sglang.srt.disaggregation.decode_radix.plan import Memory, Rules, StepPlan
+from sglang.srt.disaggregation.decode_radix.waiting import Limits
 
 logger = logging.getLogger(__name__)
 #: Seconds between two complaints about ranks whose pools differ.
@@ -21,55 +23,65 @@ COMPLAIN_EVERY_S = 30.0
 class AgreedSteps:
     """Runs the steps of one prealloc queue, with one collective each."""
 
-    def __init__(self, queue: Any, budget: DecodeBudget) -> None:
-        self._queue = queue
-        self._budget = budget
+    def __init__(self, queue: Any, budget: DecodeBudget, rules: Rules) -> None:
+        self._queue, self._budget, self._rules = queue, budget, rules
+        self._memory = Memory()
         self._complained_at: float | None = None
 
     @contextmanager
     def step(
-        self, ready: list[Any], first: list[Candidate], *, slots_needed: bool = True
+        self,
+        ready: list[Any],
+        first: list[Candidate],
+        limits: Limits,
+        arriving: set[PrefixKey],
+        *,
+        slots_needed: bool = True,
     ) -> Iterator[tuple[Agreed, list[Candidate]]]:
         """What the ranks agree on, and who may be tried, with leases; takes the leases back.
 
         ``ready``: entries without pages whose handshake is done; ``first``: the candidates. Both
         are the same requests on all ranks, and there is at least one of either.
         """
-        queue, budget = self._queue, self._budget
-        pool = budget.pool([])
-        limits = waiting.admission_timeout(), inflight.wait_seconds()
-        states = {id(entry): self._state(entry, *limits) for entry in ready}
-        for candidate in first:
-            candidate.given_up = states.get(id(candidate.entry), State.FINE) <= State.EXPIRED
+        queue, budget, tree = self._queue, self._budget, self._queue.tree_cache
+        pool, now = budget.pool(), queue.clock()
+        states = [self._state(entry, now, limits) for entry in ready]
+        if min(states, default=State.FINE) <= State.EXPIRED:
+            ended = {id(e) for e, s in zip(ready, states, strict=True) if s <= State.EXPIRED}
+            for candidate in first:
+                candidate.given_up = id(candidate.entry) in ended
         rows = queue.req_to_token_pool.available_size()
         slots = queue.req_to_metadata_buffer_idx_allocator.available_size()
-        full = rows <= 0 or (slots_needed and slots <= 0)
+        places = min(rows, slots) if slots_needed else rows
+        plan = StepPlan(budget, self._memory, self._rules, tree, places, arriving)
         try:
-            offers = line.take_leases(
-                queue.tree_cache, first, lambda req: full or budget.still_blocked(req)
-            )
+            try:
+                offers = line.take_leases(first, plan)
+            finally:
+                plan.close()
             agreed = agree(
-                Ballot(list(states.values()), offers, rows, slots, pool.free, pool.protected),
-                queue.gloo_group,
+                Ballot(states, offers, rows, slots, pool.free, pool.protected), queue.gloo_group
             )
             if agreed.pools_differ:
                 self._complain(agreed, pool.free, pool.protected)
             budget.surplus = pool.free - agreed.free
-            yield agreed, line.settle(queue.tree_cache, first, agreed.offers)
+            tried = line.settle(tree, first, agreed.offers)
+            if len(tried) < len(first) and first[len(tried)].offer != Offer.STOP:
+                self._memory.note(tree, first[len(tried)])  # another rank stops it
+            yield agreed, tried
         finally:
             line.release(first)
 
-    def _state(self, entry: Any, for_memory: float, for_prefix: float) -> State:
-        """What this rank thinks of a request without pages, which may wait so many seconds."""
+    def _state(self, entry: Any, now: float, limits: Limits) -> State:
+        """What this rank thinks of a request without pages."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if entry.req.finished_reason is not None or entry.kv_receiver.poll() == KVPoll.Failed:
             return State.FAILED
-        now: float = self._queue.clock()
-        if now - entry.ready_since >= for_memory:
+        if now - entry.ready_since >= limits.for_memory:
             return State.EXPIRED
         since: float | None = getattr(entry, "waits_for_prefix_since", None)
-        if since is not None and now - since >= for_prefix:
+        if since is not None and now - since >= limits.for_prefix:
             return State.WAITED_ENOUGH
         return State.FINE
 

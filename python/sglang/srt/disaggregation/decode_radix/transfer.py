@@ -93,6 +93,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         self._answer(req)
         # Also where this rank's room is quiet: another's may not be, and all release together.
         self.quarantine.hold(decode_req, watch)
+        self.tree_cache.claims.held(req)
 
     @staticmethod
     def _watch(decode_req: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
+from sglang.srt.disaggregation.decode_radix.claims import Claims
 from sglang.srt.disaggregation.decode_radix.eligibility import (
     generation_of,
     mark_committed,
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 else:
     RadixCache = object
+
+#: An eviction takes at least one of so many parts of the pool, if that can be evicted.
+EVICTED_AT_LEAST = 128
 
 
 class Retired(NamedTuple):
@@ -37,11 +42,13 @@ class DecodeRadixTree(RadixCache):
 
     #: Set by the decode scheduler when the flag is on.
     serves_decode: bool = False
-    #: Inserts so far; lets a blocked request see that the tree may hold more of it by now.
+    #: Inserts so far.
     inserts: int = 0
     #: Flushes so far. A request shares only if it arrived after the last one: KV that was matched,
     #: announced, computed or copied before may be of weights that are served no more.
     generation: int = 0
+    #: What requests hold; set by the admission budget of a decode server.
+    claims: Claims | None = None
 
     def serve_decode(self) -> None:
         """Switch to the rules of a decode server."""
@@ -109,6 +116,22 @@ class DecodeRadixTree(RadixCache):
         return super().insert(params)
 
     @override
+    def evict(self, params: Any) -> Any:
+        # Each eviction looks at every leaf, whatever it takes. On a full pool every decode step
+        # would evict for itself, so a small eviction takes a little more than it was asked for.
+        if self.serves_decode:
+            least = self.token_to_kv_pool_allocator.size // EVICTED_AT_LEAST
+            params = replace(params, num_tokens=max(params.num_tokens, least))
+        return super().evict(params)
+
+    @override
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        upper = super()._split_node(key, child, split_len)
+        if self.claims is not None:
+            self.claims.split(upper, child)
+        return upper
+
+    @override
     def match_prefix(self, params: Any) -> Any:
         req = params.req
         if not self.serves_decode or req is None or req.req_pool_idx is None:
@@ -152,9 +175,13 @@ class DecodeRadixTree(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             req.fill_ids = fill_ids
+        if self.claims is not None:
+            self.claims.shared(req)
 
     @override
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+        if self.claims is not None:
+            self.claims.left(req)
         if self.serves_decode:
             is_insert = is_insert and self._may_insert(req)
             if req.last_node is None:

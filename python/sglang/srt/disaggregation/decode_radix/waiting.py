@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_radix.admission import PoolState
+from sglang.srt.disaggregation.decode_radix import inflight
 from sglang.srt.disaggregation.delta.env import env_seconds
 
 TIMEOUT_ENV = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
@@ -33,16 +33,32 @@ def log_after() -> float:
     return env_seconds(LOG_ENV, 10.0)
 
 
+class Limits(NamedTuple):
+    """The settings of one step, read once: seconds, and the tokens of ``inflight``'s window."""
+
+    for_memory: float
+    for_prefix: float
+    say_after: float
+    window: int
+
+    @classmethod
+    def read(cls, page: int) -> Limits:
+        """From the environment.
+
+        Raises:
+            ValueError: a variable is not the number that it must be.
+        """
+        return cls(
+            admission_timeout(), inflight.wait_seconds(), log_after(), inflight.window_tokens(page)
+        )
+
+
 class Refusal(NamedTuple):
     """Why a request did not get in. ``cost`` in tokens, where tokens were counted."""
 
     rid: str
     reason: str
     cost: int | None = None
-    #: The pool that it did not fit into, its own prefix locked.
-    pool: PoolState | None = None
-    #: The allocator failed although the budget said yes: try again at once.
-    retry: bool = False
 
 
 REASONS = {
@@ -68,11 +84,10 @@ def missing(req: Any, own: Refusal | None, head: Refusal | None, wanted: int, po
     return f"{why}; {wanted} tokens wanted, {pool}"
 
 
-def once(entry: Any, since: float | None, now: float) -> bool:
-    """Whether it is time to say that ``entry`` waits: true once for each wait from ``since`` on."""
-    if since is None or getattr(entry, "wait_said_for", None) == since:
-        return False
-    if now - since < log_after():
+def once(entry: Any, since: float | None, now: float, after: float) -> bool:
+    """Whether it is time to say that ``entry`` waits: true once for each wait from ``since`` on,
+    when it has lasted for ``after`` seconds."""
+    if since is None or now - since < after or getattr(entry, "wait_said_for", None) == since:
         return False
     entry.wait_said_for = since
     return True
