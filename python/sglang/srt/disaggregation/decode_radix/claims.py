@@ -287,7 +287,7 @@ def expected_length(req: Any, allocated: int) -> int:
 
     prompt = len(req.origin_input_ids)
     clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
-    return prompt + min(int(req.sampling_params.max_new_tokens), clip)
+    return int(prompt + min(req.sampling_params.max_new_tokens, clip))
 
 
 def _below(node: Any, *covers: Container[int]) -> int:
