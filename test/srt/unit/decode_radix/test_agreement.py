@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.decode_radix import agreement, ranks
+from sglang.srt.disaggregation.decode_radix import agreement
 from sglang.srt.disaggregation.decode_radix.agreement import Ballot, Offer, State, agree
+from sglang.srt.disaggregation.delta import ranks
 
 FIRST = Ballot([3, 3, 1], [Offer.SHARED + 64, Offer.SHARED + 32], 5, 7, 1000, 200)
 

@@ -259,6 +259,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def _end_waits(self, ready: list[Any], agreed: Agreed) -> None:
         """Who waited long enough for another request's prefix is tried from the next step on."""
+        if State.WAITED_ENOUGH not in agreed.states:
+            return
         for entry, state in zip(ready, agreed.states, strict=True):
             if state == State.WAITED_ENOUGH:
                 entry.waits_for_prefix, entry.waited_enough = None, True

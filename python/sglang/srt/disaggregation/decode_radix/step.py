@@ -43,9 +43,11 @@ class AgreedSteps:
         ``ready``: entries without pages whose handshake is done; ``first``: the candidates. Both
         are the same requests on all ranks, and there is at least one of either.
         """
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         queue, budget, tree = self._queue, self._budget, self._queue.tree_cache
-        pool, now = budget.pool(), queue.clock()
-        states = [self._state(entry, now, limits) for entry in ready]
+        pool, now, failed = budget.pool(), queue.clock(), KVPoll.Failed
+        states = [_state(entry, now, limits, failed) for entry in ready]
         if min(states, default=State.FINE) <= State.EXPIRED:
             ended = {id(e) for e, s in zip(ready, states, strict=True) if s <= State.EXPIRED}
             for candidate in first:
@@ -72,19 +74,6 @@ class AgreedSteps:
         finally:
             line.release(first)
 
-    def _state(self, entry: Any, now: float, limits: Limits) -> State:
-        """What this rank thinks of a request without pages."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        if entry.req.finished_reason is not None or entry.kv_receiver.poll() == KVPoll.Failed:
-            return State.FAILED
-        if now - entry.ready_since >= limits.for_memory:
-            return State.EXPIRED
-        since: float | None = getattr(entry, "waits_for_prefix_since", None)
-        if since is not None and now - since >= limits.for_prefix:
-            return State.WAITED_ENOUGH
-        return State.FINE
-
     def _complain(self, agreed: Agreed, free: int, protected: int) -> None:
         now: float = self._queue.clock()
         if self._complained_at is not None and now - self._complained_at < COMPLAIN_EVERY_S:
@@ -98,3 +87,15 @@ class AgreedSteps:
             agreed.free,
             agreed.protected,
         )
+
+
+def _state(entry: Any, now: float, limits: Limits, failed: Any) -> State:
+    """What this rank thinks of a request without pages. ``failed``: a poll that says so."""
+    if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
+        return State.FAILED
+    if now - entry.ready_since >= limits.for_memory:
+        return State.EXPIRED
+    since: float | None = getattr(entry, "waits_for_prefix_since", None)
+    if since is not None and now - since >= limits.for_prefix:
+        return State.WAITED_ENOUGH
+    return State.FINE
