@@ -20,11 +20,16 @@ FOLDER = Path(__file__).resolve().parents[2] / ".interop" / f"sglang-{RELEASE}"
 _INSTALL_S = 300
 
 
+#: For the tests that want it; before any fixture of theirs starts a server.
+ON_REQUEST = pytest.mark.skipif(
+    os.environ.get(SWITCH) != "1",
+    reason=f"set {SWITCH}=1 to install SGLang {RELEASE} into .interop/ and run against it",
+)
+
+
 def installed() -> Path:
-    """The folder with the release, installed there the first time; skips the test where it is not
-    wanted or cannot be had."""
-    if os.environ.get(SWITCH) != "1":
-        pytest.skip(f"set {SWITCH}=1 to install SGLang {RELEASE} into .interop/ and run against it")
+    """The folder with the release, installed there the first time; skips the test where it cannot
+    be had."""
     if not (FOLDER / f"sglang-{RELEASE}.dist-info").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target"]
         found = subprocess.run(

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import later_release
+from component import programs
 from component.interop.frames import ANNOUNCED, REGISTERED, RELEASE
 from component.mooncake import bare as mooncake
 from component.nixl import bare as nixl
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
+pytestmark = later_release.ON_REQUEST
 PROGRAM = Path(__file__).with_name("program_later.py")
 KINDS: dict[str, tuple[Any, Any]] = {
     "nixl": (nixl, NixlKVReceiver),
@@ -110,3 +112,17 @@ def test_our_frame_is_not_for_it(said: list[dict[str, Any]], backend: str) -> No
     (line,) = [x for x in said if x.get("backend") == backend and x.get("reads") != "whole prompt"
                and "reads" in x]  # fmt: skip
     assert line["error"] in ("ValueError", "UnicodeDecodeError")
+
+
+@pytest.fixture(scope="module")
+def transfers() -> str:
+    """What the transfers over NIXL between the two releases printed."""
+    later_release.installed()
+    return programs.run(__file__, "program_nixl.py")
+
+
+@pytest.mark.parametrize("scenario", ["later_decode", "later_prefill"])
+def test_pages_over_nixl(transfers: str, scenario: str) -> None:
+    """Guards against bytes in the wrong pages, and against notifications that the other release
+    does not understand: partial and full hits and whole prompts, in both directions."""
+    programs.passed(transfers, scenario)
