@@ -1,0 +1,223 @@
+"""New weights, and memory that is given away, while a prefill server stands still and decode holds
+pages that it may still write to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.harness import checks
+from benchmark.harness.client import Request, Result, Target, open_session, send
+from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.servers import HOST, Sizes
+from chaos.faults import scheduler_of, signal_all
+from e2e.support import (
+    START_METHOD,
+    EventLogs,
+    Ids,
+    Reference,
+    pair_config,
+    prompt_maker,
+    settle,
+)
+from models.random_qwen3 import build
+
+NEW_TOKENS = 12
+LOST = 6
+ENV = {
+    # Only what a test does ends a room.
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
+    "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": "240",
+}
+
+
+def post(url: str, route: str, **body: Any) -> str:
+    """The answer of a server to a command; an error status raises."""
+    request = urllib.request.Request(
+        url + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+@dataclass
+class Scene:
+    """A pair, its prompts, and what two versions of the weights answer to them."""
+
+    pair: Pair
+    events: EventLogs
+    prompts: list[Ids]
+    answers: dict[str, list[Ids]]
+    models: dict[str, Path]
+    tokens: Any
+    _room: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def right(self, name: str) -> None:
+        """The pair answers as an aggregated server with these weights; again, from its tree."""
+        for _ in range(2):
+            assert self.pair.generate(self.prompts, NEW_TOKENS) == self.answers[name]
+
+    @contextmanager
+    def frozen_prefill(self) -> Iterator[None]:
+        pid = scheduler_of(self.pair.processes["prefill"].pid)
+        signal_all([pid], signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            signal_all([pid], signal.SIGCONT)
+
+    async def _ask(self, prompt: Ids, rid: str) -> Result:
+        layout = self.pair.layout[0]
+        extra = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": layout.bootstrap_port,
+            "bootstrap_room": self._room.getrandbits(62),
+        }
+        async with open_session() as session:
+            half = asyncio.create_task(
+                send(session, Target(layout.url), Request(prompt, NEW_TOKENS, extra=extra))
+            )
+            try:
+                to_decode = Request(prompt, NEW_TOKENS, extra={**extra, "rid": rid})
+                return await send(session, Target(self.pair.decode_url), to_decode)
+            finally:
+                half.cancel()
+                await asyncio.gather(half, return_exceptions=True)
+
+    def lose(self) -> None:
+        """Requests whose pages prefill was told of, and which are aborted before it writes."""
+        self.events.read()
+        rids = [f"lost-{self._room.getrandbits(40)}" for _ in range(LOST)]
+        prompts = [[*prompt, *self.tokens(40)] for prompt in self.prompts[:LOST]]
+
+        async def all_of_them() -> list[Result]:
+            asked = [self._ask(p, rid) for p, rid in zip(prompts, rids, strict=True)]
+            return await asyncio.gather(*asked)
+
+        with ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(lambda: asyncio.run(all_of_them()))
+            admitted, deadline = 0, time.monotonic() + 60
+            while admitted < LOST:
+                admitted += sum(event.rid in rids for event in self.events.read()[0])
+                assert time.monotonic() < deadline, f"{admitted} of {LOST} were announced"
+                time.sleep(0.05)
+            for rid in rids:
+                post(self.pair.decode_url, "/abort_request", rid=rid)
+            results = lost.result(timeout=60)
+        assert all(result.error or result.finish_reasons for result in results)
+        assert checks.load(self.pair.decode_url).tokens > 0, "no pages are held"
+
+    def running(self) -> int:
+        """Requests in the decode batch."""
+        with urllib.request.urlopen(f"{self.pair.decode_url}/get_load", timeout=30) as answer:
+            ranks = json.loads(answer.read())
+        return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
+
+    def update(self, url: str, name: str) -> None:
+        post(url, "/update_weights_from_disk", model_path=str(self.models[name]))
+
+
+@pytest.fixture(scope="module")
+def scene(
+    model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    tokens = prompt_maker(model, seed=51)
+    prompts = [tokens(150 + 17 * number) for number in range(8)]
+    other = build(tmp_path_factory.mktemp("other") / "random_qwen3", seed=1)
+    folder = tmp_path_factory.mktemp("new_weights")
+    answers = {"old": reference.answers(prompts, NEW_TOKENS)}
+    sizes = Sizes(pool_tokens=20_000, chunked_prefill_tokens=2048)
+    server = Aggregated(other, folder / "aggregated", sizes, env={START_METHOD: "fork"})
+    with server:
+        answers["new"] = server.generate(prompts, NEW_TOKENS)
+    assert all(a != b for a, b in zip(*answers.values(), strict=True))
+    config = pair_config(model, folder, page_size=16, env=ENV)
+    with Pair(config, folder) as pair:
+        made = Scene(
+            pair, EventLogs(folder), prompts, answers, {"old": model, "new": other}, tokens
+        )
+        yield made
+
+
+def test_weights_from_disk(scene: Scene) -> None:
+    """The decode server used to end: SGLang asserts that it can flush. Nothing of the old weights
+    may be hit, and the held pages are back, and whole, once prefill has woken."""
+    scene.right("old")
+    with scene.frozen_prefill():
+        scene.lose()
+        scene.update(scene.pair.decode_url, "new")
+        assert checks.load(scene.pair.decode_url).tokens > 0, "held pages were given away"
+    settle(scene.pair)
+    scene.update(scene.pair.prefill_url, "new")
+    scene.right("new")
+    settle(scene.pair)
+
+
+def test_release_and_resume_of_memory(scene: Scene) -> None:
+    """The decode server used to end: SGLang asserts that it is idle. Memory that prefill may still
+    write to is kept until it has stopped; the answer comes then."""
+    scene.update(scene.pair.prefill_url, "new")
+    scene.update(scene.pair.decode_url, "new")
+    scene.right("new")
+    done = threading.Event()
+
+    def release() -> None:
+        post(scene.pair.decode_url, "/release_memory_occupation")
+        done.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with scene.frozen_prefill():
+            scene.lose()
+            released = pool.submit(release)
+            assert not done.wait(3), "memory was released under remote writes"
+            log = scene.pair.processes["decode"].log_text()
+            assert "memory is released once nothing owns any" in log
+        released.result(timeout=60)
+    post(scene.pair.decode_url, "/resume_memory_occupation")
+    scene.right("new")
+    settle(scene.pair)
+
+
+def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
+    """A pause that retracts, with transfers aborted: the retracted requests go on
+    from their copies, to their full length, and leave nothing of them in the tree."""
+    for url in (scene.pair.prefill_url, scene.pair.decode_url):
+        scene.update(url, "new")
+    scene.right("new")
+    length = 400
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(scene.pair.generate, scene.prompts[:2], length)
+        deadline = time.monotonic() + 60
+        while scene.running() < 2:
+            assert time.monotonic() < deadline and not running.done()
+            time.sleep(0.02)
+        with scene.frozen_prefill():
+            scene.lose()
+            post(scene.pair.decode_url, "/pause_generation", mode="retract")
+            scene.update(scene.pair.decode_url, "old")
+            post(scene.pair.decode_url, "/continue_generation")
+        answers = running.result(timeout=120)
+    assert [len(answer) for answer in answers] == [length, length]
+    log = scene.pair.processes["decode"].log_text()
+    assert "Cache flushed. Taken as before" in log
+    settle(scene.pair)
+    scene.update(scene.pair.prefill_url, "old")
+    scene.right("old")
+    follow = [[*p, *answer] for p, answer in zip(scene.prompts[:2], answers, strict=True)]
+    # A tree with KV of their other half would hit here.
+    assert scene.pair.generate(follow, NEW_TOKENS) == reference.answers(follow, NEW_TOKENS)
+    settle(scene.pair)
