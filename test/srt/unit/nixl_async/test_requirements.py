@@ -44,7 +44,7 @@ def nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl\nVersion: {version}\n")
         monkeypatch.syspath_prepend(str(tmp_path))
         package: Any = ModuleType("nixl")
-        modes = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
+        modes = SimpleNamespace(NIXL_THREAD_SYNC_RW=1)
         api = {"nixl_agent": Agent, "nixl_agent_config": config, "nixl_thread_sync_t": modes}
         package._api = SimpleNamespace(**api | changes)
         monkeypatch.setitem(sys.modules, "nixl", package)
@@ -89,7 +89,7 @@ class Bare:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"nixl_thread_sync_t": None}, "NIXL_THREAD_SYNC_STRICT"),
+        ({"nixl_thread_sync_t": None}, "NIXL_THREAD_SYNC_RW"),
         ({"nixl_agent_config": old_config}, "nixl_agent_config(sync_mode=...)"),
         ({"nixl_agent": Bare}, "nixl_agent.make_prepped_xfer"),
     ],

@@ -14,6 +14,7 @@ _CONFIG = ("sync_mode", "capture_telemetry")
 _AGENT = (
     "add_remote_agent",
     "check_xfer_state",
+    "create_backend",
     "get_new_notifs",
     "get_xfer_descs",
     "get_xfer_telemetry",
@@ -57,7 +58,7 @@ def _distribution(api: Any) -> tuple[str, str]:
 def _missing(api: Any) -> list[str]:
     modes = getattr(api, "nixl_thread_sync_t", None)
     config, agent = getattr(api, "nixl_agent_config", None), getattr(api, "nixl_agent", None)
-    names = [] if hasattr(modes, "NIXL_THREAD_SYNC_STRICT") else ["NIXL_THREAD_SYNC_STRICT"]
+    names = [] if hasattr(modes, "NIXL_THREAD_SYNC_RW") else ["NIXL_THREAD_SYNC_RW"]
     known = inspect.signature(config).parameters if callable(config) else {}
     names += [f"nixl_agent_config({name}=...)" for name in _CONFIG if name not in known]
     return names + [f"nixl_agent.{name}" for name in _AGENT if not hasattr(agent, name)]
