@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang.srt.disaggregation.nixl_async import agent as agent_module
 from sglang.srt.disaggregation.nixl_async.agent import PROGRESS_DELAY, attuned
 
 RW = object()
@@ -148,3 +150,20 @@ def test_the_installed_binding_has_what_is_used() -> None:
     assert hasattr(api.nixl_thread_sync_t, "NIXL_THREAD_SYNC_RW")
     binding = sys.modules[api.nixl_agent.__module__].nixlBind
     assert hasattr(binding.nixlAgentConfig, "pthrDelay")
+
+
+def test_only_the_backends_own_threads_are_nicer(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a receiving agent, or the sockets that SGLang opens beside an agent, that get
+    little of a core; and against copying threads that get as much of it as the scheduler."""
+    told: list[int] = []
+
+    def standing_back(nice: int = 0) -> Any:
+        told.append(nice)
+        return nullcontext()
+
+    monkeypatch.setattr(agent_module, "standing_back", standing_back)
+    for workers in (0, 4):
+        with attuned(workers):
+            told.clear()
+            api.nixl_agent(api.nixl_agent_config(backends=["UCX"]))
+        assert told == ([agent_module._NICE] if workers else [])

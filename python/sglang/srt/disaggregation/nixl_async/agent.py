@@ -60,22 +60,23 @@ def attuned(workers: int = 0) -> Iterator[None]:
     _api.nixl_agent_config = functools.partial(
         config, sync_mode=modes.NIXL_THREAD_SYNC_RW, capture_telemetry=True
     )
-    _api.nixl_agent = _with_workers(agent, workers + 1) if workers else agent
+    _api.nixl_agent = _sending(agent, workers + 1) if workers else agent
     try:
-        with _progress_delay(agent, delay_us), standing_back(_NICE if workers else 0):
+        with _progress_delay(agent, delay_us), standing_back():
             yield
     finally:
         _api.nixl_agent_config, _api.nixl_agent = config, agent
 
 
-def _with_workers(agent: Any, workers: int) -> Any:
-    """The binding's agent, with so many workers in its UCX backend: Python callers cannot ask for
-    them."""
+def _sending(agent: Any, workers: int) -> Any:
+    """The binding's agent, with so many workers in its UCX backend, which Python callers cannot ask
+    for, and with nicer threads. (Those of the sockets, which SGLang opens beside it, stay.)"""
 
     class Agent(agent):
         def create_backend(self, backend: str, options: Any = None) -> None:
             extra = {"num_workers": str(workers)} if backend == "UCX" else {}
-            super().create_backend(backend, {**(options or {}), **extra})
+            with standing_back(_NICE):
+                super().create_backend(backend, {**(options or {}), **extra})
 
     return Agent
 
