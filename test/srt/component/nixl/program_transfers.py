@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import traceback
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -147,6 +148,38 @@ def agent_that(**calls):
             del agent.__dict__[name]
 
 
+@contextmanager
+def doubt_of(seconds):
+    """How long a transfer that was broken off counts as under way."""
+    workers = [thread._worker for thread in PAIR.prefill.manager.transfers._threads]
+    kept = workers[0]._doubt_s
+    for worker in workers:
+        worker._doubt_s = seconds
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker._doubt_s = kept
+
+
+@contextmanager
+def counted(*names):
+    """Calls of prefill's agent meanwhile."""
+    agent, calls = PAIR.prefill.manager.agent, Counter()
+
+    def count(name):
+        method = getattr(type(agent), name)
+
+        def call(*arguments, **options):
+            calls[name] += 1
+            return method(agent, *arguments, **options)
+
+        return call
+
+    with agent_that(**{name: count(name) for name in names}):
+        yield calls
+
+
 def raises(*arguments, **options):
     """As NIXL's binding does when it does not like something."""
     raise ZeroDivisionError
@@ -158,7 +191,7 @@ def post_raises() -> None:
         receiver.announce(pages(20, 9), 5, prefix_len=0)
         PAIR.announced(sender)
         sender.init(2, 3)
-        with agent_that(**{call: raises}):
+        with doubt_of(0.1), agent_that(**{call: raises}):
             sender.send(pages(30, 31))
             assert PAIR.finish(sender, receiver) == LOST
         assert {sender.poll() for _ in range(3)} == {KVPoll.Failed}
@@ -350,6 +383,7 @@ def prefill_is_gone() -> None:
 
 
 def transfer_that_never_settles() -> None:
+    """Until the room is given up: then it lands, from pages that are others' by now."""
     sender, receiver = PAIR.room()
     receiver.announce(pages(4), 5, prefix_len=0)
     PAIR.announced(sender)
@@ -357,6 +391,7 @@ def transfer_that_never_settles() -> None:
     gate = PAIR.prefill.manager.rooms.gate
     manager = PAIR.prefill.manager
     allowed, manager.transfer_s = manager.transfer_s, 0.2
+    kept = [layer[30].clone() for layer in PAIR.prefill.kv]
     try:
         with agent_that(check_xfer_state=lambda handle: "PROC"):
             sender.send(pages(30))
@@ -364,26 +399,102 @@ def transfer_that_never_settles() -> None:
             text = reason(sender)
             assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and "decode" in text, text
             assert gate.rooms(), "what is under way is waited for"
-            assert receiver.poll() != KVPoll.Failed, "decode is not told before it is over"
+            for layer in PAIR.prefill.kv:
+                layer[30] = -1  # the scheduler gave the page to another request
+            PAIR.prefill.aux[3] = -1
+            assert receiver.poll() not in DONE + LOST, "decode is not told before it is over"
     finally:
         manager.transfer_s = allowed
     until(lambda: not gate.rooms(), "settled")
-    until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
+    until(lambda: receiver.poll() in DONE + LOST, "notice")
+    for layer, was in zip(PAIR.prefill.kv, kept, strict=True):
+        layer[30] = was
+    assert receiver.poll() == KVPoll.Failed, "decode took a room that prefill had given up"
+    assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in reason(receiver)
+
+
+def given_up_by_a_stock_peer() -> None:
+    """As above: without our frame decode is not told anything, least of all that it is done."""
+    sender, receiver = PAIR.room()
+    receiver.send_metadata(pages(1), 0, None)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    manager = PAIR.prefill.manager
+    allowed, manager.transfer_s = manager.transfer_s, 0.2
+    gate = manager.rooms.gate
+    try:
+        with agent_that(check_xfer_state=lambda handle: "PROC"):
+            sender.send(pages(30))
+            until(lambda: sender.poll() == KVPoll.Failed, "deadline")
+            assert reason(sender)
+    finally:
+        manager.transfer_s = allowed
+    until(lambda: not gate.rooms(), "settled")
+    until(lambda: PAIR.arrived([30], [1]), "it has landed")
+    with counted("send_notif") as calls:
+        PAIR.wipe()
+        partial_delta()  # a room after it, whose note would have overtaken nothing
+    assert receiver.poll() not in DONE, "decode took a room that prefill had given up"
+    assert calls == {"send_notif": 1}
     receiver.clear()
 
 
 def decode_is_gone() -> None:
+    """The transport says so of one transfer; nobody knows what it has sent of it."""
     sender, receiver = PAIR.room()
     receiver.announce(pages(4, 5), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(2, 3)
-    with agent_that(check_xfer_state=raises):
+    gate = PAIR.prefill.manager.rooms.gate
+    with doubt_of(1.0), agent_that(check_xfer_state=raises):
         sender.send(pages(30, 31))
         until(lambda: sender.poll() == KVPoll.Failed, "failure")
         text = reason(sender)
         assert "to decode was broken off by the transport: ZeroDivisionError" in text, text
-    until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
-    receiver.clear()
+        assert gate.rooms() and receiver.poll() not in DONE + LOST, "it is not told at once"
+    until(lambda: receiver.poll() in DONE + LOST, "notice")
+    assert "broken off" in reason(receiver) and not gate.rooms()
+
+
+def one_transfer_a_room() -> None:
+    """Decode takes the metadata in the note; one of an older version, or with other sizes, not."""
+    with counted("transfer", "send_notif") as calls:
+        partial_delta()
+    assert calls == {"transfer": 2, "send_notif": 1}, calls  # of two chunks
+    PAIR.wipe()
+    with counted("transfer", "send_notif") as calls:
+        full_hit()
+    assert calls == {"send_notif": 1}, calls
+    PAIR.wipe()
+    decode = PAIR.decode.manager
+    decode.expect_metadata = lambda room, slot: False  # as a package that knew nothing of this
+    try:
+        with counted("transfer", "send_notif") as calls:
+            partial_delta()
+        assert calls == {"transfer": 3, "send_notif": 2}, calls
+        PAIR.wipe()
+        full_hit()
+    finally:
+        del decode.expect_metadata
+
+
+def metadata_of_other_sizes() -> None:
+    sender, receiver = PAIR.room()
+    receiver.announce(pages(4), 5, prefix_len=0)
+    PAIR.announced(sender)
+    sender.init(1, 3)
+    layout = PAIR.prefill.manager.transfers.backend._layout
+    layout.metadata_bytes = lambda slot: [b"123"]
+    try:
+        sender.send(pages(30))
+        until(lambda: receiver.poll() == KVPoll.Failed, "refusal")
+    finally:
+        del layout.metadata_bytes
+    text = reason(receiver)
+    assert "metadata of [3] bytes" in text and "has [64]" in text, text
+    assert PAIR.decode.aux.abs().sum() == 0
+    until(lambda: sender.poll() in DONE + LOST, "sender")
+    sender.clear()
 
 
 def source_is_kept_until_it_was_read() -> None:
@@ -498,6 +609,9 @@ SCENARIOS = (
     prefill_is_gone,
     transfer_that_never_settles,
     decode_is_gone,
+    given_up_by_a_stock_peer,
+    one_transfer_a_room,
+    metadata_of_other_sizes,
     announced_after_the_failure,
     never_announced,
     no_prepared_lists,

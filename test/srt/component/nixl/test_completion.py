@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.watch import RoomWatch
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import TransferInfo, TransferStatus
-from sglang.srt.disaggregation.nixl_async.notifications import parse
+from sglang.srt.disaggregation.nixl_async.notifications import done, parse
 
 
 def after(*texts: bytes, writers: int = 1, expects_state: bool = False) -> Any:
@@ -40,6 +40,20 @@ def test_every_order_ends_with_the_last_event(aux: bytes) -> None:
         for count in range(1, 3):
             assert not complete(*order[:count], *order[:count])
         assert complete(*order) and complete(*order, *order)
+
+
+def test_one_note_says_it_all() -> None:
+    """Guards against a room that waits for chunks, state or metadata of a writer which said that
+    everything is here, and against one writer's note standing for another's."""
+    note = done(5, 0, [b"metadata"])
+    assert complete(note) and complete(note, note) and complete(note, expects_state=True)
+    assert not complete(note, writers=2) and not complete(note, note, writers=2)
+    assert complete(note, done(5, 1, []), writers=2)
+    assert complete(note, b"5_kv_0_1_1", b"5_aux_1", writers=2), "an older prefill rank beside it"
+    status = after(note, writers=2)
+    assert not status.is_quiet(2)
+    status.stop(1)
+    assert status.is_quiet(2)
 
 
 def test_two_writers() -> None:

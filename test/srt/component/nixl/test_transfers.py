@@ -102,9 +102,26 @@ def test_prefill_is_gone(output: str) -> None:
 
 
 def test_transfer_that_never_settles(output: str) -> None:
-    """Guards against a request that waits for ever for a decode server that hangs, and against
-    decode being told that all is quiet before it is."""
+    """Guards against a request that waits for ever for a decode server that hangs, against decode
+    being told that all is quiet before it is, and against a write that lands later and completes
+    the room, from pages that belong to another request."""
     passed(output, "transfer_that_never_settles")
+
+
+def test_transfer_to_a_stock_peer_that_never_settles(output: str) -> None:
+    """Guards against the same at a decode server that is told nothing of failures."""
+    passed(output, "given_up_by_a_stock_peer")
+
+
+def test_one_transfer_a_room(output: str) -> None:
+    """Guards against a transfer of its own for the metadata of a decode rank that takes them in the
+    note, and against one of an older version that does not get them."""
+    passed(output, "one_transfer_a_room")
+
+
+def test_metadata_of_other_sizes(output: str) -> None:
+    """Guards against metadata written over the slots beside theirs, where versions differ."""
+    passed(output, "metadata_of_other_sizes")
 
 
 def test_decode_is_gone(output: str) -> None:

@@ -112,15 +112,16 @@ def run(prefill_size: int, decode_size: int, heads: int, page: int, v_dim: int =
                 done = partial(senders[sender].state, posted)
                 until(lambda done=done: done() is State.DONE, "transfer")
                 senders[sender].release(posted)
+            senders[sender].complete(chunk)
         peers.forget("decode")
         said: set[bytes] = set()
 
-        def all_said(said: set[bytes] = said, wanted: int = len(connected)) -> bool:
+        def all_said(said: set[bytes] = said, wanted: int = 2 * len(connected)) -> bool:
             for texts in theirs.get_new_notifs().values():
                 said.update(texts)
             return len(said) == wanted
 
-        until(all_said, f"a completion of each of {list(connected)}")
+        until(all_said, f"KV and metadata of each of {list(connected)}")
         assert_arrived(before, pool, wanted[rank], source.tolist(), target.tolist())
 
 

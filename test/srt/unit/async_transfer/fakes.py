@@ -37,9 +37,8 @@ class Script:
     handles: int = 1
     #: Raised after them.
     error: Exception | None = None
-    #: The same of ``after_done``.
-    after_handles: int = 0
-    after_error: Exception | None = None
+    #: Raised when its peers are told that the room is complete.
+    complete_error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -49,7 +48,6 @@ class Handle:
     room: int
     peer: str
     index: int
-    kind: str
     state: State | Exception = State.IN_PROGRESS
     looks: int = 0
     releases: int = 0
@@ -65,32 +63,37 @@ class ScriptedBackend:
     """Posts what the payload's ``Script`` says; refuses releases that are early or repeated."""
 
     handles: list[Handle] = field(default_factory=list)
-    #: (room, index, peer, "post" or "after"), in order.
-    posts: list[tuple[int, int, str, str]] = field(default_factory=list)
+    #: (room, index, peer), in order.
+    posts: list[tuple[int, int, str]] = field(default_factory=list)
+    #: Rooms whose peers were told that they are complete, in order.
+    completed: list[int] = field(default_factory=list)
     #: Complaints about how it is used; they must be asserted empty, since workers swallow errors.
     misuse: list[str] = field(default_factory=list)
     _threads: dict[int, int] = field(default_factory=dict)
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
         script: Script = chunk.payload
-        yield from self._make(chunk, peer, "post", script.handles, script.error)
-
-    def after_done(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
-        script: Script = chunk.payload
-        yield from self._make(chunk, peer, "after", script.after_handles, script.after_error)
-
-    def _make(
-        self, chunk: Chunk, peer: str, kind: str, count: int, error: Exception | None
-    ) -> Iterator[Handle]:
-        if self._threads.setdefault(chunk.room, threading.get_ident()) != threading.get_ident():
-            self.misuse.append(f"room {chunk.room} is served by two threads")
-        self.posts.append((chunk.room, chunk.payload.index, peer, kind))
-        for _ in range(count):
-            handle = Handle(chunk.room, peer, chunk.payload.index, kind)
+        self._check_thread(chunk.room)
+        self.posts.append((chunk.room, script.index, peer))
+        for _ in range(script.handles):
+            handle = Handle(chunk.room, peer, script.index)
             self.handles.append(handle)
             yield handle
-        if error is not None:
-            raise error
+        if script.error is not None:
+            raise script.error
+
+    def complete(self, chunk: Chunk) -> None:
+        script: Script = chunk.payload
+        self._check_thread(chunk.room)
+        if not chunk.is_last:
+            self.misuse.append(f"room {chunk.room} is complete before its last chunk")
+        if script.complete_error is not None:
+            raise script.complete_error
+        self.completed.append(chunk.room)
+
+    def _check_thread(self, room: int) -> None:
+        if self._threads.setdefault(room, threading.get_ident()) != threading.get_ident():
+            self.misuse.append(f"room {room} is served by two threads")
 
     def state(self, handle: Handle) -> State:
         handle.looks += 1
@@ -136,6 +139,7 @@ class FakeGate:
     """Counts like ``RoomGate``: busy from ``enter`` to ``leave``."""
 
     stopped: set[int] = field(default_factory=set)
+    completed: set[int] = field(default_factory=set)
     busy: set[int] = field(default_factory=set)
     misuse: list[str] = field(default_factory=list)
     backend: ScriptedBackend | None = None
@@ -145,6 +149,15 @@ class FakeGate:
             return False
         self.busy.add(room)
         return True
+
+    def complete(self, room: int) -> bool:
+        if room in self.stopped:
+            return False
+        self.completed.add(room)
+        return True
+
+    def take_back(self, room: int) -> None:
+        self.completed.remove(room)
 
     def leave(self, room: int) -> None:
         if room not in self.busy:
@@ -241,6 +254,10 @@ class Bench:
         """Everything under way settles, and the worker has the time to notice."""
         self.backend.settle(room, state)
         self.run(0.5)
+
+    def let_doubt_pass(self) -> None:
+        """What the transport broke off counts as over."""
+        self.run(Settings.doubt_s)
 
     def check(self) -> None:
         """Nobody was misused."""

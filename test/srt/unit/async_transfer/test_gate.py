@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.disaggregation.async_transfer.chunk import Chunk
 from sglang.srt.disaggregation.async_transfer.interfaces import State
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.delta.gate import RoomGate
@@ -107,6 +108,8 @@ def test_a_transfer_that_breaks() -> None:
     prefill.run(1.0)
     assert prefill.diary.of(1) == ["failed"] and prefill.told == []
     prefill.settle()
+    assert prefill.told == []
+    prefill.let_doubt_pass()
     assert [room for room, _ in prefill.told] == [1] and "broken" in prefill.told[0][1]
 
 
@@ -122,6 +125,7 @@ def test_an_overdue_transfer_of_a_request_that_is_gone() -> None:
     prefill.run(600)
     prefill.settle()
     assert [room for room, _ in prefill.told] == [1] and prefill.rooms.rooms() == []
+    assert prefill.backend.completed == [], "its pages are others' by now"
     prefill.done(1)
     prefill.check_empty()
 
@@ -134,3 +138,38 @@ def test_a_full_hit_leaves_the_gate() -> None:
     prefill.run()
     assert prefill.diary.of(1) == ["done 0", "quiet"]
     assert prefill.rooms.stop(1, "late")
+
+
+def test_withdrawn_before_the_worker_sees_it_land() -> None:
+    """Guards against a completion that leaves after decode was promised that the room is over: the
+    gate is stopped on another thread, and the worker has not heard of it."""
+    prefill = Prefill()
+    prefill.begin(1)
+    prefill.submit(1, last=True)
+    prefill.run()
+    prefill.backend.settle()
+    assert not prefill.rooms.stop(1, "withdrawn")
+    prefill.run(0.1)
+    assert prefill.backend.completed == [] and prefill.told == [(1, "withdrawn")]
+    assert prefill.diary.of(1) == ["quiet"]
+
+
+def test_withdrawn_while_it_is_being_completed() -> None:
+    """Guards against a room that is both complete and stopped: decode would have its pages back
+    and a completion after that."""
+    prefill = Prefill()
+    prefill.begin(1)
+    prefill.submit(1, last=True)
+    prefill.run()
+    complete = prefill.backend.complete
+
+    def withdrawn_meanwhile(chunk: Chunk) -> None:
+        assert not prefill.rooms.bar(1) and not prefill.rooms.stop(1, "withdrawn")
+        complete(chunk)
+
+    prefill.backend.complete = withdrawn_meanwhile  # type: ignore[method-assign]
+    prefill.settle()
+    assert prefill.diary.of(1) == ["done 0", "quiet"] and prefill.told == []
+    prefill.done(1)
+    assert prefill.rooms.rooms() == []
+    prefill.check_empty()

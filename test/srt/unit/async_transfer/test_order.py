@@ -20,9 +20,10 @@ def test_a_room_from_open_to_forget() -> None:
     bench.submit(7)
     bench.submit(7, last=True)
     bench.run()
-    assert bench.backend.posts == [(7, 0, "a", "post"), (7, 1, "a", "post")]
-    assert bench.diary.of(7) == [] and bench.gate.busy == {7}
+    assert bench.backend.posts == [(7, 0, "a"), (7, 1, "a")]
+    assert bench.diary.of(7) == [] and bench.gate.busy == {7} and bench.backend.completed == []
     bench.settle()
+    assert bench.backend.completed == [7]
     assert bench.diary.of(7) == ["done 0", "done 1", "quiet"] and bench.gate.busy == set()
     assert bench.run() is None
     bench.worker.forget(7)
@@ -33,14 +34,10 @@ def test_full_hit() -> None:
     """Guards against a last chunk without KV handles that is never complete (hazard 28 and radix x
     async: a full prefix hit moves no KV)."""
     bench = Bench()
-    bench.open(1, 2, 3)
+    bench.open(1)
     bench.submit(1, last=True, handles=0)
-    bench.submit(2, last=True, handles=0, after_handles=1)
     bench.run()
-    assert bench.diary.of(1) == ["done 0", "quiet"]
-    assert bench.diary.of(2) == [] and bench.gate.busy == {2}
-    bench.settle()
-    assert bench.diary.of(2) == ["done 0", "quiet"]
+    assert bench.diary.of(1) == ["done 0", "quiet"] and bench.backend.completed == [1]
 
 
 def test_no_peers() -> None:
@@ -62,29 +59,27 @@ def _without_peers(bench: Bench, room: int, index: int = 0) -> Chunk:
     return Chunk(room, (), Script(index), True, bench.clock.now + 9, bench.clock.now)
 
 
-def test_what_follows_waits_for_every_earlier_chunk() -> None:
-    """Guards against metadata that arrive before the KV of an earlier chunk (hazard 34)."""
+def test_complete_when_every_chunk_has_landed() -> None:
+    """Guards against peers that are told of a complete room before the KV of an earlier chunk is
+    there (hazard 34), or twice."""
     bench = Bench()
     bench.open(1)
-    bench.submit(1, after_handles=1)
-    bench.submit(1, last=True, after_handles=1)
+    bench.submit(1)
+    bench.submit(1, last=True)
     bench.run()
     first, second = bench.backend.handles
     second.state = State.DONE
     bench.run(0.1)
-    assert [post[3] for post in bench.backend.posts] == ["post", "post"]
+    assert bench.backend.completed == [] and bench.diary.of(1) == []
     first.state = State.DONE
     bench.run(0.1)
-    assert bench.backend.posts[2:] == [(1, 0, "a", "after")]
-    bench.settle()
-    assert bench.backend.posts[3:] == [(1, 1, "a", "after")]
-    assert bench.diary.of(1) == ["done 0"]
-    bench.settle()
+    assert bench.backend.completed == [1] and bench.gate.completed == {1}
     assert bench.diary.of(1) == ["done 0", "done 1", "quiet"]
 
 
 def test_several_peers_of_one_chunk() -> None:
-    """Guards against the first peer that is done completing the chunk for all (hazard 36)."""
+    """Guards against the first peer that is done completing the chunk for all (hazard 36), and
+    against a peer that is told to go on with a room which fails at another."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, "a", "b", "c", last=True, handles=2)
@@ -92,10 +87,10 @@ def test_several_peers_of_one_chunk() -> None:
     for peer in "abc":
         assert bench.diary.of(1) == []
         for handle in bench.backend.open_handles(peer=peer):
-            assert bench.diary.of(1) == []
+            assert bench.diary.of(1) == [] and bench.backend.completed == []
             handle.state = State.DONE
             bench.run(0.1)
-    assert bench.diary.of(1) == ["done 0", "quiet"]
+    assert bench.diary.of(1) == ["done 0", "quiet"] and bench.backend.completed == [1]
 
 
 def test_quota_of_a_peer() -> None:
@@ -182,7 +177,7 @@ def test_chunks_of_one_room_are_posted_in_order() -> None:
     while bench.run() is not None:
         bench.settle()
     for room, peer in ((1, "a"), (1, "b"), (2, "a")):
-        order = [p[1] for p in bench.backend.posts if p[0] == room and p[2:] == (peer, "post")]
+        order = [p[1] for p in bench.backend.posts if p[0] == room and p[2] == peer]
         assert order == list(range(6))
     assert bench.diary.of(1) == [f"done {index}" for index in range(6)]
 
@@ -196,7 +191,7 @@ def test_one_post_a_step() -> None:
     assert bench.worker.step(bench.clock.now) == 0.0
     bench.worker.cancel(2, Reason.ABORTED)
     bench.run()
-    assert bench.backend.posts == [(1, 0, "a", "post")]
+    assert bench.backend.posts == [(1, 0, "a")]
 
 
 def test_idle_worker_does_nothing() -> None:

@@ -68,13 +68,14 @@ def test_cancelled_and_overdue() -> None:
 
 def test_overdue_transfers_do_not_use_up_the_window() -> None:
     """Guards against a peer that never answers taking the worker's places with it, and against it
-    getting more places than its quota, deadline after deadline."""
+    getting more than one place to try, deadline after deadline."""
     bench = Bench(window=4, quota=3)
-    for room in range(100):
-        bench.open(room)
-        bench.submit(room, "dead", within=1.0)
+    for batch in range(10):
+        for room in range(10 * batch, 10 * batch + 10):
+            bench.open(room)
+            bench.submit(room, "dead", within=1.0)
         bench.run(2)
-    assert len(bench.backend.open_handles()) == 3
+        assert len(bench.backend.open_handles()) == 3 + batch
     bench.open(*range(100, 110))
     for room in range(100, 110):
         bench.submit(room, "b", last=True)
@@ -83,6 +84,32 @@ def test_overdue_transfers_do_not_use_up_the_window() -> None:
     for room in range(99):
         bench.worker.forget(room)
     assert bench.worker.tables()["rooms"] == 11
+
+
+def test_a_peer_that_comes_back() -> None:
+    """Guards against overdue transfers that take a peer's quota for good: some never settle, also
+    after the peer registered again."""
+    bench = Bench(quota=8)
+    bench.open(*range(8))
+    for room in range(8):
+        bench.submit(room, within=1.0)
+    bench.run(2)
+    assert bench.worker.tables()["graveyard"] == 8
+    rooms = range(8, 28)
+    bench.open(*rooms)
+    for room in rooms:
+        bench.submit(room, last=True)
+    bench.run()
+    assert len(bench.backend.open_handles(8)) == 1 and len(bench.backend.handles) == 9
+    bench.settle(8)
+    assert len(bench.backend.handles) == 17, "it is back: its whole quota"
+    for room in rooms:
+        bench.settle(room)
+    assert all(bench.diary.of(room) == ["done 0", "quiet"] for room in rooms)
+    bench.settle()
+    for room in range(28):
+        bench.worker.forget(room)
+    bench.check_empty()
 
 
 def test_a_full_graveyard(
@@ -104,6 +131,7 @@ def test_a_full_graveyard(
     assert bench.diary.of(1) == ["failed", "buried"] and bench.gate.busy == {1}
     assert bench.diary.of(2) == bench.diary.of(3) == ["failed", "buried", "quiet"]
     assert [handle.releases for handle in bench.backend.handles] == [0, 1, 1]
+    assert bench.worker.tables()["peers"] == 0
     bench.check()
 
 

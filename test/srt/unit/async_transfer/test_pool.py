@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,7 +15,10 @@ from sglang.srt.disaggregation.async_transfer.interfaces import State
 from sglang.srt.disaggregation.async_transfer.pool import TransferPool
 from sglang.srt.disaggregation.async_transfer.settings import Settings, worker_of
 from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
+from sglang.srt.disaggregation.async_transfer.tickets import Tickets
+from sglang.srt.disaggregation.async_transfer.watchdog import Watchdog
 from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.stats import STATS
 from unit.async_transfer.fakes import Diary, FakeGate, Handle, Script, ScriptedBackend
 
 #: No test waits so long unless it fails.
@@ -49,7 +52,13 @@ class Bell(Diary):
 class Threads:
     """A pool with everything around it."""
 
-    def __init__(self, backend: ScriptedBackend | None = None, **settings: int) -> None:
+    def __init__(
+        self,
+        backend: ScriptedBackend | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: int,
+    ) -> None:
         self.backend = backend or Quick()
         self.bell = Bell()
         self.settings = Settings(**settings)
@@ -61,6 +70,7 @@ class Threads:
             self.settings,
             AsyncTransferStats(),
             prepare_thread=lambda: self.prepared.append(threading.get_ident()),
+            clock=clock,
         )
         self.pool.start()
 
@@ -130,18 +140,10 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_scheduler_never_waits_for_a_post() -> None:
     """Guards against a lock that is held during a post: with the transport stuck in its call,
     everything that the scheduler calls returns, and other workers go on (hazards 32, 38 and 40)."""
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Stuck(Quick):
-        def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
-            if chunk.room == 0:
-                entered.set()
-                assert go_on.wait(LONG_S)
-            yield from super().post(chunk, peer)
-
-    threads = Threads(Stuck())
+    backend = Stuck()
+    threads = Threads(backend)
     threads.send(0)
-    assert entered.wait(LONG_S)
+    assert backend.entered.wait(LONG_S)
     workers = [worker_of(room, threads.settings) for room in range(50)]
     same = workers.index(workers[0], 1)
     other = next(room for room, worker in enumerate(workers) if worker != workers[0])
@@ -151,7 +153,7 @@ def test_the_scheduler_never_waits_for_a_post() -> None:
     threads.pool.cancel(same, Reason.ABORTED)
     threads.pool.cancel(0, Reason.ABORTED)
     assert threads.bell.of(0) == threads.bell.of(same) == []
-    go_on.set()
+    backend.go_on.set()
     assert {threads.bell.quiet.get(timeout=LONG_S) for _ in range(2)} == {0, same}
     assert same not in {post[0] for post in threads.backend.posts}
     threads.pool.stop()
@@ -175,4 +177,112 @@ def test_a_bug_in_a_command_or_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     threads.send(1)
     assert threads.bell.quiet.get(timeout=LONG_S) == 1 and raised.is_set()
     assert threads.pool.alive() == 1
+    threads.pool.stop()
+
+
+class Stuck(Quick):
+    """Hangs in the post of room 0 until a test lets it go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
+        if chunk.room == 0:
+            self.entered.set()
+            assert self.go_on.wait(LONG_S)
+        yield from super().post(chunk, peer)
+
+
+def watched(threads: Threads, rooms: range) -> tuple[Watchdog, Tickets, list[tuple[int, str]]]:
+    """A watchdog over a pool, with tickets of these rooms and what it fails."""
+    failed: list[tuple[int, str]] = []
+
+    def fail(room: int, reason: Reason, text: str) -> bool:
+        assert reason is Reason.INTERNAL
+        failed.append((room, text))
+        tickets.stop(room)
+        return True
+
+    tickets = Tickets(fail)
+    for room in rooms:
+        tickets.open(room)
+    return Watchdog(threads.pool, tickets), tickets, failed
+
+
+def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
+    fail with its name, rooms of others do not, and it serves again when it goes on."""
+    now = [0.0]
+    backend = Stuck()
+    threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
+    rooms = range(20)
+    watchdog, tickets, failed = watched(threads, rooms)
+    threads.send(0)
+    assert backend.entered.wait(LONG_S)
+    watchdog.tick()
+    now[0] += threads.settings.stuck_s / 2
+    watchdog.tick()
+    assert failed == [] and caplog.text == ""
+    counted = STATS.totals["kv_transfer_stuck_workers"]
+    now[0] += threads.settings.stuck_s / 2 + 1
+    index = worker_of(0, threads.settings)
+    theirs = [room for room in rooms if worker_of(room, threads.settings) == index]
+    for _ in range(3):
+        watchdog.tick()
+    assert [room for room, _ in failed] == theirs and len(theirs) < len(rooms)
+    assert STATS.totals["kv_transfer_stuck_workers"] == counted + 1
+    name = f"kv-transfer-{index}"
+    assert all(f"transfer worker {name} hangs in a call" in text for _, text in failed)
+    assert caplog.text.count(f"{name} hangs in a call of the transport since 31 s") == 1
+    assert [room for room in rooms if tickets._tickets[room].is_over] == theirs
+    late = tickets.open(100 + next(r for r in rooms if threads.pool.worker_of(100 + r) == index))
+    watchdog.tick()
+    assert late.is_over, "one that came since then"
+    backend.go_on.set()
+    assert threads.bell.quiet.get(timeout=LONG_S) == 0
+    threads.pool.stop()
+    watchdog.tick()
+    assert f"worker {index} goes on" in caplog.text
+
+
+def test_a_worker_that_is_dead_or_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a thread that is gone, or whose every step raises, and that nobody misses."""
+    now = [0.0]
+    threads = Threads(queues=2, threads=2, clock=lambda: time.monotonic() + now[0])
+    raises, dies = (each._worker for each in threads.pool._threads)
+    raised, dead = threading.Event(), threading.Event()
+
+    def step(now: float) -> float | None:
+        raised.set()
+        raise AssertionError("a bug")
+
+    def die(now: float) -> float | None:
+        dead.set()
+        raise SystemExit
+
+    monkeypatch.setattr(raises, "step", step)
+    monkeypatch.setattr(dies, "step", die)
+    for index in range(2):
+        threads.pool._threads[index].put(lambda worker: None)
+    assert raised.wait(LONG_S) and dead.wait(LONG_S)
+    threads.pool._threads[1].thread.join(LONG_S)
+    assert threads.pool.troubles() == {1: "kv-transfer-1 has ended"}
+    now[0] += 31
+    text = "each step of kv-transfer-0 raises, the last one AssertionError('a bug')"
+    assert threads.pool.troubles() == {0: text, 1: "kv-transfer-1 has ended"}
+    threads.pool.stop(drain_s=0.0)
+
+
+def test_an_idle_worker_is_not_stuck() -> None:
+    """Guards against rooms of a quiet server that fail because their worker had nothing to do."""
+    now = [0.0]
+    threads = Threads(clock=lambda: time.monotonic() + now[0])
+    threads.send(1)
+    assert threads.bell.quiet.get(timeout=LONG_S) == 1
+    deadline = time.monotonic() + LONG_S
+    while any(each._busy_since is not None for each in threads.pool._threads):
+        assert time.monotonic() < deadline
+    now[0] += 3600
+    assert threads.pool.troubles() == {}
     threads.pool.stop()

@@ -19,9 +19,12 @@ class Scene:
         self.told: list[tuple[Any, ...]] = []
         self.tickets = Tickets(self._fail, self._delivered)
 
-    def _fail(self, *failure: Any) -> None:
+    is_complete = False
+
+    def _fail(self, *failure: Any) -> bool:
         ticket = self.tickets._tickets.get(failure[0])
         self.told.append((*failure, ticket and ticket.error))
+        return not self.is_complete
 
     def _delivered(self, room: int) -> None:
         self.told.append((room, self.tickets._tickets[room].delivered))
@@ -125,3 +128,25 @@ def test_rooms_do_not_touch_each_other(scene: Scene) -> None:
     assert [tickets[room].delivered for room in (1, 2, 3)] == [True, False, False]
     assert [tickets[room].quiet for room in (1, 2, 3)] == [False, True, False]
     assert [tickets[room].buried for room in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_failure_after_completion(scene: Scene) -> None:
+    """Guards against a request that fails, or waits for ever, although decode has all of it."""
+    ticket = scene.tickets.open(1)
+    scene.is_complete = True
+    scene.tell("failed")
+    assert ticket.delivered
+
+
+@pytest.mark.parametrize("was_stopped", [False, True])
+def test_a_worker_that_does_not_go_on(scene: Scene, was_stopped: bool) -> None:
+    """Guards against a request that waits for a worker which will never say anything, and against
+    one whose pages go before its gate was stopped."""
+    ticket = scene.tickets.open(1)
+    if was_stopped:
+        scene.tickets.stop(1)
+    for _ in range(3):
+        scene.tickets.abandon(1, Reason.INTERNAL, "stuck")
+    scene.tickets.abandon(2, Reason.INTERNAL, "stuck")
+    assert ticket.is_over and not ticket.delivered
+    assert [told[:3] for told in scene.told] == ([] if was_stopped else [(1, "internal", "stuck")])

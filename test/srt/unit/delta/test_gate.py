@@ -166,6 +166,62 @@ def test_rooms_of_a_peer() -> None:
     assert made.rooms("D") == [7] and made.rooms("E") == [7, 8] and made.rooms() == [7, 8, 9]
 
 
+def test_complete_or_given_up() -> None:
+    """Guards against a room that is both: decode would take one that failed here, or have its pages
+    back and then a completion."""
+    made, told = gate()
+    for room in (7, 8, 9):
+        made.open(room)
+        made.announce(room, "D", "info")
+        assert made.enter(room)
+    assert made.complete(7)
+    assert not made.bar(7) and not made.stop(7, "late"), "it is busy, and stays complete"
+    made.leave(7)
+    assert made.stop(7, "late") and made.stopped(7) is None and told == []
+    assert not made.stop(8, "aborted") and not made.complete(8)
+    assert made.bar(9) and not made.complete(9) and not made.enter(9)
+    made.forget(7)
+    assert 7 not in made.rooms()
+    assert not made.complete(10), "nobody knows it"
+
+
+def test_decode_could_not_be_told() -> None:
+    """Guards against a room that can neither end well nor fail."""
+    made, told = gate()
+    made.open(7)
+    made.announce(7, "D", "info")
+    assert made.enter(7) and made.complete(7)
+    made.take_back(7)
+    assert made.bar(7) and not made.stop(7, "no note")
+    made.leave(7)
+    assert told == [(7, "no note", ["info"])]
+
+
+@pytest.mark.parametrize("rounds", [300])
+def test_threads_complete_or_give_up(rounds: int) -> None:
+    """A worker completes while the reader's thread gives the room up, as ``PrefillRooms.fail``
+    does. Guards against both, or neither, being the outcome."""
+    for _ in range(rounds):
+        made = RoomGate(lambda *_: None)
+        made.open(7)
+        made.enter(7)
+        start = threading.Barrier(2)
+        barred: list[bool] = []
+
+        def give_up(
+            made: RoomGate = made, start: threading.Barrier = start, barred: list[bool] = barred
+        ) -> None:
+            start.wait()
+            barred.append(made.bar(7))
+
+        thread = threading.Thread(target=give_up)
+        thread.start()
+        start.wait()
+        completed = made.complete(7)
+        thread.join()
+        assert barred == [not completed]
+
+
 @pytest.mark.parametrize(("stops", "rounds"), [(1, 300), (3, 300)])
 def test_threads(stops: int, rounds: int) -> None:
     """The scheduler enters and leaves while the reader thread stops. Guards against a room that is
@@ -204,7 +260,7 @@ class GateModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.told = gate(remembered=100)
-        #: room -> [destinations, has_sender, busy, forgotten, reason]
+        #: room -> [destinations, has_sender, busy, forgotten, reason, completed]
         self.model: dict[int, list[Any]] = {}
         self.ended: dict[int, tuple[str, bool]] = {}
         self.due: Told = []
@@ -212,7 +268,7 @@ class GateModel(RuleBasedStateMachine):
     @rule(room=ROOMS)
     def open(self, room: int) -> None:
         reason, had_sender = self.ended.pop(room, (None, False))
-        self.model.setdefault(room, [{}, False, False, False, None])[1] = True
+        self.model.setdefault(room, [{}, False, False, False, None, False])[1] = True
         assert self.gate.open(room) == (None if had_sender else reason)
 
     @rule(room=ROOMS, peer=PEERS)
@@ -221,7 +277,7 @@ class GateModel(RuleBasedStateMachine):
         if known is None and room in self.ended:
             expected = self.ended[room][0]
         else:
-            known = self.model.setdefault(room, [{}, False, False, False, None])
+            known = self.model.setdefault(room, [{}, False, False, False, None, False])
             expected = known[4] if not known[2] else None
             if expected is None:
                 known[0][peer] = (room, peer)
@@ -234,6 +290,27 @@ class GateModel(RuleBasedStateMachine):
         if expected:
             known[2] = True
         assert self.gate.enter(room) is expected
+
+    @rule(room=ROOMS)
+    def complete(self, room: int) -> None:
+        known = self.model.get(room)
+        expected = known is not None and known[4] is None
+        if expected:
+            known[5] = True
+        assert self.gate.complete(room) is expected
+
+    @rule(room=ROOMS)
+    def take_back(self, room: int) -> None:
+        if room in self.model:
+            self.model[room][5] = False
+        self.gate.take_back(room)
+
+    @rule(room=ROOMS, reason=st.sampled_from("xyz"))
+    def give_up(self, room: int, reason: str) -> None:
+        """``PrefillRooms.fail``: barred, and then stopped."""
+        known = self.model.get(room)
+        assert self.gate.bar(room) is not (known is not None and known[5])
+        self.stop(room, reason)
 
     @rule(room=ROOMS)
     def leave(self, room: int) -> None:
@@ -253,7 +330,7 @@ class GateModel(RuleBasedStateMachine):
             self.ended.setdefault(room, (reason, False))
             self.due.append((room, reason, []))
             quiet = True
-        elif known[4] is not None:
+        elif known[4] is not None or known[5]:
             quiet = not known[2]
         else:
             known[4], quiet = reason, not known[2]
@@ -283,7 +360,7 @@ class GateModel(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert self.told == self.due
         assert sorted(self.gate.rooms()) == sorted(self.model)
-        for room, (destinations, _, _, _, reason) in self.model.items():
+        for room, (destinations, _, _, _, reason, _) in self.model.items():
             assert self.gate.destinations(room) == list(destinations.values())
             assert self.gate.stopped(room) == reason
 

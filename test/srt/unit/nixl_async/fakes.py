@@ -63,7 +63,6 @@ class Handle:
     """One transfer, which the test settles; ``state`` may also be an exception to raise."""
 
     peer: str
-    note: str
     memory: str
     sources: list[Range]
     destinations: list[Range]
@@ -72,6 +71,8 @@ class Handle:
     state: str | Exception = "PROC"
     is_posted: bool = False
     releases: int = 0
+    #: What it belongs to, where a test says so.
+    room: int | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -91,8 +92,8 @@ class FakeAgent:
     peers: dict[str, object] = field(default_factory=dict)
     #: Those whose connection broke since they were loaded.
     lost: set[str] = field(default_factory=set)
-    #: What arrived at a peer: the notifications of delivered transfers, and those sent alone.
-    notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    #: Notifications that were sent, by peer.
+    notes: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     calls: Counter[str] = field(default_factory=Counter)
     #: Must be asserted empty: the workers swallow errors.
     misuse: list[str] = field(default_factory=list)
@@ -152,15 +153,15 @@ class FakeAgent:
         self.lists.append(List("" if is_ours else name, memory, self._ranges(rows), loaded))
         return self.lists[-1]
 
-    def initialize_xfer(self, op: str, ours: Any, theirs: Any, peer: str, note: bytes) -> Handle:
+    def initialize_xfer(self, op: str, ours: Any, theirs: Any, peer: str) -> Handle:
         self._call("initialize_xfer")
         self._loaded(peer)
         if op != "WRITE" or ours[0] != theirs[0]:
             self.misuse.append(f"{op} from {ours[0]} to {theirs[0]}")
-        return self._make(Handle(peer, note.decode(), ours[0], ours[1], theirs[1], False))
+        return self._make(Handle(peer, ours[0], ours[1], theirs[1], False))
 
     def make_prepped_xfer(
-        self, op: str, ours: List, our_picks: Any, theirs: List, their_picks: Any, note: bytes
+        self, op: str, ours: List, our_picks: Any, theirs: List, their_picks: Any
     ) -> Handle:
         self._call("make_prepped_xfer")
         if op != "WRITE" or ours.memory != theirs.memory or ours.owner:
@@ -171,19 +172,18 @@ class FakeAgent:
         sources = [ours.entries[pick] for pick in our_picks.tolist()]
         destinations = [theirs.entries[pick] for pick in their_picks.tolist()]
         return self._make(
-            Handle(theirs.owner, note.decode(), ours.memory, sources, destinations, True,
-                   (ours, theirs))
+            Handle(theirs.owner, ours.memory, sources, destinations, True, (ours, theirs))
         )  # fmt: skip
 
     def _make(self, handle: Handle) -> Handle:
         if len(handle.sources) != len(handle.destinations) or not handle.sources:
-            self.misuse.append(f"{handle.note}: {len(handle.sources)} ranges")
+            self.misuse.append(f"{handle}: {len(handle.sources)} ranges")
         self.handles.append(handle)
         return handle
 
     def transfer(self, handle: Handle) -> str:
         if handle.is_posted or handle.releases:
-            self.misuse.append(f"{handle.note} is posted again, or after its release")
+            self.misuse.append(f"{handle} is posted again, or after its release")
         self._call("transfer")
         self._loaded(handle.peer)
         if handle.peer in self.lost:
@@ -199,12 +199,12 @@ class FakeAgent:
     def send_notif(self, peer: str, note: bytes) -> None:
         self._call("send_notif")
         self._loaded(peer)
-        self.notes[peer].append(note.decode())
+        self.notes[peer].append(note)
 
     def check_xfer_state(self, handle: Handle) -> str:
         self._call("check_xfer_state")
         if handle.releases:
-            self.misuse.append(f"{handle.note} is looked at after its release")
+            self.misuse.append(f"{handle} is looked at after its release")
         if isinstance(handle.state, Exception):
             raise handle.state
         if not handle.is_posted:
@@ -214,19 +214,19 @@ class FakeAgent:
     def release_xfer_handle(self, handle: Handle) -> None:
         handle.releases += 1
         if handle.releases > 1 or handle.is_under_way:
-            self.misuse.append(f"{handle.note}: release {handle.releases} in {handle.state}")
+            self.misuse.append(f"{handle}: release {handle.releases} in {handle.state}")
         self._call("release_xfer_handle")
 
     def get_xfer_telemetry(self, handle: Handle) -> Any:
         if handle.releases:
-            self.misuse.append(f"{handle.note}: telemetry of a released handle")
+            self.misuse.append(f"{handle}: telemetry of a released handle")
         self._call("get_xfer_telemetry")
         return SimpleNamespace(xferDuration=1500)
 
     # ---- for tests ----
 
     def settle(self, handle: Handle, state: str | Exception = "DONE") -> None:
-        """The transfer ends; its bytes and its notification arrive if it does well."""
+        """The transfer ends; its bytes arrive if it does well."""
         handle.state = state
         if state != "DONE":
             return
@@ -237,16 +237,13 @@ class FakeAgent:
             if self.memories:
                 target = self.memories[handle.peer].at(to, length)
                 target[:] = self.memories[""].at(source, length)
-        self.notes[handle.peer].append(handle.note)
 
     def under_way(self, peer: str | None = None, room: int | None = None) -> list[Handle]:
         """Transfers that are posted and not over."""
         return [
             handle
             for handle in list(self.handles)
-            if handle.is_under_way
-            and peer in (None, handle.peer)
-            and (room is None or handle.note.startswith(f"{room}_"))
+            if handle.is_under_way and peer in (None, handle.peer) and room in (None, handle.room)
         ]
 
     def disconnect(self, peer: str) -> None:
@@ -260,7 +257,7 @@ class FakeAgent:
     def check(self) -> None:
         """Nothing was used wrongly, and every handle was released once."""
         assert self.misuse == []
-        assert [handle.note for handle in self.handles if handle.releases != 1] == []
+        assert [handle for handle in self.handles if handle.releases != 1] == []
 
     def _loaded(self, peer: str) -> object:
         if peer not in self.peers:

@@ -4,7 +4,7 @@ transfer pool with its workers stepped by the test, and an agent of numpy."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control, wire
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl_async import endpoints, manager
+from sglang.srt.disaggregation.nixl_async import layout as layout_module
 from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 from unit.async_transfer.fakes import Clock
 from unit.nixl_async.fakes import FakeAgent
@@ -26,6 +27,9 @@ from unit.nixl_async.sides import Side, manager_of
 ENDS = (KVPoll.Success, KVPoll.Failed)
 ADDRESS = "10.0.0.1:8998"
 TRANSFER_TIMEOUT_S = 10.0
+#: As long as it takes until a transfer that was broken off counts as over; shorter than a chunk may
+#: take, so that waiting for the one does not end the other.
+DOUBT_S = 5.0
 
 
 class Steps(TransferPool):
@@ -81,7 +85,9 @@ class PrefillRank:
         patch.setattr(
             manager, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
         )
-        patch.setattr(manager.settings, "from_environment", lambda: Settings(**limits))
+        patch.setattr(
+            manager.settings, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
+        )
         patch.setattr(manager.atexit, "register", lambda *_: None)
         for module in (manager, endpoints):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
@@ -97,11 +103,26 @@ class PrefillRank:
         self.manager.rooms._clock = self.clock
         self.manager.rooms._ticked_at = self.clock()
         self.sockets = self.manager.rooms._sockets = Sockets(self.agent)
+        patch.setattr(
+            layout_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
+        )
         self.manager.start_transfers()
         self.pool: Steps = self.manager.transfers
+        self._label_handles(self.pool.backend)
         self.announcements = NixlAnnouncements(self.manager)
         for name in peers:
             self.register(name)
+
+    def _label_handles(self, backend: Any) -> None:
+        """The agent's handles are told which room they are of, before they are posted."""
+        post = backend.post
+
+        def labelled(chunk: Any, peer: str) -> Iterator[Any]:
+            for posted in post(chunk, peer):
+                posted.handle.room = chunk.room
+                yield posted
+
+        backend.post = labelled
 
     def register(self, name: str) -> None:
         """A decode rank says where its pools are."""
@@ -113,15 +134,17 @@ class PrefillRank:
 
     def announce(
         self, room: int, pages: Sequence[int], slot: int = 0, peer: str = "decode", prefix: int = 0,
-        of: int = 1,
+        of: int = 1, in_note: bool = False,
     ) -> None:  # fmt: skip
-        """A decode rank lists its pages; ``of``: ranks that will."""
+        """A decode rank lists its pages; ``of``: ranks that will; ``in_note``: it takes metadata in
+        a note."""
         frame = wire.DeltaFrame(
             decode_prefix_len=prefix,
             num_pages=len(pages),
             is_dummy=False,
             pool_pages=self.decode[peer].slots,
             metadata_slots=5,
+            takes_metadata=in_note,
         )
         self.announcements._announce(
             conn.TransferInfo(
@@ -153,11 +176,12 @@ class PrefillRank:
             self.agent.settle(handle, state)
 
     def finish(self) -> None:
-        """Everything is posted and over."""
+        """Everything is posted and over, also what was broken off."""
         for _ in range(100):
             self.tick(0.25)
             if not self.agent.under_way():
                 self.tick(0.25)
+                self.tick(DOUBT_S)
                 if not self.agent.under_way():
                     return
             self.settle()
@@ -170,8 +194,8 @@ class PrefillRank:
         return {name: rooms for name, rooms in tables.items() if rooms}
 
     def check(self) -> None:
-        """Nothing is left, and nobody was misused."""
-        self.pool.run()
+        """Nothing is left once what was broken off is over, and nobody was misused."""
+        self.tick(DOUBT_S)
         assert self.leftovers() == {}, self.leftovers()
         self.agent.check()
         assert self.sockets.misuse == []

@@ -135,14 +135,17 @@ class Bench:
         state: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         slots: tuple[int, int] = (3, 1),
         is_stock: bool = False,
+        in_note: bool = False,
     ) -> Chunk:
-        """``pages`` to pages ``to`` of decode; ``state`` and ``slots`` of prefill and decode."""
+        """``pages`` to pages ``to`` of decode; ``state`` and ``slots`` of prefill and decode;
+        ``in_note``: decode takes metadata in a note."""
         destination = Destination(
             pages=np.array(to, np.int32),
             state_pages=state[1],
             metadata_slot=slots[1],
             pool_pages=None if is_stock else self.decode.slots,
             metadata_slots=None if is_stock else 5,
+            takes_metadata=in_note,
         )
         load = Load(
             chunk_id=2,
@@ -165,7 +168,7 @@ class Bench:
                 self._move_page(source[page], target[at])
             found.append(target)
         for (_, source), is_sent in (
-            *((buffer, chunk.is_last) for buffer in ours.metadata),
+            *((buffer, chunk.is_last and not to.takes_metadata) for buffer in ours.metadata),
             *((buffer, chunk.is_last and bool(load.state_pages)) for buffer in ours.state),
         ):
             target = next(was)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.nixl_async.notifications import Notification, from_writer, parse
+from sglang.srt.disaggregation.nixl_async.notifications import (
+    MOST_METADATA,
+    Notification,
+    done,
+    from_writer,
+    parse,
+)
 
 NUMBERS = st.integers(0, 2**64 - 1)
 
@@ -54,6 +60,16 @@ def test_parse(raw: bytes, note: Notification) -> None:
         b"5_kv_0_1_-3",
         b"1" * 10_000 + b"_aux",
         b"5_kv_" + b"1" * 10_000 + b"_1_0",
+        b"5_done_",
+        b"5_done_0",
+        b"5_done_0_",
+        b"5_done_0_\xc1",
+        b"5_done_0_\x91\xa1x",
+        b"-5_done_0_\x90",
+        b"5_done_-1_\x90",
+        b"_done_0_\x90",
+        b"5_done_0_\x90\x90",
+        done(5, 0, [bytes(MOST_METADATA + 1000)]),
     ],
 )
 def test_garbage_is_one_kind_of_error(raw: bytes) -> None:
@@ -61,6 +77,13 @@ def test_garbage_is_one_kind_of_error(raw: bytes) -> None:
     against negative chunks or writers, which would count."""
     with pytest.raises(ValueError):
         parse(raw)
+
+
+@given(room=NUMBERS, writer=NUMBERS, parts=st.lists(st.binary(max_size=80), max_size=12))
+def test_a_note_with_metadata(room: int, writer: int, parts: list[bytes]) -> None:
+    """Guards against metadata that change on their way, whatever bytes they are."""
+    note = parse(done(room, writer, parts))
+    assert note == Notification(room, "done", writer=writer, metadata=tuple(parts))
 
 
 @given(room=NUMBERS, chunk=NUMBERS, last=st.booleans(), stage=NUMBERS, writer=NUMBERS)
@@ -84,6 +107,7 @@ def test_two_hundred_thousand_broken_texts() -> None:
     none negative, and a kind that is known."""
     rng = random.Random(0)
     good = [b"5_kv_0_0_0", b"7_kv_12_1_3", b"18446744073709551615_aux_4", b"9_state_2", b"5_aux"]
+    good.append(done(8, 1, [b"123", b""]))
     pieces = [b"_", b"-", b"+1", b" ", b"9" * 30, b"9" * 5000, b"kv", b"aux", b"\xff", b"\0", b"\n"]
     pieces += ["\N{ARABIC-INDIC DIGIT FIVE}".encode(), b"1e3", b"0x1", b"None", b"nan"]
     accepted = 0
@@ -108,6 +132,6 @@ def test_two_hundred_thousand_broken_texts() -> None:
             continue
         accepted += 1
         assert min(note.room, note.chunk, note.writer or 0) >= 0
-        assert note.kind in ("kv", "aux", "state")
+        assert note.kind in ("kv", "aux", "state", "done")
         assert note.writer is not None or note.kind == "aux"
     assert 10_000 < accepted < 190_000, "the mutations are neither harmless nor hopeless"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.nixl_async.notifications import parse
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank, failure_of
 from unit.nixl_async.sides import PAGE
@@ -80,7 +81,7 @@ class Life:
         room.announced.append(left[0])
         self.rank.announce(
             room.number, room.target[left[0]], slot=1, peer=left[0], prefix=room.prefix * PAGE,
-            of=len(room.target),
+            of=len(room.target), in_note=room.number % 2 == 0,
         )  # fmt: skip
 
     def send(self, room: Room) -> None:
@@ -164,6 +165,7 @@ class Life:
                 is_buried = room.sender._ticket.buried
                 assert not under_way or is_buried, f"room {room.number} ended early"
                 self.ends["buried" if under_way else "failed"] += 1
+                assert self.notes(room.number) <= len(room.target) - 1, "decode would go on with it"
                 self.rooms.remove(room)
                 self.free += room.source
                 self.held[room.number] = room
@@ -173,6 +175,13 @@ class Life:
         for number, room in list(self.held.items()):
             if number in self.told or not room.announced:
                 self.release(number)
+
+    def notes(self, number: int) -> int:
+        """Decode ranks that were told that this room is complete."""
+        return sum(
+            any(parse(note).room == number for note in self.rank.agent.notes[name])
+            for name in PEERS
+        )
 
     def release(self, number: int) -> None:
         """Decode was told that nothing more is written, or nothing ever was."""
@@ -184,13 +193,17 @@ class Life:
         self.rooms.remove(room)
         assert not self.rank.agent.under_way(room=room.number)
         for name, pages in room.target.items():
-            kinds = [note.split("_")[1] for note in self.rank.agent.notes[name]
-                     if note.startswith(f"{room.number}_")]  # fmt: skip
-            assert kinds.count("aux") == 1 and kinds.count("kv") == room.sender.chunk_id
-            for (_, ours), (_, theirs) in zip(
+            notes = [note for note in map(parse, self.rank.agent.notes[name])
+                     if note.room == room.number]  # fmt: skip
+            wanted = ["done"] if room.number % 2 == 0 else ["kv", "aux"]
+            assert [note.kind for note in notes] == wanted
+            if notes[0].kind == "done":
+                ours = [bytes(buffer[3]) for _, buffer in self.rank.side.metadata]
+                assert list(notes[0].metadata) == ours
+            for (_, source), (_, theirs) in zip(
                 self.rank.side.kv, self.rank.decode[name].kv, strict=True
             ):
-                assert np.array_equal(theirs[pages], ours[room.source])
+                assert np.array_equal(theirs[pages], source[room.source])
             self.free_there[name] += pages
         self.free += room.source
 

@@ -77,10 +77,10 @@ def test_a_full_hit(rank: PrefillRank) -> None:
     assert sender.num_kv_indices == 0
     sender.send(pages())
     rank.tick(0.25)
-    assert sender.poll() == KVPoll.WaitingForInput
+    assert sender.poll() == KVPoll.WaitingForInput and rank.agent.notes["decode"] == []
     rank.finish()
     assert sender.poll() == KVPoll.Success
-    assert rank.agent.notes["decode"] == [f"{ROOM}_kv_0_1_0", f"{ROOM}_aux_0"]
+    assert rank.agent.notes["decode"] == [b"7_kv_0_1_0", b"7_aux_0"]
     sender.clear()
     rank.check()
 
@@ -332,10 +332,13 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
         is_held = rank.agent.under_way(room=room) and not sender._ticket.buried
         if state == KVPoll.Failed and is_held:
             problems.append(f"failed at {event} while something is under way")
-        delivered = {handle.note for handle in rank.agent.handles if handle.state == "DONE"}
-        wanted = {f"{room}_kv_0_0_0", f"{room}_kv_1_1_0", f"{room}_aux_0"}
-        if state == KVPoll.Success and not wanted <= delivered:
-            problems.append(f"success at {event} with {sorted(delivered)}")
+        delivered = [h for h in rank.agent.handles if h.room == room and h.state == "DONE"]
+        told = [note for note in rank.agent.notes["decode"] if note.startswith(f"{room}_".encode())]
+        wanted = [f"{room}_kv_0_1_0".encode(), f"{room}_aux_0".encode()]
+        if state == KVPoll.Success and (len(delivered) != 3 or told != wanted):
+            problems.append(f"success at {event} with {len(delivered)} transfers, {told}")
+        if state == KVPoll.Failed and told:
+            problems.append(f"failed at {event}, and decode was told {told}")
         seen.append(state)
         text = rank.manager.failure_records.get(room)
         if text is not None and text not in texts:
@@ -367,7 +370,9 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
             problems.append(f"causes: {texts}")
         elif str(error) != texts[0] or told != texts:
             problems.append(f"scheduler: {error}; decode: {told}; recorded: {texts}")
-        was_raised = "transport: " in str(error) or "posted: " in str(error)
+        was_raised = any(
+            what in str(error) for what in ("the transport: ", "be posted: ", "it is complete: ")
+        )
         if (error.__cause__ is not None) != was_raised:
             problems.append(f"{texts[0]} because of {error.__cause__!r}")
     else:
@@ -379,6 +384,7 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
     problems += rank.agent.misuse + rank.sockets.misuse
     rank.agent.check()
     rank.agent.handles.clear()
+    rank.agent.notes.clear()
     return problems
 
 

@@ -15,7 +15,7 @@ class State(enum.Enum):
 
     IN_PROGRESS = "in progress"
     DONE = "done"
-    #: Over, and not delivered.
+    #: Not delivered. What was sent of it may still land: it counts as under way for a while.
     ERROR = "error"
 
 
@@ -40,19 +40,20 @@ class Backend(Protocol):
         """
 
     def state(self, handle: Any) -> State:
-        """How far it is. An exception counts as ``State.ERROR``: raise only where the transport
-        does not work on the handle any more."""
+        """How far it is; ``DONE`` only where every byte is in the peer's memory. An exception
+        counts as ``State.ERROR``."""
 
     def release(self, handle: Any) -> None:
         """Called exactly once for each handle, when all handles of its post are over."""
 
-    def after_done(self, chunk: Chunk, peer: str) -> Iterable[Any]:
-        """Start what ``peer`` may only get once everything of the room up to and including
-        ``chunk`` is with it; otherwise as ``post``. Not called once the room has ended."""
+    def complete(self, chunk: Chunk) -> None:
+        """Tell all peers of a room's last chunk that everything of the room is with them. Called
+        once for a room, when all its handles are ``DONE`` and the gate said yes; returns without
+        waiting for anybody. An exception fails the room, as one of ``post`` does."""
 
 
 class Gate(Protocol):
-    """Who may write: ``PrefillRooms.enter`` and ``RoomGate.leave`` have this meaning."""
+    """Who may write, and what is complete: ``PrefillRooms`` has these with this meaning."""
 
     def enter(self, room: int) -> bool:
         """Called before every post. False: the room was stopped; nothing of it is posted again."""
@@ -60,6 +61,13 @@ class Gate(Protocol):
     def leave(self, room: int) -> None:
         """Nothing that was posted under this room number is under way any more. Every ``enter``
         that answered True is followed by one ``leave``, which may answer several of them."""
+
+    def complete(self, room: int) -> bool:
+        """Everything of the room has settled: whether its peers may be told so. From a True on
+        nothing can stop the room, from a False on nobody will be told."""
+
+    def take_back(self, room: int) -> None:
+        """A peer could not be told: the room fails after all."""
 
 
 class Observer(Protocol):
@@ -77,8 +85,10 @@ class Observer(Protocol):
         """
 
     def room_buried(self, room: int) -> None:
-        """The room has ended, and what is still under way of it missed its deadline: it may take
-        for ever, so that the request should not wait for ``room_quiet``. At most once."""
+        """The room has ended, and what is still under way of it missed its deadline or was broken
+        off: it may take for ever, so that the request should not wait for ``room_quiet``. Its
+        source pages may be used again: whatever is written from them now, no peer is ever told
+        that the room is complete. At most once."""
 
     def room_quiet(self, room: int) -> None:
         """The room has ended, and nothing of it is under way: its source pages and its metadata

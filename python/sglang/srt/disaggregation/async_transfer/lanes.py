@@ -3,6 +3,10 @@
 A parcel waits in the lane of its peer. A peer whose quota is used up is passed over, so that what
 waits for it holds nobody else up; and since all chunks of a room for a peer are in one lane, the
 order within a room is kept.
+
+Overdue transfers take places in their peer's quota, so that a stopped peer does not get more and
+more of them; but one place is always left to try, and a transfer that is delivered shows that the
+peer is back, whatever became of those before it: their places are free again.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from sglang.srt.disaggregation.async_transfer.parcels import Parcel
 @dataclass
 class _Lane:
     waiting: OrderedDict[Parcel, None] = field(default_factory=OrderedDict)
-    #: Parcels that were posted and are not over, those in the graveyard included.
+    #: Parcels that were posted and are neither over nor buried.
     posted: int = 0
+    #: Buried ones that take a place.
+    overdue: set[Parcel] = field(default_factory=set)
 
 
 class Lanes:
@@ -69,7 +75,8 @@ class Lanes:
         window_full = self._in_window >= self._window
         for peer in self._turns:
             lane = self._lanes[peer]
-            if lane.posted >= self._quota or (window_full and lane.posted):
+            places = max(1, self._quota - len(lane.overdue))
+            if lane.posted >= places or (window_full and lane.posted):
                 continue
             parcel, _ = lane.waiting.popitem(last=False)
             lane.posted += 1
@@ -82,15 +89,24 @@ class Lanes:
 
     def bury(self, parcel: Parcel) -> None:
         """It keeps its place in the peer's quota, but not the one in the window."""
+        lane = self._lanes[parcel.peer]
+        lane.posted -= 1
+        lane.overdue.add(parcel)
         self._in_window -= 1
         self._stuck = False
 
-    def finish(self, parcel: Parcel) -> None:
-        """A posted parcel is over."""
-        lane = self._lanes[parcel.peer]
-        lane.posted -= 1
-        if not parcel.buried:
+    def finish(self, parcel: Parcel, delivered: bool = False) -> None:
+        """A posted parcel is over, or not waited for any more. Harmless for one that is."""
+        lane = self._lanes.get(parcel.peer)
+        if lane is None:
+            return
+        if parcel.buried:
+            lane.overdue.discard(parcel)
+        else:
+            lane.posted -= 1
             self._in_window -= 1
+            if delivered:
+                lane.overdue.clear()
         self._stuck = False
         self._tidy(parcel.peer, lane)
 
@@ -103,5 +119,5 @@ class Lanes:
         self._tidy(peer, lane)
 
     def _tidy(self, peer: str, lane: _Lane) -> None:
-        if not lane.waiting and not lane.posted:
+        if not lane.waiting and not lane.posted and not lane.overdue:
             del self._lanes[peer]

@@ -11,21 +11,14 @@ from sglang.srt.disaggregation.async_transfer.chunk import Chunk
 
 
 class Phase(enum.Enum):
-    """Of a parcel. Only those in ``UNDER_WAY`` have handles."""
+    """Of a parcel."""
 
     #: In its peer's lane.
     WAITING = "queued"
     #: Handles of ``Backend.post`` are under way.
     POSTED = "posted"
-    #: They are done; it waits for earlier chunks of the room to the same peer.
-    LANDED = "landed"
-    #: Handles of ``Backend.after_done`` are under way.
-    FOLLOWED = "followed up"
     #: Delivered, failed or dropped.
     OVER = "over"
-
-
-UNDER_WAY = (Phase.POSTED, Phase.FOLLOWED)
 
 
 @dataclass(eq=False)
@@ -35,12 +28,12 @@ class Room:
     number: int
     #: Chunks that are not done, in order.
     shipments: deque[Shipment] = field(default_factory=deque)
-    #: By peer: parcels that were posted and are not over, in order.
-    lines: dict[str, deque[Parcel]] = field(default_factory=dict)
-    #: Parcels in ``lines``.
+    #: Parcels that were posted and are not over.
     posted: int = 0
-    #: Those of them that missed their deadline.
+    #: Those of them that are not waited for.
     buried: int = 0
+    #: Everything is with all peers, and they were told so.
+    completed: bool = False
     #: Nothing more is posted. Never taken back.
     ended: bool = False
     said_buried: bool = False
@@ -48,19 +41,11 @@ class Room:
     #: The observer is told nothing more.
     forgotten: bool = False
 
-    def line_up(self, parcel: Parcel) -> None:
-        """It is being posted, after all others of this room to its peer."""
-        self.lines.setdefault(parcel.peer, deque()).append(parcel)
-        self.posted += 1
-
-    def step_out(self, parcel: Parcel) -> None:
-        """It is over."""
-        line = self.lines[parcel.peer]
-        line.remove(parcel)
-        if not line:
-            del self.lines[parcel.peer]
-        self.posted -= 1
-        self.buried -= parcel.buried
+    @property
+    def has_landed(self) -> bool:
+        """All its chunks were submitted, and are with all their peers."""
+        chunks = self.shipments
+        return bool(chunks) and chunks[-1].chunk.is_last and not any(s.parcels for s in chunks)
 
 
 @dataclass(eq=False)
@@ -84,10 +69,12 @@ class Parcel:
     handles: list[Any] = field(default_factory=list)
     #: Those of them that are not over.
     open: list[Any] = field(default_factory=list)
+    #: Where the transport broke one off: when what it had sent of it counts as over.
+    settles_at: float = 0.0
     #: When its last post returned, and when it is looked at next.
     posted_at: float = 0.0
     look_at: float = 0.0
-    #: It missed its deadline, and is looked at rarely.
+    #: It missed its deadline or was broken off: its room does not wait for it.
     buried: bool = False
 
     @property

@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 _Command = Callable[[Worker], None]
 
-#: A worker whose step raised (a bug: steps catch what they call) goes on after so many seconds.
+#: A worker whose step raised (a bug: steps catch what they call) goes on after so many seconds;
+#: each time in a row after twice as many, up to the longest.
 _AFTER_A_BUG_S = 0.01
+_LONGEST_AFTER_A_BUG_S = 1.0
 #: Join at most so much longer than a worker may drain.
 _JOIN_GRACE_S = 2.0
 
@@ -42,6 +44,10 @@ class _Thread:
         #: Commands, in order; None ends the thread.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._drain_s = 0.0
+        #: Since when it has something to do and has not finished a step; None while it waits.
+        self._busy_since: float | None = None
+        self._error: Exception | None = None
+        self._after_a_bug = _AFTER_A_BUG_S
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, command: _Command) -> None:
@@ -52,6 +58,17 @@ class _Thread:
         """Have the thread end, after at most so many seconds for what is under way."""
         self._drain_s = drain_s
         self._commands.put(None)
+
+    def trouble(self, now: float, limit_s: float) -> str | None:
+        """What is wrong with it, if its rooms cannot wait for it; of a thread that was started."""
+        since = self._busy_since
+        if not self.thread.is_alive():
+            return f"{self.thread.name} has ended"
+        if since is None or now - since < limit_s:
+            return None
+        if self._error is not None:
+            return f"each step of {self.thread.name} raises, the last one {self._error!r}"
+        return f"{self.thread.name} hangs in a call of the transport since {now - since:.0f} s"
 
     def _run(self) -> None:
         stand_back()
@@ -75,6 +92,8 @@ class _Thread:
         """Wait so long for a command, and do all there are; False at the sentinel."""
         try:
             command = self._commands.get(timeout=wait)
+            if self._busy_since is None:
+                self._busy_since = self._clock()
             while command is not None:
                 try:
                     command(self._worker)
@@ -86,11 +105,20 @@ class _Thread:
             return True
 
     def _step(self) -> float | None:
+        now = self._clock()
+        if self._busy_since is None:
+            self._busy_since = now
         try:
-            return self._worker.step(self._clock())
-        except Exception:
-            logger.exception("%s: a step", self.thread.name)
-            return _AFTER_A_BUG_S
+            wait = self._worker.step(now)
+        except Exception as error:
+            if self._error is None:
+                logger.exception("%s: a step", self.thread.name)
+            self._error = error
+            pause = self._after_a_bug
+            self._after_a_bug = min(2 * pause, _LONGEST_AFTER_A_BUG_S)
+            return pause
+        self._busy_since, self._error, self._after_a_bug = None, None, _AFTER_A_BUG_S
+        return wait
 
 
 class TransferPool:
@@ -116,6 +144,7 @@ class TransferPool:
         """``prepare_thread`` is called first on every thread: it sets the CUDA device."""
         self.backend = backend
         self._settings = settings
+        self._clock = clock
         self._stop_lock = threading.Lock()
         self._stopped = False
         self._threads = [
@@ -169,6 +198,22 @@ class TransferPool:
                     each.thread.join(max(0.0, until - time.monotonic()))
         if self.alive():
             logger.error("%d transfer threads hang in a call of the transport", self.alive())
+
+    def troubles(self) -> dict[int, str]:
+        """Workers whose rooms cannot wait for them any longer, by index, and what is wrong."""
+        if self._stopped:
+            return {}
+        now, limit_s = self._clock(), self._settings.stuck_s
+        found = {
+            index: each.trouble(now, limit_s)
+            for index, each in enumerate(self._threads)
+            if each.thread.ident is not None
+        }
+        return {index: text for index, text in found.items() if text is not None}
+
+    def worker_of(self, room: int) -> int:
+        """The index of the worker that a room belongs to."""
+        return worker_of(room, self._settings)
 
     def alive(self) -> int:
         """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""

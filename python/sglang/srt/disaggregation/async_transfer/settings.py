@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from sglang.srt.disaggregation.delta import deadlines
 from sglang.srt.disaggregation.delta.env import env_int, env_seconds
 
 QUEUES = "SGLANG_DISAGGREGATION_QUEUE_SIZE"
 THREADS = "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE"
+STUCK = "SGLANG_DISAGGREGATION_WORKER_TIMEOUT"
 #: More threads than this in a scheduler process are a typing error.
 _MOST_THREADS = 256
 
@@ -33,6 +35,10 @@ class Settings:
     quota: int = 8
     #: Transfers of a worker that did not settle by their deadline and are still looked at.
     graveyard: int = 1024
+    #: Seconds for which a transfer that the transport broke off counts as under way.
+    doubt_s: float = 60.0
+    #: Seconds without a finished step after which a worker with something to do is stuck.
+    stuck_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("queues", "threads", "window", "quota", "graveyard"):
@@ -67,7 +73,12 @@ def from_environment(cpus: int | None = None) -> Settings:
     for name, value in ((QUEUES, queues), (THREADS, threads)):
         if value > _MOST_THREADS:
             raise ValueError(f"{name} must be at most {_MOST_THREADS}, not {value}")
-    return Settings(queues=queues, threads=threads)
+    return Settings(
+        queues=queues,
+        threads=threads,
+        doubt_s=deadlines.quarantine_seconds(),
+        stuck_s=env_seconds(STUCK, 30.0),
+    )
 
 
 def worker_of(room: int, settings: Settings) -> int:

@@ -19,7 +19,9 @@ class Ticket:
     delivered: bool = False
     #: It has ended, and nothing of it is under way.
     quiet: bool = False
-    #: It has ended, and what is under way missed its deadline: not to be waited for.
+    #: It has failed, and what is under way is not to be waited for. Its pages and its metadata slot
+    #: may be used again all the same: decode is never told that the room is complete, and so
+    #: discards whatever is written from them.
     buried: bool = False
     #: What the workers said of its failure, and what the transport raised, if it did.
     failure: str | None = None
@@ -27,7 +29,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether the request may end: its pages are not read, or may be read for ever."""
+        """Whether the request may end: its pages are not read, or nobody uses what is read."""
         return self.quiet or self.buried
 
     def cause_of(self, failure: str) -> BaseException | None:
@@ -44,11 +46,12 @@ class Tickets:
 
     def __init__(
         self,
-        fail: Callable[[int, Reason, str], None],
+        fail: Callable[[int, Reason, str], bool],
         delivered: Callable[[int], None] = lambda room: None,
     ) -> None:
-        """``fail(room, reason, text)`` tells decode that a room has failed here; ``delivered`` is
-        called when a room's last chunk has arrived, before its ticket says so."""
+        """``fail(room, reason, text)`` tells decode that a room has failed here, and answers False
+        where it is complete already; ``delivered`` is called when a room's last chunk has arrived,
+        before its ticket says so."""
         self._fail = fail
         self._delivered = delivered
         self._tickets: dict[int, Ticket] = {}
@@ -64,6 +67,15 @@ class Tickets:
         if ticket is not None:
             ticket.stopped = True
 
+    def abandon(self, room: int, reason: Reason, text: str) -> None:
+        """Its worker does not go on: fail it, and let the request go, unless it is over."""
+        ticket = self._tickets.get(room)
+        if ticket is None or ticket.delivered or ticket.is_over:
+            return
+        if not ticket.stopped:
+            self.room_failed(room, reason, text, None)
+        ticket.buried = True  # after the gate was stopped
+
     def close(self, room: int, ticket: Ticket) -> None:
         """The request of this ticket is done with. Harmless when it is closed."""
         if self._tickets.get(room) is ticket:
@@ -77,19 +89,24 @@ class Tickets:
 
     def chunk_done(self, chunk: Chunk) -> None:
         """After the last chunk the room is delivered."""
-        ticket = self._tickets.get(chunk.room)
-        if chunk.is_last and ticket is not None:
-            self._delivered(chunk.room)
+        if chunk.is_last:
+            self._deliver(chunk.room)
+
+    def _deliver(self, room: int) -> None:
+        ticket = self._tickets.get(room)
+        if ticket is not None:
+            self._delivered(room)
             ticket.delivered = True
 
     def room_failed(
         self, room: int, reason: Reason, text: str, error: BaseException | None
     ) -> None:
-        """Decode and the scheduler are told why."""
+        """Decode and the scheduler are told why; unless decode has all of it."""
         ticket = self._tickets.get(room)
         if ticket is not None:
             ticket.failure, ticket.error = text, error
-        self._fail(room, reason, text)
+        if not self._fail(room, reason, text):
+            self._deliver(room)
 
     def room_buried(self, room: int) -> None:
         """The request is let go, although something is under way."""

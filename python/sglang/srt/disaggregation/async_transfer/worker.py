@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.async_transfer import graveyard, pace
@@ -23,13 +23,7 @@ from sglang.srt.disaggregation.async_transfer.interfaces import (
     TransferError,
 )
 from sglang.srt.disaggregation.async_transfer.lanes import Lanes
-from sglang.srt.disaggregation.async_transfer.parcels import (
-    UNDER_WAY,
-    Parcel,
-    Phase,
-    Room,
-    Shipment,
-)
+from sglang.srt.disaggregation.async_transfer.parcels import Parcel, Phase, Room, Shipment
 from sglang.srt.disaggregation.async_transfer.settings import Settings
 from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
 from sglang.srt.disaggregation.delta.failures import Reason
@@ -40,9 +34,10 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Moves the chunks of the rooms that are sharded to it.
 
-    A parcel (one chunk, one peer) goes: waiting in its peer's lane, posted, landed, followed by
-    ``after_done`` when all earlier ones of its room and peer are over, over. A room that ends early
-    drops what waits, and is quiet when what was posted has settled.
+    A parcel (one chunk, one peer) goes: waiting in its peer's lane, posted, over. When all of a
+    room are over and the gate says yes, its peers are told that it is complete. A room that ends
+    early drops what waits, and is quiet when what was posted has settled; its peers are never told
+    that it is complete, whatever still lands.
     """
 
     def __init__(
@@ -65,6 +60,7 @@ class Worker:
         self._clock = clock
         self._rooms: dict[int, Room] = {}
         self._lanes = Lanes(settings.window, settings.quota)
+        self._doubt_s = settings.doubt_s
         self._deadlines: Deadlines[Shipment] = Deadlines()
         #: Parcels with handles under way, in the order of posting; looked at when they are due.
         self._flying: dict[Parcel, None] = {}
@@ -96,6 +92,7 @@ class Worker:
         self._deadlines.add(chunk.deadline, shipment)
         for parcel in shipment.parcels:
             self._lanes.add(parcel)
+        self._complete(room)
         self._deliver(room)
 
     def cancel(self, number: int, reason: Reason) -> None:
@@ -153,12 +150,12 @@ class Worker:
         """Do what is due, and post at most one parcel. For how many seconds nothing is to be done
         unless a command comes; None: for ever."""
         for parcel in [parcel for parcel in self._flying if parcel.look_at <= now]:
-            self._look(parcel, now)
+            self._contain(parcel.shipment, self._look, parcel, now)
         for shipment in self._deadlines.passed(now):
-            self._expire(shipment, now)
+            self._contain(shipment, self._expire, shipment, now)
         chosen = self._lanes.take()
         if chosen is not None:
-            self._post(chosen, now)
+            self._contain(chosen.shipment, self._post, chosen, now)
         self._stats.level(
             self._index, self._lanes.waiting, self._lanes.in_window, len(self._graveyard)
         )
@@ -182,20 +179,13 @@ class Worker:
             self._tidy(shipment)
             self._end(room)
             return
-        room.line_up(parcel)
+        room.posted += 1
         self._under_way[room.number] += 1
         self._stats.queued(now - parcel.chunk.enqueued_at)
-        self._start(parcel, Phase.POSTED, self._backend.post)
-
-    def _start(
-        self, parcel: Parcel, phase: Phase, post: Callable[[Chunk, str], Iterable[Any]]
-    ) -> None:
-        """Call the backend, and wait for the handles that it gives."""
-        parcel.phase = phase
         self._flying[parcel] = None
         failure: Exception | None = None
         try:
-            for handle in post(parcel.chunk, parcel.peer):
+            for handle in self._backend.post(parcel.chunk, parcel.peer):
                 parcel.handles.append(handle)
         except Exception as error:  # bindings raise what they like
             failure = error
@@ -208,7 +198,7 @@ class Worker:
             self._settled(parcel, parcel.posted_at)
 
     def _look(self, parcel: Parcel, now: float) -> None:
-        still, broken, failure = [], False, None
+        still, was_broken, failure = [], False, None
         for handle in parcel.open:
             try:
                 state = self._backend.state(handle)
@@ -217,51 +207,42 @@ class Worker:
             if state is State.IN_PROGRESS:
                 still.append(handle)
             elif state is not State.DONE:
-                broken = True
+                was_broken = True
         parcel.open = still
-        if broken:
+        if was_broken:
+            # What was sent of it may still be on its way. It counts as under way for as long as
+            # decode would hold its pages without a word, and nobody is told anything before that.
+            parcel.settles_at = now + self._doubt_s
             self._fail_transfer(parcel, "was broken off by the transport", failure)
         if still:
             parcel.look_at = pace.next_look(now, now - parcel.posted_at, parcel.buried)
+        elif now < parcel.settles_at:
+            parcel.look_at = parcel.settles_at
+            self._bury(parcel)
+            self._say_how_it_ended(parcel.room)
         else:
             self._settled(parcel, now)
 
     def _settled(self, parcel: Parcel, now: float) -> None:
-        """All handles of its last post are over."""
+        """All its handles are over."""
+        room, shipment = parcel.room, parcel.shipment
         del self._flying[parcel]
-        had_handles = bool(parcel.handles)
+        moved = bool(parcel.handles) and not parcel.settles_at
+        if moved and not room.ended:
+            self._stats.settled(now - parcel.posted_at)
         for handle in parcel.handles:
             try:
                 self._backend.release(handle)
             except Exception:
-                logger.exception("room %d: releasing a transfer", parcel.room.number)
-        parcel.handles = []
-        if parcel.room.ended or parcel.phase is Phase.FOLLOWED:
-            self._over(parcel)
-        else:
-            if had_handles:
-                self._stats.settled(now - parcel.posted_at)
-            parcel.phase = Phase.LANDED
-        self._follow(parcel.room, parcel.peer)
-
-    def _follow(self, room: Room, peer: str) -> None:
-        """``after_done`` for the first of a room's parcels to a peer, if it has landed."""
-        line = room.lines.get(peer)
-        if room.ended or not line or line[0].phase is not Phase.LANDED:
-            return
-        if self._enter(room):
-            self._start(line[0], Phase.FOLLOWED, self._backend.after_done)
-        else:
-            self._end(room)
-
-    def _over(self, parcel: Parcel) -> None:
-        """A posted parcel is delivered, or has failed and settled."""
-        room, shipment = parcel.room, parcel.shipment
+                logger.exception("room %d: releasing a transfer", room.number)
         parcel.phase = Phase.OVER
-        room.step_out(parcel)
+        parcel.handles = []
+        room.posted -= 1
+        room.buried -= parcel.buried
         self._graveyard.discard(parcel)
-        self._lanes.finish(parcel)
+        self._lanes.finish(parcel, delivered=moved)
         shipment.parcels.remove(parcel)
+        self._complete(room)
         self._under_way[room.number] -= 1
         if not self._under_way[room.number]:
             del self._under_way[room.number]
@@ -282,15 +263,44 @@ class Worker:
             f"{now - chunk.enqueued_at:.1f} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
         )
         for parcel in shipment.parcels:  # only those under way are left
-            parcel.buried = True
+            if not parcel.open:
+                continue  # broken off: it has a time of its own
             parcel.look_at = pace.next_look(now, now - parcel.posted_at, buried=True)
-            room.buried += 1
-            self._lanes.bury(parcel)
+            self._bury(parcel)
             given_up = self._graveyard.add(parcel)
             if given_up is not None:
-                graveyard.keep(given_up)
-                del self._flying[given_up]
+                self._give_up(given_up)
         self._say_how_it_ended(room)
+
+    def _bury(self, parcel: Parcel) -> None:
+        """Its room, which has failed, does not wait for it any more."""
+        if not parcel.buried:
+            self._lanes.bury(parcel)
+            parcel.buried = True
+            parcel.room.buried += 1
+
+    def _give_up(self, parcel: Parcel) -> None:
+        """Never look at it again. Nobody is told that it is quiet, and its handles are kept."""
+        graveyard.keep(parcel)
+        self._flying.pop(parcel, None)
+        self._lanes.finish(parcel)
+
+    def _contain(self, shipment: Shipment, do: Callable[..., None], *arguments: Any) -> None:
+        """Whatever a bug raises here costs the shipment's room, and no other one."""
+        try:
+            do(*arguments)
+        except Exception as error:
+            room = shipment.room
+            logger.exception("transfer worker %d, room %d: a bug", self._index, room.number)
+            text = f"room {room.number}: a bug in transfer worker {self._index}: {error!r}"
+            self._fail(room, Reason.INTERNAL, text, error)
+            for parcel in list(shipment.parcels):
+                if parcel.phase is Phase.POSTED:
+                    self._bury(parcel)
+                    self._graveyard.discard(parcel)
+                    self._give_up(parcel)
+            self._deadlines.discard(shipment)
+            self._say_how_it_ended(room)
 
     # ---- a room's way ----
 
@@ -302,6 +312,28 @@ class Worker:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return False
 
+    def _complete(self, room: Room) -> None:
+        """When everything of the room has landed, tell its peers: unless it was given up before,
+        and then never."""
+        if room.ended or room.completed or not room.has_landed:
+            return
+        chunk = room.shipments[-1].chunk
+        try:
+            room.completed = self._gate.complete(room.number)
+        except Exception as error:
+            self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
+            return
+        if not room.completed:
+            self._end(room)
+            return
+        try:
+            self._backend.complete(chunk)
+        except Exception as error:
+            self._call(self._gate.take_back, room.number)
+            peers = ", ".join(chunk.peers)
+            text = f"room {room.number}: {peers} could not be told that it is complete"
+            self._fail_because(room, text, error)
+
     def _deliver(self, room: Room) -> None:
         """Report the chunks at the head of the room that are with all their peers."""
         while room.shipments and not room.shipments[0].parcels and not room.ended:
@@ -312,11 +344,14 @@ class Worker:
                 self._end(room)
 
     def _fail_transfer(self, parcel: Parcel, what: str, error: Exception | None) -> None:
-        reason = error.reason if isinstance(error, TransferError) else Reason.TRANSPORT
         text = f"room {parcel.room.number}: a transfer to {parcel.peer} {what}"
+        self._fail_because(parcel.room, text, error)
+
+    def _fail_because(self, room: Room, text: str, error: Exception | None) -> None:
+        reason = error.reason if isinstance(error, TransferError) else Reason.TRANSPORT
         if error is not None:
             text += f": {error if isinstance(error, TransferError) else repr(error)}"
-        self._fail(parcel.room, reason, text, error)
+        self._fail(room, reason, text, error)
 
     def _fail(self, room: Room, reason: Reason, text: str, error: Exception | None = None) -> None:
         """End the room and say why, unless it has ended: the first cause counts."""
@@ -338,10 +373,7 @@ class Worker:
                     parcel.phase = Phase.OVER
                     shipment.parcels.remove(parcel)
             self._tidy(shipment)
-        landed = [p for line in room.lines.values() for p in line if p.phase not in UNDER_WAY]
         room.shipments.clear()
-        for parcel in landed:
-            self._over(parcel)
         self._say_how_it_ended(room)
 
     def _tidy(self, shipment: Shipment) -> None:

@@ -116,6 +116,11 @@ class DeltaManager(CommonKVManager):
     def collect_arrivals(self) -> None:
         """Read what the transport says has arrived; nothing where it says so by itself."""
 
+    def expect_metadata(self, room: int, slot: int) -> bool:
+        """``room`` is being announced with this metadata slot: whether its metadata may come in the
+        note that completes it, instead of a write into the slot."""
+        return False
+
     def drop_socket(self, host: str, port: int) -> None:
         """Throw away what is queued for a prefill rank that is gone."""
         self._receivers().drop_socket(host, port)

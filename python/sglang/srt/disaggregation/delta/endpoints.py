@@ -149,6 +149,7 @@ class DeltaReceiver(CommonKVReceiver):
         ours = self.kv_mgr.kv_args
         pool_pages = ours.kv_data_lens[0] // ours.kv_item_lens[0]
         metadata_slots = ours.aux_data_lens[0] // ours.aux_item_lens[0]
+        takes_metadata = self.kv_mgr.expect_metadata(self.bootstrap_room, aux_index)
 
         def connect_with_frame(
             bootstrap_info: dict[str, Any],
@@ -162,6 +163,7 @@ class DeltaReceiver(CommonKVReceiver):
                 num_writers=self.required_prefill_response_num,
                 pool_pages=pool_pages,
                 metadata_slots=metadata_slots,
+                takes_metadata=takes_metadata,
             )
             return _FrameAppender(socket, wire.encode_frame(frame)), lock
 

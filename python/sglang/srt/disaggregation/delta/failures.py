@@ -22,3 +22,5 @@ class Reason(str, enum.Enum):
     TRANSPORT = "transport"
     #: Decode and prefill could not be connected.
     HANDSHAKE = "handshake"
+    #: A bug here, or a transfer worker that does not go on.
+    INTERNAL = "internal"

@@ -3,6 +3,11 @@
 A write to decode's pages cannot be taken back by decode. So decode keeps the pages of a room that
 ended early until prefill says that it has stopped, and this is where prefill knows: the gate is
 entered before a write is posted and left when it has settled, and it can be stopped at any time.
+
+Whether a room was completed or given up is decided here, in one step and for good. Decode is told
+that a room is complete only after ``complete``; from then on ``stop`` changes nothing. After
+``bar`` or ``stop`` no ``complete`` is granted, so decode can never take such a room, whatever lands
+later.
 """
 
 from __future__ import annotations
@@ -27,6 +32,10 @@ class _Room:
     #: Its request is done with, while something that was posted is still under way.
     forgotten: bool = False
     stopped: str | None = None
+    #: It is being given up, and ``stop`` follows.
+    barred: bool = False
+    #: Every write has settled, and decode is being told, or was.
+    completed: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,9 +107,37 @@ class RoomGate:
         """Whether a write may be posted for ``room``. If so it must be left when it has settled."""
         with self._lock:
             known = self._rooms.get(room)
-            if known is None or known.stopped is not None:
+            if known is None or known.barred or known.stopped is not None:
                 return False
             known.busy = True
+            return True
+
+    def complete(self, room: int) -> bool:
+        """Every write of ``room`` has settled: whether decode may be told so. If so the room is
+        complete, and nothing can stop it any more but ``take_back``."""
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is None or known.barred or known.stopped is not None:
+                return False
+            known.completed = True
+            return True
+
+    def take_back(self, room: int) -> None:
+        """Decode could not be told that ``room`` is complete: it may be stopped again."""
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is not None:
+                known.completed = False
+
+    def bar(self, room: int) -> bool:
+        """``room`` is given up, and ``stop`` follows: from now on nothing is posted for it, and
+        it is never complete. False, and nothing changes, if it is complete."""
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is not None:
+                if known.completed:
+                    return False
+                known.barred = True
             return True
 
     def leave(self, room: int) -> None:
@@ -117,14 +154,15 @@ class RoomGate:
             self._on_quiet(room, reason, destinations)
 
     def stop(self, room: int, reason: str) -> bool:
-        """Let nothing more be posted for ``room``; whether it is quiet. The first reason counts."""
+        """Let nothing more be posted for ``room``; whether it is quiet. The first reason counts.
+        A complete room stays complete."""
         with self._lock:
             known = self._rooms.get(room)
             if known is None:
                 if room not in self._ended:
                     self._remember(room, _Ended(reason, had_sender=False))
                 destinations: list[Any] = []
-            elif known.stopped is not None:
+            elif known.stopped is not None or known.completed:
                 return not known.busy
             else:
                 known.stopped = reason

@@ -46,15 +46,19 @@ class PrefillRooms:
 
     # ---- a room's life ----
 
-    def fail(self, room: int, kind: Reason, text: str) -> None:
+    def fail(self, room: int, kind: Reason, text: str) -> bool:
         """Fail one room: nothing more is posted for it, and its decode ranks are told when what was
-        posted has settled. The first failure of a room counts; later ones change nothing."""
+        posted has settled. The first failure of a room counts; later ones change nothing. False if
+        the room is complete: decode is being told so, and no failure changes that."""
+        if not self.gate.bar(room):
+            return False
         if self._manager.fail_known(room, text):
             STATS.failed(kind)
             log = logger.info if kind is Reason.ABORTED else logger.error
             log("KV transfer of room %s failed: %s", room, text)
         self.gate.stop(room, text)
         self.on_failure(room, kind)
+        return True
 
     def announce(self, room: int, peer: str, info: Any) -> bool:
         """A decode rank listed its pages. False if they will not be filled, which it is told."""
@@ -116,9 +120,11 @@ class PrefillRooms:
             self._sockets.send(message.host, message.port, control.Pong(message.to, known))
         elif isinstance(message, control.Withdraw):
             text = f"decode gave it up: {message.reason}"
+            # By the gate, once: a second word could meet a new request of that number. Of a room
+            # that is complete the completion itself is the answer.
             is_told = self.gate.stopped(message.room) is None and message.room in self.gate.rooms(
                 message.peer
-            )  # by the gate, once: a second word could meet a new request of that number
+            )
             self.fail(message.room, Reason.ABORTED, text)
             if self.gate.stop(message.room, text) and message.wants_answer and not is_told:
                 # Nothing is known of the room any more, or it ended before: nothing is under way.
@@ -140,6 +146,14 @@ class PrefillRooms:
     def leave(self, room: int) -> None:
         """What was posted for ``room`` has settled."""
         self.gate.leave(room)
+
+    def complete(self, room: int) -> bool:
+        """Whether decode may be told that ``room`` is complete: see ``RoomGate.complete``."""
+        return self.gate.complete(room)
+
+    def take_back(self, room: int) -> None:
+        """Decode could not be told: the room may fail after all."""
+        self.gate.take_back(room)
 
     def tick(self) -> list[str]:
         """Called every second or so by the reader thread. Decode ranks to be forgotten: they used

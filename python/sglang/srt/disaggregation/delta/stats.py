@@ -22,6 +22,7 @@ DECODE_COUNTERS = {
 PREFILL_COUNTERS = {
     "kv_transfer_sent_bytes": "KV bytes that prefill posted to decode servers",
     "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
+    "kv_transfer_stuck_workers": "Transfer workers that were found stuck or dead",
 }
 COUNTERS = {**DECODE_COUNTERS, **PREFILL_COUNTERS}
 FAILURES = "kv_transfer_failed"

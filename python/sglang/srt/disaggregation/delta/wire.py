@@ -34,6 +34,9 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     #: Pages and metadata slots of decode's pools: what an index may be; 0 where it does not say.
     pool_pages: int = 0
     metadata_slots: int = 0
+    #: It takes the metadata in the note that completes the room (NIXL). A prefill server that does
+    #: not know the field, or moves notes in another way, writes them into the slot.
+    takes_metadata: bool = False
 
 
 class _AnyVersion(msgspec.Struct, frozen=True):

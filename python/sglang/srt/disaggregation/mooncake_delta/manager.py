@@ -100,7 +100,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
         assert self.rooms is not None
         infos = self.rooms.gate.destinations(room)
-        self.rooms.fail(room, kind, text)
+        if not self.rooms.fail(room, kind, text):
+            return  # they were told that it is complete
         for info in infos:
             if not info.is_dummy and not (settled and info.is_ours):
                 self.say(info, KVPoll.Failed)

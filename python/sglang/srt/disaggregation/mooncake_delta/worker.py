@@ -95,7 +95,7 @@ class ChunkWorker:
             if manager.rooms.gate.stopped(room) is not None:
                 return
             self._send_to(info, chunk)
-        if not chunk.is_last_chunk or manager.rooms.gate.stopped(room) is not None:
+        if not chunk.is_last_chunk or not manager.rooms.complete(room):
             return
         for info in infos:
             manager.say(info, KVPoll.Success)

@@ -21,6 +21,10 @@ class DeltaTransferStatus(TransferStatus):
 
     #: Writers whose metadata has arrived. (A stock prefill does not say whose it was.)
     aux_writers: set[int] = dataclasses.field(default_factory=set)
+    #: Writers that said with one note that all they write for the room is here.
+    done_writers: set[int] = dataclasses.field(default_factory=set)
+    #: Where the metadata go that come in such a note; None where none was announced.
+    metadata_slot: int | None = None
     #: Writers that said that they write no more, whatever they have written.
     stopped_writers: set[int] = dataclasses.field(default_factory=set)
     #: What ``is_done`` last said; None where something has arrived since. Every room is asked in
@@ -40,6 +44,10 @@ class DeltaTransferStatus(TransferStatus):
                 self.aux_writers.add(note.writer)
             return
         assert note.writer is not None
+        if note.kind == "done":
+            self.done_writers.add(note.writer)
+            self.num_pp_ranks_expected = num_writers
+            return
         if note.kind == "state":
             self.received_state_per_pp.add(note.writer)
             return
@@ -50,7 +58,7 @@ class DeltaTransferStatus(TransferStatus):
 
     def finished_writers(self) -> set[int]:
         """Writers from which everything has arrived: KV, metadata, and state where it is due."""
-        return {
+        return self.done_writers | {
             writer
             for writer, chunks in self.expected_kvs_per_pp.items()
             if len(self.received_kvs_per_pp[writer]) == chunks

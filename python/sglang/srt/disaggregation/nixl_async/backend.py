@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferE
 from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
 from sglang.srt.disaggregation.delta.accounting import count_moved, count_sent
 from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.nixl_async import descriptors
+from sglang.srt.disaggregation.nixl_async import descriptors, notifications
 from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load, Pages
 from sglang.srt.disaggregation.nixl_async.descriptors import Form, Rows
 from sglang.srt.disaggregation.nixl_async.layout import Layout, Pair
@@ -57,8 +57,10 @@ class _Posted:
 class NixlBackend:
     """``async_transfer.interfaces.Backend``; the payload of a chunk is a ``chunks.Load``.
 
-    Each peer gets the chunk's KV, and with the last chunk the state, where the model has one, and
-    the metadata. Nothing waits for anything else: decode counts what has arrived.
+    Each peer gets the chunk's KV, and with the last chunk the state, where the model has one. The
+    metadata travel in the note that completes the room, or are written too where the peer does not
+    take them there. No write carries a note of its own: NIXL would send it whenever the write
+    settles, also after its room was given up here.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class NixlBackend:
             if chunk.is_last:
                 if load.state_pages:
                     yield from self._state(load, to, known, delivery)
-                yield from self._metadata(load, to, known, delivery)
+                if not self._is_in_note(to):
+                    yield from self._metadata(load, to, known, delivery)
         except Exception as error:
             self._drop_if_disconnected(known, error)
             raise
@@ -112,7 +115,13 @@ class NixlBackend:
         )
 
     def state(self, posted: _Posted) -> State:
-        """NIXL raises where the peer is gone, which ends the transfer as any other error does."""
+        """NIXL raises where the peer is gone, which ends the transfer as any other error does.
+
+        Its UCX backend, the one that SGLang uses by default, ends each transfer with a flush of the
+        endpoints that it went through (``sendXferRange`` in ``ucx_backend.cpp``), and UCX completes
+        that when all writes before it are complete at the target. So DONE means that every byte is
+        in decode's memory, and a note that is sent after it arrives after them.
+        """
         try:
             state = _STATES[self._agent.check_xfer_state(posted.handle)]
         except Exception as error:
@@ -135,28 +144,52 @@ class NixlBackend:
         finally:
             self._peers.release(posted.peer)
 
-    def after_done(self, chunk: Chunk, peer: str) -> Iterable[_Posted]:
-        """Nothing: everything goes with ``post``."""
-        return ()
+    def complete(self, chunk: Chunk) -> None:
+        """One note to each peer of ours, with the metadata; those of stock SGLang to others.
+
+        Stock counts chunks. They all have landed, so one note stands for them: the only one of one.
+        """
+        load, room = chunk.payload, chunk.room
+        notes: dict[str, list[bytes]] = {}
+        for name in chunk.peers:
+            if self._is_in_note(load.destinations[name]):
+                metadata = self._layout.metadata_bytes(load.metadata_slot)
+                notes[name] = [notifications.done(room, self._writer, metadata)]
+            else:
+                kinds = ["kv_0_1", *["state"] * bool(load.state_pages), "aux"]
+                notes[name] = [f"{room}_{kind}_{self._writer}".encode() for kind in kinds]
+        for name in chunk.peers:
+            peer = self._peers.hold(name)
+            try:
+                for note in notes[name]:
+                    with self._peers.posting():
+                        self._agent.send_notif(name, note)
+            except Exception as error:
+                self._drop_if_disconnected(peer, error)
+                raise
+            finally:
+                self._peers.release(peer)
+
+    def _is_in_note(self, to: Destination) -> bool:
+        return to.takes_metadata and self._layout.metadata_size <= notifications.MOST_METADATA
 
     # ---- what is sent ----
 
     def _kv(
         self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
     ) -> Iterator[_Posted]:
-        chunk = delivery.chunk
-        note = f"{chunk.room}_kv_{load.chunk_id}_{int(chunk.is_last)}_{self._writer}"
         if not len(load.pages):
-            self._notify(peer, note, delivery)
-        elif self._layout.sends_whole_pages(peer.info):
+            return
+        if self._layout.sends_whole_pages(peer.info):
             pair = peer.pair("kv", to.pool_pages, self._layout.kv)
             yield from self._pages(
-                pair, load.pages, to.pages, "VRAM", peer, note, delivery, to.pool_pages is not None
+                pair, load.pages, to.pages, "VRAM", peer, delivery, to.pool_pages is not None
             )
         else:
-            yield from self._heads(load.pages, to.pages, peer, note, delivery)
-        if delivery.bytes:  # not where nothing was left to send, or a replica sends it
-            count_sent(chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
+            yield from self._heads(load.pages, to.pages, peer, delivery)
+        if delivery.bytes:  # not where a replica sends it
+            room = delivery.chunk.room
+            count_sent(room, peer.name, load.pages, to.pages, delivery.bytes)
 
     def _state(
         self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
@@ -171,24 +204,22 @@ class NixlBackend:
         source, destination = (
             np.array(pages, np.int32) for pages in (load.state_pages, to.state_pages)
         )
-        note = f"{room}_state_{self._writer}"
         pair = self._layout.state(peer.info)
-        yield from self._pages(pair, source, destination, "VRAM", peer, note, delivery, False)
+        yield from self._pages(pair, source, destination, "VRAM", peer, delivery, False)
 
     def _metadata(
         self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
     ) -> Iterator[_Posted]:
         slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
-        note = f"{delivery.chunk.room}_aux_{self._writer}"
         pair = peer.pair("metadata", to.metadata_slots, self._layout.metadata)
         yield from self._pages(
-            pair, slots[0], slots[1], "DRAM", peer, note, delivery, to.metadata_slots is not None
+            pair, slots[0], slots[1], "DRAM", peer, delivery, to.metadata_slots is not None
         )
 
     # ---- how it is described and posted ----
 
     def _pages(
-        self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer, note: str,
+        self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
         delivery: _Delivery, may_prepare: bool,
     ) -> Iterator[_Posted]:  # fmt: skip
         """Whole slots of a pair of pools, as ranges or selected from the prepared lists."""
@@ -215,7 +246,7 @@ class NixlBackend:
         delivery.bytes += len(source) * sum(pair.source.item_lens)
         if form is Form.RANGES:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
-            yield from self._ranges(*rows, memory, peer, note, delivery, began)
+            yield from self._ranges(*rows, memory, peer, delivery, began)
             return
         handle = self._agent.make_prepped_xfer(
             "WRITE",
@@ -223,34 +254,30 @@ class NixlBackend:
             descriptors.select(pair.source, source),
             theirs,
             descriptors.select(pair.destination, destination),
-            note.encode("ascii"),
         )
         yield from self._start(handle, peer, delivery, began, (ours, theirs))
 
     def _heads(
-        self, source: Pages, destination: Pages, peer: Peer, note: str, delivery: _Delivery
+        self, source: Pages, destination: Pages, peer: Peer, delivery: _Delivery
     ) -> Iterator[_Posted]:
         """Some heads of every token, to a rank of another tensor parallel size."""
         began = self._clock()
         rows = self._layout.head_rows(peer.info, source, destination)
         if rows is None:
-            self._notify(peer, note, delivery)
             return
         delivery.descriptors += len(rows[0])
         delivery.bytes += int(rows[0][:, 1].sum())
-        yield from self._ranges(*rows, "VRAM", peer, note, delivery, began)
+        yield from self._ranges(*rows, "VRAM", peer, delivery, began)
 
     def _ranges(
-        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, note: str, delivery: _Delivery,
-        began: float,
-    ) -> Iterator[_Posted]:  # fmt: skip
+        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, delivery: _Delivery, began: float
+    ) -> Iterator[_Posted]:
         agent = self._agent
         handle = agent.initialize_xfer(
             "WRITE",
             agent.get_xfer_descs(ours, memory),
             agent.get_xfer_descs(theirs, memory),
             peer.name,
-            note.encode("ascii"),
         )
         yield from self._start(handle, peer, delivery, began, ())
 
@@ -271,12 +298,6 @@ class NixlBackend:
         delivery.post_s += self._clock() - began
         if state == "ERR":
             raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")
-
-    def _notify(self, peer: Peer, note: str, delivery: _Delivery) -> None:
-        """NIXL refuses a transfer of nothing; but decode waits for each writer's last chunk."""
-        began = self._clock()
-        self._agent.send_notif(peer.name, note.encode("ascii"))
-        delivery.post_s += self._clock() - began
 
     def _drop_if_disconnected(self, peer: Peer, error: Exception) -> None:
         """NIXL never reaches a peer again that it lost: it has to register anew."""

@@ -25,6 +25,8 @@ class Destination(msgspec.Struct, frozen=True, eq=False):
     #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
     pool_pages: int | None
     metadata_slots: int | None
+    #: It takes the metadata in the note that completes the room, and its slot is not written to.
+    takes_metadata: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, eq=False):
@@ -75,6 +77,7 @@ def load(
             metadata_slot=info.dst_aux_index,
             pool_pages=(frame.pool_pages or None) if frame else None,
             metadata_slots=(frame.metadata_slots or None) if frame else None,
+            takes_metadata=bool(frame and frame.takes_metadata),
         )
     return Load(
         chunk_id=chunk_id,

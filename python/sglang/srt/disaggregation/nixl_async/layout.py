@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ UNKNOWN_SLOTS = 2**31
 
 #: State of a hybrid model that lies in pages, as KV does.
 PAGED_STATE = ("swa", "nsa")
+
+
+#: (address, length): a copy of that host memory of this process.
+read_memory: Callable[[int, int], bytes] = ctypes.string_at
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,21 @@ class Layout:
             slots,
             None,
         )
+
+    @property
+    def metadata_size(self) -> int:
+        """Bytes of one metadata slot, over all buffers."""
+        return sum(self._ours.aux_item_lens)
+
+    def metadata_bytes(self, slot: int) -> list[bytes]:
+        """A copy of one of this rank's metadata slots, one part for each buffer."""
+        ours = self._ours
+        if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
+            raise TransferError(Reason.MISMATCH, f"metadata slot {slot} is not one of this rank's")
+        return [
+            read_memory(base + slot * length, length)
+            for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
+        ]
 
     def state(self, info: Any) -> Pair:
         """State of a hybrid model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from sglang.srt.disaggregation.async_transfer.chunk import Chunk
 from sglang.srt.disaggregation.async_transfer.pool import TransferPool
 from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
 from sglang.srt.disaggregation.async_transfer.tickets import Tickets
+from sglang.srt.disaggregation.async_transfer.watchdog import Watchdog
 from sglang.srt.disaggregation.delta import deadlines
 from sglang.srt.disaggregation.delta.accounting import Pages
 from sglang.srt.disaggregation.delta.complaints import Complaints
@@ -88,6 +90,7 @@ class DeltaNixlManager(NixlKVManager):
             self.transfer_stats,
             prepare_thread=self._prepare_thread,
         )
+        self.watchdog = Watchdog(self.transfers, self.tickets)
         self.rooms.on_failure = self._stop_room
         self.transfers.start()
         atexit.register(self.transfers.stop, _DRAIN_S)
@@ -169,6 +172,7 @@ class DeltaNixlManager(NixlKVManager):
     def _tick(self) -> None:
         assert self.rooms is not None
         self.transfer_stats.tick()
+        self.watchdog.tick()
         for peer in self.rooms.tick():
             logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
             self.peers.forget(peer)
@@ -203,6 +207,11 @@ class DeltaNixlManager(NixlKVManager):
         from sglang.srt.disaggregation.nixl.conn import TransferStatus
 
         return self.transfer_statuses.pop(room, None) or TransferStatus()
+
+    @override
+    def expect_metadata(self, room: int, slot: int) -> bool:
+        self.transfer_statuses[room].metadata_slot = slot
+        return True
 
     @override
     def collect_arrivals(self) -> None:
@@ -248,8 +257,31 @@ class DeltaNixlManager(NixlKVManager):
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
                 status: Any = watch.progress if watch else self.transfer_statuses[note.room]
+                if note.kind == "done" and not (watch or self._store_metadata(status, note)):
+                    status.stop(note.writer)
+                    continue
                 writers = self.required_prefill_response_num_table.get(note.room, 1)
                 status.take(note, watch.writers if watch else writers)
+
+    def _store_metadata(self, status: Any, note: notifications.Notification) -> bool:
+        """Write the metadata of a note into the room's slot; once for each writer, for a room that
+        is complete has no slot any more. Fails the room, and says False, where they do not fit."""
+        ours, slot = self.kv_args, status.metadata_slot
+        if slot is None or note.writer in status.done_writers:
+            return slot is not None
+        lengths = [len(part) for part in note.metadata]
+        if lengths != list(ours.aux_item_lens):
+            assert self.servers is not None  # without it no room has a slot here
+            self.servers.fail(
+                note.room,
+                Reason.MISMATCH,
+                f"room {note.room}: prefill sent metadata of {lengths} bytes, and this decode rank "
+                f"has {list(ours.aux_item_lens)}: model or SGLang's version differ",
+            )
+            return False
+        for base, part in zip(ours.aux_data_ptrs, note.metadata, strict=True):
+            ctypes.memmove(base + slot * len(part), part, len(part))
+        return True
 
     @override
     def open_rooms(self) -> dict[str, list[int]]:

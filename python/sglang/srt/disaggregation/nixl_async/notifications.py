@@ -1,9 +1,13 @@
-"""Notifications that travel with (or beside) NIXL transfers, from prefill to decode.
+"""Notifications that follow NIXL transfers, from prefill to decode.
 
-They are stock SGLang's, with one change: stock names only the pipeline stage of the sender, ours
-the *writer*, a number that no other prefill rank of the room has. Where several ranks write for one
-decode rank (tensor parallelism), the first one to finish would otherwise count for all. A stock
-decode server reads both alike.
+Decode ranks that take metadata in a note get one for each room and writer, when everything else of
+the room is in their memory: a *writer* is a number that no other prefill rank of the room has.
+
+    <room>_done_<writer>_<metadata>      a msgpack list of bytes, one for each metadata buffer
+
+All others get stock SGLang's, with one change: stock names only the pipeline stage of the sender,
+ours the writer. Where several ranks write for one decode rank (tensor parallelism), the first one
+to finish would otherwise count for all. A stock decode server reads both alike.
 
     <room>_kv_<chunk>_<is last>_<writer>
     <room>_aux_<writer>          stock: <room>_aux
@@ -12,7 +16,15 @@ decode server reads both alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+#: Bytes of metadata that go into a note; more are written into decode's slot. (A model that sends
+#: hidden states may have more; without them they are 1,728.)
+MOST_METADATA = 1 << 15
+_MOST_PARTS = 64
+_METADATA: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
 
 
 class Notification(msgspec.Struct, frozen=True):
@@ -23,6 +35,13 @@ class Notification(msgspec.Struct, frozen=True):
     chunk: int = 0
     is_last: bool = False
     writer: int | None = None
+    #: With ``done``: what belongs into the room's metadata slot, buffer by buffer.
+    metadata: tuple[bytes, ...] = ()
+
+
+def done(room: int, writer: int, metadata: Sequence[bytes]) -> bytes:
+    """The note that completes ``room`` for one writer."""
+    return f"{room}_done_{writer}_".encode() + msgspec.msgpack.encode(list(metadata))
 
 
 def from_writer(text: str, writer: int) -> str:
@@ -39,6 +58,9 @@ def parse(raw: bytes) -> Notification:
     Raises:
         ValueError: it has none of the known forms.
     """
+    head, mark, rest = raw.partition(b"_done_")
+    if mark:
+        return _parse_done(head, rest)
     text = raw.decode("ascii")
     room, kind, *numbers = text.split("_")
     fields = [int(number) for number in numbers]
@@ -52,3 +74,17 @@ def parse(raw: bytes) -> Notification:
     if kind == "state" and len(fields) <= 1:
         return Notification(int(room), kind, writer=fields[0] if fields else 0)
     raise ValueError(f"unknown NIXL notification {text[:80]!r}")
+
+
+def _parse_done(room: bytes, rest: bytes) -> Notification:
+    writer, _, content = rest.partition(b"_")
+    numbers = int(room.decode("ascii")), int(writer.decode("ascii"))
+    if min(numbers) < 0:
+        raise ValueError("negative numbers in a NIXL notification")
+    if len(content) > MOST_METADATA + 8 * _MOST_PARTS:
+        raise ValueError(f"{len(content)} bytes of metadata in a NIXL notification")
+    try:
+        metadata = tuple(_METADATA.decode(content))
+    except msgspec.DecodeError as error:
+        raise ValueError(f"unreadable metadata in a NIXL notification: {error}") from error
+    return Notification(numbers[0], "done", writer=numbers[1], metadata=metadata)
