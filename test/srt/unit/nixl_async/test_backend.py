@@ -168,6 +168,23 @@ def test_numbers_of_a_delivery(form: Form) -> None:
     assert (numbers["build_s"], numbers["post_s"]) == (2.0, 2.0)
 
 
+@pytest.mark.parametrize("in_note", [True, False])
+@pytest.mark.parametrize("pages", PAGES)
+def test_every_chunk_is_in_the_event_log(
+    pages: str, in_note: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a full hit, for which nothing is written, that the log does not show as
+    delivered: whoever joins the logs of both servers would miss its room."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(backend, "count_moved", lambda *_, **numbers: seen.append(numbers))
+    bench = Bench()
+    read = bench.prefill.memory.at
+    monkeypatch.setattr(layout, "read_memory", lambda *where: read(*where).tobytes())
+    assert_moved(bench, pages=PAGES[pages][0], to=PAGES[pages][1], in_note=in_note)
+    (numbers,) = seen
+    assert numbers["is_last"] and (numbers["moved"] > 0) == (bool(PAGES[pages][0]) or not in_note)
+
+
 @pytest.mark.parametrize("has_sizes", [True, False])
 @pytest.mark.parametrize(
     ("chunk", "text"),

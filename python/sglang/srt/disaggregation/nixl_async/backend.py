@@ -113,6 +113,8 @@ class NixlBackend:
             descriptors=delivery.descriptors,
             moved=delivery.bytes,
         )
+        if not delivery.open:
+            self._log(delivery)  # a full hit, or a replica: there is nothing to wait for
 
     def state(self, posted: _Posted) -> State:
         """NIXL raises where the peer is gone, which ends the transfer as any other error does.
