@@ -70,7 +70,8 @@ class RoomStages:
     """All chunks."""
     notice_s: float | None = None
     """From prefill seeing the last chunk done until decode knows that the room is complete. Below
-    zero where decode saw it first: each side looks in its own rhythm."""
+    zero where a prefill server of an earlier version of the patch set had its notes ride on the
+    writes: decode could see them first."""
     total_s: float | None = None
     """From the announcement until decode knows that the room is complete."""
 

@@ -1,11 +1,21 @@
-"""The table of docs/design.md that maps what goes wrong to the tests that guard against it."""
+"""What the documents list, against what is there."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
+#: Whose docstring lists their modules.
+PACKAGES = (
+    *(f"disaggregation/{name}" for name in ("async_transfer", "decode_radix", "delta")),
+    *(f"disaggregation/{name}" for name in ("mooncake_delta", "nixl_async")),
+    *(f"mem_cache/{name}" for name in ("buffer_only", "store_parts")),
+)
+#: Set by the package itself, for its own child processes.
+INTERNAL = {"SGLANG_PATCHSET_REPORTED"}
 
 
 def test_every_test_that_the_table_names_exists() -> None:
@@ -19,3 +29,24 @@ def test_every_test_that_the_table_names_exists() -> None:
         if not re.search(rf"^def {name}\(", (ROOT / "test/srt" / path).read_text(), re.MULTILINE)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_lists_its_modules(package: str) -> None:
+    """Guards against a list of a package's modules that names some that are gone, or leaves some
+    out."""
+    folder = ROOT / "python/sglang/srt" / package
+    text = (folder / "__init__.py").read_text()
+    there = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
+    assert there - set(re.findall(r"``(\w+)``", text)) == set()
+    rows = re.findall(r"^(?:``\w+``(?:, |(?=\s)))+", text, re.MULTILINE)
+    assert set(re.findall(r"\w+", " ".join(rows))) - there == set()
+
+
+def test_every_variable_is_documented() -> None:
+    """Guards against a variable that nobody can know of: each has a row in a page's table."""
+    pages = "".join(path.read_text() for path in (ROOT / "docs/advanced_features").glob("*.md"))
+    code = "".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
+    read = set(re.findall(r"[\"'](SGLANG_(?:DISAGGREGATION|PATCHSET|HICACHE|CPU)_\w+)[\"']", code))
+    assert len(read) > 20
+    assert {name for name in read - INTERNAL if f"\n| `{name}" not in pages} == set()

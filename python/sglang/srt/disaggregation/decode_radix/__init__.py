@@ -3,6 +3,8 @@
 A decode server keeps finished KV in its radix tree; a new request matches and locks what the tree
 holds of its prompt and moves only the rest. In the order of a request's life:
 
+``tokenizer``    requests with ``input_embeds`` are refused by the name of the flag
+``handshakes``   requests whose prefill rank is not connected yet
 ``eligibility``  which requests may share a prefix at all: pure
 ``lease``        one match and one lock, released exactly once
 ``inflight``     prompts on their way here, so that a burst with one prefix moves it once
@@ -25,8 +27,8 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``prebuilt``     the prebuilt batch: continues after the lease's prefix
 ``tree``         the radix tree as a decode server uses it
 ``resume``       retracted requests: only private pages are copied back
+``aborts``       what SGLang's way of aborting a request leaves undone
 ``flush``        flushes, weight updates and release of memory while pages are owned
-``ranks``        the one collective
 ``scheduler``    start-up checks, one idle predicate, metrics and log fields
 ``metrics``      gauges and counted refusals
 ``invariants``   what must hold of pool and tree at any time

@@ -10,10 +10,11 @@ Prefill, in the order of a chunk's way:
 ``layout``         where the bytes lie on either side
 ``descriptors``    the arrays that NIXL takes: pure numpy
 ``agent``          how SGLang's NIXL agent is made
+``requirements``   whether the installed NIXL will do
 
 Decode:
 
 ``announcements``  what decode servers send to prefill, read so that no message can do harm
-``notifications``  the texts that ride on NIXL transfers, parsed and applied: pure
+``notifications``  the notes that complete a room, written and parsed: pure
 ``arrivals``       what has arrived of a room, writer by writer
 """
