@@ -196,3 +196,26 @@ def test_pages_are_listed_for_the_log_only(monkeypatch: pytest.MonkeyPatch) -> N
 
     req = SimpleNamespace(origin_input_ids=[1] * 40, cache_protected_len=0)
     announce._count(req, Pages(), 10, 0.0)
+
+
+def test_what_is_remembered_is_one_requests(matches: list[int]) -> None:
+    """Guards against another prompt's prefix: clients name requests, and may use a name again, with
+    another prompt, when the first one that had it was aborted or answered."""
+    decoder = Decoder(16, 640)
+    decoder.submit(ids(2, 64), new=1)
+    decoder.drain()
+    run(decoder, ids(1, 300), new=100)
+    blocked = decoder.submit(ids(2, 400), new=4)
+    tick(decoder)
+    assert decoder.queued == [blocked]
+    decoder.abort(blocked.rid)
+    tick(decoder)
+    again = decoder.submit(ids(3, 80), new=4)
+    again.rid = blocked.rid
+    matches.clear()
+    tick(decoder)
+    assert decoder.in_transfer == [again] and matches == [80]
+    assert decoder.rooms[-1].prefix_len == 0
+    decoder.drain()
+    assert decoder.mailbox.ends[again.rid] == 2
+    check(decoder)

@@ -9,6 +9,7 @@ import pytest
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
+from component.decode_radix.pair import Pair, ranks_reduce
 from component.decode_radix.test_exits import (
     PREFIXES,
     PROMPT,
@@ -22,7 +23,9 @@ from sglang.srt.disaggregation.decode_radix import quarantine
 from sglang.srt.disaggregation.decode_radix.tree import Retired
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    ContinueGenerationReqInput,
     FlushCacheReqInput,
+    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
@@ -31,6 +34,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
 )
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 STAGES_HELD = [*STAGES, "held"]
 
@@ -267,6 +271,71 @@ def test_memory_is_released_when_nobody_can_write_to_it(decoder: Decoder) -> Non
     assert decoder.memory_saver_adapter.calls == [("release", "kv_cache"), ("resume", "kv_cache")]
     decoder.drain()
     check_idle(decoder)
+
+
+def test_memory_is_not_released_under_a_request_that_is_to_be_resumed(decoder: Decoder) -> None:
+    """Guards against the end of the server: a retracted request gets its memory back in the next
+    step, and writes its KV to it. On a paused server it waits, and the release does not."""
+    answers = with_saver(decoder)
+    req = bring_to(decoder, "retracted")
+    other = decoder.submitted[0]
+    other.to_finish = FINISH_ABORT()
+    for _ in range(2):  # it ends in a step that had tried to resume
+        step(decoder, decoder.tick_batch)
+    assert decoder.is_fully_idle() and not decoder._held
+    answers.clear()
+    request = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    assert decoder.release_memory_occupation(request) is None and decoder.offload_tags == set()
+    step(decoder, decoder.tick_queues)
+    assert req in decoder.waiting_queue and answers == []
+    while decoder.waiting_queue or decoder.running_batch.reqs:
+        step(decoder, decoder.tick_batch)
+    assert req.finished() and len(req.output_ids) == 30
+    step(decoder, decoder.tick_queues)
+    assert decoder.offload_tags == {"kv_cache"} and len(answers) == 1
+
+
+def test_memory_is_released_beside_requests_that_are_paused(decoder: Decoder) -> None:
+    """Guards against a trainer that pauses, releases memory, and waits for ever."""
+    with_saver(decoder)
+    req = bring_to(decoder, "running")
+    decoder.last_batch = None
+    decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+    assert req in decoder.disagg_decode_prealloc_queue.retracted_queue
+    request = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    assert decoder.release_memory_occupation(request) is not None
+    step(decoder, decoder.tick_queues)
+    decoder.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    decoder.continue_generation(ContinueGenerationReqInput())
+    decoder.drain()
+    assert req.finished() and len(req.output_ids) == 30
+    check_idle(decoder)
+
+
+def test_ranks_release_memory_in_one_step() -> None:
+    """Guards against a rank that waits in SGLang's barrier while another still runs its requests
+    and asks for another collective: with data parallel attention each has its own."""
+    with ranks_reduce():
+        pair = Pair(lambda rank, group: SimpleNamespace(decoder=Decoder(16, 1024)))
+        first, second = (side.decoder for side in pair.sides)
+        for decoder, group in zip((first, second), pair.groups, strict=True):
+            decoder.tp_cpu_group = group
+        bring_to(second, "running")
+        answers = [with_saver(decoder) for decoder in (first, second)]
+        request = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+        both = (first, second)
+        try:
+            told = pair.call(lambda rank: both[rank].release_memory_occupation(request))
+            assert told == [None, None]
+            for _ in range(60):
+                assert first.offload_tags == second.offload_tags == set()
+                second.tick_batch()
+                pair.call(lambda rank: both[rank].tick_queues())
+                if any(answers[0]):
+                    break
+            assert first.offload_tags == second.offload_tags == {"kv_cache"}
+        finally:
+            pair.close()
 
 
 def test_release_waits_no_longer_than_the_quarantine(

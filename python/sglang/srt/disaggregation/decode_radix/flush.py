@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from sglang.srt.disaggregation.decode_radix.quarantine import held_requests
+from sglang.srt.disaggregation.delta.ranks import minimum
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -119,14 +120,15 @@ class DecodeFlush(Scheduler):
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        if not self._radix_on_decode or self._owns_nothing:
+        if not self._radix_on_decode or self._nobody_owns_anything():
             return super().release_memory_occupation(recv_req)
         # A remote write must not land in memory that has been given away. The loop goes on, and
         # the answer is sent when it is done.
         logger.warning(
             "memory is released once nothing owns any: %d aborted transfers may still be written "
-            "to by prefill; under way: %s",
+            "to by prefill; %d requests were retracted; under way: %s",
             len(self._held),
+            len(self.disagg_decode_prealloc_queue.retracted_queue),
             self._under_way(),
         )
         self._waiting_release = recv_req
@@ -146,13 +148,19 @@ class DecodeFlush(Scheduler):
         self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
         return ResumeMemoryOccupationReqOutput()
 
-    @property
-    def _owns_nothing(self) -> bool:
-        return self.is_fully_idle() and not self._held
+    def _nobody_owns_anything(self) -> bool:
+        """Whether no rank owns or is about to take memory; one collective, for all ranks get a
+        release in the same step. With data parallel attention their requests differ, and SGLang
+        has them wait for each other while memory is released."""
+        queue = self.disagg_decode_prealloc_queue
+        paused = getattr(self, "_engine_paused", False)
+        resumes = bool(queue.retracted_queue) and not paused  # in one of the next steps
+        owns_nothing = self.is_fully_idle() and not self._held and not resumes
+        return minimum([int(owns_nothing)], self.tp_cpu_group) == [1]
 
     def release_when_idle(self) -> None:
         """Once a step: do what ``release_memory_occupation`` had to put off."""
-        if self._waiting_release is not None and self._owns_nothing:
+        if self._waiting_release is not None and self._nobody_owns_anything():
             waiting, self._waiting_release = self._waiting_release, None
             done = super().release_memory_occupation(waiting)
             self.send_to_tokenizer.send_output(done, waiting)

@@ -34,14 +34,15 @@ class Memory:
     """Where the match of the request that was stopped last ended; the next step begins with it."""
 
     def __init__(self) -> None:
-        self._last: tuple[str, bool, KnownPrefix] | None = None
+        #: The request itself, not its name: clients may use a name again for another prompt.
+        self._last: tuple[Any, bool, KnownPrefix] | None = None
 
     def recall(self, tree: Any, candidate: Candidate) -> KnownPrefix | None:
         """Where the match of ``candidate`` ends, if that is known."""
         if self._last is None:
             return None
-        rid, shared, known = self._last
-        same = rid == candidate.req.rid and shared == candidate.shares
+        req, shared, known = self._last
+        same = req is candidate.req and shared == candidate.shares
         return known if same and known.holds(tree) else None
 
     def note(self, tree: Any, candidate: Candidate) -> None:
@@ -49,7 +50,7 @@ class Memory:
         if candidate.lease is not None:
             ids, key = candidate.token_ids, candidate.req.extra_key
             known = KnownPrefix.of(tree, candidate.lease, ids if candidate.shares else [], key)
-            self._last = (candidate.req.rid, candidate.shares, known)
+            self._last = (candidate.req, candidate.shares, known)
 
 
 class StepPlan:
