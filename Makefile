@@ -36,7 +36,7 @@ serve: env ## the same pair, left running for your own requests
 
 test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs
 
-test-unit: env ## no engine, seconds
+test-unit: env ## no engine, a minute or two
 	$(PYTEST) $(TWO) test/srt/unit
 
 test-component: env ## real trees, pools and transfers on the CPU
