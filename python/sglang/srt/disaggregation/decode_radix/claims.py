@@ -128,7 +128,7 @@ class Claims:
         holding = self._holdings[id(req)]
         self._no_longer_entering(holding)
         self._unpin(holding)
-        self._catch_up()
+        self.catch_up()
         holding.stage = Stage.RUNNING
         holding.track = self._growth.add(req.kv_allocated_len, final_length(req))
         self._running[id(req)] = holding
@@ -150,7 +150,7 @@ class Claims:
         if holding.stage is Stage.ENTERING:
             self._no_longer_entering(holding)
         elif holding.track is not None:
-            self._catch_up()
+            self.catch_up()
             self._growth.remove(holding.track)
             self._running_needs.remove(holding)
             del self._running[id(req)]
@@ -172,7 +172,7 @@ class Claims:
     @property
     def reserved(self) -> int:
         """What all of them together may still need before anybody is retracted."""
-        self._catch_up()
+        self.catch_up()
         return self._entering + self._growth.total
 
     @property
@@ -192,7 +192,7 @@ class Claims:
         Requests that do not run yet cannot be retracted, so what they hold is out of reach of all
         others; and once one of them runs, it must find the memory for the rest of its answer.
         """
-        self._catch_up()
+        self.catch_up()
         if not self._running and not self._entering_needs:
             return True  # it will have the pool for itself
         free = total - self._pinned - private - self.unpinned(node)
@@ -253,9 +253,10 @@ class Claims:
             until = self._growth.steps + expected - req.kv_allocated_len
             heapq.heappush(self._outgrow, (until, id(req)))
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Make the steps that the batch has made: each request of it has one token more for each,
-        so that any of them tells how many there were."""
+        so that any of them tells how many there were. Called once a step: a long answer beside
+        which nobody comes or goes would be thousands of steps at once."""
         if not self._running:
             self._outgrow.clear()
             return

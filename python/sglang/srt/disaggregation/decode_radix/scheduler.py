@@ -132,6 +132,8 @@ class DisaggScheduler(DecodeFlush):
             # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
             # missing may be a transfer's, or in quarantine, and comes back only by looking.
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        if self.tree_cache.claims is not None:
+            self.tree_cache.claims.catch_up()
         self.decode_metrics.update(self)
         self.release_when_idle()
 
