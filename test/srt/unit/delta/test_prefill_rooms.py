@@ -169,6 +169,28 @@ def test_withdrawn_after_the_request_left(side: Side) -> None:
     assert len(side.stopped()) == 1 and side.manager.request_status == {}
 
 
+def test_withdrawn_while_its_request_arrives(side: Side) -> None:
+    """Guards against a request that finds its room open between the two steps of a withdrawal, and
+    then waits for ever: its room is stopped, and nothing says that it failed."""
+    side.announce()
+    fail, calls = side.manager.fail_known, 0
+
+    def fail_before_it_comes(room: int, text: str) -> bool:
+        nonlocal calls
+        calls += 1
+        was_known = fail(room, text)
+        if calls == 1:
+            side.request()
+        return was_known
+
+    side.manager.fail_known = fail_before_it_comes  # type: ignore[method-assign]
+    side.withdraw()
+    assert not side.rooms.enter(ROOM)
+    assert side.manager.request_status == {ROOM: KVPoll.Failed}
+    assert side.manager.failure_records == {ROOM: "decode gave it up: bored"}
+    assert len(side.stopped()) == 1
+
+
 def test_withdrawn_twice_and_again_late(side: Side) -> None:
     """Guards against a repeated withdrawal that is not answered, or counted, or raises."""
     before = STATS.failures[Reason.ABORTED]
@@ -285,6 +307,28 @@ def test_a_process_that_was_slow(side: Side) -> None:
     side.clock.now += 29
     assert side.rooms.enter(ROOM) and side.rooms.tick() == []
     assert advance(side, 300) == [] and side.manager.request_status[ROOM] != KVPoll.Failed
+
+
+def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
+    """Guards against a request that is taken in between the look at the clock and the end of its
+    room: the room is stopped, nobody says that it failed, and it waits for ever."""
+    told: list[tuple[int, Reason]] = []
+    side.rooms.on_failure = lambda room, kind: told.append((room, kind))
+    side.announce()
+    unclaimed = side.rooms.gate.unclaimed
+
+    def found(for_s: float = 0.0) -> list[int]:
+        rooms = unclaimed(for_s)
+        if rooms:
+            side.request()
+        return rooms
+
+    side.rooms.gate.unclaimed = found  # type: ignore[method-assign]
+    advance(side, 30)
+    assert [room for _, room, _ in side.stopped()] == [ROOM] and not side.rooms.enter(ROOM)
+    assert side.manager.request_status == {ROOM: KVPoll.Failed}
+    assert "no request for it reached" in side.manager.failure_records[ROOM]
+    assert told == [(ROOM, Reason.TIMEOUT)]
 
 
 def test_rooms_that_nobody_asked_for_end(side: Side) -> None:

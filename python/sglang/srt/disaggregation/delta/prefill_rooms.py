@@ -52,11 +52,13 @@ class PrefillRooms:
         the room is complete: decode is being told so, and no failure changes that."""
         if not self.gate.bar(room):
             return False
-        if self._manager.fail_known(room, text):
+        is_here = self._manager.fail_known(room, text)
+        self.gate.stop(room, text)
+        # Its request may have come in between, and found the room open.
+        if is_here or self._manager.fail_known(room, text):
             STATS.failed(kind)
             log = logger.info if kind is Reason.ABORTED else logger.error
             log("KV transfer of room %s failed: %s", room, text)
-        self.gate.stop(room, text)
         self.on_failure(room, kind)
         return True
 
@@ -162,8 +164,9 @@ class PrefillRooms:
         self._check_suspension()
         now = self._ticked_at = self._clock()
         for room in self.gate.unclaimed(self._claim_s):
-            self.gate.stop(
+            self.fail(  # its request may just be coming
                 room,
+                Reason.TIMEOUT,
                 f"no request for it reached this prefill rank within {self._claim_s:.0f} s of its "
                 f"scheduler's turns (SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
             )
