@@ -251,6 +251,31 @@ def test_peers_change_between_posts(scene: Scene) -> None:
     assert sorted(scene.agent.peers) == ["d", "f"]
 
 
+def test_a_post_that_hangs() -> None:
+    """Guards against a change of NIXL's peers that waits for ever for a post that hangs: it holds
+    up the posts of all other workers meanwhile, and the reader thread, on which the watchdog is."""
+    scene = Scene()
+    scene.peers = Peers(scene.agent, scene.table, patience_s=0.0)
+    for name in ("d", "e"):
+        scene.peers.add(info(name))
+
+    def post_again() -> None:
+        with scene.peers.posting():
+            pass
+
+    with ThreadPoolExecutor(1) as threads, scene.peers.posting():
+        with pytest.raises(TimeoutError, match="decode rank f cannot be taken"):
+            scene.peers.add(info("f"))
+        scene.peers.forget("e")
+        assert sorted(scene.table) == ["d"] and sorted(scene.agent.peers) == ["d", "e"]
+        threads.submit(post_again).result(10)
+    scene.peers.add(info("f"))
+    assert sorted(scene.table) == ["d", "f"]
+    scene.peers.forget("f")
+    scene.check()
+    assert sorted(scene.agent.peers) == ["d"], "with the one that had to stay"
+
+
 def test_lists_go_between_posts(scene: Scene) -> None:
     """Guards against lists of a peer that has left which are released whenever Python likes: NIXL
     waits for the posts of others to do so, with the interpreter's lock."""

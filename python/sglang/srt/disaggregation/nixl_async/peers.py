@@ -19,6 +19,9 @@ from sglang.srt.disaggregation.nixl_async.layout import Pair
 
 logger = logging.getLogger(__name__)
 
+#: Seconds for which a change of NIXL's peers waits for the posts under way. (One takes
+#: milliseconds, with a million descriptors a second or two.)
+PATIENCE_S = 5.0
 #: NIXL's name for the side that starts transfers.
 OURS = "NIXL_INIT_AGENT"
 
@@ -108,12 +111,17 @@ class Peers:
 
     NIXL changes its table of peers alone: such a call waits for every post that runs, and whatever
     comes meanwhile waits for it, some of it with the interpreter's lock. So it is made between the
-    posts (``posting``), which wait for it here, without that lock.
+    posts (``posting``), which wait for it here, without that lock. Where a post hangs, it is not
+    made: the other workers, and the reader thread, go on.
     """
 
-    def __init__(self, agent: Any, table: dict[str, Any]) -> None:
+    def __init__(
+        self, agent: Any, table: dict[str, Any], *, patience_s: float = PATIENCE_S
+    ) -> None:
+        """``patience_s``: how long a change waits for the posts under way, and holds up others."""
         self._agent = agent
         self._table = table
+        self._patience_s = patience_s
         #: Of what is below; never held while NIXL is called.
         self._lock = threading.Condition()
         self._peers: dict[str, Peer] = {}
@@ -136,12 +144,20 @@ class Peers:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For calls that change NIXL's peers: one at a time, and no post meanwhile."""
+        """For calls that change NIXL's peers: one at a time, and no post meanwhile.
+
+        Raises:
+            TimeoutError: a post does not come to its end; nothing may be changed.
+        """
         with self._lock:
             self._lock.wait_for(lambda: not self._is_changing)
             self._is_changing = True
-            self._lock.wait_for(lambda: not self._posts)
         try:
+            with self._lock:
+                if not self._lock.wait_for(lambda: not self._posts, self._patience_s):
+                    raise TimeoutError(
+                        f"a post of a transfer has not returned for {self._patience_s:g} s"
+                    )
             yield
         finally:
             with self._lock:
@@ -149,7 +165,8 @@ class Peers:
                 self._lock.notify_all()
 
     def add(self, info: Any) -> None:
-        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind.
+        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind, nor
+        does a ``TimeoutError`` (see ``_changing``).
 
         One that was forgotten is loaded anew, also while something is still under way to it, and
         nothing that was prepared before is used again: its connection may have been lost.
@@ -157,14 +174,17 @@ class Peers:
         name = info.agent_name
         if self._publish(name):
             return
-        with self._changing():
-            if self._publish(name):
-                return
-            self._agent.add_remote_agent(info.agent_metadata)
-            with self._lock:
-                known = self._peers.setdefault(name, Peer(name))
-                known.loaded(self._agent, info)
-                self._table[name] = known.info
+        try:
+            with self._changing():
+                if self._publish(name):
+                    return
+                self._agent.add_remote_agent(info.agent_metadata)
+                with self._lock:
+                    known = self._peers.setdefault(name, Peer(name))
+                    known.loaded(self._agent, info)
+                    self._table[name] = known.info
+        except TimeoutError as error:
+            raise TimeoutError(f"decode rank {name} cannot be taken: {error}") from error
 
     def _publish(self, name: str) -> bool:
         """Whether NIXL has this one."""
@@ -202,7 +222,7 @@ class Peers:
             peer.users -= 1
             is_unused = self._is_unused(peer)
         if is_unused:
-            self._remove(peer)
+            self._remove_unused()
 
     def forget(self, name: str) -> None:
         """It gives no sign any more: nothing new is sent to it."""
@@ -214,20 +234,28 @@ class Peers:
             peer.forgotten = True
             is_unused = self._is_unused(peer)
         if is_unused:
-            self._remove(peer)
+            self._remove_unused()
 
     def _is_unused(self, peer: Peer) -> bool:
         return peer.forgotten and not peer.users and self._peers.get(peer.name) is peer
 
+    def _remove_unused(self) -> None:
+        """Have NIXL forget those that nobody uses, unless they came back meanwhile. Where a post
+        hangs they stay until one is to be forgotten again."""
+        try:
+            with self._changing():
+                with self._lock:
+                    unused = [peer for peer in self._peers.values() if self._is_unused(peer)]
+                    for peer in unused:
+                        del self._peers[peer.name]
+                for peer in unused:
+                    self._remove(peer)
+        except TimeoutError as error:
+            logger.warning("NIXL keeps decode ranks that are gone, for now: %s", error)
+
     def _remove(self, peer: Peer) -> None:
-        """Have NIXL forget it, unless it came back meanwhile."""
-        with self._changing():
-            with self._lock:
-                if not self._is_unused(peer):
-                    return
-                del self._peers[peer.name]
-            peer.drop_lists()
-            try:
-                self._agent.remove_remote_agent(peer.name)
-            except Exception as error:  # the others are served all the same
-                logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)
+        peer.drop_lists()
+        try:
+            self._agent.remove_remote_agent(peer.name)
+        except Exception as error:  # the others are served all the same
+            logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)
