@@ -246,6 +246,28 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     assert f"worker {index} goes on" in caplog.text
 
 
+def test_a_process_that_was_stopped() -> None:
+    """Guards against rooms that fail because the whole process did not run, or the thread that
+    looks was kept waiting with the worker: the worker goes on at once."""
+    now = [0.0]
+    backend = Stuck()
+    threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
+    watchdog, tickets, failed = watched(threads, range(20))
+    threads.send(0)
+    assert backend.entered.wait(LONG_S)
+    watchdog.tick()
+    now[0] += 3600
+    watchdog.tick()  # first
+    backend.go_on.set()
+    assert threads.bell.quiet.get(timeout=LONG_S) == 0
+    deadline = time.monotonic() + LONG_S
+    while threads.pool.troubles():
+        assert time.monotonic() < deadline
+    watchdog.tick()
+    assert failed == [] and not any(ticket.is_over for ticket in tickets._tickets.values())
+    threads.pool.stop()
+
+
 def test_a_worker_that_is_dead_or_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a thread that is gone, or whose every step raises, and that nobody misses."""
     now = [0.0]

@@ -20,6 +20,8 @@ class Watchdog:
         self._tickets = tickets
         #: Workers in trouble, by index.
         self._known: dict[int, str] = {}
+        #: Those that seemed to be at the last look.
+        self._suspected: set[int] = set()
 
     def tick(self) -> None:
         """Fail the rooms of workers in trouble, those that came since the last time included.
@@ -27,8 +29,13 @@ class Watchdog:
         A worker that wakes up finds its rooms stopped at the gate: it posts nothing more for them,
         and their peers are never told that they are complete. So the scheduler need not wait for
         what it may have under way.
+
+        Once is no proof: where the process did not run, or this thread was kept waiting together
+        with the workers, they are late by the clock and go on at once.
         """
-        troubles = self._pool.troubles()
+        found = self._pool.troubles()
+        troubles = {index: text for index, text in found.items() if index in self._suspected}
+        self._suspected = set(found)
         for index, text in troubles.items():
             if index not in self._known:
                 STATS.add("kv_transfer_stuck_workers", 1)
