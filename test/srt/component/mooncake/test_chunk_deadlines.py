@@ -56,7 +56,7 @@ class Rank:
             self.now += seconds
             self.manager._tick()
 
-        self.manager.decode_kv_args_table[SESSION] = object()
+        self.manager.decode_kv_args_table.setdefault(SESSION, object())
         worker = ChunkWorker(self.manager, ThreadPoolExecutor(1))
         worker._send_pages = send  # type: ignore[method-assign]
         worker.take(self.manager.transfer_queues[0].get())
@@ -141,3 +141,23 @@ def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
     assert rank.manager.chunk_deadlines.rooms() == [1]
     queue.leave(None)
     assert rank.manager.chunk_deadlines.rooms() == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_nothing_is_begun_for_a_room_that_was_given_up(rank: Rank, seconds: float) -> None:
+    """Guards against state and metadata that are written when a call of the engine returns at last,
+    for a room that was stopped meanwhile: decode may have given its slot to another by then."""
+    rank.announce(1)
+    written: list[str] = []
+    rank.manager.maybe_send_extra = lambda *_: written.append("state") or 0
+    rank.manager.send_aux = lambda *_: written.append("metadata") or 0
+    rank.manager.add_transfer_request(1, None, slice(0, 1), True, 0, [3])
+    rank.manager.decode_kv_args_table[SESSION] = SimpleNamespace(
+        dst_state_data_ptrs=[], dst_aux_ptrs=[]
+    )
+    rank.take(seconds)
+    if seconds:
+        assert written == [] and rank.said == [(1, KVPoll.Failed)]
+        assert [message.room for _, _, message in rank.manager.rooms._sockets.sent] == [1]
+    else:
+        assert written == ["state", "metadata"] and rank.said == [(1, KVPoll.Success)]

@@ -92,7 +92,7 @@ class ChunkWorker:
         manager, room = self._manager, chunk.room
         infos = [info for info in manager.rooms.gate.destinations(room) if not info.is_dummy]
         for info in infos:
-            if manager.rooms.gate.stopped(room) is not None:
+            if self._is_stopped(room):
                 return
             self._send_to(info, chunk)
         if not chunk.is_last_chunk or not manager.rooms.complete(room):
@@ -113,15 +113,21 @@ class ChunkWorker:
                 f"gone; it has to register again",
             )
         self._send_pages(info, target, chunk)
-        if not chunk.is_last_chunk:
+        # A call of the engine may last so long that decode gives its slot to another room.
+        if not chunk.is_last_chunk or self._is_stopped(info.room):
             return
         if chunk.state_indices is not None:
             status = manager.maybe_send_extra(
                 info, chunk.state_indices, target.dst_state_data_ptrs, self._executor, target
             )
             self._check(status, "state", info)
+            if self._is_stopped(info.room):
+                return
         status = manager.send_aux(info, chunk.prefill_aux_index, target.dst_aux_ptrs)
         self._check(status, "metadata", info)
+
+    def _is_stopped(self, room: int) -> bool:
+        return self._manager.rooms.gate.stopped(room) is not None
 
     def _send_pages(self, info: Any, target: Any, chunk: Any) -> None:
         manager, session = self._manager, info.mooncake_session_id
