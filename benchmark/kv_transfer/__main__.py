@@ -82,7 +82,7 @@ _DEFAULTS = {
     "send": (("stock", "ours"), 20, 4, 1, 2048, 5, 8),
     "fleet": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
     "gap": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
-    "delay": (("ours", "ours-spin"), 40, 1, 1, 0, 3, 8),
+    "delay": (("ours", "ours-spin"), 10, 1, 1, 0, 5, 8),
     "stall": (("stock", "ours"), 64, 64, 4, 1024, 3, 8),
     "idle": (("stock", "ours"), 4, 4, 1, 1024, 1, 8),
     "load": (_MAIN_ARMS, 16, 8, 1, 4096, 3, 8),
