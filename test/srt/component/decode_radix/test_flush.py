@@ -312,6 +312,35 @@ def test_memory_is_released_beside_requests_that_are_paused(decoder: Decoder) ->
     check_idle(decoder)
 
 
+def test_memory_is_released_beside_requests_that_never_had_any(decoder: Decoder) -> None:
+    """Guards against a trainer that pauses, releases memory, and waits for ever: while a request
+    is retracted, those that have no pages get none. Nor do they while memory is released, but an
+    abort is answered; they are served when it is back."""
+    answers = with_saver(decoder)
+    req = bring_to(decoder, "running")
+    late, gone = (decoder.submit([*PROMPT, number], new=4) for number in range(2))
+    decoder.last_batch = None
+    decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+    step(decoder, decoder.tick_queues)
+    assert decoder.queued == [late, gone]
+    answers.clear()
+    request = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    assert decoder.release_memory_occupation(request) is not None
+    assert in_tree(decoder, PROMPT) == 0 and decoder.queued == [late, gone]
+    decoder.abort(req.rid)
+    decoder.abort(decoder.submitted[0].rid)  # nobody is retracted any more
+    decoder.abort(gone.rid)
+    for _ in range(3):
+        step(decoder, decoder.tick_queues)
+    assert decoder.queued == [late] and decoder.in_transfer == []
+    assert decoder.mailbox.ends[gone.rid] == 1
+    decoder.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    decoder.continue_generation(ContinueGenerationReqInput())
+    decoder.drain()
+    assert late.finished() and len(late.output_ids) == 4
+    check_idle(decoder)
+
+
 def test_ranks_release_memory_in_one_step() -> None:
     """Guards against a rank that waits in SGLang's barrier while another still runs its requests
     and asks for another collective: with data parallel attention each has its own."""

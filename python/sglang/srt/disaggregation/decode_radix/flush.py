@@ -120,8 +120,11 @@ class DecodeFlush(Scheduler):
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        if not self._radix_on_decode or self._nobody_owns_anything():
+        if not self._radix_on_decode:
             return super().release_memory_occupation(recv_req)
+        if self._nobody_owns_anything():
+            with self._only_owners():
+                return super().release_memory_occupation(recv_req)
         # A remote write must not land in memory that has been given away. The loop goes on, and
         # the answer is sent when it is done.
         logger.warning(
@@ -152,15 +155,33 @@ class DecodeFlush(Scheduler):
         """Whether no rank owns or is about to take memory; one collective, for all ranks get a
         release in the same step. With data parallel attention their requests differ, and SGLang
         has them wait for each other while memory is released."""
-        queue = self.disagg_decode_prealloc_queue
-        paused = getattr(self, "_engine_paused", False)
-        resumes = bool(queue.retracted_queue) and not paused  # in one of the next steps
-        owns_nothing = self.is_fully_idle() and not self._held and not resumes
+        retracted = self.disagg_decode_prealloc_queue.retracted_queue
+        resumes = bool(retracted) and not self._is_paused  # in one of the next steps
+        with self._only_owners():
+            owns_nothing = self.is_fully_idle() and not self._held and not resumes
         return minimum([int(owns_nothing)], self.tp_cpu_group) == [1]
+
+    @property
+    def _is_paused(self) -> bool:
+        return bool(getattr(self, "_engine_paused", False))
+
+    @contextmanager
+    def _only_owners(self) -> Iterator[None]:
+        """Paused, a server may have requests that get no pages until it goes on: whoever releases
+        memory in between would wait for ever if they counted."""
+        queue = self.disagg_decode_prealloc_queue
+        waiting = queue.queue
+        if self._is_paused:
+            queue.queue = []
+        try:
+            yield
+        finally:
+            queue.queue = waiting
 
     def release_when_idle(self) -> None:
         """Once a step: do what ``release_memory_occupation`` had to put off."""
         if self._waiting_release is not None and self._nobody_owns_anything():
             waiting, self._waiting_release = self._waiting_release, None
-            done = super().release_memory_occupation(waiting)
+            with self._only_owners():
+                done = super().release_memory_occupation(waiting)
             self.send_to_tokenizer.send_output(done, waiting)

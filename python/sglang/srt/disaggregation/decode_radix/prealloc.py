@@ -128,7 +128,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             arriving = inflight.arriving(
                 entry for entry in self.transfer_queue.queue if self.tree_cache.may_share(entry.req)
             )
-            first = self._first_in_line(ready, arriving)
+            first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
             with self._steps.step(ready, first, limits, arriving) as (agreed, candidates):
                 failed += self._answer(ready, agreed)
                 self._end_waits(ready, agreed)
@@ -144,7 +144,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if not self.shares_prefixes:
             resumed: list[Any] = super().resume_retracted_reqs(rids_to_check)
             return resumed
-        if not self.retracted_queue or getattr(self.scheduler, "_engine_paused", False):
+        paused = self._memory_is_away or getattr(self.scheduler, "_engine_paused", False)
+        if not self.retracted_queue or paused:
             return []
         for req in self.retracted_queue:
             if getattr(req, "retracted_since", None) is None:
@@ -162,6 +163,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
         still = [(req, req, req.retracted_since) for req in self.retracted_queue]
         self._say_who_waits(still, limits)
         return back
+
+    @property
+    def _memory_is_away(self) -> bool:
+        """Between SGLang's release of memory and its return nobody gets any."""
+        return bool(getattr(self.scheduler, "offload_tags", None))
 
     def _read_limits(self) -> waiting.Limits:
         """The settings, once a step."""
