@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from typing import Any
 
 import pytest
@@ -200,7 +200,9 @@ def test_our_own_limit_of_open_files_is_no_error_of_the_server() -> None:
     try:
         with stub_process() as url:  # in this process it could not open files either
             work = replay(url, turns(2), PROMPTS, Settings("think", 0.0), on_outcome=no_more_files)
-            outcomes = asyncio.run(asyncio.wait_for(work, 60))
+            # Not the policy's loop: SGLang sets uvloop's, which opens files to close itself.
+            with closing(asyncio.SelectorEventLoop()) as loop:
+                outcomes = loop.run_until_complete(asyncio.wait_for(work, 60))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for file in taken:
