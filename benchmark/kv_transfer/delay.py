@@ -1,6 +1,6 @@
 """What the pauses between a worker's looks cost a room: ``delay``.
 
-NIXL sends a room's last notification when prefill sees that its writes are done. Workers look
+A worker sends the note that completes a room when it sees that its writes are done. Workers look
 after pauses (``async_transfer/pace.py``); the arm ``ours-spin`` looks without any. What a room
 takes longer until decode sees it complete is the price.
 """
