@@ -59,6 +59,16 @@ def test_written_into_the_slot_of_the_room() -> None:
     assert rank.slots() == [[0, 0, 5, 0]] * 2 and rank.is_done
 
 
+def test_slots_that_are_not_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a copy to an address of the GPU, which ends the process: SGLang puts the slots
+    there for one kind of memory pool. They are written by prefill then."""
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
+    rank = Rank(announced=False)
+    assert not rank.manager.expect_metadata(ROOM, SLOT)
+    rank.take(note(5))
+    assert rank.slots() == [[0] * 4] * 2 and not rank.is_done
+
+
 def test_written_once() -> None:
     """Guards against a repeated note that is written into a slot which was given to another
     request when its room was complete."""

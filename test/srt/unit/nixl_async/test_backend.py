@@ -258,6 +258,18 @@ def test_metadata_that_are_too_much_for_a_note(monkeypatch: pytest.MonkeyPatch) 
     assert [parse(note).kind for note in bench.agent.notes["decode"]] == ["kv", "aux"]
 
 
+def test_metadata_that_are_not_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against reading an address of the GPU, which ends the process: SGLang puts them there
+    for one kind of memory pool."""
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
+    monkeypatch.setattr(layout, "read_memory", lambda *_: pytest.fail("read on the host"))
+    bench = Bench()
+    made = bench.chunk(pages=[1], to=[3], in_note=True)
+    bench.finish(bench.post(made))
+    bench.backend.complete(made)
+    assert [parse(note).kind for note in bench.agent.notes["decode"]] == ["kv", "aux"]
+
+
 def test_a_metadata_slot_that_cannot_be() -> None:
     """Guards against a copy from beyond the metadata buffers."""
     bench = Bench()

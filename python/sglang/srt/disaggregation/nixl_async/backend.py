@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.nixl_async import descriptors, notifications
 from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load, Pages
 from sglang.srt.disaggregation.nixl_async.descriptors import Form, Rows
-from sglang.srt.disaggregation.nixl_async.layout import Layout, Pair
+from sglang.srt.disaggregation.nixl_async.layout import Layout, Pair, metadata_in_host_memory
 from sglang.srt.disaggregation.nixl_async.peers import OURS, Peer, Peers, PreparedLists
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,11 @@ class NixlBackend:
                 self._peers.release(peer)
 
     def _is_in_note(self, to: Destination) -> bool:
-        return to.takes_metadata and self._layout.metadata_size <= notifications.MOST_METADATA
+        return (
+            to.takes_metadata
+            and self._layout.metadata_size <= notifications.MOST_METADATA
+            and metadata_in_host_memory()
+        )
 
     # ---- what is sent ----
 

@@ -30,7 +30,7 @@ from sglang.srt.disaggregation.nixl_async import agent, chunks, descriptors, not
 from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 from sglang.srt.disaggregation.nixl_async.backend import NixlBackend
 from sglang.srt.disaggregation.nixl_async.descriptors import Costs
-from sglang.srt.disaggregation.nixl_async.layout import Layout
+from sglang.srt.disaggregation.nixl_async.layout import Layout, metadata_in_host_memory
 from sglang.srt.disaggregation.nixl_async.peers import Peers
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ class DeltaNixlManager(NixlKVManager):
 
     @override
     def expect_metadata(self, room: int, slot: int) -> bool:
+        if not metadata_in_host_memory():
+            return False
         self.transfer_statuses[room].metadata_slot = slot
         return True
 
