@@ -179,6 +179,57 @@ def test_announced_at_once_it_is_written_over(
         decoder.play(one_ends_and_one_arrives(decoder, tokens, 2 * page))
 
 
+class Reading(Overlapped):
+    """What a step writes depends on what it reads."""
+
+    def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
+        result = super().run_batch(batch, *arguments)
+        reads, written = [], batch.out_cache_loc.clone()
+        for req in batch.reqs:
+            ids = req.origin_input_ids + req.output_ids
+            ids = [*ids, TOKEN][: req.kv_committed_len - 1]
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(ids)].clone()
+            reads.append((row, kv.tags(ids, req.extra_key, weights=generation_of(req))))
+        end_of_step = result.copy_done.synchronize
+
+        def read_and_end() -> None:
+            end_of_step()
+            for (row, expected), slot in zip(reads, written, strict=True):
+                if kv.read(self.pool, row) != expected:
+                    kv.write(self.pool, slot[None], [-9])
+
+        result.copy_done.synchronize = read_and_end
+        return result
+
+
+@pytest.mark.parametrize(("page", "tokens"), [(1, 40), (16, 40)])
+def test_pages_that_the_step_in_flight_reads_are_announced_after_it(page: int, tokens: int) -> None:
+    """Guards against KV in the tree that a step computed from what prefill wrote meanwhile: a
+    request ends whose answer began like one that the tree holds. Its own slots of that beginning
+    are free at once; that of its last token, which the step in flight computes, is shared."""
+
+    def script(decoder: Reading) -> Iterator[None]:
+        first = decoder.submit([5] * tokens, new=25)
+        while not first.finished():
+            yield
+        yield
+        yield
+        second = decoder.submit([5] * tokens, new=40)
+        while not second.finished():
+            yield
+        assert [second in batch.reqs for batch, _ in decoder.result_queue] == [True]
+        told = decoder.told
+        late = decoder.submit([9] * int(decoder.token_to_kv_pool_allocator.available_size()), new=2)
+        yield
+        assert late.kv_allocated_len > 0 and decoder.told == told + 1
+        check(decoder)
+        yield from until_idle(decoder)
+
+    decoder = Reading(page, 640, reserve=page)
+    decoder.play(script(decoder))
+    check_idle(decoder)
+
+
 def test_given_up_before_it_was_announced() -> None:
     """Guards against an announcement of a room that failed in between: its pages are free."""
 

@@ -18,7 +18,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``step``         leases, agreement, trimmed leases: the start of every step
 ``prealloc``     the prealloc queue: who is admitted, resumed, or leaves without pages
 ``announce``     row, destination pages, announcement
-``step_writes``  announcements wait for a step that may still write to their pages
+``step_writes``  announcements wait for a step that may still use their pages
 ``waiting``      how long a request may wait for memory, and what is said meanwhile
 ``giveup``       one way out for a request without pages
 ``metadata``     metadata slots: when a room's metadata have landed

@@ -1,8 +1,9 @@
-"""Slots that the step in flight may still write, though nobody owns them any more.
+"""Slots that the step in flight may still use, though nobody owns them any more.
 
 With overlap scheduling a request is found to have ended when the next step, which it is part of, is
 running already. That step writes one more slot for it, which was just freed, or put into the tree
-and perhaps evicted. Other steps come after it on the device; a prefill server's write does not.
+and perhaps evicted. What it writes depends on slots that may be free, too: those whose tokens the
+tree had already. Other steps come after it on the device; a prefill server's write does not.
 """
 
 from __future__ import annotations
@@ -12,12 +13,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+_SLOTS = "decode_slots_at_end"
+
+
+def remember_slots(req: Any, rows: torch.Tensor) -> None:
+    """``req`` is about to give its own slots back. ``rows``: the request-to-slot table."""
+    own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_committed_len]
+    setattr(req, _SLOTS, own.to(torch.int64, copy=True))
+
+
+def slots_at_end(req: Any) -> torch.Tensor:
+    """The slots that were a request's own when it last gave them back (1-D int64)."""
+    slots: torch.Tensor = getattr(req, _SLOTS)
+    return slots
 
 
 class StepWrites:
-    """Holds announcements back until the result of a step that may write to their pages is in.
+    """Holds announcements back until the result of a step that may use their pages is in.
 
     SGLang's loop admits, launches the next step, and then processes the result of the last one: an
     announcement waits within one turn of the loop, and only where pages really meet.
@@ -31,9 +46,9 @@ class StepWrites:
         self._waiting: list[Callable[[], None]] = []
 
     def after(self, pages: npt.NDArray[np.int32], announce: Callable[[], None]) -> None:
-        """``announce`` now, or when no step writes to ``pages`` any more."""
-        written = self._written()
-        if len(written) and np.isin(pages, written).any():
+        """``announce`` now, or when no step uses ``pages`` any more."""
+        used = self._used()
+        if len(used) and np.isin(pages, used).any():
             self._waiting.append(announce)
         else:
             announce()
@@ -45,8 +60,9 @@ class StepWrites:
             for announce in waiting:
                 announce()
 
-    def _written(self) -> npt.NDArray[np.int64]:
-        """Page ids that the step in flight writes for requests that have ended since."""
+    def _used(self) -> npt.NDArray[np.int64]:
+        """Page ids that the step in flight uses for requests that have ended since, and that were
+        their own."""
         results = getattr(self._scheduler, "result_queue", None)  # overlap scheduling only
         if not results:
             return _NONE
@@ -56,5 +72,7 @@ class StepWrites:
             ended = [at for at, req in enumerate(batch.reqs) if req.finished() or req.is_retracted]
             self._pages = _NONE
             if ended:
-                self._pages = (batch.out_cache_loc[ended] // self._page).cpu().numpy()
+                own = [slots_at_end(batch.reqs[at]) for at in ended]
+                slots = torch.cat([batch.out_cache_loc[ended], *own])
+                self._pages = (slots // self._page).cpu().numpy()
         return self._pages

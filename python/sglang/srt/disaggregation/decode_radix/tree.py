@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.decode_radix.eligibility import (
     may_insert,
     may_match,
 )
+from sglang.srt.disaggregation.decode_radix.step_writes import remember_slots
 from sglang.srt.disaggregation.delta.pages import page_floor
 
 if TYPE_CHECKING:
@@ -187,4 +188,5 @@ class DecodeRadixTree(RadixCache):
             if req.last_node is None:
                 # Never matched, or retracted since: nothing is locked.
                 req.last_node = self.root_node
+            remember_slots(req, self.req_to_token_pool.req_to_token)
         super().cache_finished_req(req, is_insert)
