@@ -17,6 +17,7 @@ NEW_METRICS = (
     metrics.SENT_BYTES,
     metrics.SKIPPED_TOKENS,
     metrics.FAILED_ROOMS,
+    metrics.STUCK_WORKERS,
     *metrics.TRANSFERS,
 )
 
