@@ -15,8 +15,8 @@ SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 TRANSFER_FAILURES = "sglang:num_transfer_failed_reqs_total"
 FAILED_ROOMS = "sglang:kv_transfer_failed_total"
-#: What our transfer workers report: histograms, and gauges of their queues.
 STUCK_WORKERS = "sglang:kv_transfer_stuck_workers_total"
+#: What our transfer workers report: histograms, and gauges of their queues.
 TRANSFERS = (
     *(
         f"sglang:kv_transfer_{name}_{part}"
