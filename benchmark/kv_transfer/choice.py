@@ -23,6 +23,8 @@ _POOL_PAGES = 2049
 _BUFFERS = (16, 64, 128)
 _PAGES = (16, 64, 256, 1024)
 _RUNS = (1, 2, 4, 16, 64, 256)
+#: Half the heads of a token, as between unequal tensor parallel sizes: buffers, and tokens.
+_HALVES = ((128, 64), (128, 1024))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ Table = Mapping[tuple[str, Chunk], Medians]
 
 def entries(form: str, chunk: Chunk) -> int:
     """Descriptors that are handed to the library: runs or pages, in every buffer."""
-    return chunk.buffers * (chunk.pages // chunk.run if form == "ranges" else chunk.pages)
+    merges = form == "ranges" and not chunk.is_half
+    return chunk.buffers * (chunk.pages // chunk.run if merges else chunk.pages)
 
 
 def fit(table: Table, prepared: str = "strided") -> Constants:
@@ -109,6 +112,7 @@ def run(options: Options, lines: Lines) -> Answer:
         for run in _RUNS
         if run <= pages
     ]
+    halves = [Chunk(buffers, tokens, 16, is_half=True) for buffers, tokens in _HALVES]
     config = FleetConfig(
         arm="bare",
         backend="nixl",
@@ -123,12 +127,12 @@ def run(options: Options, lines: Lines) -> Answer:
     options.console.print(f"{len(chunks)} page lists, {repeats} times in each form")
     costs: list[Cost]
     with Fleet(config) as fleet:
-        costs, prepared_s = fleet.ask(0, "forms", chunks, repeats, patience_s=300.0)
-    table = {}
+        costs, prepared_s = fleet.ask(0, "forms", chunks + halves, repeats, patience_s=300.0)
+    table, of_halves = {}, {}
     for form in FORMS:
-        for chunk in chunks:
+        for chunk in chunks + halves:
             found = [cost for cost in costs if cost.form == form and cost.chunk == chunk]
-            table[form, chunk] = Medians(
+            (of_halves if chunk.is_half else table)[form, chunk] = Medians(
                 1e6 * median(cost.build_s for cost in found),
                 1e6 * median(cost.post_s + cost.wire_s for cost in found),
             )
@@ -138,8 +142,11 @@ def run(options: Options, lines: Lines) -> Answer:
     columns += [f"build us: {FORMS[0]}", *FORMS[1:], f"post + wire us: {FORMS[0]}", *FORMS[1:]]
     rows = [_row(table, chunk) for chunk in chunks]
     print_table("one chunk, medians", columns, rows, options.console)
+    half_rows = [_row(of_halves, chunk) for chunk in halves]
+    print_table("half the heads of each token, medians", columns, half_rows, options.console)
     constants = fit(table)
     right, of, dearer = judge(constants, table)
+    half_right, half_of, half_dearer = judge(constants, of_halves)
     lines.write({"kind": "constants", **dataclasses.asdict(constants)})
     move = median(table["strided", c].move / table["ranges", c].move for c in chunks)
     times = ", ".join(f"{form} {1e3 * seconds:.1f} ms" for form, seconds in prepared_s.items())
@@ -149,11 +156,14 @@ def run(options: Options, lines: Lines) -> Answer:
         f"Preparing both sides' lists of {max(_BUFFERS) * _POOL_PAGES:,} entries, once a peer: "
         f"{times}.",
         f"`{constants}`, from the time to build: with them {right} of {of} page lists are built "
-        f"the cheaper way, and all together take {100 * dearer:.1f} % longer than if all were.",
+        f"the cheaper way, and all together take {100 * dearer:.1f} % longer than if all were. Of "
+        f"the {half_of} with half the heads of each token {half_right} are built the cheaper way "
+        f"({100 * half_dearer:.1f} % longer).",
     ]
     for text in said:
         options.console.print(text)
-    return Answer([markdown(columns, rows), *said])
+    halved = ["Half the heads of each token:", markdown(columns, half_rows)]
+    return Answer([markdown(columns, rows), *halved, *said])
 
 
 def _row(table: Table, chunk: Chunk) -> list[str]:

@@ -27,6 +27,8 @@ class Chunk:
     buffers: int
     pages: int
     run: int
+    #: The second half of the heads of each page's token: a descriptor for each, however they lie.
+    is_half: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,12 @@ def measure(
     """Every chunk in every form, in turn, ``repeats`` times after one that is not counted; and how
     long preparing both lists took, by form, for the largest number of buffers."""
     costs, prepared_s = [], {}
-    for buffers in sorted({chunk.buffers for chunk in chunks}):
-        forms = _Forms(agent, pool, peer, buffers)
-        prepared_s = forms.prepared_s
+    for buffers, is_half in sorted({(chunk.buffers, chunk.is_half) for chunk in chunks}):
+        forms = _Forms(agent, pool, peer, buffers, is_half)
+        if not is_half:
+            prepared_s = forms.prepared_s
         for chunk in chunks:
-            if chunk.buffers != buffers:
+            if (chunk.buffers, chunk.is_half) != (buffers, is_half):
                 continue
             for number in range(repeats + 1):
                 source = runs_for(chunk.pages, chunk.run, 2 * number)
@@ -73,14 +76,20 @@ def measure(
 class _Forms:
     """Both sides' pools, cut to some buffers, and their prepared lists."""
 
-    def __init__(self, agent: Any, pool: Pool, peer: Peer, buffers: int) -> None:
+    def __init__(self, agent: Any, pool: Pool, peer: Peer, buffers: int, is_half: bool) -> None:
         from sglang.srt.disaggregation.nixl_async import descriptors
 
         self._agent, self._peer, self._make = agent, peer, descriptors
         self._memory = memory(pool.device)
-        lens = (pool.item_len,) * buffers
+        lens, skipped, heads = (pool.item_len,) * buffers, 0, None
+        if is_half:
+            skipped = pool.item_len // 2
+            heads = descriptors.Heads(1, 1, 1, lens)
+            lens = (skipped,) * buffers
         self._sides = [
-            descriptors.Pool(tuple(bases[:buffers]), lens, pool.pages, 0)
+            descriptors.Pool(
+                tuple(base + skipped for base in bases[:buffers]), lens, pool.pages, 0, heads
+            )
             for bases in (pool.bases, peer.bases)
         ]
         self._lists: dict[str, list[Any]] = {}
@@ -126,7 +135,7 @@ class _Forms:
         return Cost(form, chunk, count, moved, built - began, posted - built, ended - posted)
 
     def _ranges(self, source: Pages, destination: Pages) -> tuple[Any, int]:
-        runs = self._make.runs_of(source, destination)
+        runs = self._make.runs_of(source, destination, self._sides[0].heads)
         local, remote = self._make.ranges(*self._sides, runs)
         handle = self._agent.initialize_xfer(
             "WRITE",

@@ -29,16 +29,19 @@ def test_a_room_moves_its_pages_byte_for_byte(rooms: str, pool: str, page: int) 
     programs.passed(rooms, f"{pool}_{page}")
 
 
+@pytest.mark.parametrize("form", ["ranges", "prepared"])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(("prefill", "decode", "heads"), RANK_LAYOUTS)
 def test_unequal_ranks_move_their_heads(
-    slices: str, prefill: int, decode: int, heads: int, page: int
+    slices: str, prefill: int, decode: int, heads: int, page: int, form: str
 ) -> None:
-    """Guards against heads at another rank's place, against replicas missed or written over one
-    another, and against a rank that sends nothing and says nothing: decode waits for every one."""
-    programs.passed(slices, f"ranks_{prefill}_{decode}_heads_{heads}_{page}")
+    """Guards against heads at another rank's place, in either form, against lists that NIXL does
+    not prepare, against replicas missed or written over one another, and against a rank that sends
+    nothing and says nothing: decode waits for every one."""
+    programs.passed(slices, f"ranks_{prefill}_{decode}_heads_{heads}_{page}_{form}")
 
 
-def test_slices_of_values_shorter_than_keys(slices: str) -> None:
+@pytest.mark.parametrize("form", ["ranges", "prepared"])
+def test_slices_of_values_shorter_than_keys(slices: str, form: str) -> None:
     """Guards against values that are cut and placed by the length of keys."""
-    programs.passed(slices, "ranks_short_values")
+    programs.passed(slices, f"ranks_short_values_{form}")

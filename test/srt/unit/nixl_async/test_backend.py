@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.nixl.conn import TransferStatus
 from sglang.srt.disaggregation.nixl_async import backend, descriptors, layout, notifications
 from sglang.srt.disaggregation.nixl_async.descriptors import Form
 from sglang.srt.disaggregation.nixl_async.notifications import parse
-from unit.nixl_async.sides import ROOM, WRITER, Bench, Side
+from unit.nixl_async.sides import PAGE, ROOM, WRITER, Bench, Side
 
 #: Pages of prefill and of decode: none, one, neighbours on both sides, on one, and in any order.
 PAGES: dict[str, tuple[list[int], list[int]]] = {
@@ -98,21 +98,77 @@ def test_whole_pages(pages: str, has_state: bool, is_last: bool, lists: str) -> 
         assert {device for _, _, device in handle.destinations} == {devices[1]}
 
 
+def bench_of(ranks: str) -> Bench:
+    """A rank of ``SLICES`` and the decode rank that it serves."""
+    rank, size, their_rank, their_size, total = SLICES[ranks]
+    return Bench(
+        Side(2**63 - 5000, 12, rank, size, total), Side(2**40, 17, their_rank, their_size, total)
+    )
+
+
+@pytest.mark.usefixtures("prefers_lists")
+@pytest.mark.parametrize("lists", ["strided", "long", "none", "stock peer"])
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize("ranks", SLICES)
-def test_slices_of_heads(ranks: str, pages: str, is_last: bool) -> None:
-    """Guards against heads at a wrong place where the tensor parallel sizes differ, and against a
-    rank whose completion does not come."""
-    rank, size, their_rank, their_size, total = SLICES[ranks]
-    bench = Bench(
-        Side(2**63 - 5000, 12, rank, size, total), Side(2**40, 17, their_rank, their_size, total)
-    )
+def test_slices_of_heads(ranks: str, pages: str, is_last: bool, lists: str) -> None:
+    """Guards against heads at a wrong place where the tensor parallel sizes differ, in any form of
+    descriptors, and against a rank whose completion does not come."""
+    bench = bench_of(ranks)
+    bench.agent.is_strided = lists != "long"
+    if lists == "none":
+        bench.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
     ours, theirs = PAGES[pages]
-    handles = assert_moved(bench, pages=ours, to=theirs, is_last=is_last)
+    handles = assert_moved(
+        bench, pages=ours, to=theirs, is_last=is_last, is_stock=lists == "stock peer"
+    )
     sends = bool(ours) and ranks != "from a rank with a replica"
     assert len(handles) == sends + is_last
+    assert {handle.is_prepared for handle in handles} <= {lists in ("strided", "long")}
     assert len(bench.agent.notes["decode"]) == 2 * is_last
+
+
+@pytest.mark.parametrize("ranks", ["to the last of two", "from the last of two"])
+def test_slices_are_prepared_once(ranks: str) -> None:
+    """Guards against a row a token a buffer for each chunk, a million for a long one, against a
+    list for each chunk, and against lists of a peer that was loaded anew."""
+    bench = bench_of(ranks)
+    for first in range(3):
+        pages = [first, first + 5, first + 3]
+        assert_moved(bench, pages=pages, to=pages[::-1], is_last=False)
+    assert bench.agent.calls["make_prepped_xfer"] == 3
+    assert bench.agent.calls["prep_xfer_dlist"] == 2
+    bench.peers.forget("decode")
+    bench.peers.add(bench.decode.info("decode"))
+    assert_moved(bench, pages=[1], to=[2], is_last=False)
+    assert bench.agent.calls["prep_xfer_dlist"] == 3
+    assert bench.agent.calls["get_xfer_descs"] == bench.agent.calls["initialize_xfer"] == 0
+
+
+def test_numbers_of_slices(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a choice that is asked, or a delivery that is counted, in pages where each
+    token of them is a descriptor."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        backend.descriptors, "choose", lambda **numbers: asked.append(numbers) or form
+    )
+    bench = bench_of("to the last of two")
+    seen: list[dict[str, float]] = []
+    bench.stats.posted = lambda **numbers: seen.append(numbers)  # type: ignore[method-assign]
+    (handle,) = assert_moved(bench, pages=[2, 3, 7], to=[4, 5, 1], is_last=False)
+    tokens = 3 * PAGE
+    assert asked == [
+        {
+            "buffers": 4,
+            "pages": tokens,
+            "runs": tokens,
+            "has_prepared": True,
+            "costs": descriptors.COSTS,
+        }
+    ]
+    assert seen[0]["descriptors"] == len(handle.sources) == 4 * tokens
+    assert seen[0]["moved"] == sum(length for _, length, _ in handle.sources)
+    assert seen[0]["moved"] == 3 * sum(bench.prefill.args.kv_item_lens) // 2
 
 
 @pytest.mark.parametrize("pages", PAGES)
@@ -190,6 +246,8 @@ def test_every_chunk_is_in_the_event_log(
     ("chunk", "text"),
     [
         ({"pages": [1], "to": [17]}, "page 17 of a pool of 17"),
+        ({"pages": [1], "to": [17], "ranks": True}, "page 17 of a pool of 17"),
+        ({"pages": [12], "to": [3], "ranks": True}, "page 12 of a pool of 12"),
         ({"pages": [1, 2], "to": [3, -1]}, "page -1 of a pool of"),
         ({"pages": [12], "to": [3]}, "page 12 of a pool of 12"),
         ({"pages": [1], "to": [3], "slots": (5, 0)}, "page 5 of a pool of 5"),
@@ -200,8 +258,10 @@ def test_every_chunk_is_in_the_event_log(
     ],
 )
 def test_what_does_not_fit(chunk: dict[str, Any], text: str, has_sizes: bool) -> None:
-    """Guards against writing outside a pool, and against state that is cut to fit."""
-    bench = Bench()
+    """Guards against writing outside a pool, whole pages or (``ranks``) heads of their tokens, and
+    against state that is cut to fit."""
+    bench = bench_of("to the last of two") if chunk.get("ranks") else Bench()
+    chunk = {name: value for name, value in chunk.items() if name != "ranks"}
     posted = []
     if not has_sizes and ("17" in text or chunk.get("slots") == (0, 5)):
         pytest.skip("a stock peer does not say how large its pools are: NIXL refuses such pages")

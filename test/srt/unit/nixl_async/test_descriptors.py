@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.nixl_async.descriptors import (
     Costs,
     Form,
+    Heads,
     Pool,
     Rows,
     Runs,
@@ -106,6 +107,102 @@ def test_both_forms_move_the_same_bytes(
     ours, theirs = prepared(source)[our_picks], prepared(destination)[their_picks]
     assert set(ours[:, 2].tolist()) <= {1} and set(theirs[:, 2].tolist()) <= {2}
     assert moves_of(ours, theirs) == expected
+
+
+@given(
+    token=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3),
+    page=st.sampled_from([1, 4, 16]),
+    plan=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 2)),
+    pages=st.integers(1, 12),
+    more_pages=st.integers(0, 5),
+    base=st.sampled_from([0, HIGH - 100, 2**64 - 32768]),
+    data=st.data(),
+)
+def test_both_forms_move_the_same_heads(
+    token: list[int],
+    page: int,
+    plan: tuple[int, int, int],
+    pages: int,
+    more_pages: int,
+    base: int,
+    data: st.DataObject,
+) -> None:
+    """Guards against heads that are missing, twice, or at a wrong place, in either form, where the
+    two sides hold other numbers of heads and of pages; ``token``: bytes of a head, by buffer."""
+    our_first, their_first, count = plan
+    sides, layouts = [], []
+    for first, held, slots in ((our_first, 4, pages), (their_first, 5, pages + more_pages)):
+        wide = pool(tuple(held * page * size for size in token), slots, base, device=held)
+        layouts.append(wide)
+        sides.append(
+            Pool(
+                tuple(at + first * size for at, size in zip(wide.bases, token, strict=True)),
+                tuple(count * size for size in token),
+                slots * page,
+                wide.device,
+                Heads(first, count, page, tuple(held * size for size in token)),
+            )
+        )
+    source, destination = sides
+    check_pair(source, destination)
+    sources, destinations = page_lists(data, pages)
+    expected = {}
+    for buffer, size in enumerate(token):
+        for ours, theirs in zip(sources, destinations, strict=True):
+            for number in range(page):
+                for byte in range(count * size):
+                    expected[
+                        layouts[1].bases[buffer]
+                        + ((theirs * page + number) * 5 + their_first) * size
+                        + byte
+                    ] = (
+                        layouts[0].bases[buffer]
+                        + ((ours * page + number) * 4 + our_first) * size
+                        + byte
+                    )
+    from_pages, to_pages = np.array(sources, np.int32), np.array(destinations, np.int32)
+    runs = runs_of(from_pages, to_pages, source.heads)
+    assert len(runs) == len(sources) * page
+    rows = ranges(source, destination, runs)
+    assert all(each.dtype == np.uint64 and each.flags.c_contiguous for each in rows)
+    assert moves_of(*rows) == expected
+    picks = select(source, from_pages), select(destination, to_pages)
+    assert picks[0].dtype == picks[1].dtype == np.int32
+    assert moves_of(prepared(source)[picks[0]], prepared(destination)[picks[1]]) == expected
+    for some in sides:
+        assert prepared(some).tolist() == [
+            [address + index * stride, length, device]
+            for address, length, device, stride, number in prepared_strided(some).tolist()
+            for index in range(number)
+        ]
+
+
+def slices(slots: int, page: int, token: int = 8) -> Pool:
+    """The second half of each token of one buffer."""
+    return Pool((4,), (4,), slots, 0, Heads(1, 1, page, (token,)))
+
+
+def test_limits_of_slices() -> None:
+    """Guards against pages that are counted in tokens, tokens that no selector can name, and slices
+    that lap over into the next token or out of the address space."""
+    some = slices(64, 16)
+    for page in (-1, 4):
+        for check in (some.check, lambda pages: select(some, pages)):
+            with pytest.raises(ValueError, match=f"page {page} of a pool of 4"):
+                check(np.array([page]))
+    for make in (prepared_strided, lambda pool: select(pool, np.array([0]))):
+        with pytest.raises(SelectorOverflow):
+            make(slices(2**31, 16))
+    assert select(slices(2**31 - 16, 16), np.array([2**27 - 2]))[-1] == 2**31 - 17
+    with pytest.raises(ValueError, match="pages of 16 slots cannot be written to pages of 1"):
+        check_pair(some, slices(64, 1))
+    for impossible in (lambda: slices(63, 16), lambda: slices(64, 16, 3)):
+        with pytest.raises(ValueError):
+            impossible()
+    top = Pool((2**64 - 60,), (4,), 8, 0, Heads(1, 1, 4, (8,)))
+    assert prepared(top)[-1].tolist() == [2**64 - 4, 4, 0]
+    with pytest.raises(ValueError, match="64 bits"):
+        Pool((2**64 - 59,), (4,), 8, 0, Heads(1, 1, 4, (8,)))
 
 
 @given(st.data())

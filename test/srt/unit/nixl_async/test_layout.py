@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
 from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.nixl_async.layout import UNKNOWN_SLOTS, Layout
+from sglang.srt.disaggregation.nixl_async.layout import UNKNOWN_SLOTS, Layout, Pair
 from unit.nixl_async.sides import KEY_BYTES, METADATA, PAGE, STATE, VALUE_BYTES, Side, manager_of
 
 
@@ -98,9 +97,8 @@ def test_an_address_that_cannot_be() -> None:
 )
 def test_who_gets_whole_pages(is_mla: bool, their_size: int, whole: bool) -> None:
     """Guards against whole pages to a rank that holds other heads."""
-    scene = Scene(is_mla)
-    scene.info.decode_tp_size = their_size
-    assert scene.layout.sends_whole_pages(scene.info) is whole
+    scene = Scene(is_mla, Side(2**40, 17, 0, their_size, is_mla=is_mla))
+    assert (scene.layout.kv(scene.info, 17).source.heads is None) is whole
 
 
 # ---- state ----
@@ -156,47 +154,73 @@ def test_state_that_is_not_served(
 # ---- heads ----
 
 
-def head_rows(
-    prefill: tuple[int, int], decode: tuple[int, int], total: int
-) -> tuple[Scene, tuple[Any, Any] | None]:
-    """What a rank sends of page 3 to page 7, from and to (rank, size)."""
+def of_heads(
+    prefill: tuple[int, int], decode: tuple[int, int], total: int, slots: int | None = 17
+) -> tuple[Scene, Pair]:
+    """What a rank sends from and to (rank, size)."""
     scene = Scene(decode=Side(2**40, 17, *decode, total))
     scene.prefill = Side(2**63 - 5000, 12, *prefill, total)
     scene.layout = Layout(manager_of(scene.prefill))
-    one, other = np.array([3], np.int32), np.array([7], np.int32)
-    return scene, scene.layout.head_rows(scene.info, one, other)
+    return scene, scene.layout.kv(scene.info, slots)
 
 
-def test_values_shorter_than_keys() -> None:
-    """Guards against values that are cut by the length of keys, as stock does, on either side."""
-    scene, rows = head_rows((0, 1), (1, 2), 4)
-    assert rows is not None
-    ours, theirs = rows
+@pytest.mark.parametrize("slots", [17, None])
+def test_values_shorter_than_keys(slots: int | None) -> None:
+    """Guards against values that are cut by the length of keys, as stock does, on either side, and
+    against a pool of one side with the tokens of the other."""
+    scene, pair = of_heads((0, 1), (1, 2), 4, slots)
     count = 2  # heads of the decode rank
-    for rows_, side, heads, first in ((ours, scene.prefill, 4, 2), (theirs, scene.decode, 2, 0)):
-        page = 3 if side is scene.prefill else 7
-        expected = []
-        for buffer, (base, _) in enumerate(side.kv):
-            size = KEY_BYTES if buffer < 2 else VALUE_BYTES
-            for token in range(PAGE):
-                at = base + (page * PAGE + token) * heads * size + first * size
-                expected.append([at, count * size, side.args.gpu_id])
-        assert rows_.tolist() == expected
-        assert rows_.dtype == np.uint64 and rows_.flags.c_contiguous
+    for pool, side, held, first, pages in (
+        (pair.source, scene.prefill, 4, 2, 12),
+        (pair.destination, scene.decode, 2, 0, slots or UNKNOWN_SLOTS),
+    ):
+        sizes = [KEY_BYTES] * 2 + [VALUE_BYTES] * 2
+        assert list(pool.bases) == [
+            base + first * size for (base, _), size in zip(side.kv, sizes, strict=True)
+        ]
+        assert list(pool.item_lens) == [count * size for size in sizes]
+        assert list(pool.strides) == [held * size for size in sizes]
+        assert (pool.slots, pool.slots_a_page) == (pages * PAGE, PAGE)
+        assert pool.device == side.args.gpu_id
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_of_replicas_one_sends(rank: int) -> None:
     """Guards against a head that is written twice, or by nobody, and against dividing by zero
     where there are fewer heads than ranks."""
-    _, rows = head_rows((rank, 4), (0, 1), 2)
-    assert (rows is not None) == (rank in (0, 2))
+    _, pair = of_heads((rank, 4), (0, 1), 2)
+    assert bool(pair.source.bases) == bool(pair.destination.bases) == (rank in (0, 2))
+
+
+def test_replicas_of_all_heads_are_whole_pages() -> None:
+    """Guards against a descriptor a token where the ranks of both sizes hold the same."""
+    scene, pair = of_heads((0, 1), (1, 2), 1)
+    assert pair.source.heads is None and pair.source.slots == 12 and pair.destination.slots == 17
+    assert list(pair.source.item_lens) == scene.prefill.args.kv_item_lens
 
 
 def test_total_heads_are_derived_where_they_are_not_said() -> None:
     """Guards against a SGLang that does not fill in the number of heads of the model."""
-    scene, rows = head_rows((0, 1), (1, 2), 4)
+    scene, pair = of_heads((0, 1), (1, 2), 4)
     del scene.prefill.args.total_kv_head_num
-    again = scene.layout.head_rows(scene.info, np.array([3]), np.array([7]))
-    assert rows is not None and again is not None
-    assert np.array_equal(rows[0], again[0])
+    assert scene.layout.kv(scene.info, 17) == pair
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dst_kv_item_len": PAGE * KEY_BYTES}, "do not fit into decode's pages"),
+        ({"dst_kv_item_len": 2 * PAGE * KEY_BYTES + 1}, "do not fit into decode's pages"),
+        ({"decode_tp_size": 3, "decode_tp_rank": 0}, "4 KV heads cannot be laid out"),
+        ({"dst_kv_ptrs": [1, 2]}, "3 buffers and 4 lengths"),
+        ({"dst_kv_ptrs": [2**64 - 8] * 4}, "does not fit into 64 bits"),
+    ],
+)
+def test_heads_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
+    """Guards against a peer's numbers that put heads beside its tokens: the room fails, with
+    them."""
+    scene, _ = of_heads((0, 1), (1, 2), 4)
+    vars(scene.info).update(changes)
+    with pytest.raises(TransferError, match=text) as caught:
+        scene.layout.kv(scene.info, 17)
+    assert caught.value.reason is Reason.MISMATCH

@@ -14,7 +14,7 @@ import pytest
 
 from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
 from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.nixl_async.descriptors import Pool
+from sglang.srt.disaggregation.nixl_async.descriptors import Heads, Pool
 from sglang.srt.disaggregation.nixl_async.peers import OURS, Peers, PreparedLists
 from unit.nixl_async.fakes import FakeAgent, nixlNotFoundError
 
@@ -361,6 +361,19 @@ def test_a_second_pool_of_one_kind() -> None:
         assert lists.get("VRAM", Pool(POOL.bases, POOL.item_lens, slots, 1)) is None
     assert lists.get("VRAM", Pool(POOL.bases, POOL.item_lens, 5, 1)) is first
     assert agent.calls["prep_xfer_dlist"] == 1
+
+
+def test_each_choice_of_heads_has_its_list() -> None:
+    """Guards against decode ranks of which only the first gets prepared lists of this rank, and
+    against a list for each of those that are sent the same heads."""
+    agent = FakeAgent()
+    lists = PreparedLists(agent, OURS)
+    halves = [Pool((first, 99), (3, 3), 8, 1, Heads(first, 3, 4, (6, 6))) for first in (0, 3)]
+    found = [lists.get("VRAM", pool) for pool in (POOL, *halves, *halves)]
+    assert None not in found and found[1:3] == found[3:] and len({*map(id, found)}) == 3
+    assert agent.calls["prep_xfer_dlist"] == 3
+    more = Pool(halves[0].bases, (3, 3), 12, 1, halves[0].heads)
+    assert lists.get("VRAM", more) is None and agent.calls["prep_xfer_dlist"] == 3
 
 
 def test_lists_go_with_their_peer(scene: Scene) -> None:

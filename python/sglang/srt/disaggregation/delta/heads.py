@@ -91,6 +91,28 @@ def plan_heads(
     return HeadSlice(first - ours.start, first - theirs.start, end - first)
 
 
+def token_lens(
+    *, page: int, source_item_len: int, destination_item_len: int, head_bytes: int, plan: HeadSlice
+) -> tuple[int, int]:
+    """Bytes of a token in a buffer on either side, from those of a page of ``page`` tokens.
+
+    Raises:
+        ValueError: the slice does not fit into a token.
+    """
+    source_token, destination_token = source_item_len // page, destination_item_len // page
+    sides = (
+        ("prefill", plan.source_start, source_token, source_item_len),
+        ("decode", plan.destination_start, destination_token, destination_item_len),
+    )
+    for side, start, token, item_len in sides:
+        if token * page != item_len or (start + plan.count) * head_bytes > token:
+            raise ValueError(
+                f"heads {start} to {start + plan.count} of {head_bytes} bytes do not fit into "
+                f"{side}'s pages of {page} tokens and {item_len} bytes"
+            )
+    return source_token, destination_token
+
+
 def slice_descriptors(
     source_bases: Sequence[int],
     destination_bases: Sequence[int],
@@ -120,17 +142,13 @@ def slice_descriptors(
             f"{len(destination_bases)} buffers and {len(destination_pages)} pages"
         )
     length = plan.count * head_bytes
-    source_token, destination_token = source_item_len // page, destination_item_len // page
-    sides = (
-        ("prefill", plan.source_start, source_token, source_item_len),
-        ("decode", plan.destination_start, destination_token, destination_item_len),
+    source_token, destination_token = token_lens(
+        page=page,
+        source_item_len=source_item_len,
+        destination_item_len=destination_item_len,
+        head_bytes=head_bytes,
+        plan=plan,
     )
-    for side, start, token, item_len in sides:
-        if token * page != item_len or (start + plan.count) * head_bytes > token:
-            raise ValueError(
-                f"heads {start} to {start + plan.count} of {head_bytes} bytes do not fit into "
-                f"{side}'s pages of {page} tokens and {item_len} bytes"
-            )
     runs = page if plan.count else 0
     if length == source_token == destination_token:
         runs, length = 1, length * page

@@ -186,16 +186,13 @@ class NixlBackend:
     ) -> Iterator[_Posted]:
         if not len(load.pages):
             return
-        if self._layout.sends_whole_pages(peer.info):
-            pair = peer.pair("kv", to.pool_pages, self._layout.kv)
-            yield from self._pages(
-                pair, load.pages, to.pages, "VRAM", peer, delivery, to.pool_pages is not None
-            )
-        else:
-            yield from self._heads(load.pages, to.pages, peer, delivery)
-        if delivery.bytes:  # not where a replica sends it
-            room = delivery.chunk.room
-            count_sent(room, peer.name, load.pages, to.pages, delivery.bytes)
+        pair = peer.pair("kv", to.pool_pages, self._layout.kv)
+        if not pair.source.bases:  # a replica sends it
+            return
+        yield from self._pages(
+            pair, load.pages, to.pages, "VRAM", peer, delivery, to.pool_pages is not None
+        )
+        count_sent(delivery.chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
 
     def _state(
         self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
@@ -228,14 +225,15 @@ class NixlBackend:
         self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
         delivery: _Delivery, may_prepare: bool,
     ) -> Iterator[_Posted]:  # fmt: skip
-        """Whole slots of a pair of pools, as ranges or selected from the prepared lists."""
+        """Pages of a pair of pools, as ranges or selected from the prepared lists."""
         began = self._clock()
         try:
             pair.source.check(source)
             pair.destination.check(destination)
         except ValueError as error:
             raise TransferError(Reason.MISMATCH, str(error)) from error
-        runs = descriptors.runs_of(source, destination)
+        runs = descriptors.runs_of(source, destination, pair.source.heads)
+        slots = len(source) * pair.source.slots_a_page
         ours = theirs = None
         if may_prepare:
             ours = self._lists.get(memory, pair.source)
@@ -243,13 +241,13 @@ class NixlBackend:
         buffers = len(pair.source.bases)
         form = descriptors.choose(
             buffers=buffers,
-            pages=len(source),
+            pages=slots,
             runs=len(runs),
             has_prepared=ours is not None and theirs is not None,
             costs=self._costs,
         )
-        delivery.descriptors += buffers * (len(runs) if form is Form.RANGES else len(source))
-        delivery.bytes += len(source) * sum(pair.source.item_lens)
+        delivery.descriptors += buffers * (len(runs) if form is Form.RANGES else slots)
+        delivery.bytes += slots * sum(pair.source.item_lens)
         if form is Form.RANGES:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
             yield from self._ranges(*rows, memory, peer, delivery, began)
@@ -262,18 +260,6 @@ class NixlBackend:
             descriptors.select(pair.destination, destination),
         )
         yield from self._start(handle, peer, delivery, began, (ours, theirs))
-
-    def _heads(
-        self, source: Pages, destination: Pages, peer: Peer, delivery: _Delivery
-    ) -> Iterator[_Posted]:
-        """Some heads of every token, to a rank of another tensor parallel size."""
-        began = self._clock()
-        rows = self._layout.head_rows(peer.info, source, destination)
-        if rows is None:
-            return
-        delivery.descriptors += len(rows[0])
-        delivery.bytes += int(rows[0][:, 1].sum())
-        yield from self._ranges(*rows, "VRAM", peer, delivery, began)
 
     def _ranges(
         self, ours: Rows, theirs: Rows, memory: str, peer: Peer, delivery: _Delivery, began: float

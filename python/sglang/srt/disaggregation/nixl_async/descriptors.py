@@ -5,6 +5,9 @@ are built for each chunk, one for each run of pages that are neighbours on both 
 lists describe a whole pool once, one slot (page) of one buffer an entry, and a chunk only selects;
 nothing is merged, so that a chunk of neighbouring pages costs more than it has to.
 
+Between ranks of different tensor parallel sizes a slot is a part of a token: some of its heads.
+Such slots are never neighbours, so there is a range for each of them.
+
 Pure functions over numbers: nothing here knows NIXL, but the arrays are what it takes: rows of
 (address, length, device) in uint64, and selectors in int32.
 """
@@ -33,8 +36,22 @@ class SelectorOverflow(ValueError):
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Which heads of every token are the slots of a pool, where they are not whole pages."""
+
+    #: Counted from the first that the rank holds.
+    first: int
+    count: int
+    #: Tokens of a page.
+    page: int
+    #: Bytes from a token to the next, by buffer.
+    token_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Pool:
-    """The memory of one side: ``slots`` pages in each of some buffers (K and V of every layer).
+    """The memory of one side: ``slots`` pages in each of some buffers (K and V of every layer), or
+    some heads of ``slots`` tokens.
 
     The destination's numbers come from what the peer registered and announced, never from ours: it
     may have another number of slots. Its buffers are listed in the order of ours.
@@ -47,18 +64,31 @@ class Pool:
     slots: int
     #: The GPU, as its side numbers them; 0 for host memory.
     device: int
+    #: None: slots are whole pages.
+    heads: Heads | None = None
 
     def __post_init__(self) -> None:
-        if len(self.bases) != len(self.item_lens):
+        if not len(self.bases) == len(self.item_lens) == len(self.strides):
             raise ValueError(f"{len(self.bases)} buffers with {len(self.item_lens)} lengths")
-        if self.slots < 1 or self.device < 0:
+        if self.slots < 1 or self.device < 0 or self.slots % self.slots_a_page:
             raise ValueError(f"{self.slots} slots on device {self.device} cannot be")
-        for base, item_len in zip(self.bases, self.item_lens, strict=True):
-            if base < 0 or item_len < 1 or base + self.slots * item_len > _ADDRESSES:
+        for base, item_len, stride in zip(self.bases, self.item_lens, self.strides, strict=True):
+            end = base + (self.slots - 1) * stride + item_len
+            if base < 0 or not 1 <= item_len <= stride or end > _ADDRESSES:
                 raise ValueError(
                     f"a buffer of {self.slots} slots of {item_len} bytes at {base:#x} does not fit "
                     f"into 64 bits"
                 )
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from a slot to the next, by buffer."""
+        return self.heads.token_lens if self.heads else self.item_lens
+
+    @property
+    def slots_a_page(self) -> int:
+        """1, or the tokens of a page."""
+        return self.heads.page if self.heads else 1
 
     @property
     def entries(self) -> int:
@@ -71,17 +101,24 @@ class Pool:
         Raises:
             ValueError: it has not; the text has the page.
         """
-        if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < self.slots:
+        count = self.slots // self.slots_a_page
+        if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < count:
             wrong = int(pages.min()) if int(pages.min()) < 0 else int(pages.max())
-            raise ValueError(f"page {wrong} of a pool of {self.slots}")
+            raise ValueError(f"page {wrong} of a pool of {count}")
 
 
 def check_pair(source: Pool, destination: Pool) -> None:
     """Whether one can be written to the other, slot for slot.
 
     Raises:
-        ValueError: buffers differ in number, or in the bytes of a slot. (The number of slots may.)
+        ValueError: buffers differ in number, or in the bytes of a slot, or pages in the number of
+            slots. (The number of slots of a pool may.)
     """
+    if source.slots_a_page != destination.slots_a_page:
+        raise ValueError(
+            f"pages of {source.slots_a_page} slots cannot be written to pages of "
+            f"{destination.slots_a_page}"
+        )
     if source.item_lens != destination.item_lens:
         raise ValueError(
             f"{len(source.item_lens)} buffers with slots of {_lengths(source)} bytes cannot be "
@@ -93,12 +130,20 @@ def _lengths(pool: Pool) -> str:
     return ", ".join(str(length) for length in sorted(set(pool.item_lens))) or "no"
 
 
+def _slots_of(pages: Pages, heads: Heads | None) -> npt.NDArray[np.int64]:
+    """The slots of these pages, in their order."""
+    slots = pages.astype(np.int64)
+    if heads is None:
+        return slots
+    return (slots[:, None] * heads.page + np.arange(heads.page)).reshape(-1)
+
+
 # ---- ranges ----
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Pages in runs: each of ``counts`` pages from ``sources`` and ``destinations`` on. 1-D."""
+    """Slots in runs: each of ``counts`` pages from ``sources`` and ``destinations`` on. 1-D."""
 
     sources: Rows
     destinations: Rows
@@ -108,8 +153,9 @@ class Runs:
         return len(self.counts)
 
 
-def runs_of(source_pages: Pages, destination_pages: Pages) -> Runs:
-    """The pages in their order, with neighbours merged where they rise by one on *both* sides.
+def runs_of(source_pages: Pages, destination_pages: Pages, heads: Heads | None = None) -> Runs:
+    """The pages in their order, with neighbours merged where they rise by one on *both* sides; or
+    their tokens, each a run of its own, where only ``heads`` of them are moved.
 
     Neither side has to be sorted, and pages may repeat: with a radix tree they do.
 
@@ -122,7 +168,10 @@ def runs_of(source_pages: Pages, destination_pages: Pages) -> Runs:
     if not size:
         nothing = np.empty(0, np.uint64)
         return Runs(nothing, nothing, nothing)
-    sources, destinations = source_pages.astype(np.int64), destination_pages.astype(np.int64)
+    sources, destinations = _slots_of(source_pages, heads), _slots_of(destination_pages, heads)
+    if heads is not None:
+        ones = np.ones(len(sources), np.uint64)
+        return Runs(sources.astype(np.uint64), destinations.astype(np.uint64), ones)
     breaks = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     return Runs(
@@ -136,17 +185,17 @@ def ranges(source: Pool, destination: Pool, runs: Runs) -> tuple[Rows, Rows]:
     """(address, length, device) of every run in every buffer, on either side: two arrays of shape
     (buffers x runs, 3), ordered by buffer, then run. ``source`` and ``destination`` fit
     (``check_pair``), and have the pages (``Pool.check``)."""
-    lens = np.array(source.item_lens, np.uint64)[:, None]
-    lengths = lens * runs.counts
+    lengths = np.array(source.item_lens, np.uint64)[:, None] * runs.counts
     return (
-        _rows(source, runs.sources * lens, lengths),
-        _rows(destination, runs.destinations * lens, lengths),
+        _rows(source, runs.sources, lengths),
+        _rows(destination, runs.destinations, lengths),
     )
 
 
-def _rows(pool: Pool, offsets: Rows, lengths: Rows) -> Rows:
-    """``offsets`` and ``lengths``: (buffers, runs)."""
-    rows = np.empty((*offsets.shape, 3), np.uint64)
+def _rows(pool: Pool, slots: Rows, lengths: Rows) -> Rows:
+    """``slots``: the first of each run; ``lengths``: (buffers, runs)."""
+    rows = np.empty((*lengths.shape, 3), np.uint64)
+    offsets = np.array(pool.strides, np.uint64)[:, None] * slots
     np.add(np.array(pool.bases, np.uint64)[:, None], offsets, out=rows[..., 0])
     rows[..., 1] = lengths
     rows[..., 2] = pool.device
@@ -166,7 +215,7 @@ def prepared(pool: Pool) -> Rows:
     _check_selectable(pool)
     slots = np.arange(pool.slots, dtype=np.uint64)
     lens = np.array(pool.item_lens, np.uint64)[:, None]
-    return _rows(pool, slots * lens, np.broadcast_to(lens, (len(pool.bases), pool.slots)))
+    return _rows(pool, slots, np.broadcast_to(lens, (len(pool.bases), pool.slots)))
 
 
 def prepared_strided(pool: Pool) -> Rows:
@@ -179,15 +228,16 @@ def prepared_strided(pool: Pool) -> Rows:
     _check_selectable(pool)
     rows = np.empty((len(pool.bases), 5), np.uint64)
     rows[:, 0] = np.array(pool.bases, np.uint64)
-    rows[:, 1] = rows[:, 3] = np.array(pool.item_lens, np.uint64)
+    rows[:, 1] = np.array(pool.item_lens, np.uint64)
     rows[:, 2] = pool.device
+    rows[:, 3] = np.array(pool.strides, np.uint64)
     rows[:, 4] = pool.slots
     return rows
 
 
 def select(pool: Pool, pages: Pages) -> Selectors:
     """Which entries of the prepared list of ``pool`` these pages are, over all buffers, ordered by
-    buffer, then as ``pages``: 1-D, buffers x pages.
+    buffer, then as ``pages``: 1-D, buffers x slots of the pages.
 
     Raises:
         ValueError: the pool has not all these pages.
@@ -196,7 +246,8 @@ def select(pool: Pool, pages: Pages) -> Selectors:
     _check_selectable(pool)
     pool.check(pages)
     firsts = np.arange(len(pool.bases), dtype=np.int32) * np.int32(pool.slots)
-    flat: Selectors = (firsts[:, None] + pages.astype(np.int32)).reshape(-1)
+    slots = _slots_of(pages, pool.heads).astype(np.int32)
+    flat: Selectors = (firsts[:, None] + slots).reshape(-1)
     return flat
 
 
@@ -250,8 +301,8 @@ COSTS = Costs(ranges_fixed=75.0, ranges_each=0.064, prepared_fixed=15.0, prepare
 def choose(
     *, buffers: int, pages: int, runs: int, has_prepared: bool, costs: Costs = COSTS
 ) -> Form:
-    """The cheaper form for a chunk of ``pages`` pages in ``runs`` runs, in each of ``buffers``
-    buffers. ``has_prepared``: both sides have prepared lists."""
+    """The cheaper form for a chunk of ``pages`` pages (or heads of as many tokens) in ``runs``
+    runs, in each of ``buffers`` buffers. ``has_prepared``: both sides have prepared lists."""
     by_ranges = costs.ranges_fixed + costs.ranges_each * buffers * runs
     by_selectors = costs.prepared_fixed + costs.prepared_each * buffers * pages
     return Form.PREPARED if has_prepared and by_selectors < by_ranges else Form.RANGES

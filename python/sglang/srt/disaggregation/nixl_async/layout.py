@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
 from sglang.srt.disaggregation.delta import heads
 from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.nixl_async.descriptors import Pages, Pool, Rows, check_pair
+from sglang.srt.disaggregation.nixl_async.descriptors import Heads, Pool, check_pair
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
 #: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
@@ -52,14 +50,16 @@ class Layout:
         self._manager = manager
         self._ours = manager.kv_args
 
-    def sends_whole_pages(self, info: Any) -> bool:
-        """Whether a decode rank has the same heads of every token as this rank."""
-        manager = self._manager
-        return bool(manager.is_mla_backend or info.decode_tp_size == manager.attn_tp_size)
-
     def kv(self, info: Any, slots: int | None) -> Pair:
-        """KV pools of whole pages. ``slots``: pages of the decode rank's pool, if it said so."""
-        ours = self._ours
+        """KV pools, of whole pages or of some heads of every token; no buffers where this rank
+        sends nothing. ``slots``: pages of the decode rank's pool, if it said so.
+
+        Raises:
+            TransferError: they do not fit.
+        """
+        manager, ours = self._manager, self._ours
+        if not manager.is_mla_backend and info.decode_tp_size != manager.attn_tp_size:
+            return self._heads(info, slots)
         source, destination = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
         return self._pair(
             source,
@@ -121,9 +121,9 @@ class Layout:
             source, destination, lens, ours.state_data_lens[0] // lens[0], None, info.gpu_id
         )
 
-    def head_rows(self, info: Any, source: Pages, destination: Pages) -> tuple[Rows, Rows] | None:
-        """(address, length, device) on either side of the heads that this rank sends of these
-        pages to a rank of another tensor parallel size; None where a replica sends them.
+    def _heads(self, info: Any, slots: int | None) -> Pair:
+        """The heads of every token that this rank sends to a rank of another tensor parallel size;
+        no buffers where a replica sends them.
 
         Stock divides by zero where there are fewer KV heads than ranks, and cuts values by the
         length of keys.
@@ -131,35 +131,44 @@ class Layout:
         manager, ours = self._manager, self._ours
         size, theirs = manager.attn_tp_size, info.decode_tp_size
         total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * size
-        plan = heads.plan_heads(
-            ours.engine_rank % size, size, info.decode_tp_rank % theirs, theirs, total
-        )
-        if not plan.count:
-            return None
+        try:
+            plan = heads.plan_heads(
+                ours.engine_rank % size, size, info.decode_tp_rank % theirs, theirs, total
+            )
+            if not plan.count:
+                nothing = Pool((), (), 1, 0)
+                return Pair(nothing, nothing)
+            return self._slices(info, slots, plan)
+        except ValueError as error:
+            raise TransferError(Reason.MISMATCH, str(error)) from error
+
+    def _slices(self, info: Any, slots: int | None, plan: heads.HeadSlice) -> Pair:
+        ours, page = self._ours, self._ours.page_size
+        lens = ours.kv_item_lens
         from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
-        layers = len(from_) // 2
-        halves = []
-        for first in (0, layers):  # keys, then values
-            item_len = ours.kv_item_lens[first]
-            sources, destinations, length = heads.slice_descriptors(
-                from_[first : first + layers],
-                to[first : first + layers],
-                source,
-                destination,
-                page=ours.page_size,
+        pages = ours.kv_data_lens[0] // lens[0]
+        # Decode tells the length of its keys; values differ as they do here.
+        their_lens = [info.dst_kv_item_len * item_len // lens[0] for item_len in lens]
+        if plan.count == ours.kv_head_num and their_lens == list(lens):  # replicas of all heads
+            return self._pair(from_, to, lens, pages, slots, info.gpu_id)
+        head_lens = [item_len // page // ours.kv_head_num for item_len in lens]
+        tokens = [
+            heads.token_lens(
+                page=page,
                 source_item_len=item_len,
-                # Decode tells the length of its keys; values differ as they do here.
-                destination_item_len=info.dst_kv_item_len * item_len // ours.kv_item_lens[0],
-                head_bytes=item_len // ours.page_size // ours.kv_head_num,
+                destination_item_len=their_len,
+                head_bytes=head_len,
                 plan=plan,
             )
-            halves.append((sources, destinations, np.full_like(sources, length)))
-        sources, destinations, lengths = (
-            np.concatenate(column) for column in zip(*halves, strict=True)
-        )
-        return (
-            np.column_stack((sources, lengths, np.full_like(sources, ours.gpu_id))),
-            np.column_stack((destinations, lengths, np.full_like(sources, info.gpu_id))),
+            for item_len, their_len, head_len in zip(lens, their_lens, head_lens, strict=True)
+        ]
+        our_tokens, their_tokens = zip(*tokens, strict=True)
+        our_heads = Heads(plan.source_start, plan.count, page, our_tokens)
+        their_heads = Heads(plan.destination_start, plan.count, page, their_tokens)
+        their_pages = slots or UNKNOWN_SLOTS
+        return Pair(
+            _pool_of(our_heads, from_, head_lens, pages, ours.gpu_id),
+            _pool_of(their_heads, to, head_lens, their_pages, info.gpu_id),
         )
 
     def _buffers(
@@ -198,3 +207,19 @@ class Layout:
             )
         except ValueError as error:
             raise TransferError(Reason.MISMATCH, str(error)) from error
+
+
+def _pool_of(
+    which: Heads, bases: Sequence[int], head_lens: Sequence[int], pages: int, device: int
+) -> Pool:
+    """``which`` heads of the tokens of ``pages`` pages; ``head_lens``: bytes of one head of one
+    token, by buffer."""
+    if len(bases) != len(head_lens):
+        raise ValueError(f"{len(bases)} buffers and {len(head_lens)} lengths")
+    return Pool(
+        tuple(base + which.first * size for base, size in zip(bases, head_lens, strict=True)),
+        tuple(which.count * size for size in head_lens),
+        pages * which.page,
+        device,
+        which,
+    )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
 from sglang.srt.disaggregation.delta.failures import Reason
 from sglang.srt.disaggregation.nixl_async import descriptors
-from sglang.srt.disaggregation.nixl_async.descriptors import Pool
+from sglang.srt.disaggregation.nixl_async.descriptors import Heads, Pool
 from sglang.srt.disaggregation.nixl_async.layout import Pair
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ OURS = "NIXL_INIT_AGENT"
 
 
 class PreparedLists:
-    """The prepared lists of one side; one for each kind of memory, made when it is first asked for.
+    """The prepared lists of one side: one of whole slots for each kind of memory, and one for each
+    choice of heads; made when it is first asked for.
 
     A list is released when the last user of its handle lets go of it: NIXL's handles release
     themselves, once.
@@ -38,18 +39,20 @@ class PreparedLists:
         self._agent = agent
         self._name = name
         self._lock = threading.Lock()
-        self._lists: dict[str, tuple[Pool, Any]] = {}
+        self._lists: dict[tuple[str, Heads | None], tuple[Pool, Any]] = {}
 
     def get(self, memory: str, pool: Pool) -> Any | None:
         """The handle of a list with every slot of ``pool``, or None where it cannot be prepared.
 
         ``memory``: NIXL's name of the kind. A second pool of one kind is not prepared: a peer that
-        says something else each time must not fill the memory here.
+        says something else each time must not fill the memory here. Of this rank's own heads there
+        are few choices: those that decode ranks of any number can be sent.
         """
+        kind = memory, pool.heads
         with self._lock:
-            if memory not in self._lists:
-                self._lists[memory] = (pool, self._prepare(memory, pool))
-            prepared_for, handle = self._lists[memory]
+            if kind not in self._lists:
+                self._lists[kind] = (pool, self._prepare(memory, pool))
+            prepared_for, handle = self._lists[kind]
             return handle if prepared_for == pool else None
 
     def _prepare(self, memory: str, pool: Pool) -> Any | None:
