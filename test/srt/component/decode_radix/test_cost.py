@@ -10,42 +10,13 @@ import pytest
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
+from component.decode_radix.steps import ids, tick
 from sglang.srt.disaggregation.decode_radix import announce
 from sglang.srt.disaggregation.decode_radix.growth import GrowthSum
-from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for an arriving prefix here."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
-
-
-@pytest.fixture
-def matches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of every prompt that is matched."""
-    found: list[int] = []
-    original = DecodeRadixTree.match_prefix
-
-    def counted(tree: Any, params: Any) -> Any:
-        found.append(len(params.key.token_ids))
-        return original(tree, params)
-
-    monkeypatch.setattr(DecodeRadixTree, "match_prefix", counted)
-    return found
-
-
-def ids(start: int, count: int) -> list[int]:
-    """A text of its own for each ``start``."""
-    return [(start * 7 + number * (start + 1)) % 50 for number in range(count)]
-
-
-def tick(decoder: Decoder) -> None:
-    """One admission step, checked."""
-    decoder.tick_queues()
-    check(decoder)
+pytestmark = pytest.mark.usefixtures("no_prefix_wait")
 
 
 def run(decoder: Decoder, *prompts: list[int], new: int) -> list[Any]:

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
+from component.decode_radix.steps import ids, tick
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for an arriving prefix here."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
-
-
-@pytest.fixture
-def matches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of every prompt that is matched."""
-    found: list[int] = []
-    original = DecodeRadixTree.match_prefix
-
-    def counted(tree: Any, params: Any) -> Any:
-        found.append(len(params.key.token_ids))
-        return original(tree, params)
-
-    monkeypatch.setattr(DecodeRadixTree, "match_prefix", counted)
-    return found
-
-
-def ids(start: int, count: int) -> list[int]:
-    """A text of its own for each ``start``."""
-    return [(start * 7 + number * (start + 1)) % 50 for number in range(count)]
-
-
-def tick(decoder: Decoder) -> None:
-    """One admission step, checked."""
-    decoder.tick_queues()
-    check(decoder)
+pytestmark = pytest.mark.usefixtures("no_prefix_wait")
 
 
 def test_those_behind_let_go_for_the_first(matches: list[int]) -> None:
