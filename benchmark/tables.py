@@ -24,12 +24,11 @@ _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Json = Mapping[str, Any]
 Cell = Callable[[Json], str]
 
-#: What an arm is called in a table.
+#: What an arm is called in the table of README.md.
 TITLES = {
     "stock": "stock 0.5.10.post1",
     "patched": "patched, no flag",
     "flag": "with the flag",
-    "flag, spinning": "with the flag, thread spinning",
 }
 
 
@@ -63,11 +62,14 @@ def _median_run(runs: Sequence[Json]) -> Json:
 
 
 def radix() -> str:
-    """README.md: requests/s and bytes, an arm a column."""
+    """README.md: three arms, and how much of the gain is not the flag's."""
     summary, runs, medians = _radix_runs()
     load, wire = summary["load"], _read(_RADIX / "wire.summary.json")
     arms = [name for name in TITLES if name in runs]
-    several = f"median of {len(runs['stock'])} runs"
+
+    def row(name: str, cell: Cell) -> list[str]:
+        return [f"the same: {name}", *(cell(medians[arm]) for arm in arms)]
+
     rows = [
         [
             f"{load['requests']} requests at once over {load['groups']} prefixes of "
@@ -75,8 +77,10 @@ def radix() -> str:
             "running together",
             *(str(medians[name]["peak_running"]) for name in arms),
         ],
-        [f"the same: requests/s, {several}", *(_rate(medians[name]) for name in arms)],
-        ["the same: KV moved", *(_moved(medians[name]) for name in arms)],
+        row(f"requests/s, median of {len(runs['stock'])} runs", _rate),
+        row("TTFT p50", lambda run: _milliseconds(run, "ttft_s", "p50")),
+        row("inter-token latency p50", lambda run: _milliseconds(run, "itl_s", "p50")),
+        row("KV moved", _moved),
         [
             f"{wire['load']['requests']} requests over {wire['load']['groups']} prefixes of "
             f"{wire['load']['prefix_tokens']:,} tokens, UCX on TCP: bytes on the wire",
@@ -126,7 +130,7 @@ def throughput() -> str:
         return [name, *map(cell, medians.values())]
 
     def times(of: str, p: str) -> Cell:
-        return lambda run: f"{run['summary'][of][p] * 1e3:,.0f} ms"
+        return lambda run: _milliseconds(run, of, p)
 
     rows = [
         row("requests/s", _rate),
@@ -175,7 +179,7 @@ def wire() -> str:
 
 
 def demo() -> str:
-    """README.md: what ``make demo`` printed."""
+    """benchmark/demo: what ``make demo`` printed."""
     results = _BENCHMARK / "demo" / "results"
     summary = _read(results / "demo.summary.json")
     lines = (results / "demo.txt").read_text().strip().splitlines()
@@ -204,7 +208,7 @@ def _hicache_command(summary: Json) -> str:
 
 
 def hicache() -> str:
-    """README.md and benchmark/hicache_buffer_only: hits, memory and times."""
+    """benchmark/hicache_buffer_only: hits, memory and times."""
     summary = _hicache()
     arms: Mapping[str, Json] = summary["arms"]
 
@@ -254,7 +258,7 @@ _TRANSFER_ARMS = {
 
 
 def transfer() -> str:
-    """README.md and benchmark/kv_transfer: the newest results of each run."""
+    """benchmark/kv_transfer: the newest results of each run."""
     send, gap, fleet, stall, idle = (
         _lines(_TRANSFER, run) for run in ("send", "gap", "fleet", "stall", "idle")
     )
@@ -356,6 +360,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 FILES = (
     REPOSITORY / "README.md",
+    _BENCHMARK / "demo" / "README.md",
     _BENCHMARK / "decode_radix_cache" / "README.md",
     _BENCHMARK / "hicache_buffer_only" / "README.md",
     _BENCHMARK / "kv_transfer" / "README.md",
@@ -387,6 +392,10 @@ def _read(path: Path) -> Any:
 
 def _rate(run: Json) -> str:
     return f"{run['summary']['requests_per_s']:.2f}"
+
+
+def _milliseconds(run: Json, of: str, p: str) -> str:
+    return f"{run['summary'][of][p] * 1e3:,.0f} ms"
 
 
 def _moved(run: Json) -> str:
