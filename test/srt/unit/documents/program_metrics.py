@@ -1,0 +1,36 @@
+"""Prints each metric of ours as the code registers it: name, type and labels of its own, as JSON.
+
+A process of its own: a name can be registered once in a process, and other tests do so as well.
+"""
+
+from __future__ import annotations
+
+import json
+
+from prometheus_client import REGISTRY
+
+from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
+from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
+from sglang.srt.disaggregation.delta.stats import COUNTERS, TransferStats
+from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
+
+COMMON = {"model_name": "any"}
+
+
+def main() -> None:
+    TransferStats().bind(COUNTERS, COMMON)
+    AsyncTransferStats().bind(COMMON)
+    DecodeMetrics().bind(COMMON)
+    buffer_only._prometheus(tuple(COMMON))
+    found = {}
+    for metric in set(REGISTRY._names_to_collectors.values()):
+        name = getattr(metric, "_name", "")
+        if name.startswith("sglang:"):
+            total = "_total" if metric._type == "counter" else ""
+            more = [label for label in metric._labelnames if label not in COMMON]
+            found[name + total] = [metric._type, more]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The operator's page of metrics, dashboard and alerts, against what the code registers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from unit.documents.pages import ROOT, SITE_PACKAGES
+
+OPERATIONS = ROOT / "docs" / "operations"
+_ROW = re.compile(r"^\| `(sglang:\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, tuple[str, list[str]]]:
+    """Name, as it is scraped -> type and labels of its own."""
+    program = Path(__file__).with_name("program_metrics.py")
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    return {name: (kind, labels) for name, (kind, labels) in json.loads(run.stdout).items()}
+
+
+def theirs() -> dict[str, str]:
+    """SGLang's metrics, from its source: name -> type."""
+    source = (SITE_PACKAGES / "sglang/srt/observability/metrics_collector.py").read_text()
+    pattern = r'(Gauge|Counter|Histogram|Summary)\(\s*(?:#[^\n]*\s*)?name="(sglang:\w+)"'
+    return {name: kind.lower() for kind, name in re.findall(pattern, source)}
+
+
+def series(metrics: dict[str, str]) -> set[str]:
+    """The names under which ``metrics`` (name -> type) are scraped."""
+    names = set()
+    for name, kind in metrics.items():
+        parts = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        names.update(name + part for part in parts)
+    return names
+
+
+def used(expressions: Iterable[str]) -> set[str]:
+    return {name for each in expressions for name in re.findall(r"sglang:\w+", each)}
+
+
+def dashboard() -> list[str]:
+    """The expressions of the dashboard's panels and variables."""
+    content = json.loads((OPERATIONS / "grafana_dashboard.json").read_text())
+    variables = [str(each["query"]) for each in content["templating"]["list"]]
+    return variables + [
+        target["expr"] for panel in content["panels"] for target in panel.get("targets", ())
+    ]
+
+
+def alerts() -> dict[str, str]:
+    content = yaml.safe_load((OPERATIONS / "prometheus_rules.yaml").read_text())
+    return {rule["alert"]: rule["expr"] for group in content["groups"] for rule in group["rules"]}
+
+
+def test_the_page_lists_the_metrics(ours) -> None:
+    """Guards against a metric that nobody can know of, and one that is gone."""
+    rows = _ROW.findall((OPERATIONS / "metrics.md").read_text())
+    listed = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
+    assert len(rows) == len(listed)
+    assert listed == ours
+
+
+def test_dashboard_and_alerts_use_metrics_that_exist(ours) -> None:
+    """Guards against an empty panel, and an alert that never comes."""
+    known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
+    assert len(dashboard()) > 20
+    assert used(dashboard()) - known == set()
+    assert used(alerts().values()) - known == set()
+
+
+def test_the_dashboard_shows_every_metric_of_ours(ours) -> None:
+    """Guards against a metric that is scraped and never looked at."""
+    shown = used(dashboard())
+    shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
+    assert set(ours) - shown == set()
+
+
+def test_panels_do_not_overlap() -> None:
+    """Guards against a dashboard that Grafana lays out anew."""
+    content = json.loads((OPERATIONS / "grafana_dashboard.json").read_text())
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in content["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])
+
+
+def test_every_alert_is_explained() -> None:
+    """Guards against an alert that says nothing to the person on call."""
+    table = (OPERATIONS / "metrics.md").read_text().split("## Labels")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(alerts())

@@ -1,0 +1,65 @@
+"""The pages, against each other and against the tree."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from unit.documents import pages
+from unit.documents.pages import ROOT
+
+PAGES = pages.pages()
+
+
+def name(path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_readme_is_short() -> None:
+    """Guards against a first page that nobody reads to its end."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_index_lists_every_page() -> None:
+    """Guards against a page that is found only by who knows of it."""
+    index = ROOT / "docs" / "README.md"
+    listed = {path for path, _ in pages.links(index)} | {index}
+    assert [name(path) for path in PAGES if path not in listed] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page) -> None:
+    """Guards against a link to a file or a heading that was moved or renamed."""
+    dead = []
+    for path, anchor in pages.links(page):
+        if not path.exists():
+            dead.append(f"{path}")
+        elif anchor and anchor not in pages.anchors(path):
+            dead.append(f"{name(path)}#{anchor}")
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_use_flags_that_exist(page) -> None:
+    """Guards against a command line that a server refuses."""
+    text = page.read_text()
+    for module, known in (
+        ("sglang.launch_server", pages.server_flags()),
+        ("sglang_router.launch_router", pages.router_flags()),
+    ):
+        for arguments in pages.commands(text, module):
+            assert pages.flags(arguments) - known == set()
+
+
+def test_variables_exist() -> None:
+    """Guards against a variable in an operator's page that nothing reads."""
+    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "test/srt").glob("*.py")]
+    sources += (pages.SITE_PACKAGES / "sglang/srt").glob("*.py")
+    sources += (pages.SITE_PACKAGES / "sglang/srt/disaggregation").rglob("*.py")
+    read = set(re.findall(r"SGLANG_\w+", "".join(path.read_text() for path in sources)))
+    named = set()
+    for page in (ROOT / "docs" / "operations").glob("*.md"):
+        named |= set(re.findall(r"SGLANG_\w+", page.read_text()))
+    assert len(named) > 5
+    assert named - read == set()
