@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-unit test-component test-e2e check-patchset chaos bench-agentic demo serve wheel clean
+.PHONY: help env lint format test test-unit test-component test-e2e test-pythons check-patchset chaos bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -45,6 +45,9 @@ test-component: env ## real trees, pools and transfers on the CPU
 test-e2e: env ## real servers
 	$(PYTEST) test/srt/e2e
 
+test-pythons: env ## attachment and what needs no torch, on each supported Python; not part of CI
+	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_pythons.sh $(PYTHONS)
+
 chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --backend nixl ..."
 	PYTHONPATH=.:test/srt $(PY) -m chaos $(CHAOS)
 
@@ -68,5 +71,5 @@ wheel: env ## dist/*.whl
 	$(PY) -m build --wheel --no-isolation --outdir dist
 
 clean: ## remove the environment and everything that was built
-	rm -rf $(VENV) dist build out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* dist build out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python test benchmark -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

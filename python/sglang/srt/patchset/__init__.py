@@ -15,6 +15,8 @@ from sglang.srt.patchset.status import (
 )
 from sglang.srt.patchset.table import BASE_VERSION, GROUPS, TABLE, Group, Replacement
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BASE_VERSION",
     "GROUPS",

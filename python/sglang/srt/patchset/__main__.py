@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from sglang.srt.patchset import __version__
 from sglang.srt.patchset.status import (
     GroupState,
     GroupStatus,
@@ -37,7 +38,11 @@ def main(argv: list[str] | None = None) -> int:
 def render(now: State) -> str:
     """The report as text."""
     status = f"inert: {now.inert}" if now.inert else "active"
-    lines = [f"sglang   found {now.found}, expected {now.expected}", f"patchset {status}"]
+    lines = [
+        f"version  {__version__}",
+        f"sglang   found {now.found}, expected {now.expected}",
+        f"patchset {status}",
+    ]
     if now.problem:
         lines.append(f"         {now.problem}")
     for group in now.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from sglang.srt.patchset import __version__
+from sglang.srt.patchset.base_version import installed_version
+
 from .conftest import clean_environment
 
 ROOT = Path(__file__).parents[4]
+DISTRIBUTION = "sglang_disagg_patchset"
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+#: `make test-pythons` has none.
+of_sglang = pytest.mark.skipif(installed_version() == "none", reason="SGLang is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +42,26 @@ def test_contents(wheel):
     assert not {name for name in names if "__pycache__" in name}
 
 
+def test_one_version(wheel):
+    """What is built, what the command prints and what the changelog tells of must be the same; and
+    an editable installation's metadata, which may be older, is not asked."""
+    assert f"{DISTRIBUTION}-{__version__}.dist-info/METADATA" in wheel.namelist()
+    told = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert told[0] == __version__
+
+
+def test_python_versions_are_named_everywhere():
+    """The classifiers say which versions `make test-pythons` checks; setup and README name the
+    first and the last."""
+    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', PYPROJECT)
+    first, last = named[0], named[-1]
+    assert [int(minor) for minor in named] == [*range(int(first), int(last) + 1)]
+    assert f'requires-python = ">=3.{first}"' in PYPROJECT
+    for file in ("README.md", "CONTRIBUTING.md", "scripts/setup_env.sh"):
+        assert f"3.{first} to 3.{last}" in (ROOT / file).read_text()
+
+
+@of_sglang
 def test_overwrites_no_file_of_sglang(wheel):
     """SGLang stays the unmodified package: no file of ours may land on one of its files."""
     theirs = {str(file) for file in metadata.files("sglang") or ()}
@@ -41,6 +69,7 @@ def test_overwrites_no_file_of_sglang(wheel):
     assert not theirs & set(wheel.namelist())
 
 
+@of_sglang
 def test_a_namespace_package_of_sglang_stays_one(wheel):
     """An __init__.py of ours in a folder that SGLang has too would hide its modules there."""
     theirs = {str(file.parent) for file in metadata.files("sglang") or ()}

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Attachment, and the unit tests of the package that need neither torch nor SGLang, on each Python version that
+# pyproject.toml names: a wheel of this tree in an environment of its own, .venv-VERSION.
+# Usage: scripts/test_pythons.sh [VERSION ...]. A version that cannot be had is skipped with the reason.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONPATH SGLANG_PATCHSET SGLANG_PATCHSET_DISABLE
+
+versions=("$@")
+if [[ $# -eq 0 ]]; then
+    mapfile -t versions < <(sed -nE 's/.*"Programming Language :: Python :: (3\.[0-9]+)".*/\1/p' pyproject.toml)
+fi
+uv=$(command -v uv) || { echo "uv is needed: pip install uv" >&2; exit 1; }
+said=$(mktemp -d)
+trap 'rm -rf "$said"' EXIT
+
+# Below test/srt/unit. The patch set's tests attach to a miniature SGLang.
+tests=(patchset delta)
+# What these import, and a build of the wheel.
+libraries=(build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests typing-extensions)
+
+make_environment() { # VERSION FOLDER
+    "$uv" venv --quiet --clear --python "$1" "$2" &&
+        "$uv" pip install --quiet --python "$2/bin/python" --constraint constraints.txt "${libraries[@]}" &&
+        "$uv" pip install --quiet --python "$2/bin/python" --no-deps .
+}
+
+failed=0
+for version in "${versions[@]}"; do
+    venv=.venv-$version
+    if ! make_environment "$version" "$venv" >"$said/$version" 2>&1; then
+        printf 'Python %s: SKIPPED, %s\n' "$version" "$(tr '\n' ' ' <"$said/$version")"
+        continue
+    fi
+    printf 'Python %s: %s\n' "$version" "$("$venv/bin/python" -VV)"
+    "$venv/bin/python" -m pytest --quiet -p no:cacheprovider "${tests[@]/#/test/srt/unit/}" || failed=1
+done
+exit $failed
