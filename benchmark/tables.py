@@ -306,6 +306,18 @@ def transfer() -> str:
     return intro + markdown(["", *_TRANSFER_ARMS.values()], rows)
 
 
+def runs() -> str:
+    """benchmark/kv_transfer: the newest page of each run."""
+    newest = {}
+    for path in sorted(_TRANSFER.rglob("*.md")):
+        date, run = path.stem[:10], path.stem[11:]
+        newest[path.parent, run] = (
+            f"[{(path.parent.relative_to(_TRANSFER) / run).as_posix()}]"
+            f"({path.relative_to(_TRANSFER.parent)}) ({date})"
+        )
+    return "The newest page of each run: " + ",\n".join(newest.values()) + ".\n"
+
+
 def _lines(folder: Path, run: str) -> list[Json]:
     """All lines of the newest results of a run; none where there are none."""
     newest = sorted(folder.glob(f"*-{run}-nixl.jsonl"))[-1:]
@@ -356,6 +368,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "demo": demo,
     "hicache": hicache,
     "transfer": transfer,
+    "runs": runs,
 }
 
 FILES = (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from benchmark import tables
@@ -22,6 +26,48 @@ def test_every_table_is_shown_somewhere() -> None:
     """Guards against results that are measured and shown to nobody."""
     shown = "".join(path.read_text() for path in tables.FILES)
     assert all(f"<!-- table:{name} -->" in shown for name in tables.TABLES)
+
+
+#: The path of a result as a README names it, from its own folder; perhaps with a * in it.
+RESULT = re.compile(r"[\w./-]*\bresults[\w-]*/[\w./*-]*\w")
+IMAGE = re.compile(r"^!\[[^]]*\]\(([\w.-]+)\)", re.MULTILINE)
+
+
+def tracked(what: str) -> set[Path]:
+    """Files that git knows, and that are there."""
+    listed = subprocess.run(
+        ["git", "ls-files", what], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("no git repository")
+    return {path for name in listed.stdout.split() if (path := REPOSITORY / name).exists()}
+
+
+def shown(results: set[Path], monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """The results that a table is made of, or a README names; with a page, its images and data."""
+    read: set[Path] = set()
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self: read.add(self) or read_text(self))
+    for table in tables.TABLES.values():
+        table()
+    for page in tracked("*.md") - results:
+        for name in RESULT.findall(page.read_text()):
+            read.update(page.parent.glob(name))
+    read &= results
+    for page in [path for path in results if path.with_suffix(".jsonl") in read]:
+        read.add(page)
+    for page in [path for path in read if path.suffix == ".md"]:
+        read.add(page.with_suffix(".jsonl"))
+        read.update(page.parent / image for image in IMAGE.findall(page.read_text()))
+    return read
+
+
+def test_no_results_that_nobody_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against results that stay when newer ones have taken their place: ``git rm`` them, or
+    name them in the README of their benchmark."""
+    results = {path for path in tracked("benchmark") if "/results" in str(path.parent)}
+    left = results - shown(results, monkeypatch)
+    assert {str(path.relative_to(REPOSITORY)) for path in left} == set()
 
 
 def run(requests_per_s: float) -> dict:
