@@ -5,19 +5,23 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH SGLANG_PATCHSET SGLANG_PATCHSET_DISABLE
+export SGLANG_CPU_STANDIN=0 # it needs torch
 
 versions=("$@")
 if [[ $# -eq 0 ]]; then
     mapfile -t versions < <(sed -nE 's/.*"Programming Language :: Python :: (3\.[0-9]+)".*/\1/p' pyproject.toml)
 fi
 uv=$(command -v uv) || { echo "uv is needed: pip install uv" >&2; exit 1; }
+for folder in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin; do
+    PATH=$PATH:$folder # uv finds those that are there, and downloads the others
+done
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 
 # Below test/srt/unit. The patch set's tests attach to a miniature SGLang.
-tests=(patchset delta)
+tests=(patchset)
 # What these import, and a build of the wheel.
-libraries=(build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests typing-extensions)
+libraries=(aiohttp build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests typing-extensions)
 
 make_environment() { # VERSION FOLDER
     "$uv" venv --quiet --clear --python "$1" "$2" &&
