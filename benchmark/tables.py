@@ -1,8 +1,9 @@
-"""``python -m benchmark.tables``: writes the tables of the READMEs from the committed results.
+"""``python -m benchmark.tables``: writes the tables of the READMEs and of the docs.
 
 A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers are those of the
 files that the benchmark's command left in its ``results/`` folder, the command is above it, and a
-test compares them, so that no table says what no run showed.
+test compares them, so that no table says what no run showed. Tables of environment variables are
+made from ``sglang.srt.patchset.environment``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.variants import PROGRESS_DELAY
+from sglang.srt.patchset import environment
 
 _BENCHMARK = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -361,6 +364,12 @@ def _stopped(lines: Sequence[Json]) -> list[str]:
 
 # ---- files ----
 
+
+def variables(group: str) -> str:
+    """docs/: the environment variables of a group."""
+    return f"{environment.GROUPS[group]}:\n\n{environment.table(group)}"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "radix": radix,
     "throughput": throughput,
@@ -369,6 +378,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "hicache": hicache,
     "transfer": transfer,
     "runs": runs,
+    **{f"variables-{group}": partial(variables, group) for group in environment.GROUPS},
 }
 
 FILES = (
@@ -377,6 +387,10 @@ FILES = (
     _BENCHMARK / "decode_radix_cache" / "README.md",
     _BENCHMARK / "hicache_buffer_only" / "README.md",
     _BENCHMARK / "kv_transfer" / "README.md",
+    *(
+        REPOSITORY / "docs/advanced_features" / f"{name}.md"
+        for name in ("pd_decode_radix_cache", "pd_async_nixl", "hicache_buffer_only")
+    ),
 )
 
 

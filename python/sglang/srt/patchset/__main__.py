@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sglang.srt.patchset import __version__
+from sglang.srt.patchset import __version__, environment
 from sglang.srt.patchset.status import (
     GroupState,
     GroupStatus,
@@ -26,7 +26,14 @@ def main(argv: list[str] | None = None) -> int:
         help="import every module of the table and see each row bound (on a machine without a GPU, "
         "with SGLANG_CPU_STANDIN=1)",
     )
+    parser.add_argument(
+        "--environment", action="store_true", help="print the environment variables, and no report"
+    )
     options = parser.parse_args(argv)
+    if options.environment:
+        titles = environment.GROUPS.items()
+        print("\n".join(f"## {title}\n\n{environment.table(group)}" for group, title in titles))
+        return 0
     now = load_all() if options.check and state().active else examine()
     sys.stdout.write(render(now))
     if now.inert:

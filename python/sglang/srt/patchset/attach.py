@@ -16,8 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from sglang.srt.patchset import status, switches
-from sglang.srt.patchset.base_version import installed_version, turned_off, why_inert
+from sglang.srt.patchset import environment, status, switches
+from sglang.srt.patchset.base_version import installed_version, why_inert
 from sglang.srt.patchset.combine import combine, separate
 from sglang.srt.patchset.guard import mismatches
 from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus
@@ -31,7 +31,7 @@ def activate() -> Attachment:
     if status.attachment is None:
         found = installed_version()
         attachment = Attachment(
-            GROUPS, found=found, inert=why_inert(found), off=switches.switched_off()
+            GROUPS, found=found, inert=why_inert(found), off=environment.DISABLED_GROUPS.read()
         )
         status.attachment = attachment
         attachment.start()
@@ -64,7 +64,7 @@ class Attachment:
     def start(self) -> None:
         """Report if inert; else catch up with targets that were imported before the hook ran."""
         if self.inert:
-            if not turned_off():
+            if environment.ACTIVE.read():
                 _report("inert", f"inert, SGLang runs unpatched: {self.inert}")
             return
         if self.problem:

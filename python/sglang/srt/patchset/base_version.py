@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from importlib import metadata
 
+from sglang.srt.patchset import environment
 from sglang.srt.patchset.table import BASE_VERSION
-
-_OFF = ("0", "false", "no", "off")
 
 
 def installed_version() -> str:
@@ -18,14 +16,9 @@ def installed_version() -> str:
         return "none"
 
 
-def turned_off() -> bool:
-    """Whether the user turned the patch set off."""
-    return os.environ.get("SGLANG_PATCHSET", "").strip().lower() in _OFF
-
-
 def why_inert(found: str) -> str:
     """Why the patch set stays out of SGLang ``found``; empty if it may attach."""
-    if turned_off():
+    if not environment.ACTIVE.read():
         return "turned off by SGLANG_PATCHSET=0"
     if found != BASE_VERSION:
         return f"made for SGLang {BASE_VERSION}, found {found}"

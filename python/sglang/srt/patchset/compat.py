@@ -8,9 +8,10 @@ conflict found later would end a running server at its first request.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
+
+from sglang.srt.patchset.environment import sglang_switch
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def _problems(args: Any) -> Iterator[str]:
         if getattr(args, attribute):
             yield _conflict(written, why)
     for name, why in _EXCLUSIVE_ENV:
-        if env_true(name):
+        if sglang_switch(name):
             yield _conflict(f"{name}=1", why)
     if args.pp_size > 1:
         yield _conflict(
@@ -182,8 +183,3 @@ def _on_transformers(config: Any) -> bool:
 
 def _conflict(other: str, why: str) -> str:
     return f"{FLAG} cannot be combined with {other}: {why}. Remove one of them."
-
-
-def env_true(name: str) -> bool:
-    """Whether SGLang reads the variable as switched on."""
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")

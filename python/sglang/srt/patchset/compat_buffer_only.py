@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.buffer_only import sizing
-from sglang.srt.patchset.compat import env_true, special_layers
+from sglang.srt.patchset.compat import special_layers
+from sglang.srt.patchset.environment import sglang_switch
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def _problems(args: Any) -> Iterator[str]:
     for attribute, written, why in _EXCLUSIVE:
         if getattr(args, attribute, None):
             yield f"{ON} cannot be combined with {written}: {why}. Remove one of them."
-    if env_true("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
+    if sglang_switch("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
         yield (
             f"{ON} cannot be combined with SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1: it replaces the "
             "radix tree. Remove one of them."

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
+from sglang.srt.patchset import environment
 from sglang.srt.patchset.table import Group
 
-ENV = "SGLANG_PATCHSET_DISABLE"
+ENV = environment.DISABLED_GROUPS.name
 #: Flags and start-up check: what tells the user that something is off cannot be off itself.
 BASE = "base"
-
-
-def switched_off() -> tuple[str, ...]:
-    """The names in the variable, comma separated there, as they are written."""
-    names = (name.strip() for name in os.environ.get(ENV, "").split(","))
-    return tuple(name for name in names if name)
 
 
 def problem(groups: Iterable[Group], names: Iterable[str]) -> str:

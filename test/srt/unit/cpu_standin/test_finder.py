@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.hardware_backend import cpu_standin
 from sglang.srt.hardware_backend.cpu_standin import cuda, eager, start_method
 from sglang.srt.hardware_backend.cpu_standin.finder import StandinFinder
+from sglang.srt.patchset.environment import START_METHOD
 
 TARGET = "cpu_standin_test_target"
 
@@ -192,7 +193,7 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         set_start_method=lambda name, force: chosen.append(name), Pipe="the real one"
     )
     engine = SimpleNamespace(mp=multiprocessing)
-    monkeypatch.setenv(start_method.ENV, method)
+    monkeypatch.setenv(START_METHOD.name, method)
     start_method.edit(engine)
     engine.mp.set_start_method("spawn", force=True)
     assert chosen == [method]
@@ -201,6 +202,6 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 def test_unknown_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a misspelled setting that is silently ignored."""
-    monkeypatch.setenv(start_method.ENV, "forkserver")
-    with pytest.raises(ImportError, match=start_method.ENV):
+    monkeypatch.setenv(START_METHOD.name, "forkserver")
+    with pytest.raises(ImportError, match=START_METHOD.name):
         start_method.edit(SimpleNamespace(mp=None))

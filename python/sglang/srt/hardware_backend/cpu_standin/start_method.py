@@ -8,11 +8,8 @@ pool exist at that time. It is not the default, since a spawned process is what 
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
-
-ENV = "SGLANG_CPU_STANDIN_START_METHOD"
 
 
 class ForkingMultiprocessing:
@@ -31,8 +28,11 @@ class ForkingMultiprocessing:
 
 def edit(engine: Any) -> None:
     """Have ``entrypoints.engine`` fork, where the environment asks for it."""
-    method = os.environ.get(ENV, "spawn")
+    from sglang.srt.patchset.environment import START_METHOD
+
+    try:
+        method = START_METHOD.read()
+    except ValueError as error:
+        raise ImportError(str(error)) from None
     if method == "fork":
         engine.mp = ForkingMultiprocessing(engine.mp)
-    elif method != "spawn":
-        raise ImportError(f"{ENV} is spawn or fork, not {method!r}")

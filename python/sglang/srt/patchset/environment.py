@@ -1,0 +1,273 @@
+"""Every environment variable of this package: name, unit, default, bounds, and what it does.
+
+``NAME.read()`` where the value is needed gives it, or refuses a wrong one by name. The tables in
+``docs/`` are printed from here, as by ``python -m sglang.srt.patchset --environment``. Every
+process of an environment may load this: it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One variable. ``text`` says what it does, in Markdown."""
+
+    name: str
+    #: Of the tables: see ``GROUPS``.
+    group: str
+    text: str
+    default: T
+    #: What it has to be, for people.
+    allowed: str
+    #: The value of a text; ValueError if it is not allowed.
+    parse: Callable[[str], T]
+    #: The default for people, where it is not the text of ``default``.
+    shown: str = ""
+
+    def read(self, default: T | None = None) -> T:
+        """The value now; ``default`` takes the place of the variable's own.
+
+        Raises:
+            ValueError: the variable is set to something that is not allowed; the message names it.
+        """
+        text = os.environ.get(self.name)
+        if text is None:
+            return self.default if default is None else default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(f"{self.name} must be {self.allowed}, not {text!r}") from None
+
+
+def _number(parse: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
+    def within(text: str) -> Any:
+        value = parse(text)
+        if not least <= value <= most or math.isinf(value):
+            raise ValueError
+        return value
+
+    return within
+
+
+def _seconds(name: str, group: str, default: float, text: str) -> Variable[float]:
+    parse = _number(float, 0, math.inf)
+    allowed = "a number of seconds of at least 0"
+    return Variable(name, group, text, default, allowed, parse, f"{default:g} s")
+
+
+def _integer(
+    name: str, group: str, default: int, text: str, *, least: int = 0, most: float = math.inf,
+    unit: str = "", shown: str = "",
+) -> Variable[int]:  # fmt: skip
+    bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+    allowed = f"an integer {bounds}" + (f" ({unit})" if unit else "")
+    shown = shown or " ".join(filter(None, (str(default), unit)))
+    return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
+
+
+def _switch(name: str, group: str, text: str) -> Variable[bool]:
+    return Variable(
+        name, group, text, False, "`1` to turn it on", lambda given: given == "1", "off"
+    )
+
+
+def _four_numbers(text: str) -> tuple[float, ...]:
+    numbers = tuple(map(_number(float, 0, math.inf), text.split(",")))
+    if len(numbers) != 4:
+        raise ValueError
+    return numbers
+
+
+def _choice(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return parse
+
+
+#: The tables, with their titles.
+GROUPS = {
+    "package": "The package",
+    "both": "Prefill and decode",
+    "decode": "Decode",
+    "prefill": "Prefill",
+    "nixl": "Asynchronous NIXL transfer",
+    "store": "HiCache with buffer-only host memory",
+    "tests": "Tests",
+}
+
+ACTIVE: Variable[bool] = Variable(
+    "SGLANG_PATCHSET", "package", "`0` turns the package off.", True, "`0` to turn it off",
+    lambda text: text.strip().lower() not in ("0", "false", "no", "off"), "on",
+)  # fmt: skip
+DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
+    "SGLANG_PATCHSET_DISABLE",
+    "package",
+    "Feature groups that stay stock: `delta`, `nixl_async`, `mooncake_delta`, `decode_radix`, "
+    "`buffer_only`. The decode radix cache needs `decode_radix`, `delta` and the group of its "
+    "backend; prefill needs the latter two to be sent prefixes.",
+    (),
+    "names with commas between them",
+    lambda text: tuple(name for part in text.split(",") if (name := part.strip())),
+    "none",
+)
+
+QUARANTINE_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "both", 60.0,
+    "How long decode holds the pages of an aborted or failed transfer at most while prefill may "
+    "still write to them. Give it to both sides: a prefill process that did not run for half of it "
+    "posts nothing more for the rooms of before, and a transfer that the transport broke off "
+    "counts as under way for so long.",
+)  # fmt: skip
+EVENT_LOG: Variable[str] = Variable(
+    "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
+    "Folder for one JSON line for each admission, announcement, send, delivery and arrival.",
+    "", "a folder", str, "none",
+)  # fmt: skip
+
+PREFIX_WAIT_TOKENS = _integer(
+    "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "decode", 256,
+    "A request waits for another one's transfer if at least so many tokens after its match are "
+    "just arriving. `0` never waits.",
+    unit="tokens",
+)  # fmt: skip
+PREFIX_WAIT_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "decode", 30.0,
+    "How long it waits for that at most.",
+)  # fmt: skip
+ADMISSION_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "decode", 300.0,
+    "How long a request waits for decode memory at most; then its client gets an error that says "
+    "what was missing.",
+)  # fmt: skip
+WAIT_LOG = _seconds(
+    "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
+    "After how long the log says that a request waits for memory, and for how much.",
+)  # fmt: skip
+HANDSHAKE_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,
+    "How long one question of decode to a prefill's bootstrap server may take. It is asked in the "
+    "background.",
+)  # fmt: skip
+
+TRANSFER_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", "prefill", 120.0,
+    "How long a chunk may take, over NIXL and over Mooncake, from prefill's queue to its end. Then "
+    "its room fails with the names of the decode ranks that it did not reach, and the reason "
+    "`timeout`.",
+)  # fmt: skip
+CLAIM_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 30.0,
+    "How long a room that decode announced waits for its request on prefill, in time of the "
+    "scheduler's turns (a turn counts at most a second: time in which prefill compiles or loads "
+    "something does not count); then decode is told.",
+)  # fmt: skip
+PEER_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,
+    "After how long without a sign prefill forgets a decode rank; one that sends none (stock, or "
+    "without the flag) when nobody listens at its port for as long.",
+)  # fmt: skip
+
+QUEUES = _integer(
+    "SGLANG_DISAGGREGATION_QUEUE_SIZE", "nixl", 4,
+    "Queues. A room's chunks stay in one.",
+    least=1, most=256,
+)  # fmt: skip
+THREADS = _integer(
+    "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "nixl", 4,
+    "Threads over all queues; at least one each.",
+    least=1, most=256, shown="min(max(4, cpus / 2 / 8), 12)",
+)  # fmt: skip
+WORKER_TIMEOUT = _seconds(
+    "SGLANG_DISAGGREGATION_WORKER_TIMEOUT", "nixl", 30.0,
+    "After how long without a finished step a transfer thread with something to do is stuck. Its "
+    "rooms then fail, with the reason `internal`, until it goes on.",
+)  # fmt: skip
+TRANSFER_LOG_INTERVAL = _seconds(
+    "SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "nixl", 60.0,
+    "Time between the log lines about transfers; `0` for none.",
+)  # fmt: skip
+NIXL_PROGRESS_DELAY = _integer(
+    "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY", "nixl", 1000,
+    "Pause of NIXL's own progress thread, on prefill and decode. `0` has it spin, as stock SGLang "
+    "does.",
+    unit="microseconds",
+)  # fmt: skip
+DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
+    "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS", "nixl",
+    "What describing a chunk costs on this machine: ranges, each range, a prepared list, each of "
+    "its entries. A chunk gets the cheaper form. `python -m benchmark.kv_transfer choice` measures "
+    "them (the default: on a 2-core CPU) and prints the variable.",
+    (75.0, 0.064, 15.0, 0.0028),
+    "four numbers of microseconds of at least 0, with commas between them", _four_numbers,
+    "75,0.064,15,0.0028",
+)  # fmt: skip
+
+BUFFER_READ_TIMEOUT = _seconds(
+    "SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "store", 10.0,
+    "Longest wait of a request for its prefetch, from when the scheduler first looks at it. Then "
+    "it computes.",
+)  # fmt: skip
+STORE_DEADLINE = _seconds(
+    "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
+    "Longest call of the store; after that the store counts as down until it answers a probe.",
+)  # fmt: skip
+STORE_FIRST_RETRY = _seconds(
+    "SGLANG_HICACHE_STORE_FIRST_RETRY", "store", 1.0,
+    "A store that is down is probed after so long, then after twice that, and so on.",
+)  # fmt: skip
+STORE_LONGEST_RETRY = _seconds(
+    "SGLANG_HICACHE_STORE_LONGEST_RETRY", "store", 60.0,
+    "Longest time between two probes.",
+)  # fmt: skip
+STORE_MAX_CALLS = _integer(
+    "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 8,
+    "Calls of the store under way at one time, given-up ones included. While there are so many, "
+    "none is started.",
+    least=1,
+)  # fmt: skip
+
+CHECK_INVARIANTS = _switch(
+    "SGLANG_DISAGGREGATION_CHECK_INVARIANTS", "tests",
+    "Check decode's pools, tree and tables whenever the server becomes idle, and end it if they do "
+    "not add up.",
+)  # fmt: skip
+#: Read by the start-up hook, which can import nothing.
+CPU_STANDIN = _switch(
+    "SGLANG_CPU_STANDIN", "tests",
+    "Run on a machine without a GPU driver (`docs/advanced_features/cpu_standin.md`).",
+)  # fmt: skip
+START_METHOD: Variable[str] = Variable(
+    "SGLANG_CPU_STANDIN_START_METHOD", "tests",
+    "With the stand-in: `fork` forks SGLang's processes from the launcher, which is faster.",
+    "spawn", "spawn or fork", _choice("spawn", "fork"),
+)  # fmt: skip
+
+VARIABLES: tuple[Variable[Any], ...] = tuple(
+    each for each in list(globals().values()) if isinstance(each, Variable)
+)
+
+
+def sglang_switch(name: str) -> bool:
+    """Whether SGLang takes its own variable ``name`` as switched on."""
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def table(group: str) -> str:
+    """The variables of a group as a Markdown table."""
+    rows = [
+        f"| `{each.name}` | {each.text} | {each.shown or each.default} | {each.allowed} |\n"
+        for each in VARIABLES
+        if each.group == group
+    ]
+    return "".join(["| Variable | Meaning | Default | Allowed |\n|---|---|---|---|\n", *rows])

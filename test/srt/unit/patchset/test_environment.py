@@ -1,0 +1,108 @@
+"""Environment variables: a default, a value, or an error that names the variable."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.patchset import environment
+from sglang.srt.patchset.environment import VARIABLES, Variable
+
+SECONDS = environment.CLAIM_TIMEOUT
+INTEGER = environment.PREFIX_WAIT_TOKENS
+BOUNDED = environment.QUEUES
+COSTS = environment.DESCRIPTOR_COSTS
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda each: each.name)
+def test_unset_is_the_default(variable: Variable[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a default that the variable itself would refuse, or that nobody may give."""
+    monkeypatch.delenv(variable.name, raising=False)
+    assert variable.read() == variable.default
+    if isinstance(variable.default, (int, float, str)) and not isinstance(variable.default, bool):
+        monkeypatch.setenv(variable.name, str(variable.default))
+        assert variable.read() == variable.default
+
+
+VALUES: list[tuple[Variable[Any], str, Any]] = [
+    (SECONDS, "0", 0.0),
+    (SECONDS, "2.5", 2.5),
+    (SECONDS, "1e-3", 0.001),
+    (INTEGER, "0", 0),
+    (INTEGER, " 8 ", 8),
+    (BOUNDED, "1", 1),
+    (BOUNDED, "256", 256),
+    (COSTS, "80,0.1,20,0.004", (80.0, 0.1, 20.0, 0.004)),
+    (environment.START_METHOD, "fork", "fork"),
+    (environment.DISABLED_GROUPS, " nixl_async,, buffer_only ", ("nixl_async", "buffer_only")),
+    (environment.ACTIVE, "0", False),
+    (environment.ACTIVE, " OFF ", False),
+    (environment.ACTIVE, "yes", True),
+    (environment.CHECK_INVARIANTS, "1", True),
+    (environment.CHECK_INVARIANTS, "true", False),
+]
+
+
+@pytest.mark.parametrize(("variable", "text", "value"), VALUES)
+def test_values(
+    variable: Variable[Any], text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against zero, which turns a feature off, being taken for "not set"."""
+    monkeypatch.setenv(variable.name, text)
+    assert variable.read() == value
+
+
+WRONG: list[tuple[Variable[Any], str]] = [
+    *((SECONDS, text) for text in ("", "soon", "-0.1", "nan", "inf", "-inf", "1s")),
+    *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
+    *((BOUNDED, text) for text in ("0", "257")),
+    *((COSTS, text) for text in ("", "1,2,3", "1,2,3,4,5", "1,2,3,x", "1,2,3,-4", "1,2,3,inf")),
+    (environment.START_METHOD, "forkserver"),
+]
+
+
+@pytest.mark.parametrize(("variable", "text"), WRONG)
+def test_wrong_values(variable: Variable[Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a typing error that silently means the default, or a deadline that never
+    comes; the message says which variable, what it was and what it may be."""
+    monkeypatch.setenv(variable.name, text)
+    with pytest.raises(ValueError) as error:
+        variable.read()
+    assert str(error.value) == f"{variable.name} must be {variable.allowed}, not {text!r}"
+
+
+def test_a_default_of_the_readers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a default that depends on the machine and wins over the variable."""
+    monkeypatch.delenv(BOUNDED.name, raising=False)
+    assert BOUNDED.read(7) == 7
+    monkeypatch.setenv(BOUNDED.name, "3")
+    assert BOUNDED.read(7) == 3
+
+
+def test_each_is_listed_once() -> None:
+    """Guards against two variables of one name, and one that is in no table."""
+    names = [each.name for each in VARIABLES]
+    assert len(set(names)) == len(names) > 20
+    assert {each.group for each in VARIABLES} == set(environment.GROUPS)
+    printed = "".join(map(environment.table, environment.GROUPS))
+    assert printed.count("\n| `SGLANG_") == len(VARIABLES)
+
+
+def test_imports_next_to_nothing() -> None:
+    """Guards against a slow start of every interpreter of the environment."""
+    tree = ast.parse(Path(environment.__file__).read_text())
+    imported = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else map(_name, node.names))
+    }
+    light = {"__future__", "collections.abc", "dataclasses", "math", "os", "typing"}
+    assert imported <= light
+
+
+def _name(alias: ast.alias) -> str:
+    return alias.name
