@@ -124,7 +124,7 @@ def build_pool(tokens: int, page: int) -> tuple[Any, Any]:
 
 def scheduler(load: Load) -> Any:
     """The part of a scheduler that admission reads."""
-    from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
+    from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     return SimpleNamespace(

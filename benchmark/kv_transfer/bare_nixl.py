@@ -33,7 +33,7 @@ def make_agent(arm: str, pool: Pool, threads: int) -> Any:
     """An agent that has registered the pool."""
     from nixl import _api
 
-    from sglang.srt.disaggregation.nixl_async.agent import attuned
+    from sglang.srt.disaggregation.delta.nixl.agent import attuned
 
     with nullcontext() if arm == "bare-stock" else attuned(1 if threads else 0):
         config = _api.nixl_agent_config(backends=["UCX"], num_threads=threads)

@@ -1,5 +1,5 @@
 """Merged ranges, prepared lists, or strided prepared lists: what each costs, and the constants
-that it suggests for ``nixl_async/descriptors.py``."""
+that it suggests for ``delta/nixl/descriptors.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the pauses between a worker's looks cost a room: ``delay``.
 
 A worker sends the note that completes a room when it sees that its writes are done. Workers look
-after pauses (``async_transfer/pace.py``); the arm ``ours-spin`` looks without any. What a room
+after pauses (``delta/prefill/send_queue.py``); the arm ``ours-spin`` looks without any. What a room
 takes longer until decode sees it complete is the price.
 """
 

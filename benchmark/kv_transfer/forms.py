@@ -1,6 +1,6 @@
 """What describing one chunk costs in each form; runs in the prefill process of the bare arm.
 
-The arrays are made by the patch set's own functions (``nixl_async/descriptors.py``), whose choice
+The arrays are made by the patch set's own functions (``delta/nixl/descriptors.py``), whose choice
 between the forms these numbers are for.
 """
 
@@ -77,7 +77,7 @@ class _Forms:
     """Both sides' pools, cut to some buffers, and their prepared lists."""
 
     def __init__(self, agent: Any, pool: Pool, peer: Peer, buffers: int, is_half: bool) -> None:
-        from sglang.srt.disaggregation.nixl_async import descriptors
+        from sglang.srt.disaggregation.delta.nixl import descriptors
 
         self._agent, self._peer, self._make = agent, peer, descriptors
         self._memory = memory(pool.device)

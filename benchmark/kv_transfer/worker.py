@@ -129,9 +129,9 @@ def serve(connection: Connection) -> None:
 
 
 def _look_without_a_pause() -> None:
-    from sglang.srt.disaggregation.async_transfer import pace
+    from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
 
-    pace.next_look = lambda now, age, buried=False: now
+    send_queue.next_look = lambda now, age, buried=False: now
 
 
 def main(arm: str, descriptors: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang.srt.disaggregation.delta.events import (
+from sglang.srt.disaggregation.delta.event_log import (
     Admitted,
     Announced,
     Arrived,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.decode_radix.invariants import idle_rooms
+from sglang.srt.disaggregation.delta.decode.invariants import idle_rooms
 
 PAGE, PAGES, LAYERS, AUX = 4, 48, 2, 8
 ADDRESS = "127.0.0.1:8998"

@@ -13,8 +13,8 @@ import msgspec
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
-from sglang.srt.disaggregation.delta.events import ENV as EVENT_LOG
-from sglang.srt.disaggregation.delta.events import Admitted, Event, Sent
+from sglang.srt.disaggregation.delta.event_log import ENV as EVENT_LOG
+from sglang.srt.disaggregation.delta.event_log import Admitted, Event, Sent
 
 Ids = list[int]
 

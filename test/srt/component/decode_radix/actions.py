@@ -13,10 +13,10 @@ from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.peer import Room
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.decode_radix.invariants import tree_nodes
-from sglang.srt.disaggregation.decode_radix.tree import Retired
+from sglang.srt.disaggregation.delta.decode.invariants import tree_nodes
+from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.metrics import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
-from sglang.srt.disaggregation.delta.stats import STATS
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 TOKENS = 50

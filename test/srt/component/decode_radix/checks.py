@@ -9,9 +9,9 @@ import torch
 
 from component.decode_radix import kv
 from component.decode_radix.peer import WarmUpRoom
-from sglang.srt.disaggregation.decode_radix import invariants
-from sglang.srt.disaggregation.decode_radix.eligibility import generation_of, is_fake
-from sglang.srt.disaggregation.decode_radix.tree import Retired
+from sglang.srt.disaggregation.delta.decode import invariants
+from sglang.srt.disaggregation.delta.decode.eligibility import generation_of, is_fake
+from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.pages import page_count
 
 

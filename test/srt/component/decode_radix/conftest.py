@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from component.one_rank import one_rank
-from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
+from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
 from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 
 

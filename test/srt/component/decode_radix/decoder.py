@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.decode import (
     DecodeRequest,
     DecodeTransferQueue,
 )
-from sglang.srt.disaggregation.decode_radix.eligibility import generation_of, is_fake
+from sglang.srt.disaggregation.delta.decode.eligibility import generation_of, is_fake
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,

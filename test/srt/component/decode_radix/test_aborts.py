@@ -10,7 +10,7 @@ import pytest
 from component.decode_radix.checks import check_idle
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.test_exits import bring_to
-from sglang.srt.disaggregation.decode_radix import aborts
+from sglang.srt.disaggregation.delta.decode import scheduler as aborts
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import Scheduler
 

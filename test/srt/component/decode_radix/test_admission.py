@@ -9,7 +9,7 @@ import pytest
 
 from component.decode_radix.checks import check, check_idle, holders
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
+from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 

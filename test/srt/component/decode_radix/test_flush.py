@@ -19,8 +19,8 @@ from component.decode_radix.test_exits import (
     step,
     warm,
 )
-from sglang.srt.disaggregation.decode_radix import quarantine
-from sglang.srt.disaggregation.decode_radix.tree import Retired
+from sglang.srt.disaggregation.delta.decode import deferred_free
+from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -377,7 +377,7 @@ def test_release_waits_no_longer_than_the_quarantine(
     decoder.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     step(decoder, decoder.tick_queues)
     assert answers == []
-    monkeypatch.setattr(quarantine, "quarantine_seconds", lambda: 0.0)
+    monkeypatch.setattr(deferred_free, "quarantine_seconds", lambda: 0.0)
     step(decoder, decoder.tick_queues)
     assert len(answers) == 1 and decoder.offload_tags == {"kv_cache"}
 

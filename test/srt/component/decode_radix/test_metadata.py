@@ -8,7 +8,7 @@ import pytest
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.decode_radix import metadata
+from sglang.srt.disaggregation.delta.decode import transfer_queue
 
 PROMPT = [token % 50 for token in range(3, 83)]
 
@@ -61,8 +61,8 @@ def test_without_clearing_a_stale_marker_passes(
         index: int = allocator.alloc()  # type: ignore[attr-defined]
         return index
 
-    monkeypatch.setattr("sglang.srt.disaggregation.decode_radix.announce.take_slot", take)
-    assert metadata.take_slot is not take
+    monkeypatch.setattr("sglang.srt.disaggregation.delta.decode.handshakes.take_slot", take)
+    assert transfer_queue.take_slot is not take
     decoder.metadata.bootstrap_room[:, 0] = 1000
     req = decoder.submit(PROMPT, new=4)
     decoder.tick_queues()

@@ -14,11 +14,10 @@ import pytest
 from component.decode_radix.actions import Life
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.peer import Room
-from sglang.srt.disaggregation.decode_radix import eligibility, resume
-from sglang.srt.disaggregation.decode_radix import prealloc as prealloc_module
-from sglang.srt.disaggregation.decode_radix import tree as tree_module
-from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
-from sglang.srt.disaggregation.decode_radix.tree import DecodeRadixTree
+from sglang.srt.disaggregation.delta.decode import eligibility, prebuilt
+from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
+from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
+from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 
 # Waiting for an arriving prefix would hide concurrent misses of one prompt; it has its own tests.
 WAIT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
@@ -136,5 +135,5 @@ def test_the_check_notices(
 
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
-    assert prealloc_module.restore_private is resume.restore_private
+    assert prealloc_module.restore_private is prebuilt.restore_private
     assert tree_module.may_insert is eligibility.may_insert

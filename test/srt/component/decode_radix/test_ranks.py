@@ -14,7 +14,7 @@ from component.decode_radix.decoder import Decoder
 from component.decode_radix.pair import Diverged, Pair, RankGroup, ranks_reduce
 from component.decode_radix.rank_life import RankLife
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.decode_radix import agreement
+from sglang.srt.disaggregation.delta import rank_agreement
 
 WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
@@ -80,7 +80,7 @@ EVENTS = ("fail_on_one_rank", "skew", "late_metadata", "evict_one")
 def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     """Guards against a pair of ranks that would agree in any case: with admission's reduction
     replaced by the rank's own values, each cause alone makes them part."""
-    monkeypatch.setattr(agreement, "minimum", lambda values, group: values)
+    monkeypatch.setattr(rank_agreement, "minimum", lambda values, group: values)
     with pytest.raises(Diverged):
         for seed in range(5):
             live(seed, 1000, without=tuple(event for event in EVENTS if event != cause))

@@ -16,8 +16,8 @@ from component.decode_radix import kv
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.decode_radix.eligibility import generation_of
-from sglang.srt.disaggregation.decode_radix.step_writes import StepWrites
+from sglang.srt.disaggregation.delta.decode.eligibility import generation_of
+from sglang.srt.disaggregation.delta.decode.prefix_tree import StepWrites
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 TOKEN = 2

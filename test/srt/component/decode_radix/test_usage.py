@@ -8,7 +8,7 @@ import pytest
 
 from component.decode_radix.checks import check
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.decode_radix.metrics import readings
+from sglang.srt.disaggregation.delta.decode.scheduler import readings
 
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 

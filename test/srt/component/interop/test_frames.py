@@ -12,12 +12,12 @@ from component.interop.frames import ANNOUNCED, PAGE, REGISTERED, ROOM
 from component.mooncake import bare as mooncake
 from component.nixl import bare as nixl
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.reader import MessageReader
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnouncements
+from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.mooncake import conn as mooncake_conn
-from sglang.srt.disaggregation.mooncake_delta.announcements import MooncakeAnnouncements
 from sglang.srt.disaggregation.nixl import conn as nixl_conn
-from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 
 BACKENDS = ("nixl", "mooncake")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn
-from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 ADDRESS = "10.0.0.1:8998"

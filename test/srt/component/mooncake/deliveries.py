@@ -21,8 +21,7 @@ from component.mooncake.scene import (
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control, wire
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 
 
 def partial_delta() -> None:

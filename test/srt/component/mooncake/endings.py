@@ -18,9 +18,8 @@ from component.mooncake.scene import (
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.stats import STATS
-from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
 
 
 def abort_on_prefill() -> None:

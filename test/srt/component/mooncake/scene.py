@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from component.mooncake.pair import LIMIT_S, Pair
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.delta.metrics import STATS
 from sglang.srt.disaggregation.mooncake.conn import KVTransferError
 
 PAIR = Pair()

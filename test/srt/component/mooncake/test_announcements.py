@@ -14,11 +14,11 @@ from component.broken import broken
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.reader import MessageReader
+from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnouncements
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
-from sglang.srt.disaggregation.mooncake_delta.announcements import MooncakeAnnouncements
 
-LOGGER = "sglang.srt.disaggregation.delta.reader"
+LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 SESSION = b"10.0.0.2:4001"
 
 

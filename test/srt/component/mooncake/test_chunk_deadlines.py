@@ -11,11 +11,10 @@ import pytest
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.stats import STATS
-from sglang.srt.disaggregation.mooncake_delta.chunk_deadlines import ChunkDeadlines
-from sglang.srt.disaggregation.mooncake_delta.staging import GatedQueue
-from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
+from sglang.srt.disaggregation.delta.mooncake.staging import GatedQueue
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 SESSION = "10.0.0.2:7001"

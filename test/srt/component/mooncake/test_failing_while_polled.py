@@ -9,8 +9,8 @@ from typing import Any
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker
 
 ROOM = 7
 

@@ -13,10 +13,10 @@ from component.broken import broken
 from component.mooncake.bare import ADDRESS, ITEM, SLOTS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.reader import MessageReader
-from sglang.srt.disaggregation.mooncake_delta.statuses import MooncakeStatuses
+from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeStatuses
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
-LOGGER = "sglang.srt.disaggregation.delta.reader"
+LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 
 
 def status(room: int, value: int = 4, writer: int = 0) -> list[bytes]:

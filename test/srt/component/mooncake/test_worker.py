@@ -12,8 +12,8 @@ import pytest
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.mooncake_delta import staging
-from sglang.srt.disaggregation.mooncake_delta.worker import ChunkWorker, SettlingExecutor
+from sglang.srt.disaggregation.delta.mooncake import staging
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, SettlingExecutor
 
 
 def chunk(room: int) -> Any:

@@ -14,8 +14,8 @@ from nixl import _api
 from component.pair import ADDRESS, AUX, LAYERS, LIMIT_S, PAGE, PAGES, Rooms, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta.nixl.agent import attuned
 from sglang.srt.disaggregation.nixl import conn
-from sglang.srt.disaggregation.nixl_async.agent import attuned
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 __all__ = ["ADDRESS", "LIMIT_S", "Pair", "pages", "until"]

@@ -17,7 +17,7 @@ os.environ["UCX_TLS"] = "sm,tcp,self"
 import numpy as np  # noqa: E402
 from nixl import _api  # noqa: E402
 
-from sglang.srt.disaggregation.nixl_async.agent import attuned  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.agent import attuned  # noqa: E402
 
 THREADS = 4
 LARGE = 1 << 28

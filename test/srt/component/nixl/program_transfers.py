@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from component.nixl.pair import ADDRESS, LIMIT_S, Pair, pages, until  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.delta import wire  # noqa: E402
-from sglang.srt.disaggregation.delta.stats import STATS  # noqa: E402
+from sglang.srt.disaggregation.delta.metrics import STATS  # noqa: E402
 
 PAIR = Pair()
 DONE = (KVPoll.Success, KVPoll.Success)

@@ -14,14 +14,13 @@ from component.broken import broken
 from component.nixl.bare import decode, prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.complaints import INTERVAL_S
-from sglang.srt.disaggregation.delta.reader import MessageReader
+from sglang.srt.disaggregation.delta.logs import INTERVAL_S
+from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements, _refuse
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
 from sglang.srt.disaggregation.nixl import conn
-from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
-from sglang.srt.disaggregation.nixl_async.manager import _refuse
 
-LOGGER = "sglang.srt.disaggregation.delta.reader"
+LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 
 
 def registration(

@@ -11,10 +11,10 @@ import pytest
 from component.nixl.bare import ADDRESS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.watch import RoomWatch
+from sglang.srt.disaggregation.delta.decode.deferred_free import RoomWatch
+from sglang.srt.disaggregation.delta.wire import done, parse
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import TransferInfo, TransferStatus
-from sglang.srt.disaggregation.nixl_async.notifications import done, parse
 
 
 def after(*texts: bytes, writers: int = 1, expects_state: bool = False) -> Any:

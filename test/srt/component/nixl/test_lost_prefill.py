@@ -9,8 +9,8 @@ import pytest
 
 from component.nixl import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
-from sglang.srt.disaggregation.nixl_async.notifications import parse
 
 ROOM = 5
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from component.nixl.bare import ADDRESS, decode
-from sglang.srt.disaggregation.nixl_async.notifications import done
+from sglang.srt.disaggregation.delta.wire import done
 
 ROOM, SLOT = 7, 2
 LENGTHS = (64, 8)

@@ -15,7 +15,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import capability
-from sglang.srt.disaggregation.delta.common import DeltaBootstrapServer
+from sglang.srt.disaggregation.delta.manager import DeltaBootstrapServer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.disaggregation.delta.heads import heads_of
+from sglang.srt.disaggregation.delta.pages import heads_of
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 PAGES = 40

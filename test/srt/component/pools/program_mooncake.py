@@ -34,7 +34,7 @@ from component.pools.memory import (  # noqa: E402
     scattered,
     snapshot,
 )
-from sglang.srt.disaggregation.delta.heads import sources_of  # noqa: E402
+from sglang.srt.disaggregation.delta.pages import sources_of  # noqa: E402
 from sglang.srt.disaggregation.mooncake import conn  # noqa: E402
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (  # noqa: E402
     MooncakeTransferEngine,

@@ -28,7 +28,7 @@ from component.pools.memory import (  # noqa: E402
     snapshot,
 )
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
-from sglang.srt.disaggregation.delta.stats import STATS  # noqa: E402
+from sglang.srt.disaggregation.delta.metrics import STATS  # noqa: E402
 
 DONE = (KVPoll.Success, KVPoll.Success)
 PROMPT, PREFIX = 11, 4

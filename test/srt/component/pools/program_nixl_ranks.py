@@ -31,16 +31,18 @@ from component.pools.memory import (  # noqa: E402
     scattered,
     snapshot,
 )
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk  # noqa: E402
-from sglang.srt.disaggregation.async_transfer.interfaces import State  # noqa: E402
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats  # noqa: E402
-from sglang.srt.disaggregation.delta.heads import sources_of  # noqa: E402
+from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.layout import Layout  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.peers import Peers  # noqa: E402
+from sglang.srt.disaggregation.delta.pages import sources_of  # noqa: E402
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+    Chunk,  # noqa: E402
+    State,  # noqa: E402
+)
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
-from sglang.srt.disaggregation.nixl_async.backend import NixlBackend  # noqa: E402
-from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load  # noqa: E402
-from sglang.srt.disaggregation.nixl_async.descriptors import Costs, Form  # noqa: E402
-from sglang.srt.disaggregation.nixl_async.layout import Layout  # noqa: E402
-from sglang.srt.disaggregation.nixl_async.peers import Peers  # noqa: E402
 
 COSTS = {
     Form.RANGES: Costs(0.0, 0.0, 1.0, 1.0),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
-from sglang.srt.disaggregation.delta.heads import sources_of
+from sglang.srt.disaggregation.delta.pages import sources_of
 
 
 @pytest.mark.parametrize("prefill_size", [1, 2, 4, 8])

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk
-from sglang.srt.disaggregation.async_transfer.interfaces import State
-from sglang.srt.disaggregation.async_transfer.settings import Settings
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
-from sglang.srt.disaggregation.async_transfer.worker import Worker
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.config import Settings
+from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_worker import Worker
 
 
 class Clock:

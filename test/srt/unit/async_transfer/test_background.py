@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer import background
+from sglang.srt.disaggregation.delta.prefill.scheduler import transfer_pool
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="threads have numbers of their own on Linux"
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 _PROGRAM = """
 import ctypes, os, threading
-from sglang.srt.disaggregation.async_transfer.background import standing_back, stand_back
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import standing_back, stand_back
 
 libc = ctypes.CDLL(None)
 def native():  # as a library does: a thread that Python does not know
@@ -66,7 +66,7 @@ def test_a_worker() -> None:
     found = []
 
     def look() -> None:
-        background.stand_back()
+        transfer_pool.stand_back()
         found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)))
 
     thread = threading.Thread(target=look)

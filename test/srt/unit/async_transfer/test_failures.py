@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer import graveyard
-from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
-from sglang.srt.disaggregation.async_transfer.parcels import Parcel
-from sglang.srt.disaggregation.async_transfer.settings import Settings
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.config import Settings
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
+from sglang.srt.disaggregation.delta.prefill.scheduler.send_queue import Parcel
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import State, TransferError
 from unit.async_transfer.fakes import Bench
 
 
@@ -179,7 +179,7 @@ def test_nobody_believes_that_siblings_of_a_lost_connection_are_over() -> None:
 def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a worker that trips over one transfer again and again, and never looks at
     those behind it."""
-    monkeypatch.setattr(graveyard, "KEPT", [])
+    monkeypatch.setattr(send_queue, "KEPT", [])
     bench = Bench()
     bench.open(1, 2, 3)
     for room in (1, 2):

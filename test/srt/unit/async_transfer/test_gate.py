@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk
-from sglang.srt.disaggregation.async_transfer.interfaces import State
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.gate import RoomGate
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.gate import RoomGate
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
 from unit.async_transfer.fakes import Bench
 
 

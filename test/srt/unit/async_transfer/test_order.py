@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk
-from sglang.srt.disaggregation.async_transfer.interfaces import State
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
 from unit.async_transfer.fakes import Bench, Script
 
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer import graveyard
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
 from unit.async_transfer.fakes import Bench
 
 
@@ -117,7 +117,7 @@ def test_a_full_graveyard(
 ) -> None:
     """Guards against looking at ever more dead transfers, against releasing one that is under way,
     and against giving up without a word: its room is never said to be quiet."""
-    monkeypatch.setattr(graveyard, "KEPT", [])
+    monkeypatch.setattr(send_queue, "KEPT", [])
     bench = Bench(graveyard=2)
     bench.open(1, 2, 3)
     for room in (1, 2, 3):
@@ -126,7 +126,7 @@ def test_a_full_graveyard(
         bench.run(10)
     assert "peer-1 is given up" in caplog.text
     assert bench.worker.tables()["graveyard"] == 2
-    assert [bench.backend.handles[0]] == graveyard.KEPT
+    assert [bench.backend.handles[0]] == send_queue.KEPT
     bench.settle()
     assert bench.diary.of(1) == ["failed", "buried"] and bench.gate.busy == {1}
     assert bench.diary.of(2) == bench.diary.of(3) == ["failed", "buried", "quiet"]

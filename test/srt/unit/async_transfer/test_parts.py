@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.async_transfer import settings
-from sglang.srt.disaggregation.async_transfer.deadlines import Deadlines
-from sglang.srt.disaggregation.async_transfer.pace import SHORTEST_S, next_look
-from sglang.srt.disaggregation.async_transfer.settings import Settings, worker_of
+from sglang.srt.disaggregation.delta import config
+from sglang.srt.disaggregation.delta.config import Settings, worker_of
+from sglang.srt.disaggregation.delta.prefill.scheduler.send_queue import (
+    SHORTEST_S,
+    Deadlines,
+    next_look,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,33 +22,33 @@ from sglang.srt.disaggregation.async_transfer.settings import Settings, worker_o
 )
 def test_default_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int) -> None:
     """Guards against a default that is not SGLang's."""
-    for name in (settings.QUEUES, settings.THREADS):
+    for name in (config.QUEUES, config.THREADS):
         monkeypatch.delenv(name, raising=False)
-    made = settings.from_environment(cpus)
+    made = config.from_environment(cpus)
     assert (made.queues, made.threads) == (4, threads)
     assert made.workers == 4 * (threads // 4)
 
 
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against variables that are not read."""
-    monkeypatch.setenv(settings.QUEUES, "3")
-    monkeypatch.setenv(settings.THREADS, "7")
-    made = settings.from_environment()
+    monkeypatch.setenv(config.QUEUES, "3")
+    monkeypatch.setenv(config.THREADS, "7")
+    made = config.from_environment()
     assert (made.queues, made.threads, made.threads_per_queue, made.workers) == (3, 7, 2, 6)
 
 
 @pytest.mark.parametrize(
     ("queues", "threads", "named"),
     [
-        ("0", None, settings.QUEUES),
-        ("-1", None, settings.QUEUES),
-        ("four", None, settings.QUEUES),
-        ("1000000", "1000000", settings.QUEUES),
-        ("4", "0", settings.THREADS),
-        ("4", "", settings.THREADS),
-        ("4", "3", settings.THREADS),
-        ("4", "100000", settings.THREADS),
-        ("8", None, settings.THREADS),
+        ("0", None, config.QUEUES),
+        ("-1", None, config.QUEUES),
+        ("four", None, config.QUEUES),
+        ("1000000", "1000000", config.QUEUES),
+        ("4", "0", config.THREADS),
+        ("4", "", config.THREADS),
+        ("4", "3", config.THREADS),
+        ("4", "100000", config.THREADS),
+        ("8", None, config.THREADS),
     ],
 )
 def test_wrong_settings(
@@ -53,12 +56,12 @@ def test_wrong_settings(
 ) -> None:
     """Guards against a wrong count that is taken for another, or fails without its name (hazard
     47)."""
-    monkeypatch.setenv(settings.QUEUES, queues)
-    monkeypatch.delenv(settings.THREADS, raising=False)
+    monkeypatch.setenv(config.QUEUES, queues)
+    monkeypatch.delenv(config.THREADS, raising=False)
     if threads is not None:
-        monkeypatch.setenv(settings.THREADS, threads)
+        monkeypatch.setenv(config.THREADS, threads)
     with pytest.raises(ValueError, match=named):
-        settings.from_environment(2)
+        config.from_environment(2)
 
 
 @pytest.mark.parametrize("name", ["queues", "threads", "window", "quota", "graveyard"])
@@ -71,10 +74,10 @@ def test_nothing_may_be_zero(name: str) -> None:
 def test_log_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an interval that is not read, or refused without its name."""
     monkeypatch.delenv("SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", raising=False)
-    assert settings.log_seconds() == 60
+    assert config.log_seconds() == 60
     monkeypatch.setenv("SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "never")
     with pytest.raises(ValueError, match="TRANSFER_LOG_INTERVAL"):
-        settings.log_seconds()
+        config.log_seconds()
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 64, 2**32, 2**40])

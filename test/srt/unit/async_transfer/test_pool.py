@@ -9,16 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer import graveyard
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk
-from sglang.srt.disaggregation.async_transfer.interfaces import State
-from sglang.srt.disaggregation.async_transfer.pool import TransferPool
-from sglang.srt.disaggregation.async_transfer.settings import Settings, worker_of
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
-from sglang.srt.disaggregation.async_transfer.tickets import Tickets
-from sglang.srt.disaggregation.async_transfer.watchdog import Watchdog
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.delta.config import Settings, worker_of
+from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
+from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import TransferPool, Watchdog
 from unit.async_transfer.fakes import Diary, FakeGate, Handle, Script, ScriptedBackend
 
 #: No test waits so long unless it fails.
@@ -121,7 +117,7 @@ def test_stop_without_start() -> None:
 def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way
     (hazard 42); the requests are told."""
-    monkeypatch.setattr(graveyard, "KEPT", [])
+    monkeypatch.setattr(send_queue, "KEPT", [])
     backend = Quick()
     backend.held = True
     posted = threading.Event()
@@ -134,7 +130,7 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     threads.pool.stop(drain_s=0.0)
     assert threads.pool.alive() == 0
     assert threads.bell.failure(1)[0] is Reason.ABORTED
-    assert backend.handles == graveyard.KEPT and backend.released == 0
+    assert backend.handles == send_queue.KEPT and backend.released == 0
 
 
 def test_the_scheduler_never_waits_for_a_post() -> None:

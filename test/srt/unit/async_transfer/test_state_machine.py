@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang.srt.disaggregation.async_transfer.interfaces import State
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import State
 from unit.async_transfer.fakes import Bench, Handle
 
 ROOMS = st.integers(0, 5)

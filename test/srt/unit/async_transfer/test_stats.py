@@ -7,10 +7,14 @@ import logging
 import prometheus_client
 import pytest
 
-from sglang.srt.disaggregation.async_transfer.histogram import Histogram
-from sglang.srt.disaggregation.async_transfer.stats import GAUGES, HISTOGRAMS, AsyncTransferStats
-from sglang.srt.disaggregation.delta import harmless
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta import logs
+from sglang.srt.disaggregation.delta.metrics import (
+    GAUGES,
+    HISTOGRAMS,
+    AsyncTransferStats,
+    Histogram,
+    Reason,
+)
 from unit.async_transfer.fakes import Bench, Clock
 
 
@@ -120,7 +124,7 @@ def test_errors_of_the_telemetry_fail_nothing(
     def broken(*_: object) -> None:
         raise OSError("no space left on device")
 
-    harmless._complain_once.cache_clear()
+    logs._complain_once.cache_clear()
     bench = Bench()
     for histogram in bench.stats._histograms.values():
         monkeypatch.setattr(histogram, "add", broken)

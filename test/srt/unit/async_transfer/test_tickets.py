@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk
-from sglang.srt.disaggregation.async_transfer.tickets import Tickets
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk
 
 
 class Scene:

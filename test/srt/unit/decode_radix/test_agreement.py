@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.decode_radix import agreement
-from sglang.srt.disaggregation.decode_radix.agreement import Ballot, Offer, State, agree
-from sglang.srt.disaggregation.delta import ranks
+from sglang.srt.disaggregation.delta import rank_agreement
+from sglang.srt.disaggregation.delta.rank_agreement import Ballot, Offer, State, agree
 
 FIRST = Ballot([3, 3, 1], [Offer.SHARED + 64, Offer.SHARED + 32], 5, 7, 1000, 200)
 
@@ -24,7 +23,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ballot], None]:
         said.append(values)
         return [min(both) for both in zip(*said, strict=True)]
 
-    monkeypatch.setattr(agreement, "minimum", minimum)
+    monkeypatch.setattr(rank_agreement, "minimum", minimum)
 
     def say(ballot: Ballot) -> None:
         agree(ballot, None)
@@ -34,7 +33,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ballot], None]:
 
 def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a collective, or changed values, on a server with one rank."""
-    monkeypatch.setattr(ranks, "dist", SimpleNamespace(get_world_size=lambda group: 1))
+    monkeypatch.setattr(rank_agreement, "dist", SimpleNamespace(get_world_size=lambda group: 1))
     agreed = agree(FIRST, None)
     assert (agreed.states, agreed.offers) == ([3, 3, 1], [66, 34])
     assert (agreed.rows, agreed.slots, agreed.free, agreed.protected) == (5, 7, 1000, 200)

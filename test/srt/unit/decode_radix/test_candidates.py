@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.disaggregation.decode_radix import candidates as line
-from sglang.srt.disaggregation.decode_radix.agreement import Offer
-from sglang.srt.disaggregation.decode_radix.candidates import Candidate
-from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
-from sglang.srt.disaggregation.decode_radix.waiting import Refusal
+from sglang.srt.disaggregation.delta.decode import candidates as line
+from sglang.srt.disaggregation.delta.decode.candidates import Candidate
+from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease
+from sglang.srt.disaggregation.delta.decode.waiting import Refusal
+from sglang.srt.disaggregation.delta.rank_agreement import Offer
 
 HELD = 64
 

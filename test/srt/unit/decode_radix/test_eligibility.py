@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.disaggregation.decode_radix import eligibility
+from sglang.srt.disaggregation.delta.decode import eligibility
 
 FAKE_HOST = "2.2.2.2"
 

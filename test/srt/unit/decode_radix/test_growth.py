@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.decode_radix.admission import Claim, growth
-from sglang.srt.disaggregation.decode_radix.growth import GrowthSum, Track
+from sglang.srt.disaggregation.delta.decode.claims import Claim, GrowthSum, Track, growth
 
 COMES = st.tuples(st.integers(0, 300), st.integers(0, 500))
 EVENTS = st.lists(st.one_of(COMES, st.integers(0, 40)), max_size=60)
@@ -37,7 +36,7 @@ def test_a_step_looks_at_nobody() -> None:
     for number in range(1000):
         total.add(100 + number, 10_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang.srt.disaggregation.decode_radix.growth.page_ceil", None)
+        patch.setattr("sglang.srt.disaggregation.delta.decode.claims.page_ceil", None)
         for _ in range(100):
             total.step()
         assert total.total == 1000 * 512

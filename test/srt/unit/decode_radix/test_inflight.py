@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.disaggregation.decode_radix import inflight
+from sglang.srt.disaggregation.delta.decode import waiting
 
 WINDOW_ENV = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 WAIT_ENV = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT"
@@ -22,7 +22,7 @@ def key(ids: list[int], prefix: int = 0, window: int = 8, **changes: object) -> 
     """A key, with defaults."""
     node = changes.get("node", NODE)
     req = request(ids, changes.get("extra_key"))  # type: ignore[arg-type]
-    return inflight.prefix_key(str(changes.get("prefill", "p:1")), req, node, prefix, window)
+    return waiting.prefix_key(str(changes.get("prefill", "p:1")), req, node, prefix, window)
 
 
 def test_common_continuation_is_one_key() -> None:
@@ -68,7 +68,7 @@ def test_window_is_whole_pages(
     monkeypatch.delenv(WINDOW_ENV, raising=False)
     if text is not None:
         monkeypatch.setenv(WINDOW_ENV, text)
-    assert inflight.window_tokens(page) == tokens
+    assert waiting.window_tokens(page) == tokens
 
 
 def test_wrong_settings_name_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +76,9 @@ def test_wrong_settings_name_themselves(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(WINDOW_ENV, "few")
     monkeypatch.setenv(WAIT_ENV, "soon")
     with pytest.raises(ValueError, match=WINDOW_ENV):
-        inflight.window_tokens(16)
+        waiting.window_tokens(16)
     with pytest.raises(ValueError, match=WAIT_ENV):
-        inflight.wait_seconds()
+        waiting.wait_seconds()
 
 
 def test_arriving() -> None:
@@ -90,4 +90,4 @@ def test_arriving() -> None:
         SimpleNamespace(),
         SimpleNamespace(arriving_prefix=first),
     ]
-    assert inflight.arriving(queue) == {first}
+    assert waiting.arriving(queue) == {first}

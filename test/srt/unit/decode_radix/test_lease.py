@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.disaggregation.decode_radix.lease import PrefixLease
+from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease
 
 
 class CountingTree:

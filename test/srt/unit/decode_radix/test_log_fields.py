@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang.srt.disaggregation.decode_radix.scheduler import DecodeLineFields
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.delta.decode.scheduler import DecodeLineFields
+from sglang.srt.disaggregation.delta.metrics import STATS
 
 
 @pytest.fixture

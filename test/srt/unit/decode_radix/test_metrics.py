@@ -8,8 +8,8 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from sglang.srt.disaggregation.decode_radix import metrics
-from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
+from sglang.srt.disaggregation.delta.decode import scheduler as metrics
+from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
 
 LABELS = {"model_name": "m", "engine_type": "decode"}
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.disaggregation.decode_radix import waiting
-from sglang.srt.disaggregation.decode_radix.waiting import Refusal
+from sglang.srt.disaggregation.delta.decode import waiting
+from sglang.srt.disaggregation.delta.decode.waiting import Refusal
 
 
 @pytest.mark.parametrize("name", [waiting.TIMEOUT_ENV, waiting.LOG_ENV])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.disaggregation.delta import control, wire
-from sglang.srt.disaggregation.delta.common import DeltaManager
+from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 
 class Clock:

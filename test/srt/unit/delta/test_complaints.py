@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from sglang.srt.disaggregation.delta import complaints
-from sglang.srt.disaggregation.delta.complaints import INTERVAL_S, Complaints
+from sglang.srt.disaggregation.delta import logs
+from sglang.srt.disaggregation.delta.logs import INTERVAL_S, Complaints
 from unit.delta.fakes import Clock
 
 LOGGER = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ def test_a_stranger_with_many_names(caplog: pytest.LogCaptureFixture) -> None:
     made.about("a:1", "real")
     for number in range(10_000):
         made.about(f"{number}:1", "noise")
-    assert len(caplog.records) == complaints._REMEMBERED_PEERS + 1
-    assert len(made._last) <= complaints._REMEMBERED_PEERS + 1
+    assert len(caplog.records) == logs._REMEMBERED_PEERS + 1
+    assert len(made._last) <= logs._REMEMBERED_PEERS + 1
     clock.now += INTERVAL_S
     made.about("a:1", "real again")
     assert caplog.records[-1].getMessage().endswith("a:1: real again")

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.disaggregation.delta import deadlines
+from sglang.srt.disaggregation.delta import config
 
 NAMES = {
-    "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": (deadlines.quarantine_seconds, 60.0),
-    "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT": (deadlines.transfer_seconds, 120.0),
-    "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT": (deadlines.claim_seconds, 30.0),
-    "SGLANG_DISAGGREGATION_PEER_TIMEOUT": (deadlines.peer_seconds, 120.0),
-    "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": (deadlines.handshake_seconds, 5.0),
+    "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": (config.quarantine_seconds, 60.0),
+    "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT": (config.transfer_seconds, 120.0),
+    "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT": (config.claim_seconds, 30.0),
+    "SGLANG_DISAGGREGATION_PEER_TIMEOUT": (config.peer_seconds, 120.0),
+    "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": (config.handshake_seconds, 5.0),
 }
 CASES = [(name, *what) for name, what in NAMES.items()]
 

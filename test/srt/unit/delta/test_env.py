@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.disaggregation.delta.env import env_int, env_seconds
+from sglang.srt.disaggregation.delta.config import env_int, env_seconds
 
 NAME = "SGLANG_DISAGGREGATION_TEST_VALUE"
 

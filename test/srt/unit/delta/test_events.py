@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.delta import events
+from sglang.srt.disaggregation.delta import event_log
 
-ADMITTED = events.Admitted(
+ADMITTED = event_log.Admitted(
     at=12.5, room=None, rid="r1", prompt_tokens=40, prefix_tokens=32, pages=[7]
 )
-SENT = events.Sent(
+SENT = event_log.Sent(
     at=13.0, room=5, peer="agent", source_pages=[1, 2], destination_pages=[8, 9], bytes=64
 )
 
@@ -22,28 +22,28 @@ SENT = events.Sent(
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """The log of a process is opened once; each test is a process of its own here."""
-    events.event_log.cache_clear()
+    event_log.event_log.cache_clear()
     yield
-    events.event_log.cache_clear()
+    event_log.event_log.cache_clear()
 
 
 @pytest.mark.parametrize("value", [None, ""])
 def test_off_by_default(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     """Guards against a log that nobody asked for."""
     if value is None:
-        monkeypatch.delenv(events.ENV, raising=False)
+        monkeypatch.delenv(event_log.ENV, raising=False)
     else:
-        monkeypatch.setenv(events.ENV, value)
-    assert events.event_log("decode") is None
+        monkeypatch.setenv(event_log.ENV, value)
+    assert event_log.event_log("decode") is None
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against lines that are buffered when a server is killed, or that do not say what they
     are; and against both sides writing to one file."""
-    monkeypatch.setenv(events.ENV, str(tmp_path / "log"))
-    decode, prefill = events.event_log("decode"), events.event_log("prefill")
+    monkeypatch.setenv(event_log.ENV, str(tmp_path / "log"))
+    decode, prefill = event_log.event_log("decode"), event_log.event_log("prefill")
     assert decode is not None and prefill is not None and decode is not prefill
-    assert events.event_log("decode") is decode
+    assert event_log.event_log("decode") is decode
     decode.write(ADMITTED)
     decode.write(ADMITTED)
     prefill.write(SENT)
@@ -66,11 +66,11 @@ def test_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_appends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a restarted server with the same process id that erases what was logged."""
-    monkeypatch.setenv(events.ENV, str(tmp_path))
+    monkeypatch.setenv(event_log.ENV, str(tmp_path))
     for _ in range(2):
-        log = events.event_log("prefill")
+        log = event_log.event_log("prefill")
         assert log is not None
         log.write(SENT)
-        events.event_log.cache_clear()
+        event_log.event_log.cache_clear()
     (file,) = tmp_path.iterdir()
     assert len(file.read_bytes().splitlines()) == 2

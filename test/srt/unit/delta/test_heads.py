@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.heads import (
+from sglang.srt.disaggregation.delta.pages import (
     HeadSlice,
     heads_of,
     plan_heads,

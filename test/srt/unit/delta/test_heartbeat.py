@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.disaggregation.delta.heartbeat import Heartbeat, Look, Sign
+from sglang.srt.disaggregation.delta.decode.prefill_connections import Heartbeat, Look, Sign
 
 ALIVE, SILENT, GONE = (Look(sign) for sign in (Sign.ALIVE, Sign.SILENT, Sign.GONE))
 Lost = list[tuple[str, bool, str]]

@@ -10,10 +10,9 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.listeners import Listeners
-from sglang.srt.disaggregation.delta.prefill_rooms import PrefillRooms
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.listeners import Listeners
+from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
 from unit.delta.fakes import Clock, Manager, Sockets, announcement
 
 ROOM = 7

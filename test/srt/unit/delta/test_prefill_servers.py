@@ -10,11 +10,12 @@ import pytest
 import requests
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability, control, prefill_servers
+from sglang.srt.disaggregation.delta import capability, control
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.heartbeat import Look, Sign
-from sglang.srt.disaggregation.delta.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.decode import prefill_servers
+from sglang.srt.disaggregation.delta.decode.prefill_connections import Look, Sign
+from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.delta.fakes import Manager, Sockets
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7

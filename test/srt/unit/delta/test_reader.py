@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang.srt.disaggregation.delta.reader import (
+from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     check_announcement,
     check_registration,

@@ -9,7 +9,7 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.delta.test_prefill_servers import ADDRESS, RANKS, ROOM, Side
 
 

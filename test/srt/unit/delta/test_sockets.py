@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from sglang.srt.disaggregation.delta import control, sockets
-from sglang.srt.disaggregation.delta.sockets import PeerSockets
+from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta.control import PeerSockets
 
 PONG = control.Pong("127.0.0.1:1", True)
 
@@ -141,7 +141,7 @@ def test_dropping_another_peer_changes_nothing(made: PeerSockets, pull: Any) -> 
 def test_many_addresses(made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull: Any) -> None:
     """Every peer names its own address, and restarted ones have new ones. Guards against running
     out of sockets, after which nobody can be answered; one in use stays."""
-    monkeypatch.setattr(sockets, "_MAX_SOCKETS", 8)
+    monkeypatch.setattr(control, "_MAX_SOCKETS", 8)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
     for number in range(200):
         made.send("127.0.0.1", port, control.Pong(str(number), True))

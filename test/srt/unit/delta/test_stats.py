@@ -7,12 +7,12 @@ import threading
 import prometheus_client
 import pytest
 
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.stats import (
+from sglang.srt.disaggregation.delta.metrics import (
     COUNTERS,
     DECODE_COUNTERS,
     FAILURES,
     PREFILL_COUNTERS,
+    Reason,
     TransferStats,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.disaggregation.delta.watch import RoomWatch
+from sglang.srt.disaggregation.delta.decode.deferred_free import RoomWatch
 from unit.delta.fakes import Manager, Progress
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from component.nixl import bare
-from sglang.srt.disaggregation.async_transfer.pool import TransferPool
-from sglang.srt.disaggregation.async_transfer.settings import Settings
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control, wire
+from sglang.srt.disaggregation.delta.config import Settings
+from sglang.srt.disaggregation.delta.nixl import endpoints, manager
+from sglang.srt.disaggregation.delta.nixl import layout as layout_module
+from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
-from sglang.srt.disaggregation.nixl_async import endpoints, manager
-from sglang.srt.disaggregation.nixl_async import layout as layout_module
-from sglang.srt.disaggregation.nixl_async.announcements import NixlAnnouncements
 from unit.async_transfer.fakes import Clock
 from unit.nixl_async.fakes import FakeAgent
 from unit.nixl_async.sides import Side, manager_of

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.disaggregation.async_transfer.chunk import Chunk
-from sglang.srt.disaggregation.async_transfer.interfaces import State
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
-from sglang.srt.disaggregation.delta.heads import heads_of, sources_of
-from sglang.srt.disaggregation.nixl_async.backend import NixlBackend
-from sglang.srt.disaggregation.nixl_async.chunks import Destination, Load
-from sglang.srt.disaggregation.nixl_async.layout import Layout
-from sglang.srt.disaggregation.nixl_async.peers import Peers
+from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
+from sglang.srt.disaggregation.delta.nixl.peers import Peers
+from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
 from unit.nixl_async.fakes import FakeAgent, Memory
 
 PAGE, LAYERS = 4, 2

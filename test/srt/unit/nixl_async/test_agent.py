@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.nixl_async import agent as agent_module
-from sglang.srt.disaggregation.nixl_async.agent import PROGRESS_DELAY, attuned
+from sglang.srt.disaggregation.delta.nixl import agent as agent_module
+from sglang.srt.disaggregation.delta.nixl.agent import PROGRESS_DELAY, attuned
 
 RW = object()
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.delta.stats import STATS
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.nixl import backend, descriptors, layout
+from sglang.srt.disaggregation.delta.nixl.descriptors import Form
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
-from sglang.srt.disaggregation.nixl_async import backend, descriptors, layout, notifications
-from sglang.srt.disaggregation.nixl_async.descriptors import Form
-from sglang.srt.disaggregation.nixl_async.notifications import parse
 from unit.nixl_async.sides import PAGE, ROOM, WRITER, Bench, Side
 
 #: Pages of prefill and of decode: none, one, neighbours on both sides, on one, and in any order.
@@ -308,7 +308,7 @@ def test_metadata_in_the_note(monkeypatch: pytest.MonkeyPatch, pages: str, has_s
 
 def test_metadata_that_are_too_much_for_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against hidden states of some models in a message that is made for a few kilobytes."""
-    monkeypatch.setattr(notifications, "MOST_METADATA", 10)
+    monkeypatch.setattr(wire, "MOST_METADATA", 10)
     bench = Bench()
     made = bench.chunk(pages=[1], to=[3], in_note=True)
     posted = bench.post(made)

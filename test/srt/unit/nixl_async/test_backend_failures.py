@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer.interfaces import State, TransferError
-from sglang.srt.disaggregation.delta import accounting
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.nixl_async import backend
-from sglang.srt.disaggregation.nixl_async.descriptors import Form
+from sglang.srt.disaggregation.delta import event_log
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl import backend
+from sglang.srt.disaggregation.delta.nixl.descriptors import Form
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import State, TransferError
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.sides import Bench
 
@@ -246,7 +246,7 @@ def test_an_event_log_that_raises(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         asked.append(side)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(accounting, "event_log", full_disk)
+    monkeypatch.setattr(event_log, "event_log", full_disk)
     posted, raised = post(bench)
     assert raised is None and len(posted) == 3
     bench.finish(posted)

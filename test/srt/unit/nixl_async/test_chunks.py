@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang.srt.disaggregation.delta.nixl.chunks import load
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
-from sglang.srt.disaggregation.nixl_async.chunks import load
 from unit.delta.fakes import announcement
 
 

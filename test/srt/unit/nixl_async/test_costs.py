@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.disaggregation.nixl_async import descriptors
-from sglang.srt.disaggregation.nixl_async.manager import COSTS
+from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl.manager import COSTS
 from unit.nixl_async.prefill_rank import PrefillRank
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.nixl_async.descriptors import (
+from sglang.srt.disaggregation.delta.nixl.descriptors import (
     Costs,
     Form,
     Heads,

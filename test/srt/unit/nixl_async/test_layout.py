@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.async_transfer.interfaces import TransferError
-from sglang.srt.disaggregation.delta.failures import Reason
-from sglang.srt.disaggregation.nixl_async.layout import UNKNOWN_SLOTS, Layout, Pair
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl.layout import UNKNOWN_SLOTS, Layout, Pair
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
 from unit.nixl_async.sides import KEY_BYTES, METADATA, PAGE, STATE, VALUE_BYTES, Side, manager_of
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.nixl_async.notifications import (
+from sglang.srt.disaggregation.delta.wire import (
     MOST_METADATA,
     Notification,
     done,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.nixl_async.notifications import parse
+from sglang.srt.disaggregation.delta.wire import parse
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank, failure_of
 from unit.nixl_async.sides import PAGE

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from sglang.srt.disaggregation.nixl_async import requirements
-from sglang.srt.disaggregation.nixl_async.requirements import NEEDED, obstacle
+from sglang.srt.disaggregation.delta.nixl import requirements
+from sglang.srt.disaggregation.delta.nixl.requirements import NEEDED, obstacle
 
 ROOT = Path(__file__).parents[4]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.failures import Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.prefill_rank import ENDS, TRANSFER_TIMEOUT_S, PrefillRank, failure_of
 

@@ -12,7 +12,7 @@ import logging
 import msgspec
 import requests
 
-from sglang.srt.disaggregation.delta import control, deadlines
+from sglang.srt.disaggregation.delta import config, control
 from sglang.srt.disaggregation.delta.wire import VERSION
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
     """
     try:
         response = requests.get(
-            f"http://{bootstrap_addr}{ROUTE}", timeout=deadlines.handshake_seconds()
+            f"http://{bootstrap_addr}{ROUTE}", timeout=config.handshake_seconds()
         )
     except requests.RequestException as error:
         logger.error(

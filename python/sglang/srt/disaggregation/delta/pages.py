@@ -3,13 +3,26 @@
 A prompt of ``length`` tokens lies in ``page_count(length)`` pages, of which only the last may be
 partly filled. The decode server holds the first ``prefix`` tokens, a whole number of pages, so
 that both sides cut the prompt at the same place; the *delta* is every page after it.
+
+Which KV heads a prefill rank sends to a decode rank of another tensor parallel size, and where.
+
+A rank keeps ``total // size`` KV heads of every token, or one where there are fewer heads than
+ranks: then several ranks hold a replica of the same head. SGLang connects each decode rank to the
+prefill ranks of its share: one prefill rank serves ``decode size // prefill size`` decode ranks,
+or ``prefill size // decode size`` of them serve one decode rank. All that are connected report
+completion, so every one has to be told what to send, also where that is nothing.
+
+Pure functions over numbers: nothing here knows an engine or a transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 
 def page_floor(tokens: int, page: int) -> int:
@@ -97,3 +110,163 @@ def plan_delta(
                 f"{prefix} tokens"
             )
     return DeltaPlan(prefix, left)
+
+
+#: Memory addresses, 1-D. Unsigned, since an address may be 2**63 or more.
+Addresses = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """What one prefill rank sends of every token to one decode rank, in heads."""
+
+    #: First head to send, counted from the first that the prefill rank holds.
+    source_start: int
+    #: Where it goes, counted from the first head that the decode rank holds.
+    destination_start: int
+    #: Heads to send; 0 where another replica sends them.
+    count: int
+
+
+def heads_of(rank: int, size: int, total: int) -> range:
+    """The KV heads that ``rank`` of ``size`` holds, of ``total`` in the model.
+
+    Raises:
+        ValueError: there is no such rank, or the heads cannot be laid out evenly over the ranks.
+    """
+    if total < 1 or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size} cannot hold any of {total} KV heads")
+    if max(total, size) % min(total, size):
+        raise ValueError(f"{total} KV heads cannot be laid out evenly over {size} ranks")
+    first = rank * total // size
+    return range(first, first + max(1, total // size))
+
+
+def sources_of(destination_rank: int, source_size: int, destination_size: int) -> range:
+    """The prefill ranks that SGLang connects to a decode rank; each of them reports completion.
+
+    Raises:
+        ValueError: neither size divides the other, so that SGLang's mapping leaves ranks out.
+    """
+    small, large = sorted((source_size, destination_size))
+    if small < 1 or large % small:
+        raise ValueError(
+            f"prefill ranks ({source_size}) and decode ranks ({destination_size}): one number "
+            f"has to be a multiple of the other"
+        )
+    first = destination_rank * source_size // destination_size
+    return range(first, first + max(1, source_size // destination_size))
+
+
+def plan_heads(
+    source_rank: int, source_size: int, destination_rank: int, destination_size: int, total: int
+) -> HeadSlice:
+    """What a prefill rank sends of every token to a decode rank that SGLang connected it to.
+
+    Over all prefill ranks of one decode rank, each of its heads is sent exactly once: of replicas,
+    the lowest connected rank sends.
+
+    Raises:
+        ValueError: the ranks are not connected, or ``heads_of`` or ``sources_of`` refuse the
+            numbers.
+    """
+    ours = heads_of(source_rank, source_size, total)
+    theirs = heads_of(destination_rank, destination_size, total)
+    sources = sources_of(destination_rank, source_size, destination_size)
+    if source_rank not in sources:
+        raise ValueError(
+            f"prefill rank {source_rank} of {source_size} is not connected to decode rank "
+            f"{destination_rank} of {destination_size}"
+        )
+    first, end = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+    # Replicas are neighbours: ranks hold ranges that are equal or apart, in order.
+    before = source_rank - 1
+    if before in sources and heads_of(before, source_size, total) == ours:
+        end = first
+    return HeadSlice(first - ours.start, first - theirs.start, end - first)
+
+
+def token_lens(
+    *, page: int, source_item_len: int, destination_item_len: int, head_bytes: int, plan: HeadSlice
+) -> tuple[int, int]:
+    """Bytes of a token in a buffer on either side, from those of a page of ``page`` tokens.
+
+    Raises:
+        ValueError: the slice does not fit into a token.
+    """
+    source_token, destination_token = source_item_len // page, destination_item_len // page
+    sides = (
+        ("prefill", plan.source_start, source_token, source_item_len),
+        ("decode", plan.destination_start, destination_token, destination_item_len),
+    )
+    for side, start, token, item_len in sides:
+        if token * page != item_len or (start + plan.count) * head_bytes > token:
+            raise ValueError(
+                f"heads {start} to {start + plan.count} of {head_bytes} bytes do not fit into "
+                f"{side}'s pages of {page} tokens and {item_len} bytes"
+            )
+    return source_token, destination_token
+
+
+def slice_descriptors(
+    source_bases: Sequence[int],
+    destination_bases: Sequence[int],
+    source_pages: npt.NDArray[np.integer],
+    destination_pages: npt.NDArray[np.integer],
+    *,
+    page: int,
+    source_item_len: int,
+    destination_item_len: int,
+    head_bytes: int,
+    plan: HeadSlice,
+) -> tuple[Addresses, Addresses, int]:
+    """Source addresses, destination addresses, and the bytes of each run.
+
+    ``source_bases`` and ``destination_bases`` are the addresses of the same buffers (K or V of a
+    layer) on either side, in one order; an ``item_len`` is the bytes of a page of ``page`` tokens
+    in each of them, and ``head_bytes`` those of one head of one token. The runs are ordered by
+    buffer, then page, then token: one for each token, or for each page where whole tokens are
+    moved. No pages, or a plan of no heads, gives no runs.
+
+    Raises:
+        ValueError: buffers or pages differ in number, or the slice does not fit into a token.
+    """
+    if len(source_bases) != len(destination_bases) or len(source_pages) != len(destination_pages):
+        raise ValueError(
+            f"{len(source_bases)} buffers and {len(source_pages)} pages cannot be moved to "
+            f"{len(destination_bases)} buffers and {len(destination_pages)} pages"
+        )
+    length = plan.count * head_bytes
+    source_token, destination_token = token_lens(
+        page=page,
+        source_item_len=source_item_len,
+        destination_item_len=destination_item_len,
+        head_bytes=head_bytes,
+        plan=plan,
+    )
+    runs = page if plan.count else 0
+    if length == source_token == destination_token:
+        runs, length = 1, length * page
+    tokens = np.arange(runs, dtype=np.uint64)
+    return (
+        _addresses(source_bases, source_pages, source_item_len, tokens * np.uint64(source_token))
+        + np.uint64(plan.source_start * head_bytes),
+        _addresses(
+            destination_bases,
+            destination_pages,
+            destination_item_len,
+            tokens * np.uint64(destination_token),
+        )
+        + np.uint64(plan.destination_start * head_bytes),
+        length,
+    )
+
+
+def _addresses(
+    bases: Sequence[int], pages: npt.NDArray[np.integer], item_len: int, offsets: Addresses
+) -> Addresses:
+    """``base + page * item_len + offset`` for all of them, in that order of nesting, 1-D."""
+    of_buffer = np.array(bases, dtype=np.uint64)[:, None, None]
+    of_page = pages.astype(np.uint64)[None, :, None] * np.uint64(item_len)
+    flat: Addresses = (of_buffer + of_page + offsets[None, None, :]).reshape(-1)
+    return flat

@@ -4,6 +4,21 @@ SGLang's message is a multipart of eight positional frames, and a stock prefill 
 them. Ours is one more frame: a magic, then a msgpack map with named fields, so that fields can be
 added without breaking a peer. A changed *meaning* raises ``VERSION``, and a peer that speaks
 another version fails the room with an error that says so.
+
+Notifications that follow NIXL transfers, from prefill to decode.
+
+Decode ranks that take metadata in a note get one for each room and writer, when everything else of
+the room is in their memory: a *writer* is a number that no other prefill rank of the room has.
+
+    <room>_done_<writer>_<metadata>      a msgpack list of bytes, one for each metadata buffer
+
+All others get stock SGLang's, with one change: stock names only the pipeline stage of the sender,
+ours the writer. Where several ranks write for one decode rank (tensor parallelism), the first one
+to finish would otherwise count for all. A stock decode server reads both alike.
+
+    <room>_kv_<chunk>_<is last>_<writer>
+    <room>_aux_<writer>          stock: <room>_aux
+    <room>_state_<writer>
 """
 
 from __future__ import annotations
@@ -92,3 +107,73 @@ def later_prefix_len(frames: Sequence[bytes]) -> int | None:
     if not raw.isdigit() or len(raw) > _MAX_DIGITS:
         raise ValueError(f"its ninth frame, {raw[:40]!r}, is no prefix length")
     return int(raw)
+
+
+#: Bytes of metadata that go into a note; more are written into decode's slot. (A model that sends
+#: hidden states may have more; without them they are 1,728.)
+MOST_METADATA = 1 << 15
+_MOST_PARTS = 64
+_METADATA: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
+
+
+class Notification(msgspec.Struct, frozen=True):
+    """One parsed notification; ``writer`` is None in a stock prefill's ``aux``."""
+
+    room: int
+    kind: str
+    chunk: int = 0
+    is_last: bool = False
+    writer: int | None = None
+    #: With ``done``: what belongs into the room's metadata slot, buffer by buffer.
+    metadata: tuple[bytes, ...] = ()
+
+
+def done(room: int, writer: int, metadata: Sequence[bytes]) -> bytes:
+    """The note that completes ``room`` for one writer."""
+    return f"{room}_done_{writer}_".encode() + msgspec.msgpack.encode(list(metadata))
+
+
+def from_writer(text: str, writer: int) -> str:
+    """The stock notification ``text``, as the one of ``writer``."""
+    note = parse(text.encode())
+    if note.kind == "kv":
+        return f"{note.room}_kv_{note.chunk}_{int(note.is_last)}_{writer}"
+    return f"{note.room}_{note.kind}_{writer}"
+
+
+def parse(raw: bytes) -> Notification:
+    """Parse one notification.
+
+    Raises:
+        ValueError: it has none of the known forms.
+    """
+    head, mark, rest = raw.partition(b"_done_")
+    if mark:
+        return _parse_done(head, rest)
+    text = raw.decode("ascii")
+    room, kind, *numbers = text.split("_")
+    fields = [int(number) for number in numbers]
+    if min([int(room), *fields]) < 0:
+        raise ValueError(f"negative numbers in NIXL notification {text[:80]!r}")
+    if kind == "kv" and 2 <= len(fields) <= 3 and fields[1] <= 1:
+        writer = fields[2] if len(fields) == 3 else 0
+        return Notification(int(room), kind, fields[0], bool(fields[1]), writer)
+    if kind == "aux" and len(fields) <= 1:
+        return Notification(int(room), kind, writer=fields[0] if fields else None)
+    if kind == "state" and len(fields) <= 1:
+        return Notification(int(room), kind, writer=fields[0] if fields else 0)
+    raise ValueError(f"unknown NIXL notification {text[:80]!r}")
+
+
+def _parse_done(room: bytes, rest: bytes) -> Notification:
+    writer, _, content = rest.partition(b"_")
+    numbers = int(room.decode("ascii")), int(writer.decode("ascii"))
+    if min(numbers) < 0:
+        raise ValueError("negative numbers in a NIXL notification")
+    if len(content) > MOST_METADATA + 8 * _MOST_PARTS:
+        raise ValueError(f"{len(content)} bytes of metadata in a NIXL notification")
+    try:
+        metadata = tuple(_METADATA.decode(content))
+    except msgspec.DecodeError as error:
+        raise ValueError(f"unreadable metadata in a NIXL notification: {error}") from error
+    return Notification(numbers[0], "done", writer=numbers[1], metadata=metadata)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.disaggregation.delta.env import env_seconds
+from sglang.srt.disaggregation.delta.config import env_seconds
 
 READ_ENV = "SGLANG_HICACHE_BUFFER_READ_TIMEOUT"
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.disaggregation.delta.env import env_int, env_seconds
+from sglang.srt.disaggregation.delta.config import env_int, env_seconds
 from sglang.srt.mem_cache.store_parts.health import Health
 from sglang.srt.mem_cache.store_parts.parts import leading
 from sglang.srt.mem_cache.store_parts.worker import CallThreads

@@ -1,0 +1,441 @@
+"""The token budget of decode admission: pure arithmetic, all results in tokens of whole pages.
+
+Stock reserves ``--num-reserved-decode-tokens`` (512 by default) for every request in sight. With a
+pool full of shared prefixes that reserve, and not the KV, decides how many requests run. Here a
+*running* request reserves what it can still generate, at most that number. One that does not run
+yet reserves half of it: the requests of a steady stream are half-way through their answers on
+average. If too many were let in, the youngest is retracted: its KV goes to the CPU and back, and no
+work is lost.
+
+What running requests may still need, as a sum that each step brings up to date: pure arithmetic.
+
+All requests of a decode batch grow by one token a step, so a step needs no look at any of them: of
+those that have filled their last page, each opens a new one, and how many these are was counted
+when they came.
+
+What admitted requests hold and may still need, as sums with one owner.
+
+A request is entered when it gets its pages and leaves when SGLang's release reaches the tree. In
+between it is told of: its prompt is shared, it begins to run, its transfer is given up. So
+admission asks for a number where it would have to walk all requests and their paths in the tree.
+``invariants.claims_problems`` walks them, and compares.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Container
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One request's claim on the pool: ``allocated`` tokens now, ``final`` when it has ended."""
+
+    allocated: int
+    final: int
+
+
+class PoolState(NamedTuple):
+    """The pool in tokens: ``free`` counts the evictable, ``reserved`` is promised."""
+
+    free: int
+    protected: int
+    reserved: int
+
+
+def growth(claim: Claim, cap: int, page: int) -> int:
+    """New pages, in tokens, that the next ``cap`` generated tokens of a request can need."""
+    upto = min(max(claim.final, claim.allocated), claim.allocated + cap)
+    return page_ceil(upto, page) - page_ceil(claim.allocated, page)
+
+
+def entering(claim: Claim) -> Claim:
+    """The claim of a request that does not run yet: half of what it may still generate."""
+    return Claim(claim.allocated, claim.allocated + (claim.final - claim.allocated + 1) // 2)
+
+
+def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
+    """What admitting one request takes: its delta pages and its own reserve.
+
+    ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
+    lease); ``claim.allocated`` tokens must be there to start.
+    """
+    return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)
+
+
+class Track(NamedTuple):
+    """A value that grows by one a step: ``start`` + steps, up to ``limit``."""
+
+    start: int
+    limit: int
+
+
+class CeilSum:
+    """The sum of values in whole pages, each of which grows as its ``Track`` says."""
+
+    def __init__(self, page: int) -> None:
+        self._page = page
+        self._steps = 0
+        #: Tokens of whole pages.
+        self.total = 0
+        #: Of the values that still grow, how many have a start with this remainder.
+        self._growing = [0] * page
+        #: Those that will have reached their limit after so many steps, likewise.
+        self._ending: defaultdict[int, Counter[int]] = defaultdict(Counter)
+
+    def add(self, track: Track) -> None:
+        """Count a value from now on."""
+        self._count(track, 1)
+
+    def remove(self, track: Track) -> None:
+        """Count it no longer."""
+        self._count(track, -1)
+
+    def _count(self, track: Track, by: int) -> None:
+        start, limit = track
+        self.total += by * page_ceil(min(start + self._steps, limit), self._page)
+        if start + self._steps < limit:
+            self._growing[start % self._page] += by
+            self._ending[limit - start][start % self._page] += by
+
+    def step(self) -> None:
+        """Every value grows."""
+        self.total += self._page * self._growing[-self._steps % self._page]
+        self._steps += 1
+        for remainder, count in self._ending.pop(self._steps, Counter()).items():
+            self._growing[remainder] -= count
+
+
+class GrowthSum:
+    """The sum of ``admission.growth`` over running requests, for one ``cap`` and ``page``."""
+
+    def __init__(self, cap: int, page: int) -> None:
+        self._cap = cap
+        self.steps = 0
+        self._now, self._then = CeilSum(page), CeilSum(page)
+
+    @property
+    def total(self) -> int:
+        """New pages, in tokens, that all of them can need within their next ``cap`` tokens."""
+        return self._then.total - self._now.total
+
+    def add(self, allocated: int, final: int) -> Track:
+        """Count a request that has ``allocated`` tokens now and ends with ``final``."""
+        track = Track(allocated - self.steps, max(final, allocated))
+        self._now.add(track)
+        self._then.add(self._ahead(track))
+        return track
+
+    def remove(self, track: Track) -> None:
+        """The request with this track ended."""
+        self._now.remove(track)
+        self._then.remove(self._ahead(track))
+
+    def step(self) -> None:
+        """Every request has one token more."""
+        self.steps += 1
+        self._now.step()
+        self._then.step()
+
+    def _ahead(self, track: Track) -> Track:
+        return Track(track.start + self._cap, track.limit)
+
+
+class Stage(Enum):
+    """What a request that holds pages does."""
+
+    #: It is in transfer or waits for a place in the batch, and cannot be retracted.
+    ENTERING = auto()
+    RUNNING = auto()
+    #: It was given up; prefill may still write to its pages. It needs no more than them.
+    HELD = auto()
+
+
+@dataclass(eq=False)
+class Holding:
+    """One request's part of the sums. Tokens of whole pages, except ``allocated``."""
+
+    req: Any
+    #: The deepest tree node that it shares.
+    node: Any
+    shared: int
+    allocated: int
+    stage: Stage
+    #: What it reserves until it runs; and then its track in the sum of those that run.
+    reserved: int = 0
+    track: Track | None = None
+    #: What it takes to end: beyond what it holds where it does not run yet, in all where it runs.
+    need: int = 0
+
+    def private(self, page: int) -> int:
+        """What it holds outside the tree while it does not run."""
+        return page_ceil(self.allocated, page) - self.shared
+
+
+class Needs:
+    """Needs in order, the largest found at once."""
+
+    def __init__(self) -> None:
+        self._ordered: list[tuple[int, int]] = []
+
+    def add(self, holding: Holding) -> None:
+        """Count a holding's need."""
+        insort(self._ordered, (holding.need, id(holding.req)))
+
+    def remove(self, holding: Holding) -> None:
+        """Count it no longer."""
+        del self._ordered[bisect_left(self._ordered, (holding.need, id(holding.req)))]
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    @property
+    def largest(self) -> int:
+        """The largest need; 0 where there is none."""
+        return self._ordered[-1][0] if self._ordered else 0
+
+    def above(self, limit: int) -> list[int]:
+        """The ids of the requests that need more than ``limit``, the neediest last."""
+        at = bisect_left(self._ordered, (limit + 1, -1))
+        return [number for _, number in self._ordered[at:]]
+
+
+class Claims:
+    """The claims on one decode pool. ``cap``: what a running request reserves at most, tokens."""
+
+    def __init__(self, cap: int, page: int) -> None:
+        self.cap, self.page = cap, page
+        #: The cap of a request that does not run yet; at least a page, like the flag itself.
+        self.entry_cap = max(cap // 2, page)
+        #: By the id of the request, which the holding keeps alive.
+        self._holdings: dict[int, Holding] = {}
+        self._running: dict[int, Holding] = {}
+        self._growth = GrowthSum(cap, page)
+        self._entering = 0
+        self._entering_needs, self._running_needs = Needs(), Needs()
+        #: When requests will have generated more than was expected of them.
+        self._outgrow: list[tuple[int, int]] = []
+        #: How many requests that do not run share a tree node, by its id; and their tokens.
+        self._pins: dict[int, int] = {}
+        self._pinned = 0
+        #: A running request that could not end when that was asked last.
+        self._witness: Holding | None = None
+
+    # ---- what happens to a request ----
+
+    def entered(self, req: Any, node: Any, shared: int, allocated: int) -> None:
+        """``req`` holds ``allocated`` tokens; the tree shares ``shared`` of them, to ``node``."""
+        holding = Holding(req, node, shared, allocated, Stage.ENTERING)
+        claim = entering(Claim(allocated, final_length(req)))
+        holding.reserved = growth(claim, self.entry_cap, self.page)
+        whole = page_ceil(allocated, self.page)
+        holding.need = page_ceil(expected_length(req, allocated), self.page) - whole
+        self._holdings[id(req)] = holding
+        self._entering += holding.reserved
+        self._entering_needs.add(holding)
+        self._pin(holding)
+
+    def shared(self, req: Any) -> None:
+        """The tree shares more of ``req`` than before, if it holds anything."""
+        holding = self._holdings.get(id(req))
+        if holding is None or holding.stage is Stage.RUNNING:
+            return
+        self._unpin(holding)
+        holding.node, holding.shared = req.last_node, req.cache_protected_len
+        self._pin(holding)
+
+    def started(self, req: Any) -> None:
+        """``req`` runs from the next decode step on."""
+        holding = self._holdings[id(req)]
+        self._no_longer_entering(holding)
+        self._unpin(holding)
+        self.catch_up()
+        holding.stage = Stage.RUNNING
+        holding.track = self._growth.add(req.kv_allocated_len, final_length(req))
+        self._running[id(req)] = holding
+        self._expect(holding)
+
+    def held(self, req: Any) -> None:
+        """The transfer of ``req`` was given up; its pages are not free yet."""
+        holding = self._holdings[id(req)]
+        self._no_longer_entering(holding)
+        holding.stage = Stage.HELD
+
+    def left(self, req: Any) -> None:
+        """``req`` holds nothing any more. Nothing happens if it did not before."""
+        holding = self._holdings.pop(id(req), None)
+        if holding is None:
+            return
+        if holding.stage is not Stage.RUNNING:
+            self._unpin(holding)
+        if holding.stage is Stage.ENTERING:
+            self._no_longer_entering(holding)
+        elif holding.track is not None:
+            self.catch_up()
+            self._growth.remove(holding.track)
+            self._running_needs.remove(holding)
+            del self._running[id(req)]
+            if self._witness is holding:
+                self._witness = None
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """The tree put ``upper`` above ``lower``; together they are what ``lower`` was."""
+        count = self._pins.get(lower.id)
+        if count is not None:
+            self._pins[upper.id] = count
+
+    def __len__(self) -> int:
+        """How many requests hold pages."""
+        return len(self._holdings)
+
+    # ---- what admission asks ----
+
+    @property
+    def reserved(self) -> int:
+        """What all of them together may still need before anybody is retracted."""
+        self.catch_up()
+        return self._entering + self._growth.total
+
+    @property
+    def pinned(self) -> int:
+        """Tokens of requests that cannot be retracted, in the tree and outside."""
+        return self._pinned
+
+    def unpinned(self, node: Any) -> int:
+        """Tokens from ``node`` up that would be pinned with it."""
+        return _below(node, self._pins)
+
+    def everyone_can_finish(self, node: Any, private: int, need: int, total: int) -> bool:
+        """Whether every request could still end, the running ones but itself retracted, after one
+        more has entered: with ``private`` tokens of its own below ``node``, and in ``need`` of so
+        many more.
+
+        Requests that do not run yet cannot be retracted, so what they hold is out of reach of all
+        others; and once one of them runs, it must find the memory for the rest of its answer.
+        """
+        self.catch_up()
+        if not self._running and not self._entering_needs:
+            return True  # it will have the pool for itself
+        free = total - self._pinned - private - self.unpinned(node)
+        if max(need, self._entering_needs.largest) > free:
+            return False
+        if self._running_needs.largest <= free:
+            return True
+        # Some count on what they share with pinned requests. Whoever could not end is asked first.
+        path = _ids(node)
+        witness = self._witness
+        if witness is not None and not self._ends(witness, path, free):
+            return False
+        for number in reversed(self._running_needs.above(free)):
+            if not self._ends(self._running[number], path, free):
+                self._witness = self._running[number]
+                return False
+        return True
+
+    def _ends(self, running: Holding, path: set[int], free: int) -> bool:
+        """Whether ``free`` tokens, and what it shares with pinned requests, are enough."""
+        req = running.req
+        own = req.cache_protected_len - _below(req.last_node, self._pins, path)
+        return bool(running.need - own <= free)
+
+    # ---- the sums ----
+
+    def _pin(self, holding: Holding) -> None:
+        self._pinned += holding.private(self.page)
+        node = holding.node
+        while node.parent is not None:
+            count = self._pins.get(node.id, 0)
+            if count == 0:
+                self._pinned += len(node.key)
+            self._pins[node.id] = count + 1
+            node = node.parent
+
+    def _unpin(self, holding: Holding) -> None:
+        self._pinned -= holding.private(self.page)
+        node = holding.node
+        while node.parent is not None:
+            self._pins[node.id] -= 1
+            if self._pins[node.id] == 0:
+                del self._pins[node.id]
+                self._pinned -= len(node.key)
+            node = node.parent
+
+    def _no_longer_entering(self, holding: Holding) -> None:
+        self._entering -= holding.reserved
+        self._entering_needs.remove(holding)
+
+    def _expect(self, holding: Holding) -> None:
+        """File how much a running request is expected to need, and until when that is right."""
+        req = holding.req
+        expected = expected_length(req, req.kv_allocated_len)
+        holding.need = page_ceil(expected, self.page)
+        self._running_needs.add(holding)
+        if expected < final_length(req):
+            until = self._growth.steps + expected - req.kv_allocated_len
+            heapq.heappush(self._outgrow, (until, id(req)))
+
+    def catch_up(self) -> None:
+        """Make the steps that the batch has made: each request of it has one token more for each,
+        so that any of them tells how many there were. Called once a step: a long answer beside
+        which nobody comes or goes would be thousands of steps at once."""
+        if not self._running:
+            self._outgrow.clear()
+            return
+        first = next(iter(self._running.values()))
+        assert first.track is not None
+        made = first.req.kv_allocated_len - first.track.start - self._growth.steps
+        for _ in range(made):
+            self._growth.step()
+        while self._outgrow and self._outgrow[0][0] <= self._growth.steps:
+            holding = self._running.get(heapq.heappop(self._outgrow)[1])
+            if holding is not None:
+                self._running_needs.remove(holding)
+                self._expect(holding)
+
+
+def final_length(req: Any) -> int:
+    """The longest that a request's KV can become, in tokens."""
+    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens)
+
+
+def expected_length(req: Any, allocated: int) -> int:
+    """How long its KV is taken to become by SGLang's estimate, in tokens.
+
+    Clients ask for far more new tokens than come, so SGLang expects 4,096 at most
+    (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). An answer that is longer already is expected to go
+    on to the next multiple.
+    """
+    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
+
+    prompt = len(req.origin_input_ids)
+    clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
+    return int(prompt + min(req.sampling_params.max_new_tokens, clip))
+
+
+def _below(node: Any, *covers: Container[int]) -> int:
+    """Tokens from ``node`` up to the first node with an id in one of ``covers``, or the root."""
+    tokens: int = 0
+    while (
+        node is not None
+        and node.parent is not None
+        and not any(node.id in cover for cover in covers)
+    ):
+        tokens += len(node.key)
+        node = node.parent
+    return tokens
+
+
+def _ids(node: Any) -> set[int]:
+    """The nodes from ``node`` up to below the root."""
+    found = set()
+    while node is not None and node.parent is not None:
+        found.add(node.id)
+        node = node.parent
+    return found

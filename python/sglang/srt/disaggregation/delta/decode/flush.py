@@ -1,0 +1,187 @@
+"""Flushes, weight updates and the release of memory on a server whose aborted transfers own pages.
+
+SGLang flushes an idle server only, by marking its whole pool as free. It asserts that the flush at
+the end of a weight update succeeds, and that a server whose memory is released is idle. On a decode
+server neither may count on that: pages of transfers that ended early stay taken until prefill can
+write to them no more, and a paused server has transfers under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.decode.deferred_free import held_requests
+from sglang.srt.disaggregation.delta.rank_agreement import minimum
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeFlush(Scheduler):
+    """Stock behaviour without the flag of the decode radix cache."""
+
+    _weights_change = False
+    #: A request to release memory that waits until nothing owns any.
+    _waiting_release: Any = None
+
+    @property
+    def _radix_on_decode(self) -> bool:
+        args = self.server_args
+        return bool(
+            args.disaggregation_mode == "decode"
+            and getattr(args, "disaggregation_decode_enable_radix_cache", False)
+        )
+
+    @property
+    def _held(self) -> Sequence[Any]:
+        """Requests that were answered, and whose pages prefill may still write to."""
+        return held_requests(getattr(self, "disagg_decode_transfer_queue", None))
+
+    # ---- flushes ----
+
+    @override
+    def flush_cache(self) -> Any:
+        if not self._radix_on_decode:
+            return super().flush_cache()
+        idle = self.is_fully_idle()
+        if not (self._held if idle else self._weights_change):
+            return super().flush_cache()
+        # What was computed with the old weights must not be hit, whoever still owns pages.
+        self.tree_cache.retire()
+        logger.info(
+            "Cache flushed. Taken as before: the pages of %d aborted transfers, which prefill may "
+            "still write to%s",
+            len(self._held),
+            "" if idle else f", and those of requests under way ({self._under_way()})",
+        )
+        return True
+
+    @override
+    def flush_cache_wrapped(self, recv_req: Any) -> Any:
+        answer = super().flush_cache_wrapped(recv_req)
+        if self._radix_on_decode and answer is not None and not (answer.success or answer.message):
+            answer.message = (
+                f"Not flushed: requests are under way ({self._under_way()}). Wait for them "
+                "(?timeout=SECONDS), or abort them.\n"
+            )
+        return answer
+
+    def _under_way(self) -> str:
+        prealloc = self.disagg_decode_prealloc_queue
+        counts = {
+            "running": len(self.running_batch.reqs),
+            "waiting to run": len(self.waiting_queue),
+            "in transfer": len(self.disagg_decode_transfer_queue.queue),
+            "without pages": len(prealloc.queue),
+            "waiting for a grammar": len(self.grammar_manager.grammar_queue),
+        }
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "a step"
+
+    # ---- weight updates: SGLang asserts that the flush at their end succeeds ----
+
+    @contextmanager
+    def _new_weights(self) -> Iterator[None]:
+        self._weights_change = True
+        try:
+            yield
+        finally:
+            self._weights_change = False
+
+    @override
+    def update_weights_from_disk(self, recv_req: Any) -> Any:
+        with self._new_weights():
+            return super().update_weights_from_disk(recv_req)
+
+    @override
+    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+        with self._new_weights():
+            return super().update_weights_from_distributed(recv_req)
+
+    @override
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        with self._new_weights():
+            return super().update_weights_from_tensor(recv_req)
+
+    @override
+    def update_weights_from_ipc(self, recv_req: Any) -> Any:
+        with self._new_weights():
+            return super().update_weights_from_ipc(recv_req)
+
+    # ---- release of memory ----
+
+    @override
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        if not self._radix_on_decode:
+            return super().release_memory_occupation(recv_req)
+        if self._nobody_owns_anything():
+            with self._only_owners():
+                return super().release_memory_occupation(recv_req)
+        # A remote write must not land in memory that has been given away. The loop goes on, and
+        # the answer is sent when it is done.
+        logger.warning(
+            "memory is released once nothing owns any: %d aborted transfers may still be written "
+            "to by prefill; %d requests were retracted; under way: %s",
+            len(self._held),
+            len(self.disagg_decode_prealloc_queue.retracted_queue),
+            self._under_way(),
+        )
+        self._waiting_release = recv_req
+        return None
+
+    @override
+    def resume_memory_occupation(self, recv_req: Any) -> Any:
+        from sglang.srt.managers.io_struct import (
+            ReleaseMemoryOccupationReqOutput,
+            ResumeMemoryOccupationReqOutput,
+        )
+
+        waiting, self._waiting_release = self._waiting_release, None
+        if waiting is None:
+            return super().resume_memory_occupation(recv_req)
+        logger.warning("memory is to be resumed before it was released: it is kept")
+        self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
+        return ResumeMemoryOccupationReqOutput()
+
+    def _nobody_owns_anything(self) -> bool:
+        """Whether no rank owns or is about to take memory; one collective, for all ranks get a
+        release in the same step. With data parallel attention their requests differ, and SGLang
+        has them wait for each other while memory is released."""
+        retracted = self.disagg_decode_prealloc_queue.retracted_queue
+        resumes = bool(retracted) and not self._is_paused  # in one of the next steps
+        with self._only_owners():
+            owns_nothing = self.is_fully_idle() and not self._held and not resumes
+        return minimum([int(owns_nothing)], self.tp_cpu_group) == [1]
+
+    @property
+    def _is_paused(self) -> bool:
+        return bool(getattr(self, "_engine_paused", False))
+
+    @contextmanager
+    def _only_owners(self) -> Iterator[None]:
+        """Paused, a server may have requests that get no pages until it goes on: whoever releases
+        memory in between would wait for ever if they counted."""
+        queue = self.disagg_decode_prealloc_queue
+        waiting = queue.queue
+        if self._is_paused:
+            queue.queue = []
+        try:
+            yield
+        finally:
+            queue.queue = waiting
+
+    def release_when_idle(self) -> None:
+        """Once a step: do what ``release_memory_occupation`` had to put off."""
+        if self._waiting_release is not None and self._nobody_owns_anything():
+            waiting, self._waiting_release = self._waiting_release, None
+            with self._only_owners():
+                done = super().release_memory_occupation(waiting)
+            self.send_to_tokenizer.send_output(done, waiting)

@@ -1,0 +1,193 @@
+"""What must hold of a decode server's pool, tree and tables at any time.
+
+Tests check it after every step. A server checks it whenever it becomes idle, if
+``SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1``, and ends with the list of what is wrong, as SGLang's
+own strict memory check does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from sglang.srt.disaggregation.delta.decode import claims as admission
+from sglang.srt.disaggregation.delta.decode.claims import expected_length, final_length
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
+ENV = "SGLANG_DISAGGREGATION_CHECK_INVARIANTS"
+
+
+class InvariantError(AssertionError):
+    """Something is leaked, owned twice, or counted wrong."""
+
+
+def tree_nodes(tree: Any) -> Iterator[Any]:
+    """All nodes but the root."""
+    stack = list(tree.root_node.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
+
+
+def path(tree: Any, node: Any) -> list[Any]:
+    """Nodes from below the root down to ``node``."""
+    found = []
+    while node is not tree.root_node:
+        found.append(node)
+        node = node.parent
+    return found[::-1]
+
+
+def tree_problems(tree: Any, holders: Iterable[Any]) -> list[str]:
+    """``holders``: requests that own a lock through ``last_node``, each once."""
+    problems = []
+    locks = Counter(node.id for req in holders for node in path(tree, req.last_node))
+    evictable = protected = 0
+    seen: set[int] = set()
+    for node in tree_nodes(tree):
+        if len(node.key) != len(node.value):
+            problems.append(f"node {node.id}: {len(node.key)} tokens, {len(node.value)} slots")
+        if node.lock_ref != locks[node.id]:
+            problems.append(f"node {node.id}: lock_ref {node.lock_ref}, {locks[node.id]} holders")
+        slots = set(node.value.tolist())
+        if len(slots) != len(node.value) or slots & seen:
+            problems.append(f"node {node.id}: a slot is in the tree twice")
+        seen |= slots
+        if node.lock_ref:
+            protected += len(node.key)
+        else:
+            evictable += len(node.key)
+    if (evictable, protected) != (tree.evictable_size(), tree.protected_size()):
+        problems.append(
+            f"tree counts {tree.evictable_size()} evictable and {tree.protected_size()} protected "
+            f"tokens, but holds {evictable} and {protected}"
+        )
+    return problems
+
+
+def pool_problems(
+    tree: Any, allocator: Any, rows: torch.Tensor, holders: list[Any], total: int
+) -> list[str]:
+    """Every page is free, in the tree, or private to one request: exactly one of them.
+
+    ``rows``: the request-to-slot table; ``total``: the pool's size in tokens.
+    """
+    page = allocator.page_size
+    problems = []
+    free = torch.cat([allocator.free_pages, allocator.release_pages]).tolist()
+    in_tree = {slot // page for node in tree_nodes(tree) for slot in node.value.tolist()}
+    private: list[int] = []
+    for req in holders:
+        row = rows[req.req_pool_idx, : req.kv_allocated_len].tolist()
+        shared = [slot for node in path(tree, req.last_node) for slot in node.value.tolist()]
+        if row[: req.cache_protected_len] != shared:
+            problems.append(f"request {req.rid}: its shared slots are not those of its tree path")
+        if req.cache_protected_len % page:
+            problems.append(
+                f"request {req.rid}: protected length {req.cache_protected_len} is no whole page"
+            )
+        private += {slot // page for slot in row[req.cache_protected_len :]}
+    owned = [*free, *in_tree, *private]
+    if len(owned) != len(set(owned)):
+        twice = [p for p, count in Counter(owned).items() if count > 1]
+        problems.append(f"pages owned twice: {sorted(twice)[:10]}")
+    owned_tokens = sum(
+        page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in holders
+    )
+    parts = (allocator.available_size(), tree.evictable_size(), tree.protected_size(), owned_tokens)
+    if sum(parts) != total:
+        problems.append(
+            f"free {parts[0]} + evictable {parts[1]} + protected {parts[2]} + private {parts[3]} "
+            f"= {sum(parts)} tokens, not {total}"
+        )
+    return problems
+
+
+def claims_problems(
+    claims: Any, running: list[Any], entering: list[Any], held: list[Any], total: int
+) -> list[str]:
+    """The sums of ``claims`` against a walk of all requests that hold pages.
+
+    ``entering``: those that do not run yet; ``total``: the pool's size in tokens.
+    """
+    problems = []
+    page, cap = claims.page, claims.cap
+    reserved = sum(admission.growth(_claim(req), cap, page) for req in running) + sum(
+        admission.growth(admission.entering(_claim(req)), claims.entry_cap, page)
+        for req in entering
+    )
+    if claims.reserved != reserved:
+        problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
+    pinned_nodes = {
+        node.id: len(node.key) for req in (*entering, *held) for node in _up(req.last_node)
+    }
+    private = {
+        id(req): page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
+        for req in (*entering, *held)
+    }
+    pinned = sum(pinned_nodes.values()) + sum(private.values())
+    if claims.pinned != pinned:
+        problems.append(f"claims pin {claims.pinned} tokens, not {pinned}")
+    needs = [0]
+    for req in (*running, *entering):
+        shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
+        whole = page_ceil(expected_length(req, req.kv_allocated_len), page)
+        needs.append(whole - shared - private.get(id(req), 0))
+    for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
+        found = claims.everyone_can_finish(None, 0, 0, size)
+        alone = not running and not entering
+        if found != (alone or max(needs) <= size - pinned):
+            problems.append(f"claims say {found} to whether all can end with {size} tokens")
+    if len(claims) != len(running) + len(entering) + len(held):
+        problems.append(f"{len(claims)} claims of {[*running, *entering, *held]}")
+    return problems
+
+
+def _claim(req: Any) -> admission.Claim:
+    return admission.Claim(req.kv_allocated_len, final_length(req))
+
+
+def _up(node: Any) -> Iterator[Any]:
+    """``node`` and all above it, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def idle_problems(scheduler: Any) -> list[str]:
+    """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
+    tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    pool = scheduler.req_to_token_pool
+    problems = tree_problems(tree, [])
+    problems += pool_problems(
+        tree, allocator, pool.req_to_token, [], scheduler.max_total_num_tokens
+    )
+    claims = getattr(tree, "claims", None)
+    if claims is not None:
+        problems += claims_problems(claims, [], [], [], scheduler.max_total_num_tokens)
+    size = pool.size + getattr(pool, "pre_alloc_size", 0)
+    if sorted(pool.free_slots) != list(range(size)):
+        problems.append(f"{len(pool.free_slots)} of {size} request rows are free, or some twice")
+    metadata = scheduler.req_to_metadata_buffer_idx_allocator
+    if sorted(metadata.free_slots) != list(range(metadata.size)):
+        problems.append(
+            f"{len(metadata.free_slots)} of {metadata.size} metadata slots are free, or some twice"
+        )
+    return problems
+
+
+def idle_rooms(manager: Any) -> list[str]:
+    """Per-room tables of an idle server's transfer manager that are not empty.
+
+    On a prefill server a room may be announced just before its request arrives, so there they must
+    be empty only after a while.
+    """
+    return [
+        f"{name} still holds rooms {sorted(rooms)[:10]}"
+        for name, rooms in manager.open_rooms().items()
+        if rooms
+    ]

@@ -1,0 +1,334 @@
+"""A decode rank's view of prefill servers: who they are, whether they live, what they stopped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import requests
+
+from sglang.srt.disaggregation.delta import capability, config, control
+from sglang.srt.disaggregation.delta.control import PeerSockets
+from sglang.srt.disaggregation.delta.decode.deferred_free import Progress, RoomWatch
+from sglang.srt.disaggregation.delta.decode.prefill_connections import (
+    Connections,
+    Heartbeat,
+    Look,
+    Sign,
+)
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillServers:
+    """One for each decode rank with the radix cache on. Used by the scheduler thread, the reader
+    thread and the heartbeat thread."""
+
+    def __init__(self, manager: Any, ask: Callable[[str], bool]) -> None:
+        """``ask``: SGLang's own blocking question for a server's topology."""
+        self._manager = manager
+        self._ask = ask
+        self._sockets = PeerSockets()
+        self._lock = threading.RLock()
+        self._executor = ThreadPoolExecutor(8, "pd-handshake")
+        self._asked: dict[str, Future[bool]] = {}
+        self.connections = Connections(manager, self._executor)
+        self._capabilities: dict[str, capability.Capabilities] = {}
+        #: Counts handshakes with an address, to tell the server there from the one before it.
+        self._epochs: dict[str, int] = defaultdict(int)
+        #: The counts when the heartbeat last began to look.
+        self._looked_at: dict[str, int] = {}
+        #: Servers at an address up to this epoch are certain to write no more.
+        self._gone_epochs: dict[str, int] = defaultdict(int)
+        #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
+        self._ranks: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
+        #: Why the last handshake with an address was impossible.
+        self.refusals: dict[str, str] = {}
+        #: By room; changed and read under the lock: the reader and the heartbeat use it too.
+        self._watches: dict[int, RoomWatch] = {}
+
+    # ---- handshake ----
+
+    def ensure(self, address: str) -> bool:
+        """Whether the server at ``address`` (bootstrap host:port) is known. Never waits: a server
+        that hangs must not stop the scheduler. Called again until it is, or is given up."""
+        table = self._manager.prefill_info_table
+        future = self._asked.get(address)
+        if future is None:
+            if address in table:
+                return True
+            future = self._asked[address] = self._executor.submit(self._handshake, address)
+        if not future.done():
+            # Not before it is over: the table has the server before we know which one it is.
+            return False
+        try:
+            known = future.result() and address in table
+        except Exception as error:  # SGLang raises where page size or dtype differ
+            self.refusals[address] = str(error)
+            logger.error("prefill server %s cannot be used: %s", address, error)
+            known = False
+        del self._asked[address]
+        if not known:
+            self.refusals.setdefault(
+                address,
+                f"prefill server {address} could not be reached, its ranks are not all up, or it "
+                "is of a release whose answer this one cannot read (this server's log says which)",
+            )
+        return known
+
+    def is_asking(self, address: str) -> bool:
+        """Whether ``ensure`` has asked the server and has no answer yet."""
+        return address in self._asked
+
+    def _handshake(self, address: str) -> bool:
+        # Asked whenever the topology is: a server that came back may be another version.
+        capabilities = capability.fetch_capabilities(address)
+        if capabilities is None or not self._ask(address):
+            return False
+        with self._lock:
+            before = self._capabilities.get(address)
+            if before is not None and before.incarnation != capabilities.incarnation:
+                self._forget_writers(address)
+            self._capabilities[address] = capabilities
+            self._epochs[address] += 1
+            self.refusals.pop(address, None)
+        return True
+
+    def capabilities(self, address: str) -> capability.Capabilities:
+        """What the server at ``address`` understands; that of a stock one if it is unknown."""
+        return self._capabilities.get(address, capability.STOCK)
+
+    def epoch(self, address: str) -> int:
+        """Which server at ``address`` a room of now belongs to."""
+        return self._epochs[address]
+
+    def connected(self, address: str, infos: list[dict[str, Any]]) -> None:
+        """This rank registered with these ranks of the server."""
+        with self._lock:
+            ranks = self._ranks[address]
+            for info in infos:
+                ranks.setdefault((info["rank_ip"], int(info["rank_port"])), 0)
+
+    # ---- rooms that end early ----
+
+    def fail(self, room: int, kind: Reason, text: str) -> None:
+        """Fail one room that has neither ended nor failed."""
+        if self._manager.fail_known(room, text):
+            STATS.failed(kind)
+
+    def withdraw(self, address: str, infos: list[dict[str, Any]], room: int, reason: str) -> None:
+        """Tell the prefill ranks of ``room`` that it is not wanted any more. Best effort."""
+        manager = self._manager
+        if not self.capabilities(address).takes_control:
+            return
+        for info in infos:
+            message = control.Withdraw(
+                room,
+                manager.peer_name,
+                manager.local_ip,
+                manager.rank_port,
+                reason,
+                wants_answer=not info.get("is_dummy", False),
+            )
+            try:
+                self._sockets.send(info["rank_ip"], int(info["rank_port"]), message)
+            except (OSError, ValueError) as error:
+                logger.warning("could not withdraw room %s from %s: %s", room, address, error)
+
+    def hold(self, room: int, address: str, epoch: int, writers: int) -> RoomWatch | None:
+        """Follow a room that is given up; None if nobody can write to its pages any more."""
+        with self._lock:
+            progress = self._manager.take_progress(room)
+            if epoch <= self._gone_epochs[address] or progress.is_quiet(writers):
+                return None
+            watch = self._watches[room] = RoomWatch(self, room, address, progress, writers)
+            return watch
+
+    def watch_of(self, room: int | None) -> RoomWatch | None:
+        """Who follows ``room``, if it is given up and not quiet yet."""
+        with self._lock:
+            return None if room is None else self._watches.get(room)
+
+    def close_watch(self, room: int) -> None:
+        """``room`` is not followed any more."""
+        with self._lock:
+            self._watches.pop(room, None)
+
+    def watched_rooms(self) -> list[int]:
+        """The rooms that are given up and not quiet yet."""
+        with self._lock:
+            return sorted(self._watches)
+
+    def progress_of(self, room: int) -> Progress:
+        """What is recorded of a room's writers, also of a room that is given up and followed."""
+        with self._lock:
+            watch = self._watches.get(room)
+            if watch is not None:
+                return watch.progress
+            progress: Progress = self._manager.progress(room)
+            return progress
+
+    def collect_arrivals(self) -> None:
+        """Read what the transport says has arrived."""
+        self._manager.collect_arrivals()
+
+    # ---- messages from prefill ranks ----
+
+    def take(self, message: control.Message) -> None:
+        """A control message arrived.
+
+        Raises:
+            ControlError: it is not one for a decode rank.
+        """
+        if isinstance(message, control.Pong):
+            self._take_pong(message)
+        elif isinstance(message, control.Stopped):
+            self._take_stopped(message)
+        else:
+            raise control.ControlError(f"a {type(message).__name__} is not for a decode rank")
+
+    def _take_stopped(self, message: control.Stopped) -> None:
+        with self._lock:
+            watch = self._watches.get(message.room)
+            if watch is not None:
+                watch.progress.stop(message.writer)
+                return
+            if message.room not in self._manager.request_status:
+                return
+            self._manager.progress(message.room).stop(message.writer)
+            address = self._address_of(message.room)
+        self.fail(message.room, Reason.PEER_FAILED, f"prefill reported: {message.reason}")
+        if message.unknown_peer and address is not None:
+            self.disconnect(address)
+
+    def _take_pong(self, message: control.Pong) -> None:
+        host, _, port = message.to.rpartition(":")
+        rank = (host, int(port) if port.isdigit() else -1)
+        with self._lock:
+            for address, ranks in self._ranks.items():
+                if rank in ranks:
+                    ranks[rank] = 0
+                    if not message.knows_peer:
+                        self.disconnect(address)
+
+    def _address_of(self, room: int) -> str | None:
+        tracked = self._manager.addr_to_rooms_tracker
+        return next((address for address, rooms in list(tracked.items()) if room in rooms), None)
+
+    def disconnect(self, address: str) -> None:
+        """Forget the connections to a server: the next request connects and registers again."""
+        manager = self._manager
+        with manager.connection_lock:
+            for key in list(manager.connection_pool):  # the scheduler adds without the lock
+                if key.startswith(f"{address}_"):
+                    del manager.connection_pool[key]
+            manager.prefill_info_table.pop(address, None)
+        self.connections.forget(address)
+
+    # ---- heartbeat ----
+
+    def start_heartbeat(self) -> None:
+        """Look at all prefill servers every ``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``."""
+        heartbeat = Heartbeat(self._look, self._given_up, max_failures=self._manager.max_failures)
+
+        def beat() -> None:
+            while True:
+                time.sleep(self._manager.heartbeat_interval)
+                try:
+                    heartbeat.beat(self._known())
+                except Exception:  # the thread must outlive what it meets
+                    logger.exception("heartbeat")
+
+        threading.Thread(target=beat, name="pd-heartbeat", daemon=True).start()
+
+    def _known(self) -> dict[str, str | None]:
+        with self._lock:
+            addresses = {*self._manager.prefill_info_table}
+            addresses |= {watch.address for watch in self._watches.values()}
+            self._looked_at = {address: self._epochs[address] for address in addresses}
+            return {address: self.capabilities(address).incarnation for address in addresses}
+
+    def _look(self, address: str) -> Look:
+        """Ask the bootstrap server who it is, and ping the connected ranks."""
+        takes_control = self.capabilities(address).takes_control
+        route = capability.ROUTE if takes_control else "/health"
+        timeout = min(config.handshake_seconds(), self._manager.heartbeat_interval)
+        try:
+            response = requests.get(f"http://{address}{route}", timeout=timeout)
+        except requests.ConnectionError as error:
+            return Look(Sign.GONE if _is_refused(error) else Sign.SILENT)
+        except requests.RequestException:
+            return Look(Sign.SILENT)
+        if not response.ok:
+            return Look(Sign.SILENT)
+        if not takes_control:
+            return Look(Sign.ALIVE)
+        incarnation = capability.incarnation_in(response.content)
+        with self._lock:
+            unanswered = max(self._ranks[address].values(), default=0)
+            for rank in self._ranks[address]:
+                self._ranks[address][rank] += 1
+                self._ping(*rank)
+        return Look(Sign.SILENT if unanswered else Sign.ALIVE, incarnation)
+
+    def _ping(self, host: str, port: int) -> None:
+        manager = self._manager
+        message = control.Ping(
+            f"{host}:{port}", manager.peer_name, manager.local_ip, manager.rank_port
+        )
+        try:
+            self._sockets.send(host, port, message)
+        except (OSError, ValueError) as error:
+            logger.warning("could not ping prefill rank %s:%s: %s", host, port, error)
+
+    def _given_up(self, address: str, is_gone: bool, why: str) -> None:
+        """What the last looks showed; they say nothing of a server connected to since then."""
+        with self._lock:
+            if self._epochs[address] == self._looked_at.get(address):
+                self.lost(address, is_gone, why)
+
+    def lost(self, address: str, is_gone: bool, why: str) -> None:
+        """A prefill server is given up: fail its rooms, and connect anew when it is next needed.
+
+        ``is_gone``: its processes do not exist any more, so that nothing more can be written.
+        """
+        self.disconnect(address)
+        rooms = list(self._manager.addr_to_rooms_tracker.get(address, ()))
+        for room in rooms:
+            self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
+        logger.error("lost prefill server %s: %s; %d rooms", address, why, len(rooms))
+        with self._lock:
+            self._ranks[address] = dict.fromkeys(self._ranks[address], 0)
+            if is_gone:
+                self._forget_writers(address)
+
+    def _forget_writers(self, address: str) -> None:
+        """The processes of the server at ``address`` are gone: nobody writes for its rooms."""
+        self._gone_epochs[address] = self._epochs[address]
+        for watch in self._watches.values():
+            if watch.address == address:
+                watch.writer_is_gone()
+        for host, port in self._ranks.pop(address, {}):
+            self._sockets.drop(host, port)
+            self._manager.drop_socket(host, port)
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether a connection was refused, somewhere down the chain of causes."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        if isinstance(seen, ConnectionRefusedError):
+            return True
+        inner = getattr(seen, "reason", None)
+        if not isinstance(inner, BaseException) and seen.args:
+            inner = seen.args[0]
+        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+    return False

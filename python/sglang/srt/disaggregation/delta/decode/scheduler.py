@@ -1,0 +1,314 @@
+"""What SGLang's way of aborting a request leaves undone in a decode server.
+
+Gauges of the decode tree and counted refusals, mirrored to Prometheus where metrics are on.
+
+The decode scheduler: start-up checks, one idle predicate, metrics and log fields.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter as Counts
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.decode import eligibility, invariants, waiting
+from sglang.srt.disaggregation.delta.decode.deferred_free import held_requests
+from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
+from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, STATS
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
+logger = logging.getLogger(__name__)
+
+
+def end_streaming(scheduler: Any, recv_req: Any) -> None:
+    """Decode: end aborted requests that wait but have sent tokens before they were retracted.
+
+    SGLang tells the tokenizer of such an abort directly. That can overtake tokens which are still
+    with the detokenizer; they would bring the request back to life, and its client would wait for
+    ever. So the end goes the way of the tokens.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    def wanted(req: Any) -> bool:
+        return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+    queue = scheduler.disagg_decode_prealloc_queue
+    retracted = [req for req in queue.retracted_queue if wanted(req)]
+    resumed = [req for req in scheduler.waiting_queue if wanted(req) and req.send_token_offset]
+    queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
+    for req in retracted:
+        req.__dict__.pop("kv_cache_cpu", None)
+    gone = {id(req) for req in resumed}
+    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in gone]
+    for req in resumed:
+        release_kv_cache(req, scheduler.tree_cache)
+    for req in (*retracted, *resumed):
+        req.finished_reason = FINISH_ABORT()
+        scheduler.stream_output([req], req.return_logprob)
+
+
+#: Gauge name -> what it shows now.
+GAUGES = {
+    "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix tree",
+    "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock on",
+    "decode_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
+    "decode_quarantined_tokens": "Tokens of aborted transfers that prefill may still write to",
+}
+REFUSED = "decode_admission_refused"
+#: Seconds between two updates of the gauges.
+EVERY_S = 1.0
+
+
+@cache
+def _prometheus_metrics(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
+    # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
+    from prometheus_client import Counter, Gauge
+
+    gauges = {
+        name: Gauge(f"sglang:{name}", text, labelnames, multiprocess_mode="mostrecent")
+        for name, text in GAUGES.items()
+    }
+    text = "Requests that were not admitted at once, by reason; once a request and reason"
+    return gauges, Counter(f"sglang:{REFUSED}", text, (*labelnames, "reason"))
+
+
+class DecodeMetrics:
+    """What one decode rank reports about its tree. Cheap where nobody scrapes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._updated_at: float | None = None
+        self._labels: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}
+        self._refused: Any = None
+        #: Refusals by reason, counted also where metrics are off.
+        self.refusals: Counts[str] = Counts()
+
+    def bind(self, labels: Mapping[str, Any]) -> None:
+        """Mirror everything to Prometheus under ``labels`` from now on."""
+        self._labels = dict(labels)
+        gauges, self._refused = _prometheus_metrics(tuple(labels))
+        self._gauges = {name: gauge.labels(**labels) for name, gauge in gauges.items()}
+
+    def refused(self, reason: str) -> None:
+        """A request did not get in for a reason that it was not refused for before."""
+        self.refusals[reason] += 1
+        if self._refused is not None:
+            self._refused.labels(**self._labels, reason=reason).inc()
+
+    def update(self, scheduler: Any) -> None:
+        """Set the gauges, at most once in ``EVERY_S``; called in every scheduling step."""
+        if not self._gauges:
+            return
+        now = self._clock()
+        if self._updated_at is not None and now - self._updated_at < EVERY_S:
+            return
+        self._updated_at = now
+        for name, value in readings(scheduler).items():
+            self._gauges[name].set(value)
+
+
+def readings(scheduler: Any) -> dict[str, int]:
+    """The value of each gauge now. Every token of the pool is counted in one of them at most."""
+    tree, transfers = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
+    held = held_requests(transfers)
+    running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+    in_transfer = [entry.req for entry in transfers.queue]
+    locking = [*in_transfer, *scheduler.waiting_queue, *running, *held]
+    page: int = scheduler.token_to_kv_pool_allocator.page_size
+    return {
+        "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in locking),
+        "decode_protected_tokens": tree.protected_size(),
+        "decode_evictable_tokens": tree.evictable_size(),
+        "decode_quarantined_tokens": sum(
+            page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in held
+        ),
+    }
+
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+#: A room may be announced shortly before its request arrives; later than this it is a leak.
+ROOMS_GRACE_S = 5.0
+STATS_LOGGER = "sglang.srt.observability.scheduler_metrics_mixin"
+
+
+class DecodeLineFields(logging.Filter):
+    """Adds what the tree saved since the last line to the end of SGLang's "Decode batch" lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = dict(STATS.totals)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always lets the record pass."""
+        if isinstance(record.msg, str) and record.msg.startswith("Decode batch"):
+            since = {name: total - self._last[name] for name, total in STATS.totals.items()}
+            self._last = dict(STATS.totals)
+            record.msg += (
+                f", #prefix-hit-token: {since['decode_prefix_hit_tokens']}"
+                f", #prefix-miss-token: "
+                f"{since['decode_prefix_prompt_tokens'] - since['decode_prefix_hit_tokens']}"
+                f", kv requested (MB): {since['kv_transfer_requested_bytes'] / 1e6:.2f}"
+            )
+        return True
+
+
+class DisaggScheduler(DecodeFlush):
+    """Attaches the decode tree and the counters to SGLang's scheduler."""
+
+    _checked: tuple[Any, ...] | None = None
+    _leftover_since: float | None = None
+    _namespace: str | None = None
+
+    @override
+    def handle_generate_request(self, recv_req: Any) -> None:
+        # This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when
+        # it builds its Req. A tree that outlives requests must keep such namespaces apart.
+        self._namespace = recv_req.extra_key if self._radix_on_decode else None
+        try:
+            super().handle_generate_request(recv_req)
+        finally:
+            self._namespace = None
+
+    @override
+    def init_req_max_new_tokens(self, req: Any) -> None:
+        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
+        if self._namespace:
+            req.extra_key = self._namespace + (req.lora_id or "")
+        if self._radix_on_decode:
+            eligibility.stamp(req, self.tree_cache.generation)
+
+    @override
+    def abort_request(self, recv_req: Any) -> None:
+        if self._radix_on_decode:
+            end_streaming(self, recv_req)
+        super().abort_request(recv_req)
+
+    @override
+    def init_cache_with_memory_pool(self) -> None:
+        super().init_cache_with_memory_pool()
+        if not self._radix_on_decode:
+            return
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if hasattr(pool, "get_state_buf_infos"):
+            raise ValueError(
+                f"{FLAG} does not support models whose KV pool has per-request state "
+                f"({type(pool).__name__}: sliding window, state space, sparse index); "
+                "remove the flag."
+            )
+        if not hasattr(self.tree_cache, "serve_decode"):
+            raise ValueError(
+                f"{FLAG} needs SGLang's plain radix tree, but this server built a "
+                f"{type(self.tree_cache).__name__}; remove the flag, or the option that "
+                "chose that cache."
+            )
+        waiting.window_tokens(self.page_size)  # wrong values are refused at start
+        waiting.wait_seconds()
+        waiting.admission_timeout()
+        waiting.log_after()
+        self.tree_cache.serve_decode()
+        logger.info(
+            "decode radix cache is on: page size %d, at most %d reserved tokens a request",
+            self.page_size,
+            self.server_args.num_reserved_decode_tokens,
+        )
+
+    @override
+    def init_disaggregation(self) -> None:
+        super().init_disaggregation()
+        if self._radix_on_decode:
+            logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
+            if self.current_scheduler_metrics_enabled:
+                STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
+                self.decode_metrics.bind(self.metrics_collector.labels)
+
+    @cached_property
+    def decode_metrics(self) -> DecodeMetrics:
+        """The gauges of the tree, and the refusals of admission."""
+        return DecodeMetrics()
+
+    @override
+    def process_decode_queue(self) -> None:
+        super().process_decode_queue()
+        if not self._radix_on_decode:
+            return
+        if self.disagg_decode_prealloc_queue.retracted_queue:
+            # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
+            # missing may be a transfer's, or in quarantine, and comes back only by looking.
+            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        if self.tree_cache.claims is not None:
+            self.tree_cache.claims.catch_up()
+        self.decode_metrics.update(self)
+        self.release_when_idle()
+
+    @override
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        if self._radix_on_decode:
+            self.disagg_decode_prealloc_queue.step_writes.result_processed()
+
+    @override
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
+        # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
+        super()._add_request_to_queue(
+            req, is_retracted or (self._radix_on_decode and bool(req.is_retracted))
+        )
+
+    @override
+    def get_load(self, _: Any = None) -> Any:
+        load = super().get_load(_)
+        if self._radix_on_decode:
+            # Their pages are in use, and were counted as such already.
+            counted = [*self.waiting_queue, *self.disagg_decode_transfer_queue.queue]
+            load.num_tokens -= sum(entry.seqlen for entry in counted)
+        return load
+
+    @override
+    def self_check_during_idle(self) -> None:
+        if self._held:
+            return  # their pages are neither free nor in a queue that the stock check knows
+        super().self_check_during_idle()
+        if os.environ.get(invariants.ENV) == "1" and self._nothing_waits:
+            self._check_invariants()
+
+    @override
+    def maybe_sleep_on_idle(self) -> None:
+        # As on prefill (``delta/scheduler.py``): what ends a quarantine does not wake the sleeper.
+        is_ours = self.idle_sleeper is not None and self._radix_on_decode
+        if not is_ours or self._nothing_waits:
+            super().maybe_sleep_on_idle()
+
+    @property
+    def _nothing_waits(self) -> bool:
+        """Idle, also by what stock does not count: retracted requests and held pages."""
+        queue = getattr(self, "disagg_decode_prealloc_queue", None)
+        retracted = self._radix_on_decode and queue is not None and queue.retracted_queue
+        return bool(self.is_fully_idle() and not retracted and not self._held)
+
+    def _check_invariants(self) -> None:
+        """Once after each change: this runs in the idle loop, and walks the whole tree."""
+        queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
+            self, "disagg_prefill_bootstrap_queue", None
+        )
+        if queue is None or not hasattr(self.tree_cache, "inserts"):
+            return
+        state = (*STATS.totals.values(), self.tree_cache.inserts, self.tree_cache.generation)
+        if state == self._checked:
+            return
+        rooms = invariants.idle_rooms(queue.kv_manager)
+        since = self._leftover_since = (self._leftover_since or time.monotonic()) if rooms else None
+        if since is not None and time.monotonic() - since < ROOMS_GRACE_S:
+            return
+        problems = rooms + invariants.idle_problems(self)
+        if problems:
+            raise invariants.InvariantError("; ".join(problems))
+        self._checked = state
+        logger.info("idle and balanced: all invariants hold")

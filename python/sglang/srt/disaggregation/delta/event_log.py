@@ -1,0 +1,167 @@
+"""The event log: one JSON line for each admission on decode and each send on prefill.
+
+Off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
+``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
+on one host can be joined by room.
+
+What was sent, moved and seen of a room: counters, and events for whoever reads the log.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.disaggregation.delta.logs import harmless
+from sglang.srt.disaggregation.delta.metrics import STATS
+
+ENV = "SGLANG_DISAGGREGATION_EVENT_LOG"
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
+    """Decode reserved destination pages for a room and announced them."""
+
+    at: float
+    room: int | None
+    rid: str
+    prompt_tokens: int
+    prefix_tokens: int
+    pages: list[int]
+
+
+class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
+    """Prefill posted one chunk of a room to one decode rank."""
+
+    at: float
+    room: int
+    peer: str
+    source_pages: list[int]
+    destination_pages: list[int]
+    bytes: int
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced", kw_only=True):
+    """Every decode rank of a room has told this prefill rank its pages."""
+
+    at: float
+    room: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved", kw_only=True):
+    """One chunk of a room, and with the last one the metadata, was seen to be with one decode rank.
+
+    ``queue_s``: from ``send`` until a worker took it; then the descriptors were made (``build_s``),
+    the transfers started (``post_s``), and waited for (``wire_s``). Bytes and descriptors are those
+    of everything that went along.
+    """
+
+    at: float
+    room: int
+    peer: str
+    chunk: int
+    is_last: bool
+    queue_s: float
+    build_s: float
+    post_s: float
+    wire_s: float
+    descriptors: int
+    bytes: int
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
+    """Decode saw that a room is complete."""
+
+    at: float
+    room: int
+
+
+Event = Admitted | Sent | Announced | Moved | Arrived
+
+
+class EventLog:
+    """Appends events to one file; one line a write, so that lines of threads do not mix."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        self._file.write(self._encoder.encode(event) + b"\n")
+
+
+@cache
+def event_log(side: str) -> EventLog | None:
+    """This process's log; None where the variable is not set. ``side``: prefill or decode."""
+    folder = os.environ.get(ENV)
+    if not folder:
+        return None
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return EventLog(open(path / f"{side}-{os.getpid()}.jsonl", "ab", buffering=0))  # noqa: SIM115
+
+
+def now() -> float:
+    """Seconds since the epoch."""
+    return time.time()
+
+
+#: Page indices into a pool, 1-D int32.
+Pages = npt.NDArray[np.int32]
+
+
+@harmless
+def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
+    """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
+    STATS.add("kv_transfer_sent_bytes", moved)
+    log = event_log("prefill")
+    if log is not None:
+        log.write(
+            Sent(
+                at=now(),
+                room=room,
+                peer=peer,
+                source_pages=source.tolist(),
+                destination_pages=destination.tolist(),
+                bytes=moved,
+            )
+        )
+
+
+@harmless
+def count_moved(
+    room: int, peer: str, *, chunk: int, is_last: bool, queue_s: float, build_s: float,
+    post_s: float, wire_s: float, descriptors: int, moved: int,
+) -> None:  # fmt: skip
+    """A chunk is with ``peer``; see ``events.Moved``."""
+    log = event_log("prefill")
+    if log is not None:
+        log.write(
+            Moved(
+                at=now(), room=room, peer=peer, chunk=chunk, is_last=is_last, queue_s=queue_s,
+                build_s=build_s, post_s=post_s, wire_s=wire_s, descriptors=descriptors, bytes=moved,
+            )
+        )  # fmt: skip
+
+
+@harmless
+def log_announced(room: int) -> None:
+    """Every decode rank has announced ``room``."""
+    log = event_log("prefill")
+    if log is not None:
+        log.write(Announced(at=now(), room=room))
+
+
+@harmless
+def log_arrived(room: int) -> None:
+    """Everything of ``room`` has arrived on this decode rank."""
+    log = event_log("decode")
+    if log is not None:
+        log.write(Arrived(at=now(), room=room))

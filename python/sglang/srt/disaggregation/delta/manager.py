@@ -1,0 +1,218 @@
+"""Thin overrides of SGLang's bootstrap server and manager (``disaggregation/common/conn.py``).
+
+Every backend that derives from them gets the delta protocol; only how bytes move is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta import capability, config
+from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
+from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.event_log import log_announced
+from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+else:
+    CommonKVBootstrapServer = CommonKVManager = object
+
+logger = logging.getLogger(__name__)
+
+
+def is_failed(status: Any) -> bool:
+    """Whether a room's status is ``KVPoll.Failed``."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    return bool(status == KVPoll.Failed)
+
+
+class DeltaBootstrapServer(CommonKVBootstrapServer):
+    """Prefill's bootstrap server also says what this prefill server understands, and who it is."""
+
+    @override
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        if not self._moves_deltas:
+            return  # as a stock server: decode sends it whole prompts
+        self._capabilities = msgspec.structs.replace(capability.OURS, incarnation=uuid.uuid4().hex)
+        self.app.router.add_get(capability.ROUTE, self._handle_capabilities)
+
+    @property
+    def _moves_deltas(self) -> bool:
+        """Whether the manager that belongs to this server does, its group being attached."""
+        names = vars(sys.modules[type(self).__module__]).values()
+        return any(getattr(each, "moves_deltas", False) for each in names)
+
+    async def _handle_capabilities(self, request: web.Request) -> web.Response:
+        return web.json_response(msgspec.to_builtins(self._capabilities))
+
+
+class DeltaManager(CommonKVManager):
+    """Owns what this rank knows of its rooms and peers, and keeps a failed room failed.
+
+    A backend's manager adds ``peer_name``, ``progress``, ``take_progress`` and
+    ``collect_arrivals``: how bytes move is all that is its own.
+    """
+
+    #: Set by the backends that build on this; the others stay what they are in SGLang.
+    moves_deltas = False
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any,
+        is_mla_backend: bool | None = False,
+    ) -> None:  # fmt: skip
+        self.start_delta(disaggregation_mode, server_args)  # before the threads that use it
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+
+    def start_delta(self, mode: Any, server_args: Any) -> None:
+        """Set up the side that this rank is on."""
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        self._status_lock = threading.Lock()
+        self.rooms: PrefillRooms | None = None
+        self.servers: PrefillServers | None = None
+        if not self.moves_deltas:
+            return
+        is_prefill = mode == DisaggregationMode.PREFILL
+        if is_prefill or getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+            config.check()  # wrong values are refused at start
+        if is_prefill:
+            self.rooms = PrefillRooms(self)
+        elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+            self._receivers().drops_dead_sockets = True
+            self.servers = PrefillServers(self, super().try_ensure_parallel_info)
+
+    @property
+    def writer_id(self) -> int:
+        """Tells this prefill rank from the others that write for one decode rank."""
+        ranks_a_stage = self.pp_size * self.attn_cp_size
+        return int(
+            self.attn_tp_rank * ranks_a_stage + self.pp_rank * self.attn_cp_size + self.attn_cp_rank
+        )
+
+    @property
+    def peer_name(self) -> str:
+        """The name under which this decode rank registers with prefill ranks."""
+        raise NotImplementedError
+
+    def progress(self, room: int) -> Progress:
+        """What prefill's ranks have said about a room of this decode rank so far."""
+        raise NotImplementedError
+
+    def take_progress(self, room: int) -> Progress:
+        """The same, and forget it here: a watch takes it over."""
+        raise NotImplementedError
+
+    def collect_arrivals(self) -> None:
+        """Read what the transport says has arrived; nothing where it says so by itself."""
+
+    def expect_metadata(self, room: int, slot: int) -> bool:
+        """``room`` is being announced with this metadata slot: whether its metadata may come in the
+        note that completes it, instead of a write into the slot."""
+        return False
+
+    def drop_socket(self, host: str, port: int) -> None:
+        """Throw away what is queued for a prefill rank that is gone."""
+        self._receivers().drop_socket(host, port)
+
+    @staticmethod
+    def _receivers() -> Any:
+        """The class whose sockets all receivers of this process share."""
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        return CommonKVReceiver
+
+    @override
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        if self.servers is not None:
+            return self.servers.ensure(bootstrap_addr)
+        return bool(super().try_ensure_parallel_info(bootstrap_addr))
+
+    def peer_takes_delta(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill server at ``bootstrap_addr`` may be sent a prefix length."""
+        servers = self.servers
+        return servers is not None and servers.capabilities(bootstrap_addr).takes_delta
+
+    @override
+    def update_status(self, bootstrap_room: int, status: Any) -> None:
+        # Stock merges states with max(), where Failed is the lowest: a late message would bring a
+        # failed room back to life. Threads of both kinds call this.
+        with self._status_lock:
+            if not (self.moves_deltas and is_failed(self.request_status.get(bootstrap_room))):
+                super().update_status(bootstrap_room, status)
+
+    def advance(self, room: int, status: Any) -> None:
+        """``update_status`` for a room whose request is here: a late word brings none to life."""
+        with self._status_lock:
+            known = self.request_status.get(room)
+            if known is not None and not is_failed(known):
+                super().update_status(room, status)
+
+    def fail_known(self, room: int, text: str) -> bool:
+        """Fail a room whose request is here and that has neither ended nor failed; whether it
+        was one."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        with self._status_lock:
+            if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+                return False
+            self.record_failure(room, text)
+            super().update_status(room, KVPoll.Failed)
+            return True
+
+    def forget_status(self, room: int) -> None:
+        """The room's request is done with: no word about it is kept, now or later."""
+        with self._status_lock:
+            self.request_status.pop(room, None)
+            self.failure_records.pop(room, None)
+
+    def start_if_announced(self, room: int) -> bool:
+        """A room starts when its request is here and all its decode ranks have announced it,
+        whichever comes last; whether the latter have. Prefill only."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        infos = list(self.transfer_infos.get(room, {}).values())
+        is_announced = bool(infos) and len(infos) >= infos[-1].required_dst_info_num
+        if is_announced:
+            self.advance(room, KVPoll.WaitingForInput)
+        return is_announced
+
+    def take_announcement(self, room: int) -> None:
+        """One more decode rank has announced ``room``."""
+        if self.start_if_announced(room):
+            log_announced(room)
+
+    def open_rooms(self) -> dict[str, list[int]]:
+        """Every per-room table of this rank with its rooms; all empty on an idle server."""
+        tables = {
+            name: sorted(getattr(self, name, ()))
+            for name in (
+                "request_status",
+                "failure_records",
+                "transfer_infos",
+                "required_prefill_response_num_table",
+                "transfer_statuses",
+                "prefill_response_tracker",
+            )
+        }
+        if self.rooms is not None:
+            # Announced before their request is here: that is not a leftover (and has a deadline).
+            early = set(self.rooms.gate.unclaimed())
+            tables["gate"] = self.rooms.gate.rooms()
+            for name in ("gate", "transfer_infos"):
+                tables[name] = [room for room in tables[name] if room not in early]
+        if self.servers is not None:
+            tables["watches"] = self.servers.watched_rooms()
+        tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())
+        tables["addr_to_rooms_tracker"] = [room for rooms in tracked for room in rooms]
+        return tables

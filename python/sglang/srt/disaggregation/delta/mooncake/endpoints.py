@@ -1,0 +1,168 @@
+"""The thin overrides of SGLang's Mooncake sender and receiver."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.metrics import Reason
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
+else:
+    MooncakeKVReceiver = MooncakeKVSender = object
+
+_ELSEWHERE = "it failed on another rank of this server"
+
+
+class DeltaMooncakeSender(MooncakeKVSender):
+    """Fails its own room, never the scheduler, and not while a worker is still at it."""
+
+    conclude_state: Any  # of the upstream class; named for the type checker
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
+        pp_rank: int,
+    ) -> None:  # fmt: skip
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        self._created_at = time.monotonic()
+
+    @override
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
+        if self.is_stopped:
+            return
+        try:
+            super().send(kv_indices, state_indices)
+        except Exception as error:  # no request may raise out of the scheduler's loop
+            self.fail(
+                Reason.TRANSPORT, f"room {self.bootstrap_room} could not be queued: {error!r}"
+            )
+
+    @override
+    def poll(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.request_status.get(room, KVPoll.Failed)
+        if status == KVPoll.Bootstrapping:
+            self._check_deadline()
+            status = manager.request_status.get(room, KVPoll.Failed)
+        if status == KVPoll.Failed:
+            # Another thread may be about to stop it: no worker may begin with it from here on.
+            manager.rooms.gate.stop(room, manager.failure_records.get(room, _ELSEWHERE))
+            if room in manager.being_sent:
+                return KVPoll.Transferring  # it still reads pages, which must not be freed
+        if status in (KVPoll.Failed, KVPoll.Success):
+            self.conclude_state = status
+        return status
+
+    def _check_deadline(self) -> None:
+        """Decode announces a room when it has memory for it; not for ever, though."""
+        waited = time.monotonic() - self._created_at
+        if waited >= self.kv_mgr.bootstrap_timeout:
+            self.fail(
+                Reason.TIMEOUT,
+                f"room {self.bootstrap_room}: no decode server announced it within {waited:.0f} s "
+                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+            )
+
+    @override
+    def abort(self) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        # What was delivered before is a success: decode has it.
+        if self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
+            self.fail(Reason.ABORTED, "aborted on the prefill server")
+
+    @override
+    def failure_exception(self) -> None:
+        from sglang.srt.disaggregation.mooncake.conn import KVTransferError
+
+        room = self.bootstrap_room
+        self.fail_with_others()  # unless it failed here
+        text = self.kv_mgr.failure_records.get(room, _ELSEWHERE)
+        self.clear()
+        raise KVTransferError(room, text)
+
+    @override
+    def clear(self) -> None:
+        self.forget()
+
+
+class DeltaMooncakeReceiver(MooncakeKVReceiver):
+    """Leaves nothing of its room behind, and says why a room failed."""
+
+    conclude_state: Any  # of the upstream class; named for the type checker
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:  # fmt: skip
+        if mgr.servers is not None and bootstrap_room is not None:
+            mgr.open_progress(bootstrap_room)  # before anything of the room may arrive
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
+    @override
+    def send_metadata(
+        self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        if self._servers is not None:
+            self.kv_mgr.progress(self.bootstrap_room).slot = aux_index
+        super().send_metadata(kv_indices, aux_index, state_indices)
+
+    @override
+    def poll(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self._servers is None:
+            return super().poll()
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.request_status.get(room, KVPoll.Failed)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        elif self.init_time is not None and time.time() - self.init_time >= manager.waiting_timeout:
+            self._fail(
+                Reason.TIMEOUT,
+                f"room {room}: prefill {self.bootstrap_addr} did not complete it within "
+                f"{manager.waiting_timeout} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+            )
+            return self.conclude_state
+        return status
+
+    @override
+    def abort(self) -> None:
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        if self._servers is None:
+            super().abort()
+        else:  # stock Mooncake's own does not call what is common to all backends
+            CommonKVReceiver.abort(self)
+
+    @override
+    def failure_exception(self) -> None:
+        from sglang.srt.disaggregation.mooncake.conn import KVTransferError
+
+        if self._servers is None:
+            super().failure_exception()
+            return
+        room = self.bootstrap_room
+        text = self.kv_mgr.failure_records.get(room, _ELSEWHERE)
+        self.clear()
+        raise KVTransferError(room, text)
+
+    @override
+    def clear(self) -> None:
+        if self._servers is None:
+            super().clear()
+            return
+        self.forget()

@@ -1,0 +1,375 @@
+"""Until when each chunk of a Mooncake prefill rank has to be over: from ``send()`` to its end.
+
+The thin override of SGLang's Mooncake manager.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta import config, pages
+from sglang.srt.disaggregation.delta.control import PeerSockets
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.mooncake import staging
+from sglang.srt.disaggregation.delta.mooncake.messages import (
+    MooncakeAnnouncements,
+    MooncakeStatuses,
+    RoomProgress,
+)
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkDeadlines:
+    """Filled by the scheduler, emptied by the workers, looked at by the reader thread: a worker
+    that is in a call of the engine cannot look at its watch."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``seconds``: how long a chunk may take."""
+        self.seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        #: By room, of its chunks that are not over, in order.
+        self._due: dict[int, deque[float]] = {}
+        #: Rooms that a worker is at, and the decode rank that it writes to.
+        self._peers: dict[int, str] = {}
+
+    def queued(self, room: int) -> None:
+        """A chunk of ``room`` is put into its queue."""
+        with self._lock:
+            self._due.setdefault(room, deque()).append(self._clock() + self.seconds)
+
+    def sending(self, room: int, peer: str) -> None:
+        """The oldest chunk of ``room`` is written to the decode rank ``peer`` now."""
+        with self._lock:
+            if room in self._due:
+                self._peers[room] = peer
+
+    def over(self, room: int) -> None:
+        """The oldest chunk of ``room`` is over, or dropped. Harmless for other rooms."""
+        with self._lock:
+            self._peers.pop(room, None)
+            due = self._due.get(room)
+            if due:
+                due.popleft()
+            if not due:
+                self._due.pop(room, None)
+
+    def forget(self, room: int) -> None:
+        """Nobody waits for ``room`` any more."""
+        with self._lock:
+            self._due.pop(room, None)
+            self._peers.pop(room, None)
+
+    def take_overdue(self) -> list[tuple[int, str | None]]:
+        """Rooms with a chunk that is late, each once, and the decode rank that it is written to;
+        None while it waits in its queue."""
+        now = self._clock()
+        with self._lock:
+            late = [room for room, due in self._due.items() if due[0] <= now]
+            for room in late:
+                del self._due[room]
+            return [(room, self._peers.pop(room, None)) for room in late]
+
+    def rooms(self) -> list[int]:
+        """Rooms with chunks that are not over."""
+        with self._lock:
+            return sorted(self._due)
+
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+else:
+    MooncakeKVManager = object
+
+
+#: Page indices into a pool, 1-D int32.
+Pages = npt.NDArray[np.int32]
+
+
+class DeltaMooncakeManager(MooncakeKVManager):
+    """Threads that outlive what they meet, rooms that end early, head slices of any sizes."""
+
+    moves_deltas = True
+
+    # ---- prefill side: messages from decode ranks ----
+
+    @override
+    def start_prefill_thread(self) -> None:
+        assert self.rooms is not None
+        # Stock makes these after the thread that uses them has started.
+        self.session_failures: dict[str, int] = defaultdict(int)
+        self.failed_sessions: set[str] = set()
+        self.session_lock = threading.Lock()
+        self._sockets = PeerSockets()
+        #: Rooms that a worker is at.
+        self.being_sent: set[int] = set()
+        #: Rooms with writes that may still be under way: until when they count as such.
+        self._unsettled: list[tuple[float, int]] = []
+        #: Until when the chunks in the queues, and in calls of the engine, have to be over.
+        self.chunk_deadlines = ChunkDeadlines(config.transfer_seconds())
+        reader = MessageReader(self.rooms.take, MooncakeAnnouncements(self).take)
+        self._read(reader, self._tick)
+
+    def _read(self, reader: MessageReader, tick: Any) -> None:
+        threading.Thread(
+            target=reader.serve, args=(self.server_socket, tick), name="pd-reader", daemon=True
+        ).start()
+
+    def _tick(self) -> None:
+        assert self.rooms is not None
+        for peer in self.rooms.tick():
+            logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
+            gone = self.decode_kv_args_table.pop(peer, None)
+            self.trust(peer)
+            if gone is not None:
+                self._sockets.drop(gone.endpoint, gone.dst_port)
+        self._leave_due()
+        self._fail_overdue()
+
+    # ---- prefill side: sending ----
+
+    @override
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last_chunk: bool,
+        aux_index: int | None = None, state_indices: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.chunk_deadlines.queued(bootstrap_room)  # before a worker may be through with it
+        super().add_transfer_request(
+            bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
+        )
+
+    @override
+    def forget_status(self, room: int) -> None:
+        super().forget_status(room)
+        if self.rooms is not None:
+            self.chunk_deadlines.forget(room)
+
+    def fail_room(self, room: int, kind: Reason, text: str, *, settled: bool) -> None:
+        """Fail a room here. Decode ranks of ours are told why when all has settled; where that
+        may take long (not ``settled``), and to stock ones, SGLang's own word is sent at once."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        assert self.rooms is not None
+        infos = self.rooms.gate.destinations(room)
+        if not self.rooms.fail(room, kind, text):
+            return  # they were told that it is complete
+        for info in infos:
+            if not info.is_dummy and not (settled and info.is_ours):
+                self.say(info, KVPoll.Failed)
+
+    def say(self, info: Any, status: Any) -> None:
+        """Tell a decode rank how its room ended, as SGLang does; best effort."""
+        try:
+            self.sync_status_to_decode_endpoint(
+                info.endpoint, info.dst_port, info.room, int(status), self.writer_id
+            )
+        except (OSError, ValueError) as error:  # decode finds out by its own deadline
+            logger.warning(
+                "could not tell decode rank %s how room %s ended: %s",
+                info.mooncake_session_id,
+                info.room,
+                error,
+            )
+
+    def _fail_overdue(self) -> None:
+        """Fail the rooms with a chunk that took too long. What the engine is at is waited for."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        assert self.rooms is not None
+        seconds = self.chunk_deadlines.seconds
+        limit = f"after {seconds:g} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)"
+        for room, peer in self.chunk_deadlines.take_overdue():
+            if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
+                continue
+            infos = self.rooms.gate.destinations(room)
+            waits_for = ", ".join(info.mooncake_session_id for info in infos if not info.is_dummy)
+            what = (
+                f"a transfer to decode rank {peer} was not over"
+                if peer is not None
+                else f"a chunk for decode rank {waits_for} was still in its queue"
+            )
+            text = f"room {room}: {what} {limit}"
+            self.fail_room(room, Reason.TIMEOUT, text, settled=peer is None)
+
+    @override
+    def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None) -> None:
+        if self.enable_staging:
+            stock = super().transfer_worker
+            staging.serve(self, queue, lambda gated: stock(gated, executor, staging_buffer))
+        worker = ChunkWorker(self, executor)
+        while True:
+            worker.take(queue.get())
+
+    @override
+    def send_kvcache_slice(
+        self, mooncake_session_id: str, prefill_kv_indices: Pages, dst_kv_ptrs: list[int],
+        dst_kv_indices: Pages, dst_tp_rank: int, dst_attn_tp_size: int, dst_kv_item_len: int,
+        executor: Any,
+    ) -> int:  # fmt: skip
+        """The heads that a decode rank of another tensor parallel size takes from this rank.
+
+        Stock sends replicas of fewer heads than ranks the head of a neighbour.
+        """
+        ours = self.kv_args
+        plan = self._plan_heads(dst_tp_rank, dst_attn_tp_size)
+        source_k, source_v, target_k, target_v, layers = self.get_mha_kv_ptrs_with_pp(
+            ours.kv_data_ptrs, dst_kv_ptrs
+        )
+        futures = []
+        for sources, targets, first in ((source_k, target_k, 0), (source_v, target_v, layers)):
+            item_len = ours.kv_item_lens[first]
+            for source, target in zip(sources, targets, strict=True):
+                source_addresses, target_addresses, length = pages.slice_descriptors(
+                    [source],
+                    [target],
+                    prefill_kv_indices,
+                    dst_kv_indices,
+                    page=ours.page_size,
+                    source_item_len=item_len,
+                    # Decode tells the length of its keys; values differ as they do here.
+                    destination_item_len=dst_kv_item_len * item_len // ours.kv_item_lens[0],
+                    head_bytes=item_len // ours.page_size // ours.kv_head_num,
+                    plan=plan,
+                )
+                runs = zip(
+                    source_addresses.tolist(), target_addresses.tolist(), repeat(length),
+                    strict=False,
+                )  # fmt: skip
+                futures.append(
+                    executor.submit(self._transfer_data, mooncake_session_id, list(runs))
+                )
+        statuses = [int(future.result()) for future in futures]  # all settle before it is judged
+        return next((status for status in statuses if status), 0)
+
+    def slice_bytes(self, dst_tp_rank: int, dst_attn_tp_size: int) -> int:
+        """Bytes of every page that go from this rank to a decode rank of another size."""
+        heads_sent = self._plan_heads(dst_tp_rank, dst_attn_tp_size).count
+        ours = self.kv_args
+        return sum(item_len // ours.kv_head_num * heads_sent for item_len in ours.kv_item_lens)
+
+    def _plan_heads(self, dst_tp_rank: int, dst_attn_tp_size: int) -> pages.HeadSlice:
+        ours, size = self.kv_args, self.attn_tp_size
+        total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * size
+        return pages.plan_heads(
+            ours.engine_rank % size, size, dst_tp_rank % dst_attn_tp_size, dst_attn_tp_size, total
+        )
+
+    # ---- prefill side: word to decode ranks, over sockets that never block a worker ----
+
+    @override
+    def sync_status_to_decode_endpoint(
+        self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
+    ) -> None:
+        if self.enable_staging and status:
+            # In order with the messages of stock's staging. A failure (0) has to keep no order, and
+            # may be the reader thread's word: stock's sockets are its workers' alone.
+            super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
+            return
+        frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
+        self._sockets.send_frames(remote, dst_port, frames)
+
+    @override
+    def send_aux_data_to_endpoint(
+        self, remote: str, dst_port: int, room: int, buffer_index: int, aux_index: int, data: bytes
+    ) -> None:
+        if self.enable_staging:
+            super().send_aux_data_to_endpoint(
+                remote, dst_port, room, buffer_index, aux_index, data
+            )  # fmt: skip
+            return
+        numbers = [str(int(number)).encode("ascii") for number in (room, buffer_index, aux_index)]
+        frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
+        self._sockets.send_frames(remote, dst_port, frames)
+
+    # ---- prefill side: transfers that failed ----
+
+    def distrust(self, info: Any) -> None:
+        """A transfer to the decode rank of ``info`` failed: no more until it registers again.
+
+        One of ours registers again as soon as it learns that it is unknown here; of a stock one
+        the registration stays, so that its rooms fail at once.
+        """
+        session = info.mooncake_session_id
+        with self.session_lock:
+            self.session_failures[session] += 1
+            self.failed_sessions.add(session)
+            if info.is_ours:
+                self.decode_kv_args_table.pop(session, None)
+        logger.error("transfers to decode rank %s fail until it registers again", session)
+
+    def trust(self, session: str) -> None:
+        """The decode rank has registered, again or for the first time, or is gone."""
+        with self.session_lock:
+            self.session_failures.pop(session, None)
+            self.failed_sessions.discard(session)
+
+    def is_distrusted(self, session: str) -> bool:
+        """Whether a transfer to the decode rank failed since it registered."""
+        with self.session_lock:
+            return session in self.failed_sessions
+
+    def leave_later(self, room: int) -> None:
+        """A transfer of ``room`` failed, and others of its batch may still write: how long is not
+        known, so decode's pages stay held for as long as it would wait without a word."""
+        self._unsettled.append((time.monotonic() + config.quarantine_seconds(), room))
+
+    def _leave_due(self) -> None:
+        """Leave the rooms whose failed transfers were waited for."""
+        assert self.rooms is not None
+        now = time.monotonic()
+        due = [entry for entry in list(self._unsettled) if entry[0] <= now]
+        for entry in due:
+            self._unsettled.remove(entry)
+            self.rooms.gate.leave(entry[1])
+
+    # ---- decode side ----
+
+    @override
+    def start_decode_thread(self) -> None:
+        if self.servers is None:
+            super().start_decode_thread()
+            return
+        self._progress: dict[int, RoomProgress] = {}
+        self._read(MessageReader(self.servers.take, MooncakeStatuses(self).take), lambda: None)
+        self.servers.start_heartbeat()
+
+    @property
+    @override
+    def peer_name(self) -> str:
+        return str(self.get_session_id())
+
+    def open_progress(self, room: int) -> RoomProgress:
+        """A request for ``room`` is here: keep what its writers say."""
+        progress = self._progress[room] = RoomProgress()
+        return progress
+
+    @override
+    def progress(self, room: int) -> Any:
+        # Nothing is kept for a room that is not open.
+        return self._progress.get(room) or RoomProgress()
+
+    @override
+    def take_progress(self, room: int) -> Any:
+        return self._progress.pop(room, None) or RoomProgress()
+
+    @override
+    def open_rooms(self) -> dict[str, list[int]]:
+        tables: dict[str, list[int]] = super().open_rooms()
+        # Rooms whose failed transfers are waited for are no leftover: that has an end.
+        waited_for = {room for _, room in list(getattr(self, "_unsettled", ()))}
+        if "gate" in tables:
+            tables["gate"] = [room for room in tables["gate"] if room not in waited_for]
+        return tables | {"progress": sorted(getattr(self, "_progress", ()))}

@@ -1,0 +1,175 @@
+"""Sends the chunks of one queue, one after the other: KV, state, metadata, and then word of it.
+
+The engine's calls return when what they moved has settled, so a room is busy exactly while its
+chunk is in here, with one exception: a call that returns an error says nothing about the other
+writes of its batch.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from typing import Any
+
+from sglang.srt.disaggregation.delta.event_log import count_sent
+from sglang.srt.disaggregation.delta.metrics import Reason
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkError(Exception):
+    """A chunk cannot be sent; fails its room.
+
+    ``settled``: nothing of it can still be under way.
+    """
+
+    def __init__(self, kind: Reason, text: str, *, settled: bool = True) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.settled = settled
+
+
+class SettlingExecutor:
+    """Stock stops waiting at the first failed layer; here nothing outlives the chunk."""
+
+    def __init__(self, executor: concurrent.futures.Executor) -> None:
+        self._executor = executor
+        self._futures: list[concurrent.futures.Future[Any]] = []
+
+    def submit(self, function: Any, *arguments: Any) -> concurrent.futures.Future[Any]:
+        """As ``Executor.submit``."""
+        future = self._executor.submit(function, *arguments)
+        self._futures.append(future)
+        return future
+
+    def settle(self) -> None:
+        """Wait for all that was submitted."""
+        concurrent.futures.wait(self._futures)
+        self._futures.clear()
+
+
+class ChunkWorker:
+    """Used by one thread; a room's chunks all come to the same one."""
+
+    def __init__(self, manager: Any, executor: concurrent.futures.Executor) -> None:
+        self._manager = manager
+        self._executor = SettlingExecutor(executor)
+
+    def take(self, chunk: Any) -> None:
+        """Send one ``TransferKVChunk``, or fail its room. Never raises."""
+        being_sent = self._manager.being_sent
+        being_sent.add(chunk.room)  # before it is entered: its pages may be freed when it is not
+        try:
+            if self._manager.rooms.enter(chunk.room):
+                self._serve(chunk)
+        except Exception as error:  # the thread must outlive what it meets
+            logger.exception("transfer worker, room %s", chunk.room)
+            self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
+        finally:
+            being_sent.discard(chunk.room)
+            self._manager.chunk_deadlines.over(chunk.room)
+
+    def _serve(self, chunk: Any) -> None:
+        settled = True
+        try:
+            self._send(chunk)
+        except ChunkError as error:
+            settled = error.settled
+            self._manager.fail_room(chunk.room, error.kind, str(error), settled=settled)
+        except Exception as error:  # the engine's binding raises what it likes
+            text = f"room {chunk.room}: {error!r}"
+            self._manager.fail_room(chunk.room, Reason.TRANSPORT, text, settled=True)
+        finally:
+            self._executor.settle()
+            if settled:
+                self._manager.rooms.gate.leave(chunk.room)
+            else:
+                self._manager.leave_later(chunk.room)
+
+    def _send(self, chunk: Any) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager, room = self._manager, chunk.room
+        infos = [info for info in manager.rooms.gate.destinations(room) if not info.is_dummy]
+        for info in infos:
+            if self._is_stopped(room):
+                return
+            self._send_to(info, chunk)
+        if not chunk.is_last_chunk or not manager.rooms.complete(room):
+            return
+        for info in infos:
+            manager.say(info, KVPoll.Success)
+        manager.advance(room, KVPoll.Success)
+
+    def _send_to(self, info: Any, chunk: Any) -> None:
+        """Everything of one chunk that goes to one decode rank."""
+        manager, session = self._manager, info.mooncake_session_id
+        manager.chunk_deadlines.sending(info.room, session)
+        target = manager.decode_kv_args_table.get(session)
+        if manager.is_distrusted(session) or target is None:
+            raise ChunkError(
+                Reason.PEER_LOST,
+                f"room {info.room}: an earlier transfer to decode rank {session} failed, or it is "
+                f"gone; it has to register again",
+            )
+        self._send_pages(info, target, chunk)
+        # A call of the engine may last so long that decode gives its slot to another room.
+        if not chunk.is_last_chunk or self._is_stopped(info.room):
+            return
+        if chunk.state_indices is not None:
+            status = manager.maybe_send_extra(
+                info, chunk.state_indices, target.dst_state_data_ptrs, self._executor, target
+            )
+            self._check(status, "state", info)
+            if self._is_stopped(info.room):
+                return
+        status = manager.send_aux(info, chunk.prefill_aux_index, target.dst_aux_ptrs)
+        self._check(status, "metadata", info)
+
+    def _is_stopped(self, room: int) -> bool:
+        return self._manager.rooms.gate.stopped(room) is not None
+
+    def _send_pages(self, info: Any, target: Any, chunk: Any) -> None:
+        manager, session = self._manager, info.mooncake_session_id
+        source = chunk.prefill_kv_indices
+        if len(source) == 0:
+            return  # a full prefix hit: only metadata
+        if target.enable_hisparse:
+            status = manager.send_kvcache_hisparse(
+                session, source, target.dst_kv_ptrs, info.dst_kv_indices, chunk.index_slice,
+                self._executor,
+            )  # fmt: skip
+            self._check(status, "KV", info)
+            return
+        destination = info.dst_kv_indices[chunk.index_slice]
+        if len(source) != len(destination):
+            raise ChunkError(
+                Reason.MISMATCH,
+                f"room {info.room}: {len(source)} pages cannot go to the {len(destination)} that "
+                f"decode rank {session} listed for them",
+            )
+        where = session, source, target.dst_kv_ptrs, destination
+        if manager.is_mla_backend or manager.attn_tp_size == target.dst_attn_tp_size:
+            status = manager.send_kvcache(*where, self._executor)
+            page_bytes = sum(manager.kv_args.kv_item_lens)
+        else:
+            layout = target.dst_tp_rank, target.dst_attn_tp_size
+            status = manager.send_kvcache_slice(
+                *where, *layout, target.dst_kv_item_len, self._executor
+            )
+            page_bytes = manager.slice_bytes(*layout)
+        self._check(status, "KV", info)
+        if page_bytes:
+            count_sent(info.room, session, source, destination, len(source) * page_bytes)
+
+    def _check(self, status: int, what: str, info: Any) -> None:
+        """Raise unless the engine's ``status`` is 0."""
+        if status == 0:
+            return
+        self._manager.distrust(info)
+        raise ChunkError(
+            Reason.TRANSPORT,
+            f"room {info.room}: Mooncake could not write {what} to decode rank "
+            f"{info.mooncake_session_id} (status {status})",
+            settled=False,
+        )

@@ -1,0 +1,324 @@
+"""How NIXL moves a chunk: the backend of a prefill rank's transfer pool."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.event_log import count_moved, count_sent
+from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load, Pages
+from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair, metadata_in_host_memory
+from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+    Chunk,
+    State,
+    TransferError,
+)
+
+logger = logging.getLogger(__name__)
+
+_STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
+
+
+@dataclass(eq=False)
+class _Delivery:
+    """What one post of a chunk to one peer took, for the statistics. Seconds."""
+
+    chunk: Chunk
+    peer: str
+    began_at: float
+    build_s: float = 0.0
+    post_s: float = 0.0
+    ended_at: float = 0.0
+    descriptors: int = 0
+    bytes: int = 0
+    #: Handles that are not released.
+    open: int = 0
+    is_broken: bool = False
+
+
+@dataclass(eq=False)
+class _Posted:
+    """A handle of NIXL's, with what keeps it valid and what it belongs to."""
+
+    handle: Any
+    peer: Peer
+    delivery: _Delivery
+    #: NIXL reads the lists that a transfer was selected from.
+    lists: tuple[Any, ...] = field(default=(), repr=False)
+
+
+class NixlBackend:
+    """``transfer_backend.Backend``; the payload of a chunk is a ``chunks.Load``.
+
+    Each peer gets the chunk's KV, and with the last chunk the state, where the model has one. The
+    metadata travel in the note that completes the room, or are written too where the peer does not
+    take them there. No write carries a note of its own: NIXL would send it whenever the write
+    settles, also after its room was given up here.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        peers: Peers,
+        layout: Layout,
+        stats: AsyncTransferStats,
+        *,
+        writer: int,
+        costs: descriptors.Costs = descriptors.COSTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``writer``: ``DeltaManager.writer_id`` of this rank."""
+        self._agent = agent
+        self._peers = peers
+        self._layout = layout
+        self._stats = stats
+        self._writer = writer
+        self._costs = costs
+        self._clock = clock
+        self._lists = PreparedLists(agent, OURS)
+        self._has_telemetry = True
+
+    # ---- transfer_backend.Backend ----
+
+    def post(self, chunk: Chunk, peer: str) -> Iterator[_Posted]:
+        """KV, state and metadata of one chunk to one peer."""
+        load: Load = chunk.payload
+        to = load.destinations[peer]
+        began = self._clock()
+        delivery = _Delivery(chunk, peer, began, ended_at=began)
+        known = self._peers.hold(peer)
+        try:
+            yield from self._kv(load, to, known, delivery)
+            if chunk.is_last:
+                if load.state_pages:
+                    yield from self._state(load, to, known, delivery)
+                if not self._is_in_note(to):
+                    yield from self._metadata(load, to, known, delivery)
+        except Exception as error:
+            self._drop_if_disconnected(known, error)
+            raise
+        finally:
+            self._peers.release(known)
+        delivery.ended_at = self._clock()
+        self._stats.posted(
+            build_s=delivery.build_s,
+            post_s=delivery.post_s,
+            descriptors=delivery.descriptors,
+            moved=delivery.bytes,
+        )
+        if not delivery.open:
+            self._log(delivery)  # a full hit, or a replica: there is nothing to wait for
+
+    def state(self, posted: _Posted) -> State:
+        """NIXL raises where the peer is gone, which ends the transfer as any other error does.
+
+        Its UCX backend, the one that SGLang uses by default, ends each transfer with a flush of the
+        endpoints that it went through (``sendXferRange`` in ``ucx_backend.cpp``), and UCX completes
+        that when all writes before it are complete at the target. So DONE means that every byte is
+        in decode's memory, and a note that is sent after it arrives after them.
+        """
+        try:
+            state = _STATES[self._agent.check_xfer_state(posted.handle)]
+        except Exception as error:
+            posted.delivery.is_broken = True
+            self._drop_if_disconnected(posted.peer, error)
+            raise
+        posted.delivery.is_broken |= state is State.ERROR
+        return state
+
+    def release(self, posted: _Posted) -> None:
+        """Free NIXL's request, and let go of the peer."""
+        delivery = posted.delivery
+        delivery.open -= 1
+        if not delivery.is_broken:
+            self._read_telemetry(posted.handle)
+            if not delivery.open:
+                self._log(delivery)
+        try:
+            self._agent.release_xfer_handle(posted.handle)
+        finally:
+            self._peers.release(posted.peer)
+
+    def complete(self, chunk: Chunk) -> None:
+        """One note to each peer of ours, with the metadata; those of stock SGLang to others.
+
+        Stock counts chunks. They all have landed, so one note stands for them: the only one of one.
+        """
+        load, room = chunk.payload, chunk.room
+        notes: dict[str, list[bytes]] = {}
+        for name in chunk.peers:
+            if self._is_in_note(load.destinations[name]):
+                metadata = self._layout.metadata_bytes(load.metadata_slot)
+                notes[name] = [wire.done(room, self._writer, metadata)]
+            else:
+                kinds = ["kv_0_1", *["state"] * bool(load.state_pages), "aux"]
+                notes[name] = [f"{room}_{kind}_{self._writer}".encode() for kind in kinds]
+        for name in chunk.peers:
+            peer = self._peers.hold(name)
+            try:
+                for note in notes[name]:
+                    with self._peers.posting():
+                        self._agent.send_notif(name, note)
+            except Exception as error:
+                self._drop_if_disconnected(peer, error)
+                raise
+            finally:
+                self._peers.release(peer)
+
+    def _is_in_note(self, to: Destination) -> bool:
+        return (
+            to.takes_metadata
+            and self._layout.metadata_size <= wire.MOST_METADATA
+            and metadata_in_host_memory()
+        )
+
+    # ---- what is sent ----
+
+    def _kv(
+        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        if not len(load.pages):
+            return
+        pair = peer.pair("kv", to.pool_pages, self._layout.kv)
+        if not pair.source.bases:  # a replica sends it
+            return
+        yield from self._pages(
+            pair, load.pages, to.pages, "VRAM", peer, delivery, to.pool_pages is not None
+        )
+        count_sent(delivery.chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
+
+    def _state(
+        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        room = delivery.chunk.room
+        if len(load.state_pages) != len(to.state_pages):
+            raise TransferError(
+                Reason.MISMATCH,
+                f"room {room}: {len(load.state_pages)} pages of state, and decode rank "
+                f"{peer.name} listed {len(to.state_pages)}",
+            )
+        source, destination = (
+            np.array(pages, np.int32) for pages in (load.state_pages, to.state_pages)
+        )
+        pair = self._layout.state(peer.info)
+        yield from self._pages(pair, source, destination, "VRAM", peer, delivery, False)
+
+    def _metadata(
+        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+    ) -> Iterator[_Posted]:
+        slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
+        pair = peer.pair("metadata", to.metadata_slots, self._layout.metadata)
+        yield from self._pages(
+            pair, slots[0], slots[1], "DRAM", peer, delivery, to.metadata_slots is not None
+        )
+
+    # ---- how it is described and posted ----
+
+    def _pages(
+        self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
+        delivery: _Delivery, may_prepare: bool,
+    ) -> Iterator[_Posted]:  # fmt: skip
+        """Pages of a pair of pools, as ranges or selected from the prepared lists."""
+        began = self._clock()
+        try:
+            pair.source.check(source)
+            pair.destination.check(destination)
+        except ValueError as error:
+            raise TransferError(Reason.MISMATCH, str(error)) from error
+        runs = descriptors.runs_of(source, destination, pair.source.heads)
+        slots = len(source) * pair.source.slots_a_page
+        ours = theirs = None
+        if may_prepare:
+            ours = self._lists.get(memory, pair.source)
+            theirs = peer.lists.get(memory, pair.destination)
+        buffers = len(pair.source.bases)
+        form = descriptors.choose(
+            buffers=buffers,
+            pages=slots,
+            runs=len(runs),
+            has_prepared=ours is not None and theirs is not None,
+            costs=self._costs,
+        )
+        delivery.descriptors += buffers * (len(runs) if form is Form.RANGES else slots)
+        delivery.bytes += slots * sum(pair.source.item_lens)
+        if form is Form.RANGES:
+            rows = descriptors.ranges(pair.source, pair.destination, runs)
+            yield from self._ranges(*rows, memory, peer, delivery, began)
+            return
+        handle = self._agent.make_prepped_xfer(
+            "WRITE",
+            ours,
+            descriptors.select(pair.source, source),
+            theirs,
+            descriptors.select(pair.destination, destination),
+        )
+        yield from self._start(handle, peer, delivery, began, (ours, theirs))
+
+    def _ranges(
+        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, delivery: _Delivery, began: float
+    ) -> Iterator[_Posted]:
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs(ours, memory),
+            agent.get_xfer_descs(theirs, memory),
+            peer.name,
+        )
+        yield from self._start(handle, peer, delivery, began, ())
+
+    def _start(
+        self, handle: Any, peer: Peer, delivery: _Delivery, began: float, lists: tuple[Any, ...]
+    ) -> Iterator[_Posted]:
+        if not handle:
+            raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
+        built = self._clock()
+        delivery.build_s += built - began
+        posted = _Posted(handle, self._peers.share(peer), delivery, lists)
+        delivery.open += 1
+        # First: what is in flight is waited for and released, also if posting raises half way.
+        yield posted
+        began = self._clock()
+        with self._peers.posting():
+            state = self._agent.transfer(handle)
+        delivery.post_s += self._clock() - began
+        if state == "ERR":
+            raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")
+
+    def _drop_if_disconnected(self, peer: Peer, error: Exception) -> None:
+        """NIXL never reaches a peer again that it lost: it has to register anew."""
+        if type(error).__name__ == "nixlRemoteDisconnectError":
+            self._peers.forget(peer.name)
+
+    def _read_telemetry(self, handle: Any) -> None:
+        if not self._has_telemetry:
+            return
+        try:
+            self._stats.transported(self._agent.get_xfer_telemetry(handle).xferDuration / 1e6)
+        except Exception as error:  # whatever it is, the transfer is done
+            self._has_telemetry = False
+            logger.warning("NIXL gives no telemetry (%r); it is not asked any more", error)
+
+    def _log(self, delivery: _Delivery) -> None:
+        chunk = delivery.chunk
+        count_moved(
+            chunk.room,
+            delivery.peer,
+            chunk=chunk.payload.chunk_id,
+            is_last=chunk.is_last,
+            queue_s=delivery.began_at - chunk.enqueued_at,
+            build_s=delivery.build_s,
+            post_s=delivery.post_s,
+            wire_s=self._clock() - delivery.ended_at,
+            descriptors=delivery.descriptors,
+            moved=delivery.bytes,
+        )

@@ -1,0 +1,225 @@
+"""Where KV, state and metadata lie on this rank, and where on a decode rank: pairs of pools."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.disaggregation.delta import pages as heads
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool, check_pair
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+
+#: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
+#: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
+UNKNOWN_SLOTS = 2**31
+
+#: State of a hybrid model that lies in pages, as KV does.
+PAGED_STATE = ("swa", "nsa")
+
+
+#: (address, length): a copy of that host memory of this process.
+read_memory: Callable[[int, int], bytes] = ctypes.string_at
+
+
+def metadata_in_host_memory() -> bool:
+    """Whether the metadata buffers of this process are where it can read and write them itself:
+    for one kind of Mooncake's memory pools SGLang makes them on the GPU, whatever the backend."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() != "INTRA_NODE_NVLINK")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same buffers on either side, in one order."""
+
+    source: Pool
+    destination: Pool
+
+    def __post_init__(self) -> None:
+        check_pair(self.source, self.destination)
+
+
+class Layout:
+    """Reads SGLang's ``KVArgs`` of this rank and what a decode rank registered. Keeps nothing."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._ours = manager.kv_args
+
+    def kv(self, info: Any, slots: int | None) -> Pair:
+        """KV pools, of whole pages or of some heads of every token; no buffers where this rank
+        sends nothing. ``slots``: pages of the decode rank's pool, if it said so.
+
+        Raises:
+            TransferError: they do not fit.
+        """
+        manager, ours = self._manager, self._ours
+        if not manager.is_mla_backend and info.decode_tp_size != manager.attn_tp_size:
+            return self._heads(info, slots)
+        source, destination = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
+        return self._pair(
+            source,
+            destination,
+            ours.kv_item_lens,
+            ours.kv_data_lens[0] // ours.kv_item_lens[0],
+            slots,
+            info.gpu_id,
+        )
+
+    def metadata(self, info: Any, slots: int | None) -> Pair:
+        """Metadata buffers; always in host memory."""
+        ours = self._ours
+        return self._pair(
+            ours.aux_data_ptrs,
+            info.dst_aux_ptrs,
+            ours.aux_item_lens,
+            ours.aux_data_lens[0] // ours.aux_item_lens[0],
+            slots,
+            None,
+        )
+
+    @property
+    def metadata_size(self) -> int:
+        """Bytes of one metadata slot, over all buffers."""
+        return sum(self._ours.aux_item_lens)
+
+    def metadata_bytes(self, slot: int) -> list[bytes]:
+        """A copy of one of this rank's metadata slots, one part for each buffer."""
+        ours = self._ours
+        if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
+            raise TransferError(Reason.MISMATCH, f"metadata slot {slot} is not one of this rank's")
+        return [
+            read_memory(base + slot * length, length)
+            for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
+        ]
+
+    def state(self, info: Any) -> Pair:
+        """State of a hybrid model.
+
+        Raises:
+            TransferError: it is of a kind, or between tensor parallel sizes, that is not served.
+        """
+        ours, kind = self._ours, getattr(self._ours, "state_type", "none")
+        same_size = info.decode_tp_size == self._manager.attn_tp_size
+        if kind not in (*PAGED_STATE, "mamba"):
+            raise TransferError(Reason.MISMATCH, f"NIXL moves no state of the kind {kind!r}")
+        if not same_size and not (kind in PAGED_STATE and self._manager.is_mla_backend):
+            raise TransferError(
+                Reason.MISMATCH,
+                f"state of the kind {kind!r} needs one tensor parallel size, not "
+                f"{self._manager.attn_tp_size} on prefill and {info.decode_tp_size} on decode",
+            )
+        source, destination = ours.state_data_ptrs, info.dst_state_data_ptrs
+        if kind in PAGED_STATE:
+            source, destination = self._buffers(source, destination)
+        lens = ours.state_item_lens
+        return self._pair(
+            source, destination, lens, ours.state_data_lens[0] // lens[0], None, info.gpu_id
+        )
+
+    def _heads(self, info: Any, slots: int | None) -> Pair:
+        """The heads of every token that this rank sends to a rank of another tensor parallel size;
+        no buffers where a replica sends them.
+
+        Stock divides by zero where there are fewer KV heads than ranks, and cuts values by the
+        length of keys.
+        """
+        manager, ours = self._manager, self._ours
+        size, theirs = manager.attn_tp_size, info.decode_tp_size
+        total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * size
+        try:
+            plan = heads.plan_heads(
+                ours.engine_rank % size, size, info.decode_tp_rank % theirs, theirs, total
+            )
+            if not plan.count:
+                nothing = Pool((), (), 1, 0)
+                return Pair(nothing, nothing)
+            return self._slices(info, slots, plan)
+        except ValueError as error:
+            raise TransferError(Reason.MISMATCH, str(error)) from error
+
+    def _slices(self, info: Any, slots: int | None, plan: heads.HeadSlice) -> Pair:
+        ours, page = self._ours, self._ours.page_size
+        lens = ours.kv_item_lens
+        from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
+        pages = ours.kv_data_lens[0] // lens[0]
+        # Decode tells the length of its keys; values differ as they do here.
+        their_lens = [info.dst_kv_item_len * item_len // lens[0] for item_len in lens]
+        if plan.count == ours.kv_head_num and their_lens == list(lens):  # replicas of all heads
+            return self._pair(from_, to, lens, pages, slots, info.gpu_id)
+        head_lens = [item_len // page // ours.kv_head_num for item_len in lens]
+        tokens = [
+            heads.token_lens(
+                page=page,
+                source_item_len=item_len,
+                destination_item_len=their_len,
+                head_bytes=head_len,
+                plan=plan,
+            )
+            for item_len, their_len, head_len in zip(lens, their_lens, head_lens, strict=True)
+        ]
+        our_tokens, their_tokens = zip(*tokens, strict=True)
+        our_heads = Heads(plan.source_start, plan.count, page, our_tokens)
+        their_heads = Heads(plan.destination_start, plan.count, page, their_tokens)
+        their_pages = slots or UNKNOWN_SLOTS
+        return Pair(
+            _pool_of(our_heads, from_, head_lens, pages, ours.gpu_id),
+            _pool_of(their_heads, to, head_lens, their_pages, info.gpu_id),
+        )
+
+    def _buffers(
+        self, source: Sequence[int], destination: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Addresses of this pipeline stage's buffers on either side: keys of all layers, then
+        values; or the latent buffers."""
+        if self._manager.is_mla_backend:
+            ours, theirs, layers = self._manager.get_mla_kv_ptrs_with_pp(source, destination)
+            return list(ours[:layers]), list(theirs[:layers])
+        keys, values, their_keys, their_values, layers = self._manager.get_mha_kv_ptrs_with_pp(
+            source, destination
+        )
+        return (
+            [*keys[:layers], *values[:layers]],
+            [*their_keys[:layers], *their_values[:layers]],
+        )
+
+    def _pair(
+        self,
+        source: Sequence[int],
+        destination: Sequence[int],
+        item_lens: Sequence[int],
+        source_slots: int,
+        destination_slots: int | None,
+        their_device: int | None,
+    ) -> Pair:
+        lens = tuple(item_lens)
+        in_host_memory = their_device is None
+        try:
+            return Pair(
+                Pool(tuple(source), lens, source_slots, 0 if in_host_memory else self._ours.gpu_id),
+                Pool(
+                    tuple(destination), lens, destination_slots or UNKNOWN_SLOTS, their_device or 0
+                ),
+            )
+        except ValueError as error:
+            raise TransferError(Reason.MISMATCH, str(error)) from error
+
+
+def _pool_of(
+    which: Heads, bases: Sequence[int], head_lens: Sequence[int], pages: int, device: int
+) -> Pool:
+    """``which`` heads of the tokens of ``pages`` pages; ``head_lens``: bytes of one head of one
+    token, by buffer."""
+    if len(bases) != len(head_lens):
+        raise ValueError(f"{len(bases)} buffers and {len(head_lens)} lengths")
+    return Pool(
+        tuple(base + which.first * size for base, size in zip(bases, head_lens, strict=True)),
+        tuple(which.count * size for size in head_lens),
+        pages * which.page,
+        device,
+        which,
+    )

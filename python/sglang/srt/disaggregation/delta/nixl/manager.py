@@ -1,0 +1,378 @@
+"""What decode servers send to a NIXL prefill rank: registrations and rooms' announcements.
+
+The thin override of SGLang's NIXL manager: transfers run on workers, messages are checked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta import config, wire
+from sglang.srt.disaggregation.delta.event_log import Pages
+from sglang.srt.disaggregation.delta.logs import Complaints
+from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.nixl import agent, chunks, descriptors
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.descriptors import Costs
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, metadata_in_host_memory
+from sglang.srt.disaggregation.delta.nixl.peers import Peers
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch
+from sglang.srt.disaggregation.delta.peer_messages import (
+    BadMessage,
+    MessageReader,
+    check_announcement,
+    check_registration,
+)
+from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import TransferPool, Watchdog
+
+logger = logging.getLogger(__name__)
+
+_ANNOUNCEMENT_FRAMES = 8
+_REGISTRATION_FRAMES = 12
+
+
+class NixlAnnouncements:
+    """Feeds one NIXL manager with SGLang's own kinds of messages, from the reader thread."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message.
+
+        Raises:
+            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+        """
+        from sglang.srt.disaggregation.nixl import conn
+
+        if not frames or frames[0] != conn.GUARD:
+            raise BadMessage("it does not start like a NIXL message of SGLang's")
+        message = frames[1:]
+        if len(message) < _ANNOUNCEMENT_FRAMES:
+            raise BadMessage(f"{len(message)} frames, at least {_ANNOUNCEMENT_FRAMES} wanted")
+        if message[0] == b"None":
+            if len(message) < _REGISTRATION_FRAMES:
+                raise BadMessage(
+                    f"a registration of {len(message)} frames, {_REGISTRATION_FRAMES} wanted"
+                )
+            self._register(conn.KVArgsRegisterInfo.from_zmq(message))
+        else:
+            self._announce(conn.TransferInfo.from_zmq(message))
+
+    def _register(self, info: Any) -> None:
+        check_registration(
+            self._manager,
+            kv_buffers=len(info.dst_kv_ptrs),
+            state_buffers=len(info.dst_state_data_ptrs),
+            aux_buffers=len(info.dst_aux_ptrs),
+            tp_size=info.decode_tp_size,
+            tp_rank=info.decode_tp_rank,
+            item_len=info.dst_kv_item_len,
+        )
+        self._manager.peers.add(info)
+
+    def _announce(self, info: Any) -> None:
+        """Record one decode rank's announcement; the last one of a room makes it ready."""
+        manager = self._manager
+        check_announcement(info)
+        if info.agent_name not in manager.decode_kv_args_table:
+            manager.rooms.refuse_stranger(info)
+            raise BadMessage(f"room {info.room}: peer {info.agent_name!r} never registered")
+        if info.later_prefix_len and not len(info.dst_kv_indices):
+            # A full hit looks the same there. Of latent KV the first rank of a group sends all.
+            theirs = manager.decode_kv_args_table[info.agent_name].decode_tp_size
+            group = max(manager.attn_tp_size // theirs, 1)
+            info.is_left_out = manager.is_mla_backend and manager.attn_tp_rank % group != 0
+        ranks = manager.transfer_infos.setdefault(info.room, {})
+        ranks[info.agent_name] = info
+        if manager.rooms.announce(info.room, info.agent_name, info):
+            manager.take_announcement(info.room)
+
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+else:
+    NixlKVManager = object
+
+
+#: What describing a chunk costs here, in the two forms that it may have: ``descriptors.Costs``.
+COSTS = "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS"
+
+#: A process that ends waits so long for what is under way.
+_DRAIN_S = 1.0
+
+
+class DeltaNixlManager(NixlKVManager):
+    """Prefill: queues what the plan left over. Decode: reads what has arrived, writer by writer."""
+
+    moves_deltas = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any,
+        is_mla_backend: bool | None = False,
+    ) -> None:  # fmt: skip
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        sends = disaggregation_mode == DisaggregationMode.PREFILL
+        with agent.attuned(config.from_environment().workers if sends else 0):
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+
+    # ---- prefill side: sending ----
+
+    def start_transfers(self) -> None:
+        """Start the transfer workers of this prefill rank.
+
+        Raises:
+            ValueError: a variable is set to something that cannot be; the message names it.
+        """
+        assert self.rooms is not None
+        #: Seconds that a chunk may take, from the queue to its end.
+        self.transfer_s = config.transfer_seconds()
+        self.transfer_stats = AsyncTransferStats(config.log_seconds())
+        backend = NixlBackend(
+            self.agent,
+            self.peers,
+            Layout(self),
+            self.transfer_stats,
+            writer=self.writer_id,
+            costs=_costs(),
+        )
+        self.transfers = TransferPool(
+            backend,
+            self.tickets,
+            self.rooms,
+            config.from_environment(),
+            self.transfer_stats,
+            prepare_thread=self._prepare_thread,
+        )
+        self.watchdog = Watchdog(self.transfers, self.tickets)
+        self.rooms.on_failure = self._stop_room
+        self.transfers.start()
+        atexit.register(self.transfers.stop, _DRAIN_S)
+
+    def _stop_room(self, room: int, reason: Reason) -> None:
+        self.tickets.stop(room)
+        self.transfers.cancel(room, reason)
+
+    def _prepare_thread(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.kv_args.gpu_id)
+
+    @cached_property
+    def tickets(self) -> Tickets:
+        """What is known of the transfers of this prefill rank's rooms."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        assert self.rooms is not None
+        return Tickets(self.rooms.fail, lambda room: self.advance(room, KVPoll.Success))
+
+    @cached_property
+    def peers(self) -> Peers:
+        """The decode ranks that this prefill rank knows."""
+        return Peers(self.agent, self.decode_kv_args_table)
+
+    @override
+    def _add_remote_peer(self, decode_kv_args: Any) -> None:
+        self.peers.add(decode_kv_args)
+
+    @override
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
+        chunk_id: int, aux_index: int | None = None, state_indices: Sequence[int] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Queue one chunk. Nothing is handed out: what becomes of it is in the room's ticket.
+
+        Raises:
+            DeltaMismatch: a decode rank listed another number of pages for it, or none is known:
+                the reader's thread drops a room's announcements when the room is given up.
+        """
+        announcements = list(self.transfer_infos.get(bootstrap_room, {}).values())
+        if not announcements:
+            raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
+        load = chunks.load(
+            bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
+            state_indices,
+        )  # fmt: skip
+        now = time.monotonic()
+        self.transfers.submit(
+            Chunk(
+                room=bootstrap_room,
+                peers=tuple(load.destinations),
+                payload=load,
+                is_last=is_last,
+                deadline=now + self.transfer_s,
+                enqueued_at=now,
+            )
+        )
+        if is_last:
+            self.transfer_infos.pop(bootstrap_room, None)
+        return []
+
+    # ---- prefill side: messages from decode ranks ----
+
+    @override
+    def _start_bootstrap_thread(self) -> None:
+        assert self.rooms is not None
+        self.start_transfers()
+        reader = MessageReader(self.rooms.take, NixlAnnouncements(self).take)
+        threading.Thread(
+            target=reader.serve,
+            args=(self.server_socket, self._tick),
+            name="pd-reader",
+            daemon=True,
+        ).start()
+
+    def _tick(self) -> None:
+        assert self.rooms is not None
+        self.transfer_stats.tick()
+        self.watchdog.tick()
+        for peer in self.rooms.tick():
+            logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
+            self.peers.forget(peer)
+
+    # ---- decode side ----
+
+    @override
+    def _start_heartbeat_checker_thread(self) -> None:
+        if self.servers is None:
+            super()._start_heartbeat_checker_thread()
+            return
+        reader = MessageReader(self.servers.take, _refuse)
+        threading.Thread(
+            target=reader.serve,
+            args=(self.server_socket, lambda: None),
+            name="pd-reader",
+            daemon=True,
+        ).start()
+        self.servers.start_heartbeat()
+
+    @property
+    @override
+    def peer_name(self) -> str:
+        return str(self.agent.name)
+
+    @override
+    def progress(self, room: int) -> Any:
+        return self.transfer_statuses[room]
+
+    @override
+    def take_progress(self, room: int) -> Any:
+        from sglang.srt.disaggregation.nixl.conn import TransferStatus
+
+        return self.transfer_statuses.pop(room, None) or TransferStatus()
+
+    @override
+    def expect_metadata(self, room: int, slot: int) -> bool:
+        if not metadata_in_host_memory():
+            return False
+        self.transfer_statuses[room].metadata_slot = slot
+        return True
+
+    @override
+    def collect_arrivals(self) -> None:
+        self.update_transfer_status()
+
+    def collect_arrivals_once(self, asker: int) -> None:
+        """``collect_arrivals``, once for all rooms that ask in turn, again and again: when one asks
+        a second time, a new turn has begun."""
+        if asker in self._asked:
+            self._asked.clear()
+        if not self._asked:
+            self.update_transfer_status()
+        self._asked.add(asker)
+
+    @override
+    def forget_status(self, room: int) -> None:
+        super().forget_status(room)
+        self._asked.discard(room)
+
+    @cached_property
+    def _asked(self) -> set[int]:
+        """Rooms that asked in this turn."""
+        return set()
+
+    @override
+    def update_transfer_status(self) -> None:
+        try:
+            arrived = self.agent.get_new_notifs()
+        except Exception as error:
+            # The scheduler polls: it must go on. Rooms whose notes are lost end by their deadline.
+            self._complaints.say("this agent", "could not read NIXL notifications", repr(error))
+            return
+        for peer_name, messages in arrived.items():
+            for raw in messages:
+                try:
+                    note = wire.parse(raw)
+                except ValueError as error:
+                    self._complaints.about(f"NIXL peer {peer_name}", error)
+                    continue
+                watch = self.servers.watch_of(note.room) if self.servers is not None else None
+                if watch is None and note.room not in self.request_status:
+                    # The room was aborted and cleared; recording it would leave an entry behind.
+                    logger.debug("late %s notification of room %s", note.kind, note.room)
+                    continue
+                status: Any = watch.progress if watch else self.transfer_statuses[note.room]
+                if note.kind == "done" and not (watch or self._store_metadata(status, note)):
+                    status.stop(note.writer)
+                    continue
+                writers = self.required_prefill_response_num_table.get(note.room, 1)
+                status.take(note, watch.writers if watch else writers)
+
+    def _store_metadata(self, status: Any, note: wire.Notification) -> bool:
+        """Write the metadata of a note into the room's slot; once for each writer, for a room that
+        is complete has no slot any more. Fails the room, and says False, where they do not fit."""
+        ours, slot = self.kv_args, status.metadata_slot
+        if slot is None or note.writer in status.done_writers:
+            return slot is not None
+        lengths = [len(part) for part in note.metadata]
+        if lengths != list(ours.aux_item_lens):
+            assert self.servers is not None  # without it no room has a slot here
+            self.servers.fail(
+                note.room,
+                Reason.MISMATCH,
+                f"room {note.room}: prefill sent metadata of {lengths} bytes, and this decode rank "
+                f"has {list(ours.aux_item_lens)}: model or SGLang's version differ",
+            )
+            return False
+        for base, part in zip(ours.aux_data_ptrs, note.metadata, strict=True):
+            ctypes.memmove(base + slot * len(part), part, len(part))
+        return True
+
+    @override
+    def open_rooms(self) -> dict[str, list[int]]:
+        tables: dict[str, list[int]] = super().open_rooms()
+        if self.rooms is not None:
+            tables["transfer_tickets"] = self.tickets.rooms()
+        return tables
+
+    @cached_property
+    def _complaints(self) -> Complaints:
+        return Complaints(logger)
+
+
+def _costs() -> Costs:
+    text = os.environ.get(COSTS)
+    if text is None:
+        return descriptors.COSTS
+    try:
+        return Costs.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{COSTS}: {error}, not {text!r}") from None
+
+
+def _refuse(frames: list[bytes]) -> None:
+    raise BadMessage("it is not a control message of a prefill server's")

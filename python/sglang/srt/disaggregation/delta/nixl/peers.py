@@ -1,0 +1,264 @@
+"""The decode ranks that NIXL knows, and the lists that were prepared for each of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
+from sglang.srt.disaggregation.delta.nixl.layout import Pair
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which a change of NIXL's peers waits for the posts under way. (One takes
+#: milliseconds, with a million descriptors a second or two.)
+PATIENCE_S = 5.0
+#: NIXL's name for the side that starts transfers.
+OURS = "NIXL_INIT_AGENT"
+
+
+class PreparedLists:
+    """The prepared lists of one side: one of whole slots for each kind of memory, and one for each
+    choice of heads; made when it is first asked for.
+
+    A list is released when the last user of its handle lets go of it: NIXL's handles release
+    themselves, once.
+    """
+
+    def __init__(self, agent: Any, name: str) -> None:
+        """``name``: the peer's, or ``OURS``."""
+        self._agent = agent
+        self._name = name
+        self._lock = threading.Lock()
+        self._lists: dict[tuple[str, Heads | None], tuple[Pool, Any]] = {}
+
+    def get(self, memory: str, pool: Pool) -> Any | None:
+        """The handle of a list with every slot of ``pool``, or None where it cannot be prepared.
+
+        ``memory``: NIXL's name of the kind. A second pool of one kind is not prepared: a peer that
+        says something else each time must not fill the memory here. Of this rank's own heads there
+        are few choices: those that decode ranks of any number can be sent.
+        """
+        kind = memory, pool.heads
+        with self._lock:
+            if kind not in self._lists:
+                self._lists[kind] = (pool, self._prepare(memory, pool))
+            prepared_for, handle = self._lists[kind]
+            return handle if prepared_for == pool else None
+
+    def _prepare(self, memory: str, pool: Pool) -> Any | None:
+        try:
+            rows: npt.NDArray[np.uint64] = descriptors.prepared_strided(pool)
+            try:
+                return self._agent.prep_xfer_dlist(self._name, rows, memory)
+            except (ValueError, TypeError):  # an older NIXL knows no strided form
+                rows = descriptors.prepared(pool)
+                return self._agent.prep_xfer_dlist(self._name, rows, memory)
+        except Exception as error:  # bindings raise what they like
+            logger.warning(
+                "NIXL could not prepare %d buffers of %s (%r); ranges are built instead",
+                len(pool.bases),
+                "this rank" if self._name == OURS else f"decode rank {self._name}",
+                error,
+            )
+            return None
+
+
+class Peer:
+    """One decode rank, from its registration until nobody uses it any more."""
+
+    #: What it registered: SGLang's ``KVArgsRegisterInfo``.
+    info: Any
+    #: Of what NIXL was last told about it.
+    lists: PreparedLists
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: Transfers to it that are not released.
+        self.users = 0
+        self.forgotten = True
+
+    def loaded(self, agent: Any, info: Any) -> None:
+        """NIXL knows it from now on."""
+        self.info = info
+        self.lists = PreparedLists(agent, self.name)
+        self._pairs: dict[str, tuple[int | None, Pair]] = {}
+        self.forgotten = False
+
+    def drop_lists(self) -> None:
+        """Nobody uses it any more. Its lists go with their last reference, which is here."""
+        self.lists = PreparedLists(None, self.name)
+
+    def pair(self, kind: str, slots: int | None, make: Callable[[Any, int | None], Pair]) -> Pair:
+        """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
+        known = self._pairs.get(kind)
+        if known is None or known[0] != slots:
+            known = self._pairs[kind] = (slots, make(self.info, slots))
+        return known[1]
+
+
+class Peers:
+    """All decode ranks of a prefill rank. Used by the reader thread and by transfer workers.
+
+    A rank is published in ``table`` (SGLang's ``decode_kv_args_table``, by name) when NIXL has
+    taken it, not before. NIXL is told to forget one only when nothing is under way to it.
+
+    NIXL changes its table of peers alone: such a call waits for every post that runs, and whatever
+    comes meanwhile waits for it, some of it with the interpreter's lock. So it is made between the
+    posts (``posting``), which wait for it here, without that lock. Where a post hangs, it is not
+    made: the other workers, and the reader thread, go on.
+    """
+
+    def __init__(
+        self, agent: Any, table: dict[str, Any], *, patience_s: float = PATIENCE_S
+    ) -> None:
+        """``patience_s``: how long a change waits for the posts under way, and holds up others."""
+        self._agent = agent
+        self._table = table
+        self._patience_s = patience_s
+        #: Of what is below; never held while NIXL is called.
+        self._lock = threading.Condition()
+        self._peers: dict[str, Peer] = {}
+        self._posts = 0
+        self._is_changing = False
+
+    @contextmanager
+    def posting(self) -> Iterator[None]:
+        """For the call that posts a transfer, and for nothing else. Posts run side by side."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_changing)
+            self._posts += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._posts -= 1
+                if not self._posts:
+                    self._lock.notify_all()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For calls that change NIXL's peers: one at a time, and no post meanwhile.
+
+        Raises:
+            TimeoutError: a post does not come to its end; nothing may be changed.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_changing)
+            self._is_changing = True
+        try:
+            with self._lock:
+                if not self._lock.wait_for(lambda: not self._posts, self._patience_s):
+                    raise TimeoutError(
+                        f"a post of a transfer has not returned for {self._patience_s:g} s"
+                    )
+            yield
+        finally:
+            with self._lock:
+                self._is_changing = False
+                self._lock.notify_all()
+
+    def add(self, info: Any) -> None:
+        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind, nor
+        does a ``TimeoutError`` (see ``_changing``).
+
+        One that was forgotten is loaded anew, also while something is still under way to it, and
+        nothing that was prepared before is used again: its connection may have been lost.
+        """
+        name = info.agent_name
+        if self._publish(name):
+            return
+        try:
+            with self._changing():
+                if self._publish(name):
+                    return
+                self._agent.add_remote_agent(info.agent_metadata)
+                with self._lock:
+                    known = self._peers.setdefault(name, Peer(name))
+                    known.loaded(self._agent, info)
+                    self._table[name] = known.info
+        except TimeoutError as error:
+            raise TimeoutError(f"decode rank {name} cannot be taken: {error}") from error
+
+    def _publish(self, name: str) -> bool:
+        """Whether NIXL has this one."""
+        with self._lock:
+            known = self._peers.get(name)
+            if known is None or known.forgotten:
+                return False
+            self._table[name] = known.info
+            return True
+
+    def hold(self, name: str) -> Peer:
+        """The peer, for one transfer, to be given back with ``release``.
+
+        Raises:
+            TransferError: it is not known, or not any more.
+        """
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is None or peer.forgotten:
+                raise TransferError(
+                    Reason.PEER_LOST, f"decode rank {name} is not registered here any more"
+                )
+            peer.users += 1
+            return peer
+
+    def share(self, peer: Peer) -> Peer:
+        """One more transfer to a peer that is held already, to be given back on its own."""
+        with self._lock:
+            peer.users += 1
+            return peer
+
+    def release(self, peer: Peer) -> None:
+        """One transfer to it is over."""
+        with self._lock:
+            peer.users -= 1
+            is_unused = self._is_unused(peer)
+        if is_unused:
+            self._remove_unused()
+
+    def forget(self, name: str) -> None:
+        """It gives no sign any more: nothing new is sent to it."""
+        with self._lock:
+            self._table.pop(name, None)
+            peer = self._peers.get(name)
+            if peer is None:
+                return
+            peer.forgotten = True
+            is_unused = self._is_unused(peer)
+        if is_unused:
+            self._remove_unused()
+
+    def _is_unused(self, peer: Peer) -> bool:
+        return peer.forgotten and not peer.users and self._peers.get(peer.name) is peer
+
+    def _remove_unused(self) -> None:
+        """Have NIXL forget those that nobody uses, unless they came back meanwhile. Where a post
+        hangs they stay until one is to be forgotten again."""
+        try:
+            with self._changing():
+                with self._lock:
+                    unused = [peer for peer in self._peers.values() if self._is_unused(peer)]
+                    for peer in unused:
+                        del self._peers[peer.name]
+                for peer in unused:
+                    self._remove(peer)
+        except TimeoutError as error:
+            logger.warning("NIXL keeps decode ranks that are gone, for now: %s", error)
+
+    def _remove(self, peer: Peer) -> None:
+        peer.drop_lists()
+        try:
+            self._agent.remove_remote_agent(peer.name)
+        except Exception as error:  # the others are served all the same
+            logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)

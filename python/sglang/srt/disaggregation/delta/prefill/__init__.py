@@ -1,0 +1,35 @@
+"""Prefill: rooms, and their transfers on worker threads; the scheduler only appends to a queue.
+
+``scheduler``         the thin overrides of the prefill scheduler
+``sender``            prefill's end of a room, as the scheduler knows it
+``gate``              which rooms may still be written for, complete or given up
+``rooms``             who announced a room, and who is told when it ends early
+``tickets``           what the scheduler sees of a room
+``listeners``         decode ranks that never ping
+``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
+``transfer_worker``   the state machine of one thread, driven by ``step(now)``
+``send_queue``        its parts: records, who is next, what is due, what never settled
+``transfer_backend``  what is queued, and what a worker is attached to: a third backend goes here
+
+Life of a room, on one worker from beginning to end::
+
+    open -> submit ... submit(is_last) -> chunk_done for each -> room_quiet -> forget
+                                       \\-> room_failed ----------^
+            cancel --------------------------------------------^
+
+A room ends once, and nothing brings it back: with its last chunk, with its first failure, or by
+one of ``cancel`` and ``forget``. From then on nothing of it is posted. It is *quiet* when what was
+posted before has settled, and only the worker can know: it alone posts, and it alone sees handles
+settle. ``gate.enter`` is asked before every post, and ``gate.leave`` is called whenever nothing
+that was posted under a room number is under way any more. So a room that is stopped at the gate by
+another thread is quiet at once if nothing of it is under way, and otherwise by the worker's
+``leave``; and a number that is used again while an old transfer lingers is not left before that
+one has settled.
+
+Isolation: at most ``window`` transfers are under way on a worker and ``quota`` for a peer. What
+waits for a peer whose quota is used up holds up nobody else. A transfer that misses its deadline
+fails its room, leaves the window and is looked at five times a second until it settles, for ever if
+need be: it cannot be taken back. It keeps its place in the quota of its peer, so that a peer that
+never answers can tie up only so much; but one place is always left to try, and a later transfer
+that is delivered frees the others.
+"""

@@ -1,0 +1,209 @@
+"""When a request in flight ends on a prefill server of several ranks.
+
+SGLang reduces what the ranks' senders say by MIN, and Failed is the lowest: one rank's failure ends
+the request on all of them, and frees pages and a metadata slot that another rank's writes still
+read. Here a request ends in the step in which it has ended on every rank; until then its pages stay
+where they are on all of them. The wait is bounded by each rank's own deadline for its transfers.
+
+The prefill scheduler's chunk sender, with a cursor that starts at the decode prefix.
+
+The scheduler of a server whose backend moves deltas: what its rooms need beside their queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, STATS
+from sglang.srt.disaggregation.delta.pages import chunk_end
+from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
+else:
+    SchedulerPPMixin = object
+
+
+def ended(requests: Sequence[Any], groups: Sequence[Any]) -> list[str]:
+    """The ids of those ``requests`` that have ended on all ranks of ``groups``: one collective a
+    group, the same answer on each rank.
+
+    A rank whose part is still open where another's has failed sends nothing more of it.
+    """
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    polls = [int(request.disagg_kv_sender.poll()) for request in requests]
+    over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
+    votes = [*polls, *map(int, over)]
+    for group in groups:
+        votes = minimum(votes, group)
+    count, found = len(polls), []
+    for request, is_over, worst, all_over in zip(
+        requests, over, votes[:count], votes[count:], strict=True
+    ):
+        if all_over:
+            found.append(request.rid)
+        elif worst == KVPoll.Failed and not is_over:
+            request.disagg_kv_sender.fail_with_others()
+    return found
+
+
+class PrefillStages(SchedulerPPMixin):
+    """Pipeline stages tell each other which requests have ended; each asks all of its ranks."""
+
+    @override
+    def get_rids(self, req_queue: list[Any], is_send: bool, *poll_statuses_group: Any) -> Any:
+        if is_send and req_queue is self.disagg_prefill_inflight_queue:
+            manager = self.disagg_prefill_bootstrap_queue.kv_manager
+            if getattr(manager, "rooms", None) is not None:
+                return ended(req_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
+        return super().get_rids(req_queue, is_send, *poll_statuses_group)
+
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+else:
+    SchedulerDisaggregationPrefillMixin = object
+
+
+class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
+    """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
+    in one step."""
+
+    @override
+    def send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+        sender = req.disagg_kv_sender
+        prefix: int | None = getattr(sender, "decode_prefix_len", None)
+        if prefix is None or (last_chunk and self._has_state):
+            # The backend is SGLang's own; or the model has state, of which SGLang says what goes
+            # along. Such models never have a prefix on decode.
+            super().send_kv_chunk(req, last_chunk, end_idx)
+            return
+        page: int = self.token_to_kv_pool_allocator.page_size
+        computed = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
+        start, end = max(req.start_send_idx, prefix), chunk_end(computed, page, last_chunk)
+        if last_chunk:
+            self.disagg_metadata_buffers.set_buf(req)
+            if prefix:
+                STATS.add("kv_transfer_skipped_tokens", prefix)
+        elif end <= start:
+            # Decode holds all of this chunk, or it fills no page. The cursor never moves back: that
+            # would send prefix pages into the delta's destinations.
+            return
+        req.start_send_idx = max(start, end)
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        sender.send(page_indices(row, start, end, page), None)
+
+    @property
+    def _rooms(self) -> PrefillRooms | None:
+        """This rank's rooms; None on a backend of SGLang's that knows no delta."""
+        rooms: PrefillRooms | None = getattr(
+            self.disagg_prefill_bootstrap_queue.kv_manager, "rooms", None
+        )
+        return rooms
+
+    @override
+    def process_prefill_chunk(self) -> None:
+        # Each of SGLang's loops comes here once a turn, when it has taken the requests that came.
+        rooms = self._rooms
+        if rooms is not None:
+            rooms.scheduler_time.turn()
+        super().process_prefill_chunk()
+
+    @override
+    def process_disagg_prefill_inflight_queue(
+        self, rids_to_check: list[str] | None = None
+    ) -> list[Any]:
+        queue: list[Any] = self.disagg_prefill_inflight_queue
+        groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
+        if (
+            rids_to_check is None  # a pipeline stage has asked its ranks already
+            and queue
+            and self._rooms is not None
+            and not all(alone(group) for group in groups)
+        ):
+            rids_to_check = ended(queue, groups)
+            if not rids_to_check:
+                return []  # nothing to do for SGLang's, which would reduce once more
+        done: list[Any] = super().process_disagg_prefill_inflight_queue(rids_to_check)
+        return done
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether this model has state beside its KV that goes with the last chunk."""
+        return hasattr(self.token_to_kv_pool_allocator.get_kvcache(), "get_state_buf_infos")
+
+
+def page_indices(row: Any, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
+    """The pages of tokens ``start`` to ``end``, from a request's row of token slots (a tensor).
+
+    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
+    copy engine does it alone, and the host picks the first of each page: a step or a division on
+    the device would be kernels on the scheduler's stream, behind all that is queued there.
+    """
+    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
+    taken: npt.NDArray[np.int32] = (slots[::page] // page).astype(np.int32)
+    return taken
+
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+
+class DeltaScheduler(Scheduler):
+    """Stock on a server that is no prefill server."""
+
+    @property
+    def _prefill_manager(self) -> Any | None:
+        """The manager of a prefill server whose rooms are ours."""
+        queue = getattr(self, "disagg_prefill_bootstrap_queue", None)
+        manager = getattr(queue, "kv_manager", None)
+        return manager if getattr(manager, "rooms", None) is not None else None
+
+    @override
+    def abort_request(self, recv_req: Any) -> None:
+        queued = list(self.waiting_queue)
+        super().abort_request(recv_req)
+        if self._prefill_manager is not None:
+            close_rooms(queued, self.waiting_queue)
+
+    @override
+    def init_disaggregation(self) -> None:
+        super().init_disaggregation()
+        manager = self._prefill_manager
+        if manager is not None and self.current_scheduler_metrics_enabled:
+            STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
+            if hasattr(manager, "transfer_stats"):
+                manager.transfer_stats.bind(self.metrics_collector.labels)
+
+    @override
+    def maybe_sleep_on_idle(self) -> None:
+        # What ends a handshake reaches a thread of ours and does not wake SGLang's sleeper, which
+        # knows of requests and commands only: it would wait for up to a second.
+        is_ours = self.idle_sleeper is not None and self._prefill_manager is not None
+        if not is_ours or self.is_fully_idle():
+            super().maybe_sleep_on_idle()
+
+
+def close_rooms(before: Iterable[Any], after: Iterable[Any]) -> None:
+    """Prefill: end the rooms of requests that an abort took out of the waiting queue.
+
+    SGLang drops such a request and forgets its sender: its room would stay in every table, and
+    decode would wait for it until its deadline.
+    """
+    left = {id(req) for req in after}
+    for req in before:
+        sender = req.disagg_kv_sender
+        if id(req) in left or not hasattr(sender, "abort"):
+            continue
+        sender.abort()
+        if hasattr(sender, "clear"):
+            sender.clear()

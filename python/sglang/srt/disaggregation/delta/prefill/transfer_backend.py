@@ -1,0 +1,117 @@
+"""What is put into a queue: one chunk of one room, for all the peers that get something of it.
+
+What the workers are attached to: how bytes move, who may write, and who is told.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang.srt.disaggregation.delta.metrics import Reason
+
+
+class Chunk(msgspec.Struct, frozen=True, eq=False):
+    """Never changed once it was submitted: the scheduler's thread and a worker's both hold it."""
+
+    room: int
+    #: Names of the peers that it goes to. None of them is normal (a rank that sends nothing), and
+    #: so is a peer to which no KV goes (a full prefix hit).
+    peers: tuple[str, ...]
+    #: The backend's own: page indices, destinations, metadata slot. Must not change either.
+    payload: Any
+    #: No other chunk of the room follows.
+    is_last: bool
+    #: When it must be settled, in the clock of ``enqueued_at``; the time in the queue counts.
+    deadline: float
+    #: ``time.monotonic()`` when it was submitted, in seconds.
+    enqueued_at: float
+
+
+class State(enum.Enum):
+    """What the transport says of a handle."""
+
+    IN_PROGRESS = "in progress"
+    DONE = "done"
+    #: Not delivered. What was sent of it may still land: it counts as under way for a while.
+    ERROR = "error"
+
+
+class TransferError(Exception):
+    """A backend's refusal with a reason of its own; any other exception means ``TRANSPORT``."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Backend(Protocol):
+    """How bytes move. Called on worker threads only, and for one room only ever on one thread."""
+
+    def post(self, chunk: Chunk, peer: str) -> Iterable[Any]:
+        """Start moving what ``peer`` gets of ``chunk``, and give the handles to wait for.
+
+        A backend that posts several transfers should be a generator which yields every handle as
+        soon as it exists: what was yielded is waited for and released even if a later post raises.
+        A list does for one that posts all or nothing. No handles is normal. Any exception fails
+        the room: a ``TransferError`` with its reason, others with ``TRANSPORT``.
+        """
+
+    def state(self, handle: Any) -> State:
+        """How far it is; ``DONE`` only where every byte is in the peer's memory. An exception
+        counts as ``State.ERROR``."""
+
+    def release(self, handle: Any) -> None:
+        """Called exactly once for each handle, when all handles of its post are over."""
+
+    def complete(self, chunk: Chunk) -> None:
+        """Tell all peers of a room's last chunk that everything of the room is with them. Called
+        once for a room, when all its handles are ``DONE`` and the gate said yes; returns without
+        waiting for anybody. An exception fails the room, as one of ``post`` does."""
+
+
+class Gate(Protocol):
+    """Who may write, and what is complete: ``PrefillRooms`` has these with this meaning."""
+
+    def enter(self, room: int) -> bool:
+        """Called before every post. False: the room was stopped; nothing of it is posted again."""
+
+    def leave(self, room: int) -> None:
+        """Nothing that was posted under this room number is under way any more. Every ``enter``
+        that answered True is followed by one ``leave``, which may answer several of them."""
+
+    def complete(self, room: int) -> bool:
+        """Everything of the room has settled: whether its peers may be told so. From a True on
+        nothing can stop the room, from a False on nobody will be told."""
+
+    def take_back(self, room: int) -> None:
+        """A peer could not be told: the room fails after all."""
+
+
+class Observer(Protocol):
+    """Who is told. Called on the room's worker, without locks; exceptions are logged."""
+
+    def chunk_done(self, chunk: Chunk) -> None:
+        """It is with all its peers, and so is every earlier chunk of the room. After the last
+        chunk the room has ended well."""
+
+    def room_failed(
+        self, room: int, reason: Reason, text: str, error: BaseException | None
+    ) -> None:
+        """The room has ended here; called at most once, and not for a room that was cancelled.
+        What was posted may still be under way. ``error``: the backend's exception, if it was one.
+        """
+
+    def room_buried(self, room: int) -> None:
+        """The room has ended, and what is still under way of it missed its deadline or was broken
+        off: it may take for ever, so that the request should not wait for ``room_quiet``. Its
+        source pages may be used again: whatever is written from them now, no peer is ever told
+        that the room is complete. At most once."""
+
+    def room_quiet(self, room: int) -> None:
+        """The room has ended, and nothing of it is under way: its source pages and its metadata
+        slot are not read any more. Called exactly once for a room that ends, unless it is
+        forgotten first."""

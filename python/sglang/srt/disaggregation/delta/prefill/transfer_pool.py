@@ -1,0 +1,314 @@
+"""Threads that leave the processor to whoever is at work.
+
+The threads: a queue and a loop for each worker, and what the rest of the process calls.
+
+Workers that do not go on: noticed, logged once, and their rooms failed instead of waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from sglang.srt.disaggregation.delta.config import Settings, worker_of
+from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+    Backend,
+    Chunk,
+    Gate,
+    Observer,
+)
+from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+def stand_back() -> None:
+    """From now on this thread, and those that it starts, take no core from a running thread when
+    they wake up; they wait for a free one, or for their turn.
+
+    Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
+    ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
+    """
+    _stand_back(0)
+
+
+@contextlib.contextmanager
+def standing_back(nice: int = 0) -> Iterator[None]:
+    """For native threads that a library starts meanwhile: they stand back, and are so much nicer
+    than this one. Threads of Python's are left alone, whoever starts them: they take the
+    interpreter's lock, and whoever holds it must not wait for a core.
+    """
+    before = _threads()
+    yield
+    for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
+        _stand_back(thread)
+        with contextlib.suppress(AttributeError, OSError):  # it may have ended
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+
+
+def _stand_back(thread: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _threads() -> set[int]:
+    """The threads of this process, as Linux numbers them; none elsewhere."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()
+
+
+_Command = Callable[[Worker], None]
+
+#: A worker whose step raised (a bug: steps catch what they call) goes on after so many seconds;
+#: each time in a row after twice as many, up to the longest.
+_AFTER_A_BUG_S = 0.01
+_LONGEST_AFTER_A_BUG_S = 1.0
+#: Join at most so much longer than a worker may drain.
+_JOIN_GRACE_S = 2.0
+
+
+class _Thread:
+    """One worker with its queue. Only its own thread touches the worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        prepare: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._prepare = prepare
+        self._clock = clock
+        #: Commands, in order; None ends the thread.
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._drain_s = 0.0
+        #: Since when it has something to do and has not finished a step; None while it waits.
+        self._busy_since: float | None = None
+        self._error: Exception | None = None
+        self._after_a_bug = _AFTER_A_BUG_S
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def put(self, command: _Command) -> None:
+        """Have the worker do it. Wakes the thread; takes no lock that is ever held for long."""
+        self._commands.put(command)
+
+    def stop(self, drain_s: float) -> None:
+        """Have the thread end, after at most so many seconds for what is under way."""
+        self._drain_s = drain_s
+        self._commands.put(None)
+
+    def trouble(self, now: float, limit_s: float) -> str | None:
+        """What is wrong with it, if its rooms cannot wait for it; of a thread that was started."""
+        since = self._busy_since
+        if not self.thread.is_alive():
+            return f"{self.thread.name} has ended"
+        if since is None or now - since < limit_s:
+            return None
+        if self._error is not None:
+            return f"each step of {self.thread.name} raises, the last one {self._error!r}"
+        return f"{self.thread.name} hangs in a call of the transport since {now - since:.0f} s"
+
+    def _run(self) -> None:
+        stand_back()
+        try:
+            self._prepare()
+        except Exception:
+            logger.exception("%s: preparing the thread; it goes on", self.thread.name)
+        wait: float | None = None
+        while self._obey(wait):
+            wait = self._step()
+        self._worker.stop()
+        until = self._clock() + self._drain_s
+        while self._worker.busy and (left := until - self._clock()) > 0:
+            wait = self._step()
+            self._obey(left if wait is None else min(wait, left))
+        given_up = self._worker.give_up()
+        if given_up:
+            logger.error("%s: ended with %d transfers under way", self.thread.name, given_up)
+
+    def _obey(self, wait: float | None) -> bool:
+        """Wait so long for a command, and do all there are; False at the sentinel."""
+        try:
+            command = self._commands.get(timeout=wait)
+            if self._busy_since is None:
+                self._busy_since = self._clock()
+            while command is not None:
+                try:
+                    command(self._worker)
+                except Exception:
+                    logger.exception("%s: a command", self.thread.name)
+                command = self._commands.get_nowait()
+            return False
+        except queue.Empty:
+            return True
+
+    def _step(self) -> float | None:
+        now = self._clock()
+        if self._busy_since is None:
+            self._busy_since = now
+        try:
+            wait = self._worker.step(now)
+        except Exception as error:
+            if self._error is None:
+                logger.exception("%s: a step", self.thread.name)
+            self._error = error
+            pause = self._after_a_bug
+            self._after_a_bug = min(2 * pause, _LONGEST_AFTER_A_BUG_S)
+            return pause
+        self._busy_since, self._error, self._after_a_bug = None, None, _AFTER_A_BUG_S
+        return wait
+
+
+class TransferPool:
+    """Moves chunks on its own threads; nothing here waits for a transfer.
+
+    ``open``, ``submit`` and ``forget`` of a room come from one thread (the scheduler's), ``cancel``
+    and ``stop`` from any. All of them only append to a queue: they never block, and what they cause
+    happens soon after, on the room's worker.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        observer: Observer,
+        gate: Gate,
+        settings: Settings,
+        stats: AsyncTransferStats,
+        *,
+        prepare_thread: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "kv-transfer",
+    ) -> None:
+        """``prepare_thread`` is called first on every thread: it sets the CUDA device."""
+        self.backend = backend
+        self._settings = settings
+        self._clock = clock
+        self._stop_lock = threading.Lock()
+        self._stopped = False
+        self._threads = [
+            _Thread(
+                Worker(backend, observer, gate, settings, stats, index, clock),
+                f"{name}-{index}",
+                prepare_thread,
+                clock,
+            )
+            for index in range(settings.workers)
+        ]
+
+    def start(self) -> None:
+        """Start the threads; once."""
+        for each in self._threads:
+            each.thread.start()
+
+    def open(self, room: int) -> None:
+        """A request of ``room`` begins."""
+        self._put(room, lambda worker: worker.open(room))
+
+    def submit(self, chunk: Chunk) -> None:
+        """Queue a chunk of an open room. Dropped if the room has ended."""
+        self._put(chunk.room, lambda worker: worker.submit(chunk))
+
+    def cancel(self, room: int, reason: Reason) -> None:
+        """End a room; the observer is told when it is quiet, but not that it failed. A room that is
+        not open or has ended is left alone."""
+        self._put(room, lambda worker: worker.cancel(room, reason))
+
+    def forget(self, room: int) -> None:
+        """The request is done with: nothing is kept of its room but what is under way. A callback
+        that is just being made may still come after this."""
+        self._put(room, lambda worker: worker.forget(room))
+
+    def stop(self, drain_s: float = 5.0) -> None:
+        """End all rooms, wait at most so many seconds for what is under way, and end the threads.
+
+        Idempotent. Returns when the threads have ended, or with an error in the log for those that
+        hang in a call of the backend. The backend may be torn down after that only if
+        ``alive()`` is 0.
+        """
+        with self._stop_lock:
+            if not self._stopped:
+                self._stopped = True
+                for each in self._threads:
+                    each.stop(drain_s)
+            until = time.monotonic() + drain_s + _JOIN_GRACE_S
+            for each in self._threads:
+                if each.thread.ident is not None:  # it was started
+                    each.thread.join(max(0.0, until - time.monotonic()))
+        if self.alive():
+            logger.error("%d transfer threads hang in a call of the transport", self.alive())
+
+    def troubles(self) -> dict[int, str]:
+        """Workers whose rooms cannot wait for them any longer, by index, and what is wrong."""
+        if self._stopped:
+            return {}
+        now, limit_s = self._clock(), self._settings.stuck_s
+        found = {
+            index: each.trouble(now, limit_s)
+            for index, each in enumerate(self._threads)
+            if each.thread.ident is not None
+        }
+        return {index: text for index, text in found.items() if text is not None}
+
+    def worker_of(self, room: int) -> int:
+        """The index of the worker that a room belongs to."""
+        return worker_of(room, self._settings)
+
+    def alive(self) -> int:
+        """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""
+        return sum(each.thread.is_alive() for each in self._threads)
+
+    def _put(self, room: int, command: _Command) -> None:
+        self._threads[worker_of(room, self._settings)].put(command)
+
+
+class Watchdog:
+    """Of one transfer pool, asked every second or so by a thread that is none of its workers."""
+
+    def __init__(self, pool: TransferPool, tickets: Tickets) -> None:
+        self._pool = pool
+        self._tickets = tickets
+        #: Workers in trouble, by index.
+        self._known: dict[int, str] = {}
+        #: Those that seemed to be at the last look.
+        self._suspected: set[int] = set()
+
+    def tick(self) -> None:
+        """Fail the rooms of workers in trouble, those that came since the last time included.
+
+        A worker that wakes up finds its rooms stopped at the gate: it posts nothing more for them,
+        and their peers are never told that they are complete. So the scheduler need not wait for
+        what it may have under way.
+
+        Once is no proof: where the process did not run, or this thread was kept waiting together
+        with the workers, they are late by the clock and go on at once.
+        """
+        found = self._pool.troubles()
+        troubles = {index: text for index, text in found.items() if index in self._suspected}
+        self._suspected = set(found)
+        for index, text in troubles.items():
+            if index not in self._known:
+                STATS.add("kv_transfer_stuck_workers", 1)
+                logger.critical(
+                    "KV transfer worker %s; its rooms fail until it goes on. If it does not, "
+                    "restart this prefill server (py-spy dump shows where it is)",
+                    text,
+                )
+        for index in self._known.keys() - troubles.keys():
+            logger.error("KV transfer worker %d goes on", index)
+        self._known = troubles
+        if not troubles:
+            return
+        for room in self._tickets.rooms():
+            why = troubles.get(self._pool.worker_of(room))
+            if why is not None:
+                text = f"room {room}: transfer worker {why}"
+                self._tickets.abandon(room, Reason.INTERNAL, text)
