@@ -129,7 +129,7 @@ def serve(connection: Connection) -> None:
 
 
 def _look_without_a_pause() -> None:
-    from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
+    from sglang.srt.disaggregation.delta.prefill import send_queue
 
     send_queue.next_look = lambda now, age, buried=False: now
 

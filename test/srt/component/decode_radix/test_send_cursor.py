@@ -13,7 +13,7 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta.pages import page_count, page_floor
-from sglang.srt.disaggregation.delta.prefill.scheduler.scheduler import DeltaPrefill
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 
 FIRST_PAGE = 7

@@ -38,7 +38,7 @@ from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form  # noqa
 from sglang.srt.disaggregation.delta.nixl.layout import Layout  # noqa: E402
 from sglang.srt.disaggregation.delta.nixl.peers import Peers  # noqa: E402
 from sglang.srt.disaggregation.delta.pages import sources_of  # noqa: E402
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,  # noqa: E402
     State,  # noqa: E402
 )

@@ -11,7 +11,7 @@ import pytest
 
 from component.decode_radix.pair import Pair, ranks_reduce
 from component.prefill_ranks.prefiller import Prefiller
-from sglang.srt.disaggregation.delta.prefill.scheduler.scheduler import DeltaPrefill, PrefillStages
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill, PrefillStages
 from unit.nixl_async.prefill_rank import TRANSFER_TIMEOUT_S
 
 ROOM, TARGET = 7, [10, 11, 12]

@@ -9,7 +9,7 @@ from component.decode_radix.pair import Pair, ranks_reduce
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.scheduler import ended
+from sglang.srt.disaggregation.delta.prefill.scheduler import ended
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
 ROOM = 7

@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_worker import Worker
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
 
 class Clock:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.delta.prefill.scheduler import transfer_pool
+from sglang.srt.disaggregation.delta.prefill import transfer_pool
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="threads have numbers of their own on Linux"

@@ -6,9 +6,9 @@ import pytest
 
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
-from sglang.srt.disaggregation.delta.prefill.scheduler.send_queue import Parcel
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import State, TransferError
+from sglang.srt.disaggregation.delta.prefill import send_queue
+from sglang.srt.disaggregation.delta.prefill.send_queue import Parcel
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import State, TransferError
 from unit.async_transfer.fakes import Bench
 
 

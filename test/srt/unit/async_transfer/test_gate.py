@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.gate import RoomGate
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.gate import RoomGate
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
 from unit.async_transfer.fakes import Bench
 
 

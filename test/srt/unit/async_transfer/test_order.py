@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
 from unit.async_transfer.fakes import Bench, Script
 
 

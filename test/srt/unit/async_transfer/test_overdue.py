@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
+from sglang.srt.disaggregation.delta.prefill import send_queue
 from unit.async_transfer.fakes import Bench
 
 

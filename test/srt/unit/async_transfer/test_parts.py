@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta import config
 from sglang.srt.disaggregation.delta.config import Settings, worker_of
-from sglang.srt.disaggregation.delta.prefill.scheduler.send_queue import (
+from sglang.srt.disaggregation.delta.prefill.send_queue import (
     SHORTEST_S,
     Deadlines,
     next_look,

@@ -11,10 +11,10 @@ import pytest
 
 from sglang.srt.disaggregation.delta.config import Settings, worker_of
 from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
-from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import TransferPool, Watchdog
+from sglang.srt.disaggregation.delta.prefill import send_queue
+from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
 from unit.async_transfer.fakes import Diary, FakeGate, Handle, Script, ScriptedBackend
 
 #: No test waits so long unless it fails.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import State
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import State
 from unit.async_transfer.fakes import Bench, Handle
 
 ROOMS = st.integers(0, 5)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 
 
 class Scene:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang.srt.disaggregation.delta.prefill.scheduler.gate import RoomGate
+from sglang.srt.disaggregation.delta.prefill.gate import RoomGate
 from unit.delta.fakes import Clock
 
 Told = list[tuple[int, str, list[Any]]]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.disaggregation.delta.prefill.scheduler import listeners
-from sglang.srt.disaggregation.delta.prefill.scheduler.listeners import Listeners
-from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.prefill import listeners
+from sglang.srt.disaggregation.delta.prefill.listeners import Listeners
+from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
 from unit.delta.fakes import Clock, Manager
 
 PATIENCE_S = 120.0

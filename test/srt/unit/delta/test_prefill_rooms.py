@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.listeners import Listeners
-from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.prefill.listeners import Listeners
+from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
 from unit.delta.fakes import Clock, Manager, Sockets, announcement
 
 ROOM = 7

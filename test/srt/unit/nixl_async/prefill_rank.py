@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.nixl import endpoints, manager
 from sglang.srt.disaggregation.delta.nixl import layout as layout_module
 from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import TransferPool
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
 from unit.async_transfer.fakes import Clock
 from unit.nixl_async.fakes import FakeAgent

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
 from unit.nixl_async.fakes import FakeAgent, Memory
 
 PAGE, LAYERS = 4, 2

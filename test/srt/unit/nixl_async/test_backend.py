@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.nixl import backend, descriptors, layout
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
 from unit.nixl_async.sides import PAGE, ROOM, WRITER, Bench, Side

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.delta import event_log
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import backend
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import State, TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import State, TransferError
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.sides import Bench
 

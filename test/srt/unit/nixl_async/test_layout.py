@@ -8,7 +8,7 @@ import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.layout import UNKNOWN_SLOTS, Layout, Pair
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from unit.nixl_async.sides import KEY_BYTES, METADATA, PAGE, STATE, VALUE_BYTES, Side, manager_of
 
 

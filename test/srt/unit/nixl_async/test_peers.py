@@ -15,7 +15,7 @@ import pytest
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peers, PreparedLists
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from unit.nixl_async.fakes import FakeAgent, nixlNotFoundError
 
 POOL = Pool((4096, 8192), (16, 8), 5, 1)

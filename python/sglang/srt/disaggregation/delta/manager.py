@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.delta import capability, config
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.event_log import log_announced
-from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.disaggregation.delta.config import env_int
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import standing_back
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import standing_back
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load, Pages
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair, metadata_in_host_memory
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
     State,
     TransferError,

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.event_log import log_arrived
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
-from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Ticket
+from sglang.srt.disaggregation.delta.prefill.tickets import Ticket
 from sglang.srt.disaggregation.delta.wire import Notification
 
 if TYPE_CHECKING:

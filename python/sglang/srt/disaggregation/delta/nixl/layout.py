@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool, check_pair
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
 #: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.

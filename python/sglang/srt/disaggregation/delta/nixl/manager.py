@@ -33,9 +33,9 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     check_announcement,
     check_registration,
 )
-from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_pool import TransferPool, Watchdog
+from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
 
 logger = logging.getLogger(__name__)
 

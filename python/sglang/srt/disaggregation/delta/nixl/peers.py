@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
 from sglang.srt.disaggregation.delta.nixl.layout import Pair
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 from sglang.srt.disaggregation.delta import config, control
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.gate import RoomGate
-from sglang.srt.disaggregation.delta.prefill.scheduler.listeners import Listeners
+from sglang.srt.disaggregation.delta.prefill.gate import RoomGate
+from sglang.srt.disaggregation.delta.prefill.listeners import Listeners
 
 logger = logging.getLogger(__name__)
 

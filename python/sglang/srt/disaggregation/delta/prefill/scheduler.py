@@ -66,7 +66,7 @@ class PrefillStages(SchedulerPPMixin):
 
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.prefill.scheduler.rooms import PrefillRooms
+    from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 else:
     SchedulerDisaggregationPrefillMixin = object

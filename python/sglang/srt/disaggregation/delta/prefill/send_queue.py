@@ -28,7 +28,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 
 logger = logging.getLogger(__name__)
 

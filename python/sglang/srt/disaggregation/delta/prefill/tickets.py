@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 
 
 @dataclass(eq=False)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 
 from sglang.srt.disaggregation.delta.config import Settings, worker_of
 from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler.tickets import Tickets
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
     Gate,
     Observer,
 )
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_worker import Worker
+from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
 logger = logging.getLogger(__name__)
 

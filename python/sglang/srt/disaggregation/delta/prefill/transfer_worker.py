@@ -14,8 +14,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.prefill.scheduler import send_queue
-from sglang.srt.disaggregation.delta.prefill.scheduler.send_queue import (
+from sglang.srt.disaggregation.delta.prefill import send_queue
+from sglang.srt.disaggregation.delta.prefill.send_queue import (
     Deadlines,
     Lanes,
     Parcel,
@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.delta.prefill.scheduler.send_queue import (
     Room,
     Shipment,
 )
-from sglang.srt.disaggregation.delta.prefill.scheduler.transfer_backend import (
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
     Gate,
