@@ -86,7 +86,7 @@ class PrefillRank:
             manager, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
         )
         patch.setattr(
-            manager.settings, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
+            manager.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
         )
         patch.setattr(manager.atexit, "register", lambda *_: None)
         for module in (manager, endpoints):
