@@ -37,7 +37,7 @@ def test_a_package_lists_its_modules(package: str) -> None:
     out."""
     folder = ROOT / "python/sglang/srt" / package
     text = (folder / "__init__.py").read_text()
-    there = {path.stem for path in folder.glob("*.py") if not path.name.startswith("_")}
+    there = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
     assert there - set(re.findall(r"``(\w+)``", text)) == set()
     rows = re.findall(r"^(?:``\w+``(?:, |(?=\s)))+", text, re.MULTILINE)
     assert set(re.findall(r"\w+", " ".join(rows))) - there == set()

@@ -15,4 +15,9 @@ transfer library needs in ``nixl`` and ``mooncake``.
 ``metrics``         counters and histograms, for Prometheus and for tests; why rooms fail
 ``logs``            rate-limited and best-effort logs
 ``event_log``       an optional event log, a JSON line for each event
+
+``prefill``         rooms and their transfers on worker threads
+``decode``          the radix cache: match, lock, admit, announce, commit
+``nixl``, ``mooncake``
+                    the backends
 """
