@@ -9,9 +9,8 @@ import json
 
 from prometheus_client import REGISTRY
 
-from sglang.srt.disaggregation.async_transfer.stats import AsyncTransferStats
-from sglang.srt.disaggregation.decode_radix.metrics import DecodeMetrics
-from sglang.srt.disaggregation.delta.stats import COUNTERS, TransferStats
+from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
+from sglang.srt.disaggregation.delta.metrics import COUNTERS, AsyncTransferStats, TransferStats
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 
 COMMON = {"model_name": "any"}
