@@ -22,7 +22,7 @@ from chaos.logs import log_problems
 from chaos.plan import HEAVY, Fault, FaultKind, Plan, Send
 from chaos.servers import HOLD_S, Servers, chaos_config
 from chaos.tally import AFTERMATH_S, BUGS, Outcome, Tally, Verdict, Window, judge
-from component.store_parts.masters import Master
+from component.buffer_only.masters import Master
 
 IN_FLIGHT = 16
 """Requests at most at once; one that is due waits for a place. More would not fit into the bound on

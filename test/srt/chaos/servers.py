@@ -18,7 +18,7 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig
 from chaos import faults, store
 from chaos.clients import Addresses
-from component.store_parts.masters import Master
+from component.buffer_only.masters import Master
 from e2e.support import pair_config
 
 DECODE_TOKENS = 2048

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmark.harness import metrics
 from benchmark.harness.servers import Sizes
-from component.store_parts.masters import Master
+from component.buffer_only.masters import Master
 
 STAGE_PAGES = 16
 PREFILL_TOKENS = 4096

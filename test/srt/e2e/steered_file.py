@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.mem_cache.buffer_only.storage_file import FileParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-from sglang.srt.mem_cache.store_parts.stores.file import FileParts
 from sglang.srt.patchset.combine import combine
 
 METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")

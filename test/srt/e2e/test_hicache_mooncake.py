@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from component.store_parts.masters import Master
+from component.buffer_only.masters import Master
 from e2e import hicache
 from e2e.hicache import Backend, Server
 from e2e.hicache_scenarios import Questions, answers_are_right, questions

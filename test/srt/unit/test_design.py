@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = (
     "disaggregation/delta",
     *(f"disaggregation/delta/{name}" for name in ("prefill", "decode", "nixl", "mooncake")),
-    *(f"mem_cache/{name}" for name in ("buffer_only", "store_parts")),
+    "mem_cache/buffer_only",
 )
 #: Set by the package itself, for its own child processes.
 INTERNAL = {"SGLANG_PATCHSET_REPORTED"}

@@ -251,7 +251,7 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.storage.backend_factory",
         name="StorageBackendFactory",
-        mixin=f"{_CACHE}.store_parts.stores.factory:PartsFactory",
+        mixin=f"{_CACHE}.buffer_only.storage_factory:PartsFactory",
         why="backends of a stage keep all parts of a page, and answer for each page",
     ),
     Replacement(

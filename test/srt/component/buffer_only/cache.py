@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from component.buffer_only.lanes import HandLane
-from component.store_parts.scripted_store import Gate, ScriptedStore, until
+from component.buffer_only.scripted_store import Gate, ScriptedStore, until
+from component.buffer_only.threads import HandLane
 from sglang.srt import server_args as arguments
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache
@@ -27,16 +27,16 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.buffer_only.agreement import alone
 from sglang.srt.mem_cache.buffer_only.copies import Copier
+from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
 from sglang.srt.mem_cache.buffer_only.parts import Parts
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.read_state import Read, State
 from sglang.srt.mem_cache.buffer_only.stage import Lease
-from sglang.srt.mem_cache.buffer_only.store import BATCH_PAGES, PageStore
+from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage import StorageBackendFactory
-from sglang.srt.mem_cache.store_parts.guard import GuardSettings, StoreGuard
 
 PAGE, LAYERS = 4, 2
 

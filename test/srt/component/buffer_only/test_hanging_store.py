@@ -10,7 +10,7 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.ranks import Ranks
-from component.store_parts.scripted_store import ScriptedStore
+from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache.buffer_only.intents import STUCK
 from sglang.srt.mem_cache.buffer_only.read_state import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction

@@ -12,13 +12,13 @@ import torch
 
 from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_arguments
 from component.buffer_only.checks import check_idle, nodes
-from component.store_parts.scripted_store import ScriptedStore
+from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.lanes import Lane
-from sglang.srt.mem_cache.buffer_only.store import FlatStore
+from sglang.srt.mem_cache.buffer_only.page_store import FlatStore
+from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
-from sglang.srt.mem_cache.store_parts.guard import GuardSettings, StoreGuard
 
 
 def device_pool(kind: str) -> Any:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.buffer_only.stage import Direction
-from sglang.srt.mem_cache.store_parts.guard import Fault
+from sglang.srt.mem_cache.buffer_only.store_client import Fault
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines

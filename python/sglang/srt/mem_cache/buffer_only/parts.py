@@ -11,9 +11,9 @@ from typing import Any
 from sglang.srt.mem_cache.buffer_only.agreement import Ledger
 from sglang.srt.mem_cache.buffer_only.copies import Copier
 from sglang.srt.mem_cache.buffer_only.lanes import Lane
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Lease, Stage
-from sglang.srt.mem_cache.buffer_only.store import PageStore
 
 logger = logging.getLogger(__name__)
 

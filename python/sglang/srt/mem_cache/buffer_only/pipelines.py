@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from sglang.srt.mem_cache.buffer_only.agreement import Facts, Reduce, agree
+from sglang.srt.mem_cache.buffer_only.backup import Writes
 from sglang.srt.mem_cache.buffer_only.parts import Parts
-from sglang.srt.mem_cache.buffer_only.reads import Reads
-from sglang.srt.mem_cache.buffer_only.writes import Writes
+from sglang.srt.mem_cache.buffer_only.prefetch import Reads
 
 #: How long the store may keep the threads when the server ends.
 CLOSE_S = 10.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.buffer_only.lanes import Job
 from sglang.srt.mem_cache.buffer_only.namespaces import store_keys
-from sglang.srt.mem_cache.buffer_only.store import BATCH_PAGES, PageStore
+from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
 
 
 @dataclass

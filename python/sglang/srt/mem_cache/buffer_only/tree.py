@@ -11,12 +11,12 @@ from sglang.srt.mem_cache.buffer_only.agreement import alone, group_min
 from sglang.srt.mem_cache.buffer_only.copies import Copier
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.marks import split_marks
+from sglang.srt.mem_cache.buffer_only.page_store import FlatStore, PageStore
 from sglang.srt.mem_cache.buffer_only.parts import Parts
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import Settings, read_timeout_ms
 from sglang.srt.mem_cache.buffer_only.stage import Stage
-from sglang.srt.mem_cache.buffer_only.store import FlatStore, PageStore
-from sglang.srt.mem_cache.store_parts.guard import StoreGuard
+from sglang.srt.mem_cache.buffer_only.store_client import StoreGuard
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache

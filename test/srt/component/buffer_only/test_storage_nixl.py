@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from component import programs
-from component.store_parts.host_pools import KINDS, LAYOUTS
+from component.buffer_only.host_pools import KINDS, LAYOUTS
 
 pytest.importorskip("nixl", reason="needs NIXL")
 

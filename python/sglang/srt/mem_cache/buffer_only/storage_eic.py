@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.stores.base import PartStore, StoreError, is_stage
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, StoreError, is_stage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.eic.eic_storage import EICStorage
@@ -33,18 +33,18 @@ class EicParts(_Base):
         if not is_stage(memory_pool_host):
             return
         eic = _client_library()
-        for tensor in parts.tensors(memory_pool_host)[1:]:
+        for tensor in page_parts.tensors(memory_pool_host)[1:]:
             info = eic.MemoryInfo()
             info.type = eic.MemoryType.MEMORY_CUDA  # as SGLang has it for host memory
             info.cuda_id = 0
             memory = eic.IOBuffers()
             memory.append(tensor.data_ptr(), tensor.numel() * tensor.element_size(), True)
             self.connection.register_memory(memory, info)
-        described = parts.describe(memory_pool_host)
+        described = page_parts.describe(memory_pool_host)
         split = self.use_zero_copy and not self.is_mla_model
-        self.keep(memory_pool_host, (parts.apart if split else parts.together)(described))
+        self.keep(memory_pool_host, (page_parts.apart if split else page_parts.together)(described))
 
-    def value_key(self, page_hash: str, value: parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
         key = f"{page_hash}_{value.label}" if value.label else page_hash
         full: str = self._get_eic_key([key])[0]
         return full
@@ -80,7 +80,7 @@ class EicParts(_Base):
         """Addresses, sizes, and whether the memory is registered: the pool's is, a copy's not."""
         pool = [
             range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
-            for tensor in parts.tensors(self.part_pool)
+            for tensor in page_parts.tensors(self.part_pool)
         ]
         found = _client_library().IOBuffers()
         for view in memory:

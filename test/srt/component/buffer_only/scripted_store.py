@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from sglang.srt.mem_cache.store_parts import parts
 
 PATIENCE = 60.0
 """Seconds after which a gate that nobody opened lets its call fail, so that no test hangs."""
@@ -126,18 +126,18 @@ class ScriptedStore(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        (self.page,) = parts.packed(parts.describe(mem_pool_host))
+        (self.page,) = page_parts.packed(page_parts.describe(mem_pool_host))
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         def exists() -> int:
-            return parts.leading([key in self.content for key in keys])
+            return page_parts.leading([key in self.content for key in keys])
 
         return self._scripted("batch_exists", keys, exists)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        pages = parts.page_numbers(host_indices, self.mem_pool_host.page_size)
+        pages = page_parts.page_numbers(host_indices, self.mem_pool_host.page_size)
         assert len(pages) == len(keys)
 
         def get() -> list[bool]:
@@ -148,7 +148,7 @@ class ScriptedStore(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        pages = parts.page_numbers(host_indices, self.mem_pool_host.page_size)
+        pages = page_parts.page_numbers(host_indices, self.mem_pool_host.page_size)
         assert len(pages) == len(keys)
         before = [self._bytes(page) for page in pages]
 

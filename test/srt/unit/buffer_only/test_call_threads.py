@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from sglang.srt.mem_cache.store_parts.guard import GuardSettings
-from sglang.srt.mem_cache.store_parts.worker import CallThreads
+from sglang.srt.mem_cache.buffer_only.call_threads import CallThreads
+from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings
 
 
 def test_a_thread_is_used_again() -> None:

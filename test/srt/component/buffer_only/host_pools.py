@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache import memory_pool_host as hosts
+from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
-from sglang.srt.mem_cache.store_parts import parts
 
 LAYERS, PAGES = 3, 6
 #: The only page size that NSA's pool takes.
@@ -41,7 +41,7 @@ def host_pool(kind: str, layout: str, stage: bool = True, heads: int = 2, page: 
 def fill(pool: Any, seed: int = 0) -> None:
     """Random bytes everywhere."""
     rng = np.random.default_rng(seed)
-    for tensor in parts.tensors(pool):
+    for tensor in page_parts.tensors(pool):
         content = rng.integers(0, 256, tensor.numel() * tensor.element_size(), np.uint8)
         tensor.view(torch.uint8).view(-1).copy_(torch.from_numpy(content))
 
@@ -53,7 +53,7 @@ def slots(*pages: int, page: int = PAGE) -> torch.Tensor:
 
 def content(pool: Any, page: int) -> bytes:
     """All bytes of a page, of all its parts."""
-    (value,) = parts.packed(parts.describe(pool))
+    (value,) = page_parts.packed(page_parts.describe(pool))
     found: bytes = value.gather(page).numpy().tobytes()
     return found
 

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from component import programs
-from component.store_parts.host_pools import KINDS
-from component.store_parts.masters import PROGRAM
+from component.buffer_only.host_pools import KINDS
+from component.buffer_only.masters import PROGRAM
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mooncake") is None or not PROGRAM.exists(),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.stores.base import PartStore, is_stage
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, is_stage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
@@ -41,9 +41,9 @@ class FileParts(_Base):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         if is_stage(mem_pool_host):
-            self.keep(mem_pool_host, parts.together(parts.describe(mem_pool_host)))
+            self.keep(mem_pool_host, page_parts.together(page_parts.describe(mem_pool_host)))
 
-    def value_key(self, page_hash: str, value: parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
         path: str = self._get_component_path(page_hash, value.label or None)
         return path
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from component.store_parts.host_pools import content, fill, hashes, host_pool, slots
-from component.store_parts.scripted_store import Gate, ScriptedStore, until
-from sglang.srt.mem_cache.store_parts.guard import (
+from component.buffer_only.host_pools import content, fill, hashes, host_pool, slots
+from component.buffer_only.scripted_store import Gate, ScriptedStore, until
+from sglang.srt.mem_cache.buffer_only.store_client import (
     PROBE_KEY,
     Fault,
     GuardSettings,

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.intents import IntentQueue
 from sglang.srt.mem_cache.buffer_only.sizing import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
-from sglang.srt.mem_cache.store_parts.guard import Fault
+from sglang.srt.mem_cache.buffer_only.store_client import Fault
 from unit.buffer_only.nodes import chain
 
 LABELS = {"tp_rank": 0, "storage_backend": "unit test"}

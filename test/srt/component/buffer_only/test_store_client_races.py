@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from component.store_parts.host_pools import content, host_pool, slots
-from component.store_parts.scripted_store import ScriptedStore, until
-from sglang.srt.mem_cache.store_parts.guard import GuardSettings, StoreGuard
+from component.buffer_only.host_pools import content, host_pool, slots
+from component.buffer_only.scripted_store import ScriptedStore, until
+from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from component.store_parts import backends
-from component.store_parts.host_pools import content, hashes, host_pool, slots
-from component.store_parts.scripted_store import ScriptedStore
+from component.buffer_only import backends
+from component.buffer_only.host_pools import content, hashes, host_pool, slots
+from component.buffer_only.scripted_store import ScriptedStore
+from sglang.srt.mem_cache.buffer_only.storage_factory import PartsFactory
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.store_parts.stores.factory import PartsFactory
 
 LAYOUT = "page_first_direct"
 
@@ -70,7 +70,7 @@ def test_a_cache_gets_stock_backends(factory: Any) -> None:
 
 DYNAMIC = {
     "backend_name": "scripted",
-    "module_path": "component.store_parts.test_factory",
+    "module_path": "component.buffer_only.test_storage_factory",
     "class_name": "DynamicStore",
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from component.store_parts import backends
-from component.store_parts.host_pools import (
+from component.buffer_only import backends
+from component.buffer_only.host_pools import (
     KINDS,
     LAYOUTS,
     PAGE,
@@ -20,8 +20,8 @@ from component.store_parts.host_pools import (
     host_pool,
     slots,
 )
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.guard import Fault, StoreGuard
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreGuard
 
 BACKENDS = ("file", "hf3fs", "eic", "mooncake")
 COMBINATIONS = [
@@ -161,7 +161,7 @@ def test_mooncake_registers_every_host_tensor(layout: str) -> None:
     """Guards against an index buffer that is not registered: zero-copy transfers of it fail."""
     client, pool = backends.MooncakeClient(), host_pool("nsa", layout)
     store = backends.mooncake(pool, client)
-    assert client.registered == [backends.address_of(tensor) for tensor in parts.tensors(pool)]
+    assert client.registered == [backends.address_of(tensor) for tensor in page_parts.tensors(pool)]
     assert store.batch_set_v1(hashes(1), slots(1)) == [True]
     key = hashes(1)[0]
     assert client.calls[-1][1] == [f"{key}__k", f"{key}__index"]
@@ -296,10 +296,10 @@ def test_layouts_that_are_not_known_are_refused(layout: str) -> None:
     pool = host_pool("mla", "page_first_direct")
     pool.layout = layout
     with pytest.raises(ValueError, match=f"{layout} .*--hicache-mem-layout"):
-        parts.describe(pool)
+        page_parts.describe(pool)
 
 
 def test_pools_that_are_not_known_are_refused() -> None:
     """Guards against state-space models, whose pages are something else."""
     with pytest.raises(ValueError, match="object"):
-        parts.describe(object())
+        page_parts.describe(object())

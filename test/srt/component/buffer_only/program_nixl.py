@@ -1,6 +1,7 @@
 """Pages through NIXL's storage plugin POSIX and a real agent; prints a line for each scenario.
 
-Run by ``test_nixl.py`` in an interpreter of its own, since NIXL may crash one while it exits.
+Run by ``test_storage_nixl.py`` in an interpreter of its own, since NIXL may crash one while
+it exits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from component.store_parts.backends import combined, config  # noqa: E402
-from component.store_parts.host_pools import (  # noqa: E402
+from component.buffer_only.backends import combined, config  # noqa: E402
+from component.buffer_only.host_pools import (  # noqa: E402
     KINDS,
     LAYOUTS,
     content,
@@ -26,8 +27,8 @@ from component.store_parts.host_pools import (  # noqa: E402
     host_pool,
     slots,
 )
+from sglang.srt.mem_cache.buffer_only.storage_nixl import NixlParts  # noqa: E402
 from sglang.srt.mem_cache.storage.nixl import hicache_nixl  # noqa: E402
-from sglang.srt.mem_cache.store_parts.stores.nixl import NixlParts  # noqa: E402
 
 os.environ["SGLANG_HICACHE_NIXL_BACKEND_PLUGIN"] = "POSIX"
 

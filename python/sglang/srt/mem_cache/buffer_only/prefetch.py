@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.mem_cache.buffer_only.agreement import PENDING, READ_SLOTS, Facts
 from sglang.srt.mem_cache.buffer_only.copies import slots_of
 from sglang.srt.mem_cache.buffer_only.lanes import Job
-from sglang.srt.mem_cache.buffer_only.loads import Loads
+from sglang.srt.mem_cache.buffer_only.load_back import Loads
 from sglang.srt.mem_cache.buffer_only.parts import Parts, Pin, page_hashes
 from sglang.srt.mem_cache.buffer_only.publish import Published
 from sglang.srt.mem_cache.buffer_only.read_state import Read, State, pinned_tokens

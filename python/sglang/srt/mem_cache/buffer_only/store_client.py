@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from sglang.srt.disaggregation.delta.config import env_int, env_seconds
-from sglang.srt.mem_cache.store_parts.health import Health
-from sglang.srt.mem_cache.store_parts.parts import leading
-from sglang.srt.mem_cache.store_parts.worker import CallThreads
+from sglang.srt.mem_cache.buffer_only.call_threads import CallThreads
+from sglang.srt.mem_cache.buffer_only.circuit_breaker import Health
+from sglang.srt.mem_cache.buffer_only.page_parts import leading
 
 logger = logging.getLogger(__name__)
 

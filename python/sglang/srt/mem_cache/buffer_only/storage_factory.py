@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.stores.base import is_stage
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import is_stage
 from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches
 
@@ -26,11 +26,11 @@ else:
 
 #: Values of ``--hicache-storage-backend``, with module and name of the mixin.
 MIXINS = {
-    "file": ("file", "FileParts"),
-    "mooncake": ("mooncake", "MooncakeParts"),
-    "nixl": ("nixl", "NixlParts"),
-    "hf3fs": ("hf3fs", "Hf3fsParts"),
-    "eic": ("eic", "EicParts"),
+    "file": ("storage_file", "FileParts"),
+    "mooncake": ("storage_mooncake", "MooncakeParts"),
+    "nixl": ("storage_nixl", "NixlParts"),
+    "hf3fs": ("storage_hf3fs", "Hf3fsParts"),
+    "eic": ("storage_eic", "EicParts"),
 }
 
 
@@ -63,7 +63,7 @@ class PartsFactory(StorageBackendFactory):
 
 
 def _refuse_lost_parts(name: str, pool: Any) -> None:
-    extra = [part.label for part in parts.describe(pool) if part.extra]
+    extra = [part.label for part in page_parts.describe(pool) if part.extra]
     if extra and name not in MIXINS:
         raise ValueError(
             f"--hicache-storage-backend {name} does not keep all parts of a page of this model "

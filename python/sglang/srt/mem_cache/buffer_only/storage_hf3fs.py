@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.stores.base import PartStore, StoreError, is_stage
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, StoreError, is_stage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
@@ -30,9 +30,9 @@ class Hf3fsParts(_Base):
         super().register_mem_pool_host(mem_pool_host)  # sets is_zero_copy from the layout
         if not is_stage(mem_pool_host):
             return
-        described = parts.describe(mem_pool_host)
+        described = page_parts.describe(mem_pool_host)
         split = self.is_zero_copy and not self.is_mla_model
-        values = parts.apart(described) if split else parts.packed(described)
+        values = page_parts.apart(described) if split else page_parts.packed(described)
         largest = max(value.size for value in values)
         if largest > self.bytes_per_page:
             raise ValueError(
@@ -41,7 +41,7 @@ class Hf3fsParts(_Base):
             )
         self.keep(mem_pool_host, values)
 
-    def value_key(self, page_hash: str, value: parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
         return f"{page_hash}-{value.label}" if value.label else page_hash
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:

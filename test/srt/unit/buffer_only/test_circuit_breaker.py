@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.store_parts.health import Health
+from sglang.srt.mem_cache.buffer_only.circuit_breaker import Health
 
 
 def probes(health: Health, until: float) -> list[float]:

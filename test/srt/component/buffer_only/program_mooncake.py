@@ -1,7 +1,8 @@
 """Pages through a real Mooncake master and store on loopback; prints a line for each scenario.
 
-Run by ``test_mooncake.py``, whose tests say what each scenario guards against. With the arguments
-``hold PORTS`` it is another server instead: it writes two pages into its own memory and stays.
+Run by ``test_storage_mooncake.py``, whose tests say what each scenario guards against. With the
+arguments ``hold PORTS`` it is another server instead: it writes two pages into its own memory and
+stays.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 os.environ.setdefault("MC_FORCE_TCP", "1")
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
 
-from component.store_parts.backends import combined, config  # noqa: E402
-from component.store_parts.host_pools import (  # noqa: E402
+from component.buffer_only.backends import combined, config  # noqa: E402
+from component.buffer_only.host_pools import (  # noqa: E402
     KINDS,
     content,
     fill,
@@ -31,16 +32,16 @@ from component.store_parts.host_pools import (  # noqa: E402
     host_pool,
     slots,
 )
-from component.store_parts.masters import Master, end_with_parent, freeze  # noqa: E402
-from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
-    MooncakeStore,
-)
-from sglang.srt.mem_cache.store_parts.guard import (  # noqa: E402
+from component.buffer_only.masters import Master, end_with_parent, freeze  # noqa: E402
+from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts  # noqa: E402
+from sglang.srt.mem_cache.buffer_only.store_client import (  # noqa: E402
     Fault,
     GuardSettings,
     StoreGuard,
 )
-from sglang.srt.mem_cache.store_parts.stores.mooncake import MooncakeParts  # noqa: E402
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
+    MooncakeStore,
+)
 
 #: Kinds of pools and their layouts.
 PAGES = [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.stores.base import PartStore, is_stage
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, is_stage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
@@ -39,14 +39,19 @@ class NixlParts(_Base):
         if not is_stage(mem_pool_host):
             return
         self._agent_lock = threading.Lock()
-        whole = [(t.data_ptr(), t.numel() * t.element_size()) for t in parts.tensors(mem_pool_host)]
+        whole = [
+            (t.data_ptr(), t.numel() * t.element_size()) for t in page_parts.tensors(mem_pool_host)
+        ]
         self._pool_memory = [range(start, start + size) for start, size in whole]
         with self._agent_lock:
             self.agent.register_memory([(*each, 0, "") for each in whole], "DRAM")
-        described = parts.describe(mem_pool_host)
-        self.keep(mem_pool_host, (parts.apart if self.is_zero_copy else parts.together)(described))
+        described = page_parts.describe(mem_pool_host)
+        self.keep(
+            mem_pool_host,
+            (page_parts.apart if self.is_zero_copy else page_parts.together)(described),
+        )
 
-    def value_key(self, page_hash: str, value: parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
         key: str = self._get_suffixed_key(page_hash)
         return f"{key}_{value.label}" if value.label else key
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
+from sglang.srt.mem_cache.buffer_only import page_parts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -28,19 +28,19 @@ class PartStore(HiCacheStorage):
     """
 
     #: Values of a page in their order; empty: everything goes SGLang's own way.
-    page_values: tuple[parts.Value, ...] = ()
+    page_values: tuple[page_parts.Value, ...] = ()
     #: Called for every value that was shorter in the store than it must be.
     on_short: Callable[[], None] | None = None
     part_pool: Any = None
 
-    def keep(self, pool: Any, values: Sequence[parts.Value]) -> None:
+    def keep(self, pool: Any, values: Sequence[page_parts.Value]) -> None:
         """Take over if ``pool`` is a stage."""
         self.part_pool = pool
         self.page_values = tuple(values)
 
     # ---- what a backend answers ----
 
-    def value_key(self, page_hash: str, value: parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
         """The name of a value of a page; SGLang's own where it knows the value."""
         raise NotImplementedError
 
@@ -68,8 +68,8 @@ class PartStore(HiCacheStorage):
         if not self.page_values:
             return int(super().batch_exists(keys, extra_info))
         names = self._names(keys)
-        found = self.has_values(names, parts.sizes(self.page_values, len(keys)))
-        return parts.leading(self._fold(found, len(keys)))
+        found = self.has_values(names, page_parts.sizes(self.page_values, len(keys)))
+        return page_parts.leading(self._fold(found, len(keys)))
 
     @override
     def batch_get_v1(
@@ -104,7 +104,7 @@ class PartStore(HiCacheStorage):
         pages = self._pages(keys, host_indices)
         slots = [(value, page) for page in pages for value in self.page_values]
         names = self._names(keys)
-        there = self.has_values(names, parts.sizes(self.page_values, len(keys)))
+        there = self.has_values(names, page_parts.sizes(self.page_values, len(keys)))
         self._same_length(there, slots)
         absent = [at for at, found in enumerate(there) if not found]
         if absent:
@@ -121,18 +121,18 @@ class PartStore(HiCacheStorage):
     # ---- inside ----
 
     def _names(self, hashes: list[str]) -> list[str]:
-        return parts.keys(self.page_values, hashes, self.value_key)
+        return page_parts.keys(self.page_values, hashes, self.value_key)
 
     def _pages(self, keys: list[str], host_indices: torch.Tensor) -> list[int]:
-        pages = parts.page_numbers(host_indices, self.part_pool.page_size)
+        pages = page_parts.page_numbers(host_indices, self.part_pool.page_size)
         if len(pages) != len(keys):
             raise ValueError(f"{len(keys)} keys for {len(pages)} host pages")
         return pages
 
     def _fold(self, found: Sequence[bool], count: int) -> list[bool]:
-        return parts.fold(found, len(self.page_values), count)
+        return page_parts.fold(found, len(self.page_values), count)
 
-    def _is_whole(self, value: parts.Value, count: int) -> bool:
+    def _is_whole(self, value: page_parts.Value, count: int) -> bool:
         if 0 < count != value.size and self.on_short is not None:
             self.on_short()
         return count == value.size

@@ -1,6 +1,6 @@
 """Pages in and out of the store, on the lanes' threads: leading good pages, whatever happens.
 
-The store is guarded (``store_parts.guard``): it neither raises nor hangs, and a call that was given
+The store is guarded (``store_client``): it neither raises nor hangs, and a call that was given
 up says when it has let go of its pages.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.buffer_only.lanes import Job
-    from sglang.srt.mem_cache.store_parts.guard import Outcome, StoreGuard
+    from sglang.srt.mem_cache.buffer_only.store_client import Outcome, StoreGuard
 
 #: Pages in one call of the store, as in SGLang's own controller.
 BATCH_PAGES = 128

@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 
+from sglang.srt.mem_cache.buffer_only.storage_eic import EicParts
+from sglang.srt.mem_cache.buffer_only.storage_file import FileParts
+from sglang.srt.mem_cache.buffer_only.storage_hf3fs import Hf3fsParts
+from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-from sglang.srt.mem_cache.store_parts.stores.eic import EicParts
-from sglang.srt.mem_cache.store_parts.stores.file import FileParts
-from sglang.srt.mem_cache.store_parts.stores.hf3fs import Hf3fsParts
-from sglang.srt.mem_cache.store_parts.stores.mooncake import MooncakeParts
 from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.store_parts import parts
-from sglang.srt.mem_cache.store_parts.stores.base import PartStore, StoreError, is_stage
+from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, StoreError, is_stage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
@@ -58,12 +58,12 @@ class MooncakeParts(_Base):
         super().register_mem_pool_host(mem_pool_host)  # registers the first tensor
         if not is_stage(mem_pool_host):
             return
-        for tensor in parts.tensors(mem_pool_host)[1:]:
+        for tensor in page_parts.tensors(mem_pool_host)[1:]:
             self.register_buffer(tensor)
-        described = parts.describe(mem_pool_host, self.split_factor or 1)
-        self.keep(mem_pool_host, parts.apart(described))
+        described = page_parts.describe(mem_pool_host, self.split_factor or 1)
+        self.keep(mem_pool_host, page_parts.apart(described))
 
-    def value_key(self, page_hash: str, value: parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
         (part,) = value.parts
         if part.shared:
             suffix = self.mla_suffix

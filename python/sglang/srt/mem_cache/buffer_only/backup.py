@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.buffer_only.intents import FLUSHED, STUCK, UNCOVERED, 
 from sglang.srt.mem_cache.buffer_only.lanes import Job
 from sglang.srt.mem_cache.buffer_only.marks import Segment, settle
 from sglang.srt.mem_cache.buffer_only.namespaces import store_keys
+from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES
 from sglang.srt.mem_cache.buffer_only.parts import Parts, page_hashes
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Lease
-from sglang.srt.mem_cache.buffer_only.store import BATCH_PAGES
 
 
 @dataclass(eq=False)
