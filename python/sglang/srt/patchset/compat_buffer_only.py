@@ -11,15 +11,15 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.srt.mem_cache.buffer_only import sizing
+from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.patchset.compat import special_layers
 from sglang.srt.patchset.environment import sglang_switch
 
 logger = logging.getLogger(__name__)
 
 MODE = "--hicache-host-memory-mode"
-PAGES = sizing.PAGES_FLAG
-SIZE = sizing.SIZE_FLAG
+PAGES = settings.PAGES_FLAG
+SIZE = settings.SIZE_FLAG
 MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
 #: The feature group (``patchset/table.py``) that the mode is in.
@@ -60,7 +60,7 @@ def add_arguments(group: Any) -> None:
         type=int,
         default=None,
         help=f"Size of the stage of {ON}, in pages of --page-size tokens. Default: what {SIZE} "
-        f"holds, else room for {sizing.CHUNKS} chunks of --chunked-prefill-size.",
+        f"holds, else room for {settings.CHUNKS} chunks of --chunked-prefill-size.",
     )
 
 
@@ -91,10 +91,10 @@ def complete(args: Any) -> None:
         return  # SGLang knows the bytes of a page when it builds the pool
     threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
     if args.hicache_buffer_pages is None:
-        args.hicache_buffer_pages = sizing.default_pages(
+        args.hicache_buffer_pages = settings.default_pages(
             args.chunked_prefill_size, args.page_size, threshold
         )
-    sizing.check_pages(args.hicache_buffer_pages, args.page_size, threshold)
+    settings.check_pages(args.hicache_buffer_pages, args.page_size, threshold)
 
 
 def check_model(config: Any) -> None:

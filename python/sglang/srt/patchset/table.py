@@ -221,7 +221,7 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.radix_cache",
         name="TreeNode",
-        mixin=f"{_CACHE}.buffer_only.marks:StoredNode",
+        mixin=f"{_CACHE}.buffer_only.backup:StoredNode",
         why="a node notes what the store holds of it",
     ),
     Replacement(
@@ -245,13 +245,13 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="HiCacheController",
-        mixin=f"{_CACHE}.buffer_only.controller:StageController",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StageController",
         why="the pipelines call the store, instead of SGLang's threads",
     ),
     Replacement(
         module=f"{_CACHE}.storage.backend_factory",
         name="StorageBackendFactory",
-        mixin=f"{_CACHE}.buffer_only.storage_factory:PartsFactory",
+        mixin=f"{_CACHE}.buffer_only.storage_backends:PartsFactory",
         why="backends of a stage keep all parts of a page, and answer for each page",
     ),
     Replacement(

@@ -16,10 +16,8 @@ from unittest import mock
 
 import torch
 
-from sglang.srt.mem_cache.buffer_only.storage_eic import EicParts
-from sglang.srt.mem_cache.buffer_only.storage_file import FileParts
-from sglang.srt.mem_cache.buffer_only.storage_hf3fs import Hf3fsParts
-from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts
+from sglang.srt.mem_cache.buffer_only.storage_files import FileParts, Hf3fsParts
+from sglang.srt.mem_cache.buffer_only.storage_kv import EicParts, MooncakeParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches

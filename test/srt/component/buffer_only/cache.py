@@ -26,12 +26,10 @@ from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.buffer_only.agreement import alone
-from sglang.srt.mem_cache.buffer_only.copies import Copier
 from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
-from sglang.srt.mem_cache.buffer_only.parts import Parts
-from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
-from sglang.srt.mem_cache.buffer_only.read_state import Read, State
-from sglang.srt.mem_cache.buffer_only.stage import Lease
+from sglang.srt.mem_cache.buffer_only.pipelines import Parts, Pipelines
+from sglang.srt.mem_cache.buffer_only.prefetch import Read, State
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Lease
 from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

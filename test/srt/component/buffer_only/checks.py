@@ -7,7 +7,7 @@ from typing import Any
 
 from component.buffer_only.cache import PAGE, Cache
 from sglang.srt.mem_cache.buffer_only.agreement import READ_SLOTS, WRITE_SLOTS
-from sglang.srt.mem_cache.buffer_only.read_state import State
+from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 
 def nodes(tree: Any) -> list[Any]:

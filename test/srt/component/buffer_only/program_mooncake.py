@@ -33,7 +33,7 @@ from component.buffer_only.host_pools import (  # noqa: E402
     slots,
 )
 from component.buffer_only.masters import Master, end_with_parent, freeze  # noqa: E402
-from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts  # noqa: E402
+from sglang.srt.mem_cache.buffer_only.storage_kv import MooncakeParts  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.store_client import (  # noqa: E402
     Fault,
     GuardSettings,

@@ -27,7 +27,7 @@ from component.buffer_only.host_pools import (  # noqa: E402
     host_pool,
     slots,
 )
-from sglang.srt.mem_cache.buffer_only.storage_nixl import NixlParts  # noqa: E402
+from sglang.srt.mem_cache.buffer_only.storage_files import NixlParts  # noqa: E402
 from sglang.srt.mem_cache.storage.nixl import hicache_nixl  # noqa: E402
 
 os.environ["SGLANG_HICACHE_NIXL_BACKEND_PLUGIN"] = "POSIX"

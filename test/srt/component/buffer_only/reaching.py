@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from component.buffer_only.cache import Cache, Later
-from sglang.srt.mem_cache.buffer_only.copies import LOADS
-from sglang.srt.mem_cache.buffer_only.read_state import State
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.stage import LOADS, Direction
 
 
 def reach(cache: Cache, state: State, rid: str = "r") -> None:

@@ -7,8 +7,8 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.reaching import reach
-from sglang.srt.mem_cache.buffer_only.intents import EVICTED, FULL, UNCOVERED
-from sglang.srt.mem_cache.buffer_only.read_state import State
+from sglang.srt.mem_cache.buffer_only.backup import EVICTED, FULL, UNCOVERED
+from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 

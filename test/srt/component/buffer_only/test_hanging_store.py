@@ -11,8 +11,8 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scripted_store import ScriptedStore
-from sglang.srt.mem_cache.buffer_only.intents import STUCK
-from sglang.srt.mem_cache.buffer_only.read_state import State
+from sglang.srt.mem_cache.buffer_only.backup import STUCK
+from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 5)

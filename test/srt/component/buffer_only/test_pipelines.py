@@ -1,9 +1,20 @@
-"""One request after the other through stage and store."""
+"""A prompt through both pipelines; who drives them: SGLang's loops in every iteration, and what one
+step costs."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check_idle, nodes
+from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.stage import Copier
 
 
 def test_written_flushed_and_read_back():
@@ -39,3 +50,120 @@ def test_evicted_node_by_node_and_read_back():
     assert cache.serve("r", tokens) == 6 * PAGE
     cache.settle()
     check_idle(cache)
+
+
+class Loop:
+    """As much of a scheduler as SGLang's own methods use when they find nothing to run."""
+
+    chunked_req = None
+    enable_hierarchical_cache = True
+    enable_priority_preemption = False
+
+    def __init__(self, cache: Cache, waiting: list[Any], full: bool) -> None:
+        self.tree_cache, self.waiting_queue = cache.tree, waiting
+        self.running_batch = SimpleNamespace(batch_is_full=full, reqs=[])
+        self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
+
+    def process_prefill_chunk(self) -> None: ...
+
+    def maybe_prepare_mlp_sync_batch(self, batch: Any) -> Any:
+        return batch
+
+    def get_new_batch_prefill(self) -> Any:
+        return Scheduler._get_new_batch_prefill_raw(self, None)
+
+
+@pytest.mark.parametrize("prefill_server", [False, True])
+@pytest.mark.parametrize(("waiting", "full"), [([], False), (["a request"], True)])
+def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], full: bool):
+    """With nothing to run, and with no room for another request, copies and answers of the store
+    still have to be seen: what waits for them would wait for ever."""
+    cache = Cache()
+    cache.compute(prompt(1, 3))
+    cache.settle()
+    cache.flush()
+    cache.compute(prompt(2, 12))
+    cache.want("r", prompt(1, 3))
+    loop: Any = Loop(cache, waiting, full)
+    if prefill_server:
+        full = loop.running_batch.batch_is_full = False  # its loop resets it
+        loop.waiting_queue = []
+    for _ in range(12):
+        cache.work()
+        if prefill_server:
+            mixin = SchedulerDisaggregationPrefillMixin
+            assert mixin.get_next_disagg_prefill_batch_to_run(loop) is None
+        else:
+            assert loop.get_new_batch_prefill() is None
+    assert cache.state("r") is State.DONE and len(cache.store.content) == 15
+    assert cache.tree.check_prefetch_progress("r")
+    check_idle(cache)
+
+
+def test_a_long_prompt_in_chunks_is_presented_once():
+    """Presented with all its ancestors after every chunk, a prompt of n chunks would cost n * n."""
+    cache = Cache(tokens=200 * PAGE)
+    wanted = []
+    want = cache.buffer.writes.want
+    cache.buffer.writes.want = lambda node: wanted.append(node) or want(node)
+    tokens = prompt(1, 100)
+    for chunk in range(1, 100):
+        cache.compute(tokens[: chunk * PAGE], chunked=True)
+    assert not wanted
+    cache.compute(tokens)
+    assert len(wanted) <= 100
+    cache.settle()
+    assert len(cache.store.content) == 100
+
+
+class Order:
+    """Streams and launches, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}")
+        )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_wait_for_the_forward_pass(overlap: bool):
+    """Launched beside it, a write would store KV that is not computed yet, and a load overwrite
+    slots that a batch which still runs writes to."""
+    order = Order()
+    ack = SimpleNamespace(finish_event="event")
+    controller = SimpleNamespace(
+        write_stream=order.stream("write"), load_stream=order.stream("load"),
+        write_queue=[], load_queue=[], ack_write_queue=[], ack_load_queue=[],
+    )  # fmt: skip
+
+    def start_writing() -> None:
+        order.log.append(f"write {len(controller.write_queue)}")
+        controller.ack_write_queue.append(ack)
+
+    def start_loading() -> int:
+        order.log.append(f"load {len(controller.load_queue)}")
+        controller.ack_load_queue.append(ack)
+        return 2
+
+    controller.start_writing, controller.start_loading = start_writing, start_loading
+    forward = order.stream("forward") if overlap else None
+    copier = Copier(controller, lambda: forward)
+    pair = (torch.arange(4), torch.arange(4))
+    assert copier.to_stage([pair, pair]) == "event"
+    assert copier.to_device([pair]) == ("event", 2)
+    assert not controller.ack_write_queue and not controller.ack_load_queue
+    assert [line for line in order.log if "waits" not in line] == ["write 2", "load 1"]
+    if overlap:
+        assert order.log[::2] == ["write waits for forward", "load waits for forward"]
+
+
+def test_the_schedulers_forward_stream_is_the_one_that_is_waited_for():
+    """It is made after the cache."""
+    cache = Cache()
+    copier = cache.tree._parts(16).copier
+    assert copier._forward_stream() is None
+    cache.tree.forward_stream = "made later"
+    assert copier._forward_stream() == "made later"

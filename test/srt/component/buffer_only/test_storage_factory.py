@@ -12,7 +12,7 @@ import pytest
 from component.buffer_only import backends
 from component.buffer_only.host_pools import content, hashes, host_pool, slots
 from component.buffer_only.scripted_store import ScriptedStore
-from sglang.srt.mem_cache.buffer_only.storage_factory import PartsFactory
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartsFactory
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 

@@ -15,8 +15,8 @@ from component.buffer_only.checks import check_idle, nodes
 from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
-from sglang.srt.mem_cache.buffer_only.lanes import Lane
-from sglang.srt.mem_cache.buffer_only.page_store import FlatStore
+from sglang.srt.mem_cache.buffer_only.page_store import Lane
+from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
 from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 

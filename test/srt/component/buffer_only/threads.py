@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from sglang.srt.mem_cache.buffer_only.lanes import Job
+from sglang.srt.mem_cache.buffer_only.page_store import Job
 
 
 class HandLane:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from prometheus_client import REGISTRY
 
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.intents import IntentQueue
-from sglang.srt.mem_cache.buffer_only.sizing import shares
+from sglang.srt.mem_cache.buffer_only.backup import IntentQueue
+from sglang.srt.mem_cache.buffer_only.settings import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
 from unit.buffer_only.nodes import chain

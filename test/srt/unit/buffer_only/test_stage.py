@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.mem_cache.buffer_only.sizing import Share, shares
+from sglang.srt.mem_cache.buffer_only.settings import Share, shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 
 

@@ -3,32 +3,21 @@
 KV goes device -> stage -> store and store -> stage -> device; no node of the tree has a host copy.
 What a node has in the store is noted on it, and a node that leaves the device leaves the tree.
 
-``sizing``      how many staging pages, and whose: pure
-``settings``    limits, and where they come from
-``stage``       the staging pages: leases that end once
-``copies``      copies between device and stage
-``namespaces``  keys of pages: tenants, adapters and salts never meet
-``page_parts``  the parts of a page (K and V; a latent; latent and index), their keys and memory
+``settings``    sizes of the stage and its shares (pure), limits, and where they come from
+``stage``       the staging pages: who has which; copies between device and stage
 ``agreement``   what the ranks of one server agree on in a step, in one reduction: pure
 
-``store_client``     every call of a store with a deadline: faults become misses and failures
-``circuit_breaker``  whether a store is asked, and when it is probed
-``call_threads``     the threads that the calls run on
-``page_store``       pages in and out of the store
-``lanes``            the threads that wait for it
-``storage_backends``, ``storage_factory``  a storage backend of this release on the parts of a page
-``storage_eic``, ``storage_file``, ``storage_hf3fs``, ``storage_mooncake``, ``storage_nixl``  each
+``page_parts``        the parts of a page (K and V; a latent; latent and index), keys and memory
+``storage_backends``  what storage backends of a stage share, and the factory that makes them
+``storage_files``     SGLang's ``file``, NIXL's storage plugins, HF3FS
+``storage_kv``        Mooncake, EIC
+``store_client``      calls of a store with a deadline; its circuit breaker
+``page_store``        keys of pages; pages in and out of the store, and the threads that wait for it
 
-``parts``       what both pipelines work with; the pin
-``marks``       what a tree node knows about its copy in the store
-``intents``     pending writes: bounded, once a node, in order
-``backup``      the write pipeline
-``read_state``  a prefetch and its states
-``search``      how much of a prompt the store has
-``prefetch``    the read pipeline
-``load_back``   copies of what was fetched, from the stage to the device
-``publish``     fetched pages enter the device tree
-``pipelines``   both, and the step that drives them
+``backup``      device to stage to store: pending writes, writes under way, marks on the nodes
+``prefetch``    store to stage: a prefetch and its states
+``load_back``   fetched pages enter the device tree, and are copied there
+``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported
-``host_pool``, ``controller``, ``tree``, ``scheduler``  the mixins for SGLang's classes
+``host_pool``, ``tree``, ``scheduler``  the mixins for SGLang's classes
 """

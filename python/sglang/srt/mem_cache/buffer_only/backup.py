@@ -1,26 +1,206 @@
-"""The write pipeline: device to stage to store, a few pages at a time.
+"""Backup: device to stage to store, a few pages at a time.
 
 A node that is to be written waits as an intent, without a lock. In each step, as far as stage and
 slots go, waiting pages are put into *write operations*: their nodes are locked until the copy to
-the stage has ended, then the store's lane writes them, and the staging pages are free as soon as
-the store has answered, whatever it said.
+the stage has ended, then a thread has the store write them, and the staging pages are free as soon
+as the store has answered, whatever it said.
+
+What a node knows about its copy in the store is noted on it. Positions are counted in tokens *back
+from the end of a node*. Splitting a node cuts off its front and leaves its end where it was, and a
+deleted node keeps its parent, so such a position names the same tokens for as long as a transfer
+may take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.buffer_only.agreement import PENDING, WRITE_SLOTS, Facts
-from sglang.srt.mem_cache.buffer_only.copies import Copies, slots_of
-from sglang.srt.mem_cache.buffer_only.intents import FLUSHED, STUCK, UNCOVERED, IntentQueue
-from sglang.srt.mem_cache.buffer_only.lanes import Job
-from sglang.srt.mem_cache.buffer_only.marks import Segment, settle
-from sglang.srt.mem_cache.buffer_only.namespaces import store_keys
-from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES
-from sglang.srt.mem_cache.buffer_only.parts import Parts, page_hashes
-from sglang.srt.mem_cache.buffer_only.stage import Direction, Lease
+from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, Job, page_hashes, store_keys
+from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Lease, slots_of
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.pipelines import Parts
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+else:
+    TreeNode = object
+
+
+class StoredNode(TreeNode):
+    """Mixin for SGLang's ``TreeNode``. All zero, and unused, unless the mode is buffer_only."""
+
+    #: Leading tokens that are durable in the store, on every rank.
+    stored: int = 0
+    #: Leading tokens that are durable or on their way; never less than ``stored``.
+    launched: int = 0
+    #: The pending write that covers this node, shared with the nodes that a split made of it.
+    intent: Intent | None = None
+
+    @property
+    def storage_backed(self) -> bool:
+        """Whether all of this node is durable in the store, on every rank."""
+        return self.key is not None and self.stored >= len(self.key)
+
+    @property
+    def storage_ready(self) -> bool:
+        """Whether the node can be evicted from the device without losing its KV."""
+        return bool(self.backuped or self.storage_backed)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of a path: from ``start`` to ``end`` back from the end of ``node`` (start > end >=
+    0)."""
+
+    node: Any
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.start - self.end
+
+
+def path_pieces(node: Any, tokens: int) -> Iterator[tuple[Any, int]]:
+    """The nodes under the last ``tokens`` tokens up to the end of ``node``, last node first.
+
+    Yields each with how far its end lies back from the end of ``node``.
+    """
+    back = 0
+    while back < tokens and node.parent is not None:
+        yield node, back
+        back += len(node.key)
+        node = node.parent
+
+
+def split_marks(front: Any, child: Any, split_len: int) -> None:
+    """``front`` has just taken over the first ``split_len`` tokens of ``child``."""
+    front.stored, child.stored = _cut(child.stored, split_len)
+    front.launched, child.launched = _cut(child.launched, split_len)
+    front.intent = child.intent
+
+
+def settle(segment: Segment, durable: int) -> None:
+    """The write of ``segment`` has ended; its first ``durable`` tokens are in the store.
+
+    Only what adjoins a node's stored tokens counts: a page behind a missing one is out of reach.
+    What is not durable may be written again.
+    """
+    for node, back in path_pieces(segment.node, segment.start):
+        length = len(node.key)
+        origin = back + length  # the node's first token, back from the segment's node
+        if origin <= segment.end:
+            continue  # a split has left the node wholly behind the segment
+        start, end = origin - segment.start, origin - segment.start + durable
+        if start <= node.stored < end:
+            node.stored = min(length, end)
+            node.launched = max(node.launched, node.stored)
+        if durable < len(segment):
+            node.launched = node.stored
+
+
+def _cut(leading: int, split_len: int) -> tuple[int, int]:
+    return min(leading, split_len), max(0, leading - split_len)
+
+
+#: Why tokens were not written, or not yet: label values of the counter.
+FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
+#: The stage is full of what calls of the store that were given up may still use.
+STUCK = "store_stuck"
+
+
+class Intent:
+    """One node that is to be written, with all that a split cuts off its front until then."""
+
+    __slots__ = ("node", "serial", "tokens")
+
+    def __init__(self, serial: int, node: Any, tokens: int) -> None:
+        self.serial = serial
+        #: The last node of the path that is to be written.
+        self.node = node
+        #: Tokens to write, up to the end of ``node``.
+        self.tokens = tokens
+
+    def pieces(self) -> list[Any]:
+        """The nodes that the tokens lie in now, in the order of the prompt."""
+        return [node for node, _ in path_pieces(self.node, self.tokens)][::-1]
+
+
+class IntentQueue:
+    """First in, first out; at most one intent a node; at most ``max_tokens`` tokens.
+
+    Intents hold no lock: what is evicted while it waits is dropped. All that is dropped is counted
+    in ``dropped``, in tokens by reason.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.tokens = 0
+        self.dropped: Counter[str] = Counter()
+        self._queue: dict[int, Intent] = {}
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Intent]:
+        return iter(list(self._queue.values()))
+
+    def head(self) -> Intent | None:
+        """The oldest intent."""
+        return next(iter(self._queue.values()), None)
+
+    def add(self, node: Any) -> bool:
+        """Queue ``node``, which has no intent; False where the queue has no room for it."""
+        tokens = len(node.key)
+        if self.tokens + tokens > self.max_tokens:
+            self.dropped[FULL] += tokens
+            return False
+        self._serial += 1
+        node.intent = self._queue[self._serial] = Intent(self._serial, node, tokens)
+        self.tokens += tokens
+        return True
+
+    def done(self, intent: Intent) -> None:
+        """All of ``intent`` was launched."""
+        self._remove(intent)
+
+    def drop(self, intent: Intent, reason: str) -> None:
+        """``intent`` will not be launched."""
+        self.dropped[reason] += sum(map(_unlaunched, intent.pieces()))
+        self._remove(intent)
+
+    def deleted(self, node: Any) -> None:
+        """``node``, a leaf, has left the tree; what a split made of its front may still be
+        there."""
+        intent = node.intent
+        if intent is None:
+            return
+        lost = len(node.key)
+        if intent.tokens <= lost:
+            self.drop(intent, EVICTED)
+            return
+        node.intent = None
+        self.dropped[EVICTED] += _unlaunched(node)
+        self.tokens -= lost
+        intent.node, intent.tokens = node.parent, intent.tokens - lost
+
+    def clear(self, reason: str) -> None:
+        """Drop everything."""
+        for intent in self:
+            self.drop(intent, reason)
+
+    def _remove(self, intent: Intent) -> None:
+        del self._queue[intent.serial]
+        self.tokens -= intent.tokens
+        for node in intent.pieces():
+            node.intent = None
+
+
+def _unlaunched(node: Any) -> int:
+    return int(len(node.key) - node.launched)
 
 
 @dataclass(eq=False)

@@ -1,13 +1,14 @@
-"""Host pools of a few pages: mixins for the pools that SGLang's ``HiRadixCache`` builds.
+"""Mixins for SGLang's host pools and its ``HiCacheController``, which make a stage of them.
 
 SGLang demands a host pool larger than the device pool, which is right for a cache and not for a
 stage. The size is given by :func:`of_pages` or :func:`of_gigabytes` around the construction;
-elsewhere the pools are the stock ones.
+elsewhere the classes are the stock ones.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only.sizing import check_size, physical_pages
+from sglang.srt.mem_cache.buffer_only.settings import check_size, physical_pages
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache as _Pool
+
 else:
     _Pool = object
+    HiCacheController = object
 
 logger = logging.getLogger(__name__)
 
@@ -151,3 +155,36 @@ class StagePoolMLA(_Pool):
     def init_kv_buffer(self) -> Any:
         _check(self)
         return super().init_kv_buffer()
+
+
+class StageController(HiCacheController):
+    """Stock unless it is built inside :func:`~.host_pool.of_pages`."""
+
+    #: Whether the host pool is a stage.
+    staging: bool = False
+
+    @override
+    def _start_storage_threads(self) -> None:
+        # Called first by the constructor; the mode of a controller does not change after that.
+        self.staging = self.staging or staging()
+        if not self.staging:
+            super()._start_storage_threads()
+            return
+        # Others look at their lengths.
+        self.prefetch_queue: queue.Queue[object] = queue.Queue()
+        self.backup_queue: queue.Queue[object] = queue.Queue()
+        self.prefetch_revoke_queue: queue.Queue[object] = queue.Queue()
+        self.ack_backup_queue: queue.Queue[object] = queue.Queue()
+        self.host_mem_release_queue: queue.Queue[object] = queue.Queue()
+
+    @override
+    def reset(self) -> None:
+        # A stage has no threads to stop, and the pipelines have seen to the copies before.
+        if not self.staging:
+            super().reset()
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether the storage backend reads and writes the host pool itself."""
+        # Bound methods are made anew at each access; they are equal, not identical.
+        return bool(self.page_get_func == self._page_get_zero_copy)

@@ -1,19 +1,128 @@
-"""Pages in and out of the store, on the lanes' threads: leading good pages, whatever happens.
+"""Pages in and out of the store: their keys, the threads that wait for the store, and leading good
+pages, whatever happens.
 
-The store is guarded (``store_client``): it neither raises nor hangs, and a call that was given
-up says when it has let go of its pages.
+The client (``store_client``) neither raises nor hangs, and a call that was given up says when it
+has let go of its pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.lanes import Job
     from sglang.srt.mem_cache.buffer_only.store_client import Outcome, StoreGuard
+
+logger = logging.getLogger(__name__)
+
+
+def store_keys(hashes: Sequence[str], extra_key: str | None) -> list[str]:
+    """Keys of pages, given SGLang's position-aware page hashes (hex) and the namespace.
+
+    SGLang's hash covers the tokens up to the end of the page, but neither LoRA nor salt, which it
+    keeps apart in the tree by ``extra_key``. An empty namespace keeps SGLang's keys, so that stores
+    filled by other servers stay useful; any other one is hashed into the key together with its
+    length, so that no namespace can imitate another.
+    """
+    if not extra_key:
+        return list(hashes)
+    name = extra_key.encode()
+    seed = hashlib.sha256(b"sglang extra_key" + len(name).to_bytes(8, "little") + name)
+    keys = []
+    for page in hashes:
+        hasher = seed.copy()
+        hasher.update(bytes.fromhex(page))
+        keys.append(hasher.hexdigest())
+    return keys
+
+
+def page_hashes(node: Any, page_size: int) -> list[str]:
+    """SGLang's page hashes of ``node``; computed now if it was inserted without."""
+    from sglang.srt.mem_cache.radix_cache import compute_node_hash_values
+
+    bare = []
+    while node.hash_value is None:
+        bare.append(node)
+        node = node.parent
+    for node in reversed(bare):
+        node.hash_value = compute_node_hash_values(node, page_size)
+    hashes: list[str] = node.hash_value
+    return hashes
+
+
+class Job:
+    """Pages asked of the store, in a row."""
+
+    def __init__(self, work: Callable[[Job], int]) -> None:
+        self._work = work
+        #: What a query found, beside ``pages``.
+        self.found: Any = None
+        #: Why not all pages are good, where the store was at fault.
+        self.fault: str | None = None
+        #: Calls that were given up and may still use the staging pages.
+        self.given_up: list[Future[Any]] = []
+        #: Leading good pages; None until the job has ended.
+        self.pages: int | None = None
+        self._cancelled = threading.Event()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the job has ended and nothing of it uses the staging pages any more."""
+        return self.pages is not None and all(call.done() for call in self.given_up)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: it ends at its next call of the store."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the job should end."""
+        return self._cancelled.is_set()
+
+    def run(self) -> None:
+        """Do the work; on a lane's thread."""
+        pages = 0
+        try:
+            pages = self._work(self)
+        except Exception:
+            self.fault = "internal"
+            logger.exception("HiCache buffer: a job for the store failed; its pages are missing")
+        finally:
+            self.pages = pages  # last: the scheduler looks at everything else after it
+
+
+class Lane:
+    """A daemon thread with a queue of jobs."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"hicache-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[Job], int]) -> Job:
+        """Run ``work`` after all that was submitted before."""
+        job = Job(work)
+        self._jobs.put(job)
+        return job
+
+    def close(self, timeout: float) -> bool:
+        """End after the jobs that are queued; False if that takes more than ``timeout`` seconds."""
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
 
 #: Pages in one call of the store, as in SGLang's own controller.
 BATCH_PAGES = 128
@@ -76,53 +185,56 @@ class PageStore:
         return done
 
 
-class FlatStore:
-    """The ``_v1`` calls on a backend that has only the older ones, which move flat pages."""
+@dataclass
+class Found:
+    """Leading pages that the store has: their page hashes, and their keys."""
 
-    def __init__(self, backend: Any, host_pool: Any) -> None:
-        self._backend = backend
-        self._pool = host_pool
+    hashes: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
 
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """As the backend's."""
-        found: int = self._backend.batch_exists(keys, extra_info)
-        return found
 
-    def batch_get_v1(self, keys: list[str], slots: torch.Tensor, extra_info: Any) -> list[bool]:
-        """Read a page after the other, up to the first that is not there."""
-        good = [False] * len(keys)
-        for at, key in enumerate(keys):
-            room = self._pool.get_dummy_flat_data_page()
-            pages = self._backend.batch_get([key], [room])
-            if not pages or pages[0] is None:
+def search(
+    store: PageStore,
+    tokens: Sequence[Any],
+    page_size: int,
+    last_hash: str | None,
+    extra_key: str | None,
+    prefix_keys: Sequence[str] | None,
+) -> Callable[[Job], int]:
+    """The work of a job that looks for ``tokens``, whole pages, and leaves a :class:`Found`.
+
+    Args:
+        last_hash: page hash of the page before them; None at the start of a prompt.
+        prefix_keys: keys of all pages before them, where the backend wants them.
+    """
+
+    def work(job: Job) -> int:
+        found = job.found = Found()
+        for hashes in _hashed_batches(tokens, last_hash, page_size):
+            keys = store_keys(hashes, extra_key)
+            before = None if prefix_keys is None else [*prefix_keys, *found.keys]
+            good = store.leading_hits(keys, before, job)
+            found.hashes.extend(hashes[:good])
+            found.keys.extend(keys[:good])
+            if good < len(hashes):
                 break
-            self._pool.set_from_flat_data_page(self._slot(slots, at), pages[0])
-            good[at] = True
-        return good
+        return len(found.keys)
 
-    def batch_set_v1(self, keys: list[str], slots: torch.Tensor, extra_info: Any) -> list[bool]:
-        """Write a page after the other, up to the first that fails."""
-        good = [False] * len(keys)
-        for at, key in enumerate(keys):
-            if not self._backend.batch_set(
-                [key], [self._pool.get_data_page(self._slot(slots, at))]
-            ):
-                break
-            good[at] = True
-        return good
+    return work
 
-    def get_stats(self) -> Any:
-        """As the backend's."""
-        return self._backend.get_stats()
 
-    def clear(self) -> None:
-        """As the backend's."""
-        self._backend.clear()
+def _hashed_batches(
+    tokens: Sequence[Any], last_hash: str | None, page_size: int
+) -> Iterator[list[str]]:
+    """SGLang's page hashes of ``tokens``, a batch at a time: the store may know only the first."""
+    from sglang.srt.mem_cache.hicache_storage import get_hash_str
 
-    def close(self) -> None:
-        """As the backend's, where it has one."""
-        if hasattr(self._backend, "close"):
-            self._backend.close()
-
-    def _slot(self, slots: torch.Tensor, page: int) -> int:
-        return int(slots[page * self._pool.page_size])
+    batch: list[str] = []
+    for start in range(0, len(tokens), page_size):
+        last_hash = get_hash_str(tokens[start : start + page_size], last_hash)
+        batch.append(last_hash)
+        if len(batch) == BATCH_PAGES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,14 +1,72 @@
-"""Both pipelines of one rank, and the one step that drives them."""
+"""Backup and prefetch of one rank, and the one step that drives them."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from sglang.srt.mem_cache.buffer_only.agreement import Facts, Reduce, agree
+from sglang.srt.mem_cache.buffer_only.agreement import Facts, Ledger, Reduce, agree
 from sglang.srt.mem_cache.buffer_only.backup import Writes
-from sglang.srt.mem_cache.buffer_only.parts import Parts
+from sglang.srt.mem_cache.buffer_only.page_store import Lane, PageStore, page_hashes, store_keys
 from sglang.srt.mem_cache.buffer_only.prefetch import Reads
+from sglang.srt.mem_cache.buffer_only.settings import Settings
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Lease, Stage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """Everything but the pipelines themselves. ``tree`` is SGLang's ``HiRadixCache``."""
+
+    tree: Any
+    stage: Stage
+    store: PageStore
+    copier: Copier
+    settings: Settings
+    #: Another rank writes for this one (models whose ranks all hold the same KV).
+    writes_elsewhere: bool = False
+    ledger: Ledger = field(default_factory=Ledger)
+    #: What was done so far: see ``metrics.COUNTERS``.
+    tally: Counter[str] = field(default_factory=Counter)
+    #: Agreed time in milliseconds, as of the last step.
+    now_ms: int = 0
+    #: Makes the threads; tests make lanes that stand still.
+    make_lane: Callable[[str], Lane] = Lane
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.settings.page_size
+
+    def strand(self, lease: Lease) -> None:
+        """A call that was given up has not returned, on some rank: ``lease`` lasts until it has."""
+        if lease.stranded:
+            return
+        lease.stranded = True
+        stage = self.stage
+        logger.warning(
+            "HiCache: a call of the store that was given up may still use %d staging pages. They "
+            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all",
+            len(lease.pages),
+            stage.stranded,
+            stage.pages,
+        )
+
+    def prefix_keys(self, node: Any) -> list[str] | None:
+        """Keys of all pages up to the end of ``node``, where the backend wants them."""
+        if not self.settings.pass_prefix_keys:
+            return None
+        pieces = []
+        while node.parent is not None:
+            pieces.append(store_keys(page_hashes(node, self.page_size), node.key.extra_key))
+            node = node.parent
+        return [key for piece in reversed(pieces) for key in piece]
+
 
 #: How long the store may keep the threads when the server ends.
 CLOSE_S = 10.0

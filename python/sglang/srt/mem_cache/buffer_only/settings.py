@@ -1,10 +1,93 @@
-"""Limits of the buffer-only mode: where they come from, and what they are."""
+"""Sizes and limits of the mode: how many staging pages there are, how the two directions share them
+(pure arithmetic), and how long anybody waits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from sglang.srt.disaggregation.delta.config import env_seconds
+
+PAGES_FLAG = "--hicache-buffer-pages"
+SIZE_FLAG = "--hicache-size"
+
+#: The default stage holds so many chunks of a chunked prefill: a few that are written, and a few
+#: hits of other requests that are read meanwhile.
+CHUNKS = 8
+#: Tokens of a chunk where chunked prefill is off; SGLang's own default for
+#: ``--max-prefill-tokens``.
+UNCHUNKED = 16384
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one direction is sure of, and what it may take at most, in pages."""
+
+    floor: int
+    ceiling: int
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """Pages that hold ``tokens``, the last one perhaps not full."""
+    return -(-tokens // page_size)
+
+
+def minimal_transfer(page_size: int, prefetch_threshold: int) -> int:
+    """Pages of the smallest hit that is fetched at all (``prefetch_threshold`` in tokens)."""
+    return max(1, pages_of(prefetch_threshold, page_size))
+
+
+def minimum_pages(page_size: int, prefetch_threshold: int) -> int:
+    """The smallest stage: one minimal transfer in each direction at the same time."""
+    return 2 * minimal_transfer(page_size, prefetch_threshold)
+
+
+def default_pages(chunked_prefill_size: int | None, page_size: int, prefetch_threshold: int) -> int:
+    """``CHUNKS`` chunks of ``chunked_prefill_size`` tokens (none or negative: not chunked)."""
+    chunk = chunked_prefill_size if chunked_prefill_size and chunked_prefill_size > 0 else UNCHUNKED
+    return max(CHUNKS * pages_of(chunk, page_size), minimum_pages(page_size, prefetch_threshold))
+
+
+def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
+    """Raise ``ValueError`` for a stage in which nothing could be read while something is
+    written."""
+    needed = minimum_pages(page_size, prefetch_threshold)
+    if pages < needed:
+        raise ValueError(
+            f"{PAGES_FLAG} {pages} is too small: with --page-size {page_size} and a prefetch "
+            f"threshold of {prefetch_threshold} tokens the stage needs at least {needed} pages, "
+            f"for two minimal transfers. Use {PAGES_FLAG} {needed} or more, or lower "
+            "prefetch_threshold in --hicache-storage-backend-extra-config."
+        )
+
+
+def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> None:
+    """Raise ``ValueError`` where ``gigabytes`` hold ``pages``, which are fewer than ``needed``."""
+    if pages < needed:
+        raise ValueError(
+            f"{SIZE_FLAG} {gigabytes} is too small: it holds {pages} pages of --page-size "
+            f"{page_size}, and the stage needs at least {needed}. Use a larger {SIZE_FLAG}, or "
+            f"{PAGES_FLAG} {needed} instead."
+        )
+
+
+def shares(pages: int) -> tuple[Share, Share]:
+    """The shares of writes and of reads in a stage of ``pages``.
+
+    Reads get more, because a request waits for them. Each direction's ceiling leaves the other its
+    floor, so that neither starves: a slow store cannot fill the stage with writes and stop all
+    reads, nor the reverse.
+    """
+    write_floor, read_floor = max(1, pages // 4), max(1, pages // 2)
+    return (
+        Share(write_floor, pages - read_floor),
+        Share(read_floor, pages - write_floor),
+    )
+
+
+def physical_pages(pages: int, layers: int) -> int:
+    """Pages of the host tensor: SGLang's page-first layouts index its page axis by layer number."""
+    return max(pages, layers)
+
 
 READ_ENV = "SGLANG_HICACHE_BUFFER_READ_TIMEOUT"
 

@@ -1,19 +1,31 @@
-"""What the backends share: pages in, values out, and back."""
+"""Storage backends on the parts of a page: what they share, and the factory that puts them on.
+
+Only on the backends that a stage uses (``is_stage`` is true on its host pool); elsewhere they are
+SGLang's own. Not by rows of the replacement table: their modules are all imported at start, and a
+backend's module may need a client library that most machines do not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.patchset.combine import combine
+from sglang.srt.patchset.guard import mismatches
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 else:
     HiCacheStorage = object
+    StorageBackendFactory = object
 
 
 class StoreError(Exception):
@@ -146,3 +158,125 @@ class PartStore(HiCacheStorage):
 def is_stage(pool: Any) -> bool:
     """Whether a host pool is HiCache's stage (``--hicache-host-memory-mode buffer_only``)."""
     return bool(getattr(pool, "is_stage", False))
+
+
+class FlatStore:
+    """The ``_v1`` calls on a backend that has only the older ones, which move flat pages."""
+
+    def __init__(self, backend: Any, host_pool: Any) -> None:
+        self._backend = backend
+        self._pool = host_pool
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """As the backend's."""
+        found: int = self._backend.batch_exists(keys, extra_info)
+        return found
+
+    def batch_get_v1(self, keys: list[str], slots: torch.Tensor, extra_info: Any) -> list[bool]:
+        """Read a page after the other, up to the first that is not there."""
+        good = [False] * len(keys)
+        for at, key in enumerate(keys):
+            room = self._pool.get_dummy_flat_data_page()
+            pages = self._backend.batch_get([key], [room])
+            if not pages or pages[0] is None:
+                break
+            self._pool.set_from_flat_data_page(self._slot(slots, at), pages[0])
+            good[at] = True
+        return good
+
+    def batch_set_v1(self, keys: list[str], slots: torch.Tensor, extra_info: Any) -> list[bool]:
+        """Write a page after the other, up to the first that fails."""
+        good = [False] * len(keys)
+        for at, key in enumerate(keys):
+            if not self._backend.batch_set(
+                [key], [self._pool.get_data_page(self._slot(slots, at))]
+            ):
+                break
+            good[at] = True
+        return good
+
+    def get_stats(self) -> Any:
+        """As the backend's."""
+        return self._backend.get_stats()
+
+    def clear(self) -> None:
+        """As the backend's."""
+        self._backend.clear()
+
+    def close(self) -> None:
+        """As the backend's, where it has one."""
+        if hasattr(self._backend, "close"):
+            self._backend.close()
+
+    def _slot(self, slots: torch.Tensor, page: int) -> int:
+        return int(slots[page * self._pool.page_size])
+
+
+#: Values of ``--hicache-storage-backend``, with module and name of the mixin.
+MIXINS = {
+    "file": ("storage_files", "FileParts"),
+    "mooncake": ("storage_kv", "MooncakeParts"),
+    "nixl": ("storage_files", "NixlParts"),
+    "hf3fs": ("storage_files", "Hf3fsParts"),
+    "eic": ("storage_kv", "EicParts"),
+}
+
+
+class PartsFactory(StorageBackendFactory):
+    """For ``StorageBackendFactory``."""
+
+    @classmethod
+    @override
+    def create_backend(
+        cls, backend_name: str, storage_config: Any, mem_pool_host: Any, **kwargs: Any
+    ) -> Any:
+        if is_stage(mem_pool_host):
+            _refuse_lost_parts(backend_name, mem_pool_host)
+        return super().create_backend(backend_name, storage_config, mem_pool_host, **kwargs)
+
+    @classmethod
+    @override
+    def _create_builtin_backend(
+        cls, backend_name: str, backend_class: Any, storage_config: Any, mem_pool_host: Any
+    ) -> Any:
+        if backend_name not in MIXINS or not is_stage(mem_pool_host):
+            return super()._create_builtin_backend(
+                backend_name, backend_class, storage_config, mem_pool_host
+            )
+        combined = _with_parts(backend_name, backend_class)
+        with _bound(backend_class, combined):
+            return super()._create_builtin_backend(
+                backend_name, combined, storage_config, mem_pool_host
+            )
+
+
+def _refuse_lost_parts(name: str, pool: Any) -> None:
+    extra = [part.label for part in page_parts.describe(pool) if part.extra]
+    if extra and name not in MIXINS:
+        raise ValueError(
+            f"--hicache-storage-backend {name} does not keep all parts of a page of this model "
+            f"({', '.join(extra)}); use one of {', '.join(MIXINS)}"
+        )
+
+
+def _with_parts(name: str, stock: type) -> type:
+    module, mixin_name = MIXINS[name]
+    mixin = getattr(importlib.import_module(f"{__package__}.{module}"), mixin_name)
+    problems = mismatches(stock, mixin)
+    if problems:
+        raise RuntimeError(
+            f"--hicache-storage-backend {name} with --hicache-host-memory-mode buffer_only: "
+            f"{'; '.join(problems)}"
+        )
+    return combine(stock, mixin)
+
+
+@contextmanager
+def _bound(stock: type, combined: type) -> Iterator[None]:
+    """The backend's own module knows the class by its name: HF3FS makes its backend so."""
+    module = sys.modules[stock.__module__]
+    setattr(module, stock.__name__, combined)
+    try:
+        yield
+    finally:
+        setattr(module, stock.__name__, stock)

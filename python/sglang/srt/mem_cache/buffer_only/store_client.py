@@ -23,16 +23,127 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from sglang.srt.disaggregation.delta.config import env_int, env_seconds
-from sglang.srt.mem_cache.buffer_only.call_threads import CallThreads
-from sglang.srt.mem_cache.buffer_only.circuit_breaker import Health
 from sglang.srt.mem_cache.buffer_only.page_parts import leading
 
 logger = logging.getLogger(__name__)
+
+
+class Health:
+    """Of one store. Times are in seconds of one monotonic clock. Not thread-safe."""
+
+    def __init__(self, first_retry: float, longest_retry: float) -> None:
+        """A store is probed ``first_retry`` after it went down, then after twice that and so on,
+        at most ``longest_retry`` apart."""
+        self._first, self._longest = first_retry, longest_retry
+        self._backoff = first_retry
+        self._retry_at = 0.0
+        self.up = True
+        #: The interval before the next probe.
+        self.retry_in = first_retry
+
+    def hung(self, now: float) -> bool:
+        """A call missed its deadline; returns whether the store was up until now."""
+        was_up, self.up = self.up, False
+        if was_up:
+            self._postpone(now)
+        return was_up
+
+    def worked(self) -> None:
+        """A call other than a probe was answered, so the next outage is a new one."""
+        if self.up:
+            self._backoff = self._first
+
+    def claim_probe(self, now: float) -> bool:
+        """Whether the caller shall probe now. The next probe is due an interval later, also if this
+        one never returns."""
+        if self.up or now < self._retry_at:
+            return False
+        self._postpone(now)
+        return True
+
+    def answered(self) -> None:
+        """A probe was answered, so the store is up. Should it hang at the next call, the interval
+        grows on: it may be one that answers probes and nothing else."""
+        self.up = True
+
+    def _postpone(self, now: float) -> None:
+        self.retry_in = self._backoff
+        self._retry_at = now + self.retry_in
+        self._backoff = min(2 * self._backoff, self._longest)
+
+
+_Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+class CallThreads:
+    """Daemon threads, made when they are needed and used again; a call that never returns does not
+    keep the process alive. How many there may be is for the caller to bound."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: of the threads."""
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[_Task | None]] = []
+        self._closed = False
+        #: Threads that were ever made.
+        self.made = 0
+
+    def start(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run ``call`` on a thread. The future is done when it has returned or raised, whatever it
+        raised, or could not be started; its callbacks run on that thread."""
+        future: Future[Any] = Future()
+        with self._lock:
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            thread = threading.Thread(
+                target=self._serve, args=(inbox,), name=self._name, daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads, or the interpreter is ending
+                future.set_exception(error)
+                return future
+            self.made += 1
+        inbox.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """End the idle threads, and the others as soon as their calls have returned."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for inbox in idle:
+            inbox.put(None)
+
+    def _serve(self, inbox: SimpleQueue[_Task | None]) -> None:
+        while (task := inbox.get()) is not None:
+            future, call = task
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as raised:  # a store that exits the interpreter is one that failed
+                error = raised
+            del task, call
+            # Idle before the future is done: who waits for it may start the next call at once.
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._idle.append(inbox)
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, result, error  # an idle thread holds no tensors
+            if closed:
+                return
+
 
 #: A key that no page has: a page's key is a SHA-256.
 PROBE_KEY = "0" * 64

@@ -6,16 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only import metrics, sizing
+from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.agreement import alone, group_min
-from sglang.srt.mem_cache.buffer_only.copies import Copier
+from sglang.srt.mem_cache.buffer_only.backup import split_marks
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
-from sglang.srt.mem_cache.buffer_only.marks import split_marks
-from sglang.srt.mem_cache.buffer_only.page_store import FlatStore, PageStore
-from sglang.srt.mem_cache.buffer_only.parts import Parts
-from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
-from sglang.srt.mem_cache.buffer_only.settings import Settings, read_timeout_ms
-from sglang.srt.mem_cache.buffer_only.stage import Stage
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
+from sglang.srt.mem_cache.buffer_only.pipelines import Parts, Pipelines
+from sglang.srt.mem_cache.buffer_only.settings import (
+    Settings,
+    check_pages,
+    check_size,
+    minimum_pages,
+    read_timeout_ms,
+    shares,
+)
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
+from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
 from sglang.srt.mem_cache.buffer_only.store_client import StoreGuard
 
 if TYPE_CHECKING:
@@ -55,11 +61,11 @@ class BufferOnlyTree(HiRadixCache):
         with of_pages(pages) if pages else of_gigabytes(gigabytes):
             super().__init__(params, server_args)
         if pages:
-            sizing.check_pages(pages, self.page_size, self.prefetch_threshold)
+            check_pages(pages, self.page_size, self.prefetch_threshold)
         else:
             pages = self.token_to_kv_pool_host.page_num
-            needed = sizing.minimum_pages(self.page_size, self.prefetch_threshold)
-            sizing.check_size(gigabytes, pages, self.page_size, needed)
+            needed = minimum_pages(self.page_size, self.prefetch_threshold)
+            check_size(gigabytes, pages, self.page_size, needed)
         self.buffer = Pipelines(self._parts(pages), self._reduction())
         self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
@@ -81,7 +87,7 @@ class BufferOnlyTree(HiRadixCache):
         )
         return Parts(
             tree=self,
-            stage=Stage(pages, *sizing.shares(pages)),
+            stage=Stage(pages, *shares(pages)),
             store=PageStore(self._guarded(controller), self.page_size),
             copier=Copier(controller, lambda: self.forward_stream),
             settings=settings,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.mem_cache.buffer_only import storage_mooncake
+from sglang.srt.mem_cache.buffer_only import storage_kv
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(storage_mooncake, "time", clock)
+    monkeypatch.setattr(storage_kv, "time", clock)
     return clock
 
 
@@ -39,7 +39,7 @@ def store(clock: Clock, well_at: float) -> Any:
         def warmup(self) -> None:
             assert clock.now >= well_at
 
-    made: type = type("MooncakeStore", (storage_mooncake.MooncakeParts, Stock), {})
+    made: type = type("MooncakeStore", (storage_kv.MooncakeParts, Stock), {})
     return made()
 
 
@@ -54,7 +54,7 @@ def test_a_store_that_keeps_nothing_is_an_error(clock: Clock) -> None:
     """Guards against a server that waits forever for a store that does not work."""
     with pytest.raises(AssertionError):
         store(clock, well_at=1e9).warmup()
-    assert clock.now < 2 * storage_mooncake.WARMUP_S
+    assert clock.now < 2 * storage_kv.WARMUP_S
 
 
 def test_refused_writes_are_told_with_their_codes(
@@ -71,7 +71,7 @@ def test_refused_writes_are_told_with_their_codes(
         def _put_batch_zero_copy_impl(self, keys: list[str], *memory: list[int]) -> list[int]:
             return answers[: len(keys)]
 
-    made: type = type("MooncakeStore", (storage_mooncake.MooncakeParts, Stock), {})
+    made: type = type("MooncakeStore", (storage_kv.MooncakeParts, Stock), {})
     one = made()
     clock.now = 1.0
     view = torch.zeros(1, dtype=torch.uint8)
@@ -80,6 +80,6 @@ def test_refused_writes_are_told_with_their_codes(
     assert one.put_values(list("abcd"), [view] * 4)[1] is False
     (line,) = caplog.messages
     assert "3 of 4" in line and "[-600, -200]" in line
-    clock.now += storage_mooncake.WORD_S
+    clock.now += storage_kv.WORD_S
     one.put_values(list("ab"), [view] * 2)
     assert len(caplog.messages) == 2
