@@ -9,13 +9,15 @@ import pytest
 
 from sglang.srt.disaggregation.delta import logs
 from sglang.srt.disaggregation.delta.metrics import (
-    GAUGES,
-    HISTOGRAMS,
+    METRICS,
     AsyncTransferStats,
     Histogram,
     Reason,
 )
 from unit.async_transfer.fakes import Bench, Clock
+
+GAUGES = [each.name for each in METRICS.values() if (each.kind, each.side) == ("gauge", "prefill")]
+HISTOGRAMS = [each.name for each in METRICS.values() if each.kind == "histogram"]
 
 
 def exported(name: str, labels: dict[str, str]) -> float | None:
@@ -124,7 +126,7 @@ def test_errors_of_the_telemetry_fail_nothing(
     def broken(*_: object) -> None:
         raise OSError("no space left on device")
 
-    logs._complain_once.cache_clear()
+    logs._log_once.cache_clear()
     bench = Bench()
     for histogram in bench.stats._histograms.values():
         monkeypatch.setattr(histogram, "add", broken)

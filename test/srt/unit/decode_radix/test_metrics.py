@@ -10,6 +10,7 @@ import pytest
 
 from sglang.srt.disaggregation.delta.decode import scheduler as metrics
 from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
+from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES
 
 LABELS = {"model_name": "m", "engine_type": "decode"}
 
@@ -22,7 +23,7 @@ def sample(name: str, **more: str) -> float | None:
 @pytest.fixture
 def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What the scheduler would show."""
-    values = dict.fromkeys(metrics.GAUGES, 0)
+    values = dict.fromkeys(DECODE_GAUGES, 0)
     monkeypatch.setattr(metrics, "readings", lambda scheduler: dict(values))
     return values
 

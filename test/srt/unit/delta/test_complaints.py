@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from sglang.srt.disaggregation.delta import logs
-from sglang.srt.disaggregation.delta.logs import INTERVAL_S, Complaints
+from sglang.srt.disaggregation.delta.logs import INTERVAL_S, RateLimitedLog
 from unit.delta.fakes import Clock
 
 LOGGER = logging.getLogger(__name__)
@@ -17,16 +17,16 @@ def test_once_in_a_while_for_each_peer(caplog: pytest.LogCaptureFixture) -> None
     """Guards against a noisy peer that fills the disk, or hides another one's trouble; later
     trouble of the same peer is seen again."""
     clock = Clock()
-    made = Complaints(LOGGER, clock)
+    made = RateLimitedLog(LOGGER, clock=clock)
     for _ in range(1000):
-        made.about("a:1", "first")
-        made.about("b:1", "other")
+        made.error("a:1", "first")
+        made.error("b:1", "other")
     assert [record.getMessage() for record in caplog.records] == [
-        "dropped a message from a:1: first",
-        "dropped a message from b:1: other",
+        "first",
+        "other",
     ]
     clock.now += INTERVAL_S
-    made.about("a:1", "later")
+    made.error("a:1", "later")
     assert len(caplog.records) == 3
 
 
@@ -34,19 +34,20 @@ def test_a_stranger_with_many_names(caplog: pytest.LogCaptureFixture) -> None:
     """Messages say themselves whom they are from. Guards against one that claims another name each
     time, and is logged each time; known peers are still told apart, and the table stays small."""
     clock = Clock()
-    made = Complaints(LOGGER, clock)
-    made.about("a:1", "real")
+    made = RateLimitedLog(LOGGER, clock=clock)
+    made.error("a:1", "real")
     for number in range(10_000):
-        made.about(f"{number}:1", "noise")
-    assert len(caplog.records) == logs._REMEMBERED_PEERS + 1
-    assert len(made._last) <= logs._REMEMBERED_PEERS + 1
+        made.error(f"{number}:1", "noise")
+    assert len(caplog.records) == logs._REMEMBERED_KEYS + 1
+    assert len(made._last) <= logs._REMEMBERED_KEYS + 1
     clock.now += INTERVAL_S
-    made.about("a:1", "real again")
-    assert caplog.records[-1].getMessage().endswith("a:1: real again")
+    made.error("a:1", "real again")
+    assert caplog.records[-1].getMessage() == "real again"
 
 
 def test_what_is_wrong_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     """Errors quote what a peer sent. Guards against a line of the size of its message."""
-    Complaints(LOGGER).about("a:1", ValueError(f"peer {'x' * 1_000_000} never registered"))
+    error = ValueError(f"peer {'x' * 1_000_000} never registered")
+    RateLimitedLog(LOGGER).error("a:1", "dropped a message from %s: %s", "a:1", error)
     text = caplog.records[0].getMessage()
     assert text.startswith("dropped a message from a:1: peer xxx") and len(text) < 1000

@@ -8,12 +8,11 @@ import prometheus_client
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import (
-    COUNTERS,
     DECODE_COUNTERS,
-    FAILURES,
+    METRICS,
     PREFILL_COUNTERS,
+    Counters,
     Reason,
-    TransferStats,
 )
 
 
@@ -24,8 +23,8 @@ def exported(name: str, labels: dict[str, str]) -> float | None:
 
 def test_counting_without_metrics() -> None:
     """Guards against counters that need a scraper; tests and log lines read the totals."""
-    stats = TransferStats()
-    assert set(stats.totals) == set(COUNTERS) and not any(stats.totals.values())
+    stats = Counters()
+    assert stats.totals == dict.fromkeys((*DECODE_COUNTERS, *PREFILL_COUNTERS), 0)
     stats.add("kv_transfer_sent_bytes", 5)
     stats.add("kv_transfer_sent_bytes", 7)
     assert stats.totals["kv_transfer_sent_bytes"] == 12
@@ -35,12 +34,12 @@ def test_counting_without_metrics() -> None:
 def test_unknown_counter() -> None:
     """Guards against a misspelt name that is counted where nobody looks."""
     with pytest.raises(KeyError):
-        TransferStats().add("kv_transfer_sent_byte", 1)
+        Counters().add("kv_transfer_sent_byte", 1)
 
 
 def test_bound_counters_reach_prometheus_from_then_on() -> None:
     """Guards against a side that exports the other side's counters as zeros."""
-    stats = TransferStats()
+    stats = Counters()
     labels = {"model_name": "test_bound_counters", "tp_rank": "0"}
     stats.add("decode_prefix_hit_tokens", 100)
     stats.bind(DECODE_COUNTERS, labels)
@@ -54,7 +53,7 @@ def test_bound_counters_reach_prometheus_from_then_on() -> None:
 def test_two_schedulers_of_one_process() -> None:
     """Guards against registering one metric twice, which Prometheus refuses."""
     for rank in ("0", "1"):
-        stats = TransferStats()
+        stats = Counters()
         labels = {"model_name": "test_two_schedulers", "tp_rank": rank}
         stats.bind(PREFILL_COUNTERS, labels)
         stats.add("kv_transfer_skipped_tokens", 2)
@@ -64,13 +63,15 @@ def test_two_schedulers_of_one_process() -> None:
 def failures_exported(labels: dict[str, str], reason: Reason) -> float | None:
     """What a scrape would show of failures of one reason."""
     labels = {**labels, "reason": reason.value}
-    return prometheus_client.REGISTRY.get_sample_value(f"sglang:{FAILURES}_total", labels)
+    return prometheus_client.REGISTRY.get_sample_value(
+        METRICS["kv_transfer_failed"].exported_name, labels
+    )
 
 
 def test_failures_have_reasons() -> None:
     """Guards against failures that are counted under another reason, and against reasons that a
     dashboard sees only when it is too late to compare: all are there from the start."""
-    stats = TransferStats()
+    stats = Counters()
     labels = {"model_name": "test_failures", "tp_rank": "0"}
     stats.failed(Reason.TIMEOUT)
     stats.bind(DECODE_COUNTERS, labels)
@@ -86,7 +87,7 @@ def test_failures_have_reasons() -> None:
 def test_failures_of_several_threads() -> None:
     """Rooms fail on the scheduler's, the reader's and the heartbeat's thread. Guards against lost
     counts."""
-    stats = TransferStats()
+    stats = Counters()
 
     def fail() -> None:
         for _ in range(2000):

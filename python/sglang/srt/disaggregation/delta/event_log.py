@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.disaggregation.delta.logs import harmless
+from sglang.srt.disaggregation.delta.logs import best_effort
 from sglang.srt.disaggregation.delta.metrics import STATS
 
 ENV = "SGLANG_DISAGGREGATION_EVENT_LOG"
@@ -117,7 +117,7 @@ def now() -> float:
 Pages = npt.NDArray[np.int32]
 
 
-@harmless
+@best_effort
 def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
     """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
     STATS.add("kv_transfer_sent_bytes", moved)
@@ -135,7 +135,7 @@ def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: i
         )
 
 
-@harmless
+@best_effort
 def count_moved(
     room: int, peer: str, *, chunk: int, is_last: bool, queue_s: float, build_s: float,
     post_s: float, wire_s: float, descriptors: int, moved: int,
@@ -151,7 +151,7 @@ def count_moved(
         )  # fmt: skip
 
 
-@harmless
+@best_effort
 def log_announced(room: int) -> None:
     """Every decode rank has announced ``room``."""
     log = event_log("prefill")
@@ -159,7 +159,7 @@ def log_announced(room: int) -> None:
         log.write(Announced(at=now(), room=room))
 
 
-@harmless
+@best_effort
 def log_arrived(room: int) -> None:
     """Everything of ``room`` has arrived on this decode rank."""
     log = event_log("decode")

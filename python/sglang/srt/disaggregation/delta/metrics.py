@@ -1,16 +1,9 @@
-"""Why rooms fail: the values of the ``reason`` label of ``sglang:kv_transfer_failed_total``.
+"""Every counter, gauge and histogram of disaggregation, and who counts.
 
-Counters beside the connector: plain integers that Prometheus mirrors where metrics are on.
-
-The connector counts without knowing whether anybody scrapes; a scheduler with ``--enable-metrics``
-binds its labels once, and from then on every increment reaches ``/metrics`` as well.
-
-Durations and sizes of an interval, in buckets: one addition a value, percentiles when asked.
-
-What the transfer workers do, in numbers: for Prometheus, and one log line now and then.
-
-Workers and backends report here from their threads. Nothing in here may fail a transfer: every
-method swallows its own errors, and says so once.
+``METRICS`` declares them all; docs and dashboards are checked against it. ``COUNTERS`` are this
+process's, mirrored to Prometheus where metrics are on: who counts does not know whether anybody
+scrapes. ``TransferStats`` are the durations and sizes of one pool of transfer workers, for
+Prometheus and for one log line an interval; nothing in it can fail a transfer.
 """
 
 from __future__ import annotations
@@ -21,17 +14,18 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.disaggregation.delta.logs import harmless
+from sglang.srt.disaggregation.delta.logs import best_effort
 
 logger = logging.getLogger(__name__)
 
 
 class Reason(str, enum.Enum):
-    """A failed room has one; the text that goes with it has the details."""
+    """Why a room failed: the values of the label ``reason`` of ``kv_transfer_failed``. A failed
+    room has one; the text that goes with it has the details."""
 
     #: The client went away, here or on the other side.
     ABORTED = "aborted"
@@ -51,56 +45,190 @@ class Reason(str, enum.Enum):
     INTERNAL = "internal"
 
 
-#: Counter name (without ``_total``) -> what it counts. Units are in the names.
-DECODE_COUNTERS = {
-    "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
-    "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
-    "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
-}
-PREFILL_COUNTERS = {
-    "kv_transfer_sent_bytes": "KV bytes that prefill posted to decode servers",
-    "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
-    "kv_transfer_stuck_workers": "Transfer workers that were found stuck or dead",
-}
-COUNTERS = {**DECODE_COUNTERS, **PREFILL_COUNTERS}
-FAILURES = "kv_transfer_failed"
+# ---- declarations ----
 
 
-@cache
-def _prometheus_counter(name: str, labelnames: tuple[str, ...]) -> Any:
+@dataclass(frozen=True)
+class Metric:
+    """One metric: ``sglang:<name>`` on ``/metrics``; a counter's name ends in ``_total`` there."""
+
+    #: Says the unit.
+    name: str
+    #: "counter", "gauge" or "histogram".
+    kind: str
+    #: Which servers have it: "decode", "prefill" or "both".
+    side: str
+    help: str
+    #: Labels beside those that SGLang gives all its metrics.
+    labels: tuple[str, ...] = ()
+    #: Upper ends of a histogram's buckets, rising.
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported_name(self) -> str:
+        """As a scrape shows it."""
+        return f"sglang:{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+    def child(self, labels: Mapping[str, Any], **own: str) -> Any:
+        """Prometheus' child of this metric (typed by a library without types): ``labels`` are
+        SGLang's, ``own`` the values of ``self.labels``. Registered when it is first asked for."""
+        return _registered(self, (*labels, *self.labels)).labels(**labels, **own)
+
+
+@functools.cache
+def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
     # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
-    from prometheus_client import Counter
+    import prometheus_client
 
-    return Counter(f"sglang:{name}", COUNTERS[name], labelnames)
+    name = f"sglang:{metric.name}"
+    if metric.kind == "counter":
+        return prometheus_client.Counter(name, metric.help, labelnames)
+    if metric.kind == "gauge":
+        return prometheus_client.Gauge(
+            name, metric.help, labelnames, multiprocess_mode="mostrecent"
+        )
+    return prometheus_client.Histogram(name, metric.help, labelnames, buckets=metric.buckets)
 
 
-@cache
-def _failure_counter(labelnames: tuple[str, ...]) -> Any:
-    from prometheus_client import Counter
+#: Upper bounds in seconds, 10 microseconds to 50 seconds.
+SECONDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1, 2, 5))
+#: Upper bounds in bytes, 4 KiB to 4 GiB.
+BYTES = tuple(2.0**power for power in range(12, 33, 2))
+#: Upper bounds in descriptors.
+DESCRIPTORS = tuple(4.0**power for power in range(10))
 
-    return Counter(f"sglang:{FAILURES}", "Rooms that failed on this server, by reason", labelnames)
+
+def declare(
+    kind: str,
+    side: str,
+    texts: Mapping[str, str],
+    *,
+    labels: tuple[str, ...] = (),
+    buckets: tuple[float, ...] = (),
+) -> tuple[Metric, ...]:
+    """Metrics of one kind: ``texts`` has the help of each, by name."""
+    return tuple(Metric(name, kind, side, text, labels, buckets) for name, text in texts.items())
 
 
-class TransferStats:
+_DECODE_COUNTERS = declare(
+    "counter",
+    "decode",
+    {
+        "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
+        "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
+        "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
+    },
+)
+_PREFILL_COUNTERS = declare(
+    "counter",
+    "prefill",
+    {
+        "kv_transfer_sent_bytes": "KV bytes that prefill posted to decode servers",
+        "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
+        "kv_transfer_stuck_workers": "Transfer workers that were found stuck or dead",
+    },
+)
+_FAILED = declare(
+    "counter",
+    "both",
+    {"kv_transfer_failed": "Rooms that failed on this server, by reason"},
+    labels=("reason",),
+)
+_REFUSED = declare(
+    "counter",
+    "decode",
+    {
+        "decode_admission_refused": (
+            "Requests that were not admitted at once, by reason; once a request and reason"
+        )
+    },
+    labels=("reason",),
+)
+_DECODE_GAUGES = declare(
+    "gauge",
+    "decode",
+    {
+        "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix tree",
+        "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock on",
+        "decode_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
+        "decode_quarantined_tokens": "Tokens of aborted transfers that prefill may still write to",
+    },
+)
+#: These and the histograms: with NIXL only. A *transfer* is one chunk to one peer.
+_TRANSFER_GAUGES = declare(
+    "gauge",
+    "prefill",
+    {
+        "kv_transfer_waiting": "Transfers that wait in the queues, the most since the last export",
+        "kv_transfer_in_flight": "Transfers under way, the most since the last export",
+        "kv_transfer_overdue": "Transfers under way that missed their deadline",
+    },
+)
+_TRANSFER_SECONDS = declare(
+    "histogram",
+    "prefill",
+    {
+        "kv_transfer_queue_seconds": "From submission until a transfer is posted",
+        "kv_transfer_build_seconds": "Making the descriptors of a transfer",
+        "kv_transfer_post_seconds": "The transport's calls that start a transfer",
+        "kv_transfer_wire_seconds": "From the end of the post until a transfer settled",
+        "kv_transfer_transport_seconds": "A transfer as the transport timed it",
+    },
+    buckets=SECONDS,
+)
+_TRANSFER_SIZES = (
+    Metric(
+        "kv_transfer_descriptors",
+        "histogram",
+        "prefill",
+        "Descriptors of a transfer",
+        buckets=DESCRIPTORS,
+    ),
+    Metric("kv_transfer_bytes", "histogram", "prefill", "Bytes of a transfer", buckets=BYTES),
+)
+_TRANSFER_HISTOGRAMS = (*_TRANSFER_SECONDS, *_TRANSFER_SIZES)
+
+#: All of them, by name.
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        *_DECODE_COUNTERS,
+        *_PREFILL_COUNTERS,
+        *_FAILED,
+        *_REFUSED,
+        *_DECODE_GAUGES,
+        *_TRANSFER_GAUGES,
+        *_TRANSFER_HISTOGRAMS,
+    )
+}
+DECODE_COUNTERS = tuple(metric.name for metric in _DECODE_COUNTERS)
+PREFILL_COUNTERS = tuple(metric.name for metric in _PREFILL_COUNTERS)
+DECODE_GAUGES = tuple(metric.name for metric in _DECODE_GAUGES)
+
+
+# ---- counting ----
+
+
+class Counters:
     """This process's counters, by name. Increments come from any thread: a backend may send from
     several at once."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.totals: dict[str, int] = dict.fromkeys((*DECODE_COUNTERS, *PREFILL_COUNTERS), 0)
         #: Rooms that failed, by reason.
         self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        #: Prometheus' children, whose library has no types.
         self._exported: dict[str, Any] = {}
         self._failures_exported: dict[Reason, Any] = {}
         self._lock = threading.Lock()
 
-    def bind(self, names: Mapping[str, str], labels: Mapping[str, Any]) -> None:
+    def bind(self, names: Iterable[str], labels: Mapping[str, Any]) -> None:
         """Mirror the counters ``names``, and failures, to Prometheus under ``labels``."""
         for name in names:
-            counter = _prometheus_counter(name, tuple(labels))
-            self._exported[name] = counter.labels(**labels)
-        failures = _failure_counter((*labels, "reason"))
+            self._exported[name] = METRICS[name].child(labels)
+        failed = METRICS["kv_transfer_failed"]
         self._failures_exported = {
-            reason: failures.labels(**labels, reason=reason.value) for reason in Reason
+            reason: failed.child(labels, reason=reason.value) for reason in Reason
         }
 
     def add(self, name: str, amount: int) -> None:
@@ -121,14 +249,7 @@ class TransferStats:
 
 
 #: One for each process: a scheduler process has one transfer manager.
-STATS = TransferStats()
-
-#: Upper bounds in seconds, 10 microseconds to 50 seconds.
-SECONDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1, 2, 5))
-#: Upper bounds in bytes, 4 KiB to 4 GiB.
-BYTES = tuple(2.0**power for power in range(12, 33, 2))
-#: Upper bounds in descriptors.
-DESCRIPTORS = tuple(4.0**power for power in range(10))
+STATS = Counters()
 
 
 class Histogram:
@@ -163,42 +284,6 @@ class Histogram:
         return self.largest
 
 
-#: Histogram -> what it measures and its buckets. A *transfer* is one chunk to one peer.
-HISTOGRAMS = {
-    "kv_transfer_queue_seconds": ("From submission until a transfer is posted", SECONDS),
-    "kv_transfer_build_seconds": ("Making the descriptors of a transfer", SECONDS),
-    "kv_transfer_post_seconds": ("The transport's calls that start a transfer", SECONDS),
-    "kv_transfer_wire_seconds": ("From the end of the post until a transfer settled", SECONDS),
-    "kv_transfer_transport_seconds": (
-        "A transfer as the transport timed it",
-        SECONDS,
-    ),
-    "kv_transfer_descriptors": ("Descriptors of a transfer", DESCRIPTORS),
-    "kv_transfer_bytes": ("Bytes of a transfer", BYTES),
-}
-GAUGES = {
-    "kv_transfer_waiting": "Transfers that wait in the queues, the most since the last export",
-    "kv_transfer_in_flight": "Transfers under way, the most since the last export",
-    "kv_transfer_overdue": "Transfers under way that missed their deadline",
-}
-
-
-@functools.cache
-def _histogram(name: str, labelnames: tuple[str, ...]) -> Any:
-    # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
-    from prometheus_client import Histogram as PrometheusHistogram
-
-    text, buckets = HISTOGRAMS[name]
-    return PrometheusHistogram(f"sglang:{name}", text, labelnames, buckets=buckets)
-
-
-@functools.cache
-def _gauge(name: str, labelnames: tuple[str, ...]) -> Any:
-    from prometheus_client import Gauge
-
-    return Gauge(f"sglang:{name}", GAUGES[name], labelnames, multiprocess_mode="mostrecent")
-
-
 class AsyncTransferStats:
     """One for each transfer pool, of the time since the last log line. Used from any thread."""
 
@@ -209,7 +294,9 @@ class AsyncTransferStats:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._histograms = {name: Histogram(about[1]) for name, about in HISTOGRAMS.items()}
+        self._histograms = {
+            metric.name: Histogram(metric.buckets) for metric in _TRANSFER_HISTOGRAMS
+        }
         self._exported: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
         #: By worker: waiting, in flight, overdue.
@@ -220,17 +307,16 @@ class AsyncTransferStats:
         self._failures_logged = self.failures.copy()
         self._logged_at = clock()
 
-    @harmless
+    @best_effort
     def bind(self, labels: Mapping[str, Any]) -> None:
         """Mirror everything to Prometheus under ``labels`` from now on. (Failures are counted
         there by the delta layer.)"""
-        names = tuple(labels)
-        self._gauges = {name: _gauge(name, names).labels(**labels) for name in GAUGES}
-        self._exported = {name: _histogram(name, names).labels(**labels) for name in HISTOGRAMS}
+        self._gauges = {metric.name: metric.child(labels) for metric in _TRANSFER_GAUGES}
+        self._exported = {metric.name: metric.child(labels) for metric in _TRANSFER_HISTOGRAMS}
 
     # ---- for the backend ----
 
-    @harmless
+    @best_effort
     def posted(self, *, build_s: float, post_s: float, descriptors: int, moved: int) -> None:
         """One transfer was posted. ``moved``: its bytes, without those that decode already has."""
         self._add("kv_transfer_build_seconds", build_s)
@@ -238,30 +324,30 @@ class AsyncTransferStats:
         self._add("kv_transfer_descriptors", descriptors)
         self._add("kv_transfer_bytes", moved)
 
-    @harmless
+    @best_effort
     def transported(self, seconds: float) -> None:
         """What the transport's own telemetry says of one of its transfers."""
         self._add("kv_transfer_transport_seconds", seconds)
 
     # ---- for the workers ----
 
-    @harmless
+    @best_effort
     def queued(self, seconds: float) -> None:
         """A transfer is about to be posted, so long after it was submitted."""
         self._add("kv_transfer_queue_seconds", seconds)
 
-    @harmless
+    @best_effort
     def settled(self, seconds: float) -> None:
         """A transfer was delivered, so long after its post."""
         self._add("kv_transfer_wire_seconds", seconds)
 
-    @harmless
+    @best_effort
     def failed(self, reason: Reason) -> None:
         """A room ended early."""
         with self._lock:
             self.failures[reason] += 1
 
-    @harmless
+    @best_effort
     def level(self, worker: int, waiting: int, in_flight: int, overdue: int) -> None:
         """How many transfers of a worker wait, are under way, and are overdue."""
         level = (waiting, in_flight, overdue)
@@ -274,7 +360,7 @@ class AsyncTransferStats:
 
     # ---- for whoever has a clock ----
 
-    @harmless
+    @best_effort
     def tick(self) -> None:
         """Called every second or so, by any one thread: exports the gauges, and logs when it is
         time to and something was moved or failed."""

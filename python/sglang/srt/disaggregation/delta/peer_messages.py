@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.logs import Complaints
+from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class MessageReader:
         """``take_other`` gets the messages of SGLang's own kinds, and raises at bad ones."""
         self._take_control = take_control
         self._take_other = take_other
-        self._complaints = Complaints(logger, clock)
+        self._log = RateLimitedLog(logger, clock=clock)
 
     def handle(self, frames: list[bytes]) -> None:
         """Take one multipart message. Never raises."""
@@ -47,7 +47,8 @@ class MessageReader:
             else:
                 self._take_other(frames)
         except Exception as error:  # whatever a stranger's bytes made a parser raise
-            self._complaints.about(_sender(frames), error)
+            sender = _sender(frames)
+            self._log.error(sender, "dropped a message from %s: %s", sender, error)
 
     def serve(self, socket: Any, tick: Callable[[], None], interval_ms: int = 1000) -> None:
         """Read for ever; ``tick`` is called at least every interval. Both outlive any error."""
@@ -59,7 +60,9 @@ class MessageReader:
                 try:
                     tick()
                 except Exception as error:
-                    self._complaints.about("the reader's own clock", error)
+                    self._log.error(
+                        "tick", "checks of deadlines failed (tried again in 1 s): %r", error
+                    )
                 ticked = time.monotonic()
 
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
@@ -20,7 +20,12 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode import eligibility, invariants, waiting
 from sglang.srt.disaggregation.delta.decode.deferred_free import held_requests
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
-from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, STATS
+from sglang.srt.disaggregation.delta.metrics import (
+    DECODE_COUNTERS,
+    DECODE_GAUGES,
+    METRICS,
+    STATS,
+)
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 logger = logging.getLogger(__name__)
@@ -54,29 +59,8 @@ def end_streaming(scheduler: Any, recv_req: Any) -> None:
         scheduler.stream_output([req], req.return_logprob)
 
 
-#: Gauge name -> what it shows now.
-GAUGES = {
-    "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix tree",
-    "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock on",
-    "decode_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
-    "decode_quarantined_tokens": "Tokens of aborted transfers that prefill may still write to",
-}
-REFUSED = "decode_admission_refused"
 #: Seconds between two updates of the gauges.
 EVERY_S = 1.0
-
-
-@cache
-def _prometheus_metrics(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
-    # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
-    from prometheus_client import Counter, Gauge
-
-    gauges = {
-        name: Gauge(f"sglang:{name}", text, labelnames, multiprocess_mode="mostrecent")
-        for name, text in GAUGES.items()
-    }
-    text = "Requests that were not admitted at once, by reason; once a request and reason"
-    return gauges, Counter(f"sglang:{REFUSED}", text, (*labelnames, "reason"))
 
 
 class DecodeMetrics:
@@ -87,21 +71,19 @@ class DecodeMetrics:
         self._updated_at: float | None = None
         self._labels: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
-        self._refused: Any = None
         #: Refusals by reason, counted also where metrics are off.
         self.refusals: Counts[str] = Counts()
 
     def bind(self, labels: Mapping[str, Any]) -> None:
         """Mirror everything to Prometheus under ``labels`` from now on."""
         self._labels = dict(labels)
-        gauges, self._refused = _prometheus_metrics(tuple(labels))
-        self._gauges = {name: gauge.labels(**labels) for name, gauge in gauges.items()}
+        self._gauges = {name: METRICS[name].child(labels) for name in DECODE_GAUGES}
 
     def refused(self, reason: str) -> None:
         """A request did not get in for a reason that it was not refused for before."""
         self.refusals[reason] += 1
-        if self._refused is not None:
-            self._refused.labels(**self._labels, reason=reason).inc()
+        if self._labels:
+            METRICS["decode_admission_refused"].child(self._labels, reason=reason).inc()
 
     def update(self, scheduler: Any) -> None:
         """Set the gauges, at most once in ``EVERY_S``; called in every scheduling step."""

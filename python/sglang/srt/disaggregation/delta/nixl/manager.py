@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import config, wire
 from sglang.srt.disaggregation.delta.event_log import Pages
-from sglang.srt.disaggregation.delta.logs import Complaints
+from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.nixl import agent, chunks, descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
@@ -311,14 +311,16 @@ class DeltaNixlManager(NixlKVManager):
             arrived = self.agent.get_new_notifs()
         except Exception as error:
             # The scheduler polls: it must go on. Rooms whose notes are lost end by their deadline.
-            self._complaints.say("this agent", "could not read NIXL notifications", repr(error))
+            self._log.error("this agent", "could not read NIXL notifications: %r", error)
             return
         for peer_name, messages in arrived.items():
             for raw in messages:
                 try:
                     note = wire.parse(raw)
                 except ValueError as error:
-                    self._complaints.about(f"NIXL peer {peer_name}", error)
+                    self._log.error(
+                        peer_name, "dropped a message from NIXL peer %s: %s", peer_name, error
+                    )
                     continue
                 watch = self.servers.watch_of(note.room) if self.servers is not None else None
                 if watch is None and note.room not in self.request_status:
@@ -360,8 +362,8 @@ class DeltaNixlManager(NixlKVManager):
         return tables
 
     @cached_property
-    def _complaints(self) -> Complaints:
-        return Complaints(logger)
+    def _log(self) -> RateLimitedLog:
+        return RateLimitedLog(logger)
 
 
 def _costs() -> Costs:
