@@ -125,7 +125,7 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.nixl.endpoints:DeltaTransferInfo",
+        mixin=f"{_DISAGG}.delta.nixl.endpoints:NixlTransferInfo",
         why="reads the delta frame; no pages no longer means a dummy",
     ),
     Replacement(
@@ -157,7 +157,7 @@ _MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.mooncake.messages:DeltaTransferInfo",
+        mixin=f"{_DISAGG}.delta.mooncake.messages:MooncakeTransferInfo",
         why="reads the delta frame; no pages no longer means a dummy",
     ),
     Replacement(

@@ -13,8 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
-from sglang.srt.disaggregation.delta.mooncake.staging import GatedQueue
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, GatedQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 SESSION = "10.0.0.2:7001"

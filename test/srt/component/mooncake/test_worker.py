@@ -12,8 +12,11 @@ import pytest
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.delta.mooncake import staging
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, SettlingExecutor
+from sglang.srt.disaggregation.delta.mooncake.worker import (
+    ChunkWorker,
+    SettlingExecutor,
+    serve_staging,
+)
 
 
 def chunk(room: int) -> Any:
@@ -85,7 +88,7 @@ def serve(manager: Any, rooms: list[int], worker: Any) -> None:
     for room in rooms:
         queue.put(chunk(room))
     with pytest.raises(Stop):
-        staging.serve(manager, queue, worker)
+        serve_staging(manager, queue, worker)
 
 
 def open_rooms(manager: Any, *rooms: int) -> None:

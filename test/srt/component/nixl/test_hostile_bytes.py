@@ -158,7 +158,7 @@ def test_a_hundred_thousand_wrong_values_to_prefill(caplog: pytest.LogCaptureFix
                 forget_rooms(manager)
     assert take_control.refused > 1000 and take_control.taken > 1000
     assert take_other.refused > 20_000 and take_other.taken > 500
-    assert complained(caplog) <= logs._REMEMBERED_PEERS + 1, "time stood still"
+    assert complained(caplog) <= logs._REMEMBERED_KEYS + 1, "time stood still"
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert manager.request_status == {} and len(manager.rooms.gate._ended) <= 4096
     forget_rooms(manager)
@@ -188,7 +188,7 @@ def test_a_hundred_thousand_wrong_values_to_decode(caplog: pytest.LogCaptureFixt
             reader.handle([control.MAGIC, wrong_map(rng, rng.choice(messages))])
             assert not watch.progress.stopped_writers, "nobody spoke of room 6"
     assert take.refused > 1000 and take.taken > 10_000
-    assert complained(caplog) <= logs._REMEMBERED_PEERS + 1
+    assert complained(caplog) <= logs._REMEMBERED_KEYS + 1
     assert set(manager.request_status) == {5, 6, 1007} and servers._watches == {6: watch}
     assert manager.request_status[1007] == manager.request_status[6] == KVPoll.WaitingForInput
     assert not watch.quiet()

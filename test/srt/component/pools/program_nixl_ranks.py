@@ -33,9 +33,12 @@ from component.pools.memory import (  # noqa: E402
 )
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats  # noqa: E402
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend  # noqa: E402
-from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load  # noqa: E402
 from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form  # noqa: E402
-from sglang.srt.disaggregation.delta.nixl.layout import Layout  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.layout import (  # noqa: E402
+    ChunkPayload,
+    Destination,
+    Layout,  # noqa: E402
+)
 from sglang.srt.disaggregation.delta.nixl.peers import Peers  # noqa: E402
 from sglang.srt.disaggregation.delta.pages import sources_of  # noqa: E402
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
@@ -137,7 +140,9 @@ def run(
             gpu_id=0,
         )
         to = Destination(target, (), 0, len(pool.k_buffer[0]) // page, None)
-        chunk = Chunk(rank, ("decode",), Load(0, source, None, (), {"decode": to}), False, 0.0, 0.0)
+        chunk = Chunk(
+            rank, ("decode",), ChunkPayload(0, source, None, (), {"decode": to}), False, 0.0, 0.0
+        )
         for sender in connected:
             peers[sender].add(info)
             for posted in list(senders[sender].post(chunk, "decode")):

@@ -9,25 +9,23 @@ import json
 
 from prometheus_client import REGISTRY
 
-from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
-from sglang.srt.disaggregation.delta.metrics import COUNTERS, AsyncTransferStats, TransferStats
+from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 
 COMMON = {"model_name": "any"}
 
 
 def main() -> None:
-    TransferStats().bind(COUNTERS, COMMON)
-    AsyncTransferStats().bind(COMMON)
-    DecodeMetrics().bind(COMMON)
+    for metric in METRICS.values():
+        metric.child(COMMON, **dict.fromkeys(metric.labels, "any"))
     buffer_only._prometheus(tuple(COMMON))
     found = {}
-    for metric in set(REGISTRY._names_to_collectors.values()):
-        name = getattr(metric, "_name", "")
+    for made in set(REGISTRY._names_to_collectors.values()):
+        name = getattr(made, "_name", "")
         if name.startswith("sglang:"):
-            total = "_total" if metric._type == "counter" else ""
-            more = [label for label in metric._labelnames if label not in COMMON]
-            found[name + total] = [metric._type, more]
+            total = "_total" if made._type == "counter" else ""
+            more = [label for label in made._labelnames if label not in COMMON]
+            found[name + total] = [made._type, more]
     print(json.dumps(found))
 
 

@@ -15,9 +15,10 @@ from component.nixl import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control, wire
 from sglang.srt.disaggregation.delta.config import Settings
-from sglang.srt.disaggregation.delta.nixl import endpoints, manager
 from sglang.srt.disaggregation.delta.nixl import layout as layout_module
+from sglang.srt.disaggregation.delta.nixl import manager
 from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.prefill import sender
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
 from unit.async_transfer.fakes import Clock
@@ -89,7 +90,7 @@ class PrefillRank:
             manager.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
         )
         patch.setattr(manager.atexit, "register", lambda *_: None)
-        for module in (manager, endpoints):
+        for module in (manager, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
         self.manager: Any = bare.prefill()
         layout = manager_of(self.side)

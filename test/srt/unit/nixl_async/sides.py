@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load
-from sglang.srt.disaggregation.delta.nixl.layout import Layout
+from sglang.srt.disaggregation.delta.nixl.layout import ChunkPayload, Destination, Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
@@ -146,7 +145,7 @@ class Bench:
             metadata_slots=None if is_stock else 5,
             takes_metadata=in_note,
         )
-        load = Load(
+        load = ChunkPayload(
             chunk_id=2,
             pages=np.array(pages, np.int32),
             metadata_slot=slots[0] if is_last else None,

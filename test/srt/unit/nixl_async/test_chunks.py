@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.nixl.chunks import load
+from sglang.srt.disaggregation.delta.nixl.layout import cut_chunk
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from unit.delta.fakes import announcement
 
@@ -29,7 +29,7 @@ def rank(name: str, *pages: int, **fields: Any) -> Any:
 def cut(announcements: list[Any], pages: Any, start: int = 0, **changes: Any) -> Any:
     """A chunk of ``pages`` from the ``start``th of the room's pages on."""
     fields = {"chunk_id": 1, "metadata_slot": None, "state_pages": None} | changes
-    return load(7, announcements, np.array(pages), slice(start, start + len(pages)), **fields)
+    return cut_chunk(7, announcements, np.array(pages), slice(start, start + len(pages)), **fields)
 
 
 @given(count=st.integers(0, 9), start=st.integers(0, 9), data=st.data())
@@ -97,7 +97,7 @@ def test_nothing_is_alive() -> None:
     request."""
     table = np.array([4, 5, 6, 7], np.int32)
     state = [8, 9]
-    made = load(7, [rank("a", 1, 2)], table[1:3], slice(0, 2), 0, 3, state)
+    made = cut_chunk(7, [rank("a", 1, 2)], table[1:3], slice(0, 2), 0, 3, state)
     table[:], state[0] = 99, 99
     assert made.pages.tolist() == [5, 6] and made.pages.dtype == np.int32
     assert made.state_pages == (8, 9)

@@ -1,10 +1,9 @@
-"""The event log: one JSON line for each admission on decode and each send on prefill.
+"""The event log: one JSON line for each step of a room, from its announcement to its arrival.
 
 Off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
 ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
-on one host can be joined by room.
-
-What was sent, moved and seen of a room: counters, and events for whoever reads the log.
+on one host can be joined by room. The functions at the end are called where it happens, whether the
+log is on or not; ``count_sent`` also counts.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from sglang.srt.disaggregation.delta.logs import best_effort
 from sglang.srt.disaggregation.delta.metrics import STATS
+from sglang.srt.disaggregation.delta.pages import Pages
 
 ENV = "SGLANG_DISAGGREGATION_EVENT_LOG"
 
@@ -113,10 +111,6 @@ def now() -> float:
     return time.time()
 
 
-#: Page indices into a pool, 1-D int32.
-Pages = npt.NDArray[np.int32]
-
-
 @best_effort
 def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
     """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
@@ -140,7 +134,7 @@ def count_moved(
     room: int, peer: str, *, chunk: int, is_last: bool, queue_s: float, build_s: float,
     post_s: float, wire_s: float, descriptors: int, moved: int,
 ) -> None:  # fmt: skip
-    """A chunk is with ``peer``; see ``events.Moved``."""
+    """A chunk is with ``peer``; see ``Moved``."""
     log = event_log("prefill")
     if log is not None:
         log.write(

@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +20,7 @@ from sglang.srt.disaggregation.delta import capability, config
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.event_log import log_announced
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
 
 if TYPE_CHECKING:
@@ -60,8 +62,8 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
 class DeltaManager(CommonKVManager):
     """Owns what this rank knows of its rooms and peers, and keeps a failed room failed.
 
-    A backend's manager adds ``peer_name``, ``progress``, ``take_progress`` and
-    ``collect_arrivals``: how bytes move is all that is its own.
+    A backend's manager adds ``peer_name``, ``forget_peer``, ``progress``, ``take_progress`` and
+    ``collect_arrivals``, and starts the reader thread: how bytes move is all that is its own.
     """
 
     #: Set by the backends that build on this; the others stay what they are in SGLang.
@@ -91,6 +93,41 @@ class DeltaManager(CommonKVManager):
         elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
             self._receivers().drops_dead_sockets = True
             self.servers = PrefillServers(self, super().try_ensure_parallel_info)
+
+    # ---- the thread that reads what peers send ----
+
+    def start_reader(
+        self, take_other: Callable[[list[bytes]], None], tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read this rank's socket on a thread of its own: control messages are for its rooms
+        (prefill) or servers (decode), SGLang's own kinds for ``take_other``. ``tick`` is called
+        every second or so."""
+        side = self.rooms if self.rooms is not None else self.servers
+        assert side is not None
+        reader = MessageReader(side.take, take_other)
+        threading.Thread(
+            target=reader.serve, args=(self.server_socket, tick), name="pd-reader", daemon=True
+        ).start()
+
+    def forget_silent_peers(self) -> None:
+        """Prefill, every second or so: drop the decode ranks that gave no sign for too long."""
+        assert self.rooms is not None
+        for peer in self.rooms.tick():
+            known = self.decode_kv_args_table.get(peer)
+            logger.warning(
+                "decode rank %s (%s) silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT): failed "
+                "its rooms and dropped its registration; it reconnects by itself",
+                peer,
+                f"{known.endpoint}:{known.dst_port}" if known is not None else "not registered",
+                config.peer_seconds(),
+            )
+            self.forget_peer(peer)
+
+    def forget_peer(self, peer: str) -> None:
+        """Drop what a decode rank registered; nothing more is sent to it until it does so again."""
+        raise NotImplementedError
+
+    # ---- what a backend knows of peers and arrivals ----
 
     @property
     def writer_id(self) -> int:
@@ -169,6 +206,11 @@ class DeltaManager(CommonKVManager):
             self.record_failure(room, text)
             super().update_status(room, KVPoll.Failed)
             return True
+
+    def failure_of(self, room: int) -> str:
+        """Why a room failed, for its client and the log."""
+        elsewhere = "it failed on another rank of this server"
+        return str(self.failure_records.get(room, elsewhere))
 
     def forget_status(self, room: int) -> None:
         """The room's request is done with: no word about it is kept, now or later."""

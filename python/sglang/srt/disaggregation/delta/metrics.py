@@ -1,8 +1,8 @@
 """Every counter, gauge and histogram of disaggregation, and who counts.
 
-``METRICS`` declares them all; docs and dashboards are checked against it. ``COUNTERS`` are this
-process's, mirrored to Prometheus where metrics are on: who counts does not know whether anybody
-scrapes. ``TransferStats`` are the durations and sizes of one pool of transfer workers, for
+``METRICS`` declares them all; docs and dashboards are checked against it. ``STATS`` are this
+process's counters, mirrored to Prometheus where metrics are on: who counts does not know whether
+anybody scrapes. ``AsyncTransferStats`` are durations and sizes of one pool of transfer workers, for
 Prometheus and for one log line an interval; nothing in it can fail a transfer.
 """
 

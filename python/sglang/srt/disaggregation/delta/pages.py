@@ -1,18 +1,14 @@
-"""Page arithmetic of a delta transfer: pure functions over token counts.
+"""Arithmetic of pages and KV heads: pure functions over numbers, no engine and no transport.
 
-A prompt of ``length`` tokens lies in ``page_count(length)`` pages, of which only the last may be
-partly filled. The decode server holds the first ``prefix`` tokens, a whole number of pages, so
-that both sides cut the prompt at the same place; the *delta* is every page after it.
+Pages: a prompt of ``length`` tokens lies in ``page_count(length)`` pages, of which only the last
+may be partly filled. The decode server holds the first ``prefix`` tokens, a whole number of pages,
+so that both sides cut the prompt at the same place; the *delta* is every page after it.
 
-Which KV heads a prefill rank sends to a decode rank of another tensor parallel size, and where.
-
-A rank keeps ``total // size`` KV heads of every token, or one where there are fewer heads than
-ranks: then several ranks hold a replica of the same head. SGLang connects each decode rank to the
-prefill ranks of its share: one prefill rank serves ``decode size // prefill size`` decode ranks,
-or ``prefill size // decode size`` of them serve one decode rank. All that are connected report
-completion, so every one has to be told what to send, also where that is nothing.
-
-Pure functions over numbers: nothing here knows an engine or a transport.
+Heads: a rank keeps ``total // size`` KV heads of every token, or one where there are fewer heads
+than ranks: then several ranks hold a replica of the same head. SGLang connects each decode rank to
+the prefill ranks of its share: one prefill rank serves ``decode size // prefill size`` decode
+ranks, or ``prefill size // decode size`` of them serve one decode rank. All that are connected
+report completion, so every one has to be told what to send, also where that is nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +19,9 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+#: Page indices into a pool, 1-D.
+Pages = npt.NDArray[np.int32]
 
 
 def page_floor(tokens: int, page: int) -> int:

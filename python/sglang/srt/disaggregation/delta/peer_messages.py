@@ -1,23 +1,37 @@
-"""The thread that reads what peers send to a rank, and the checks of what they announce.
+"""What peers send to a rank: read on one thread, and checked before anything is made of it.
 
 Stock SGLang asserts and parses on that thread, so that one stray message ends it, and with it every
-later transfer. Here a message that cannot be understood is dropped and logged, changes nothing, and
-the next one is read.
+later transfer. Here a message that cannot be served is dropped and logged, changes nothing, and the
+next one is read. ``Announcements`` is what a prefill rank does with registrations and rooms'
+announcements, whichever library moves the bytes: a backend adds how its own are parsed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import zmq
+from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import control, wire
 from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.disaggregation.nixl.conn import TransferInfo  # or Mooncake's
+else:
+    TransferInfo = object
+
 logger = logging.getLogger(__name__)
+
+#: Frames of a room's announcement; later releases of SGLang, and ours, add to them.
+_ANNOUNCEMENT_FRAMES = 8
 
 
 class BadMessage(ValueError):
@@ -50,7 +64,9 @@ class MessageReader:
             sender = _sender(frames)
             self._log.error(sender, "dropped a message from %s: %s", sender, error)
 
-    def serve(self, socket: Any, tick: Callable[[], None], interval_ms: int = 1000) -> None:
+    def serve(
+        self, socket: zmq.Socket[bytes], tick: Callable[[], None], interval_ms: int = 1000
+    ) -> None:
         """Read for ever; ``tick`` is called at least every interval. Both outlive any error."""
         ticked = time.monotonic()
         while True:
@@ -75,8 +91,101 @@ def _sender(frames: list[bytes]) -> str:
     return "an unknown peer"
 
 
+class Announcement(Protocol):
+    """SGLang's ``TransferInfo`` of either backend as it is bound: what both have."""
+
+    room: int
+    #: Where the decode rank's control socket listens.
+    endpoint: str
+    dst_port: int
+    #: Destination pages, 1-D.
+    dst_kv_indices: npt.NDArray[np.int32]
+    #: Metadata slot; None for a dummy over Mooncake.
+    dst_aux_index: int | None
+    #: Decode ranks that announce the room to this prefill rank.
+    required_dst_info_num: int
+    delta: wire.DeltaFrame | None
+    delta_error: str | None
+    later_prefix_len: int | None
+
+
+@dataclasses.dataclass
+class DeltaTransferInfo(TransferInfo):
+    """A decode rank's announcement, with its delta frame where it sent one. A backend's own adds
+    what a dummy is."""
+
+    delta: wire.DeltaFrame | None = None
+    #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
+    #: would leave the room unanswered.
+    delta_error: str | None = None
+    #: Tokens that a decode rank of a later release holds; None where it is of another.
+    later_prefix_len: int | None = None
+
+    @classmethod
+    @override
+    def from_zmq(cls, msg: list[bytes]) -> Self:
+        info: Self = super().from_zmq(msg)
+        info.later_prefix_len = wire.later_prefix_len(msg)
+        try:
+            info.delta = wire.find_frame(msg)
+        except wire.DeltaFrameError as error:
+            info.delta_error = str(error)
+        return info
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its decode rank sent a delta frame, readable or not."""
+        return self.delta is not None or self.delta_error is not None
+
+
+class Announcements:
+    """Feeds a prefill rank's manager with what decode ranks send, from the reader thread."""
+
+    def __init__(self, manager: DeltaManager) -> None:
+        self._manager = manager
+
+    def take_message(self, conn: Any, frames: list[bytes], registration_frames: int) -> None:
+        """Take one registration or announcement. ``conn``: SGLang's module of the backend, which
+        parses them.
+
+        Raises:
+            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+        """
+        if len(frames) < _ANNOUNCEMENT_FRAMES:
+            raise BadMessage(f"{len(frames)} frames, at least {_ANNOUNCEMENT_FRAMES} wanted")
+        if frames[0] != b"None":
+            self._announce(conn.TransferInfo.from_zmq(frames))
+            return
+        if len(frames) < registration_frames:
+            raise BadMessage(
+                f"a registration of {len(frames)} frames, {registration_frames} wanted"
+            )
+        self._register(conn.KVArgsRegisterInfo.from_zmq(frames))
+
+    def _register(self, info: Any) -> None:
+        """Check and keep what a decode rank registered: the backend's ``KVArgsRegisterInfo``."""
+        raise NotImplementedError
+
+    def _peer(self, info: Any) -> str:
+        """The name under which the decode rank of an announcement registered."""
+        raise NotImplementedError
+
+    def _announce(self, info: Announcement) -> None:
+        """Record one decode rank's announcement; the last one of a room makes it ready."""
+        manager, peer = self._manager, self._peer(info)
+        assert manager.rooms is not None
+        check_announcement(info)
+        if peer not in manager.decode_kv_args_table:
+            manager.rooms.refuse_stranger(info)
+            raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
+        manager.transfer_infos.setdefault(info.room, {})[peer] = info
+        # Where it ended here already, decode was just told and the entry is gone.
+        if manager.rooms.announce(info.room, peer, info):
+            manager.take_announcement(info.room)
+
+
 def check_registration(
-    manager: Any,
+    manager: DeltaManager,
     *,
     kv_buffers: int,
     state_buffers: int,
@@ -122,7 +231,7 @@ def check_registration(
         )
 
 
-def check_announcement(info: Any) -> None:
+def check_announcement(info: Announcement) -> None:
     """Whether the numbers in a room's announcement can be; before any descriptor is made of them.
 
     Raises:

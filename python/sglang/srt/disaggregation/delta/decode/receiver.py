@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,18 @@ class DeltaReceiver(CommonKVReceiver):
             self.kv_mgr.record_failure(self.bootstrap_room, text)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
+
+    def fail_if_overdue(self) -> bool:
+        """Fail an announced room that is not complete by its deadline; whether it was one."""
+        manager = self.kv_mgr
+        if self.init_time is None or time.time() - self.init_time < manager.waiting_timeout:
+            return False
+        self._fail(
+            Reason.TIMEOUT,
+            f"room {self.bootstrap_room}: prefill {self.bootstrap_addr} did not complete it within "
+            f"{manager.waiting_timeout} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+        )
+        return True
 
     @override
     def init(self, prefill_dp_rank: int) -> None:

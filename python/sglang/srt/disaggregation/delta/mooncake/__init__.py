@@ -1,7 +1,7 @@
 """Mooncake: SGLang's backend with the delta protocol.
 
-Only how bytes move is decided here: one synchronous worker a queue (``worker``; with SGLang's
-staging buffer its own, ``staging``), what peers send to either side and what has arrived of a room
-(``messages``), and the thin overrides of SGLang's classes with how long a chunk may take
-(``manager``, ``endpoints``).
+``manager``    the thin override of SGLang's Mooncake manager; until when a chunk has to be over
+``endpoints``  sender and receiver, as SGLang's schedulers know them
+``messages``   what peers send to either side; what has arrived of a room
+``worker``     moves the chunks of one queue, with synchronous calls of the engine
 """

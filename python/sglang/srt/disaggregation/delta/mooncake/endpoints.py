@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,20 +15,11 @@ if TYPE_CHECKING:
 else:
     MooncakeKVReceiver = MooncakeKVSender = object
 
-_ELSEWHERE = "it failed on another rank of this server"
-
 
 class DeltaMooncakeSender(MooncakeKVSender):
     """Fails its own room, never the scheduler, and not while a worker is still at it."""
 
     conclude_state: Any  # of the upstream class; named for the type checker
-
-    def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
-        pp_rank: int,
-    ) -> None:  # fmt: skip
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        self._created_at = time.monotonic()
 
     @override
     def send(
@@ -51,28 +41,16 @@ class DeltaMooncakeSender(MooncakeKVSender):
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
+        self.fail_if_unannounced()
         status = manager.request_status.get(room, KVPoll.Failed)
-        if status == KVPoll.Bootstrapping:
-            self._check_deadline()
-            status = manager.request_status.get(room, KVPoll.Failed)
         if status == KVPoll.Failed:
             # Another thread may be about to stop it: no worker may begin with it from here on.
-            manager.rooms.gate.stop(room, manager.failure_records.get(room, _ELSEWHERE))
+            manager.rooms.gate.stop(room, manager.failure_of(room))
             if room in manager.being_sent:
                 return KVPoll.Transferring  # it still reads pages, which must not be freed
         if status in (KVPoll.Failed, KVPoll.Success):
             self.conclude_state = status
         return status
-
-    def _check_deadline(self) -> None:
-        """Decode announces a room when it has memory for it; not for ever, though."""
-        waited = time.monotonic() - self._created_at
-        if waited >= self.kv_mgr.bootstrap_timeout:
-            self.fail(
-                Reason.TIMEOUT,
-                f"room {self.bootstrap_room}: no decode server announced it within {waited:.0f} s "
-                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
-            )
 
     @override
     def abort(self) -> None:
@@ -88,7 +66,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
 
         room = self.bootstrap_room
         self.fail_with_others()  # unless it failed here
-        text = self.kv_mgr.failure_records.get(room, _ELSEWHERE)
+        text = self.kv_mgr.failure_of(room)
         self.clear()
         raise KVTransferError(room, text)
 
@@ -130,12 +108,7 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
         status = manager.request_status.get(room, KVPoll.Failed)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
-        elif self.init_time is not None and time.time() - self.init_time >= manager.waiting_timeout:
-            self._fail(
-                Reason.TIMEOUT,
-                f"room {room}: prefill {self.bootstrap_addr} did not complete it within "
-                f"{manager.waiting_timeout} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
-            )
+        elif self.fail_if_overdue():
             return self.conclude_state
         return status
 
@@ -156,7 +129,7 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
             super().failure_exception()
             return
         room = self.bootstrap_room
-        text = self.kv_mgr.failure_records.get(room, _ELSEWHERE)
+        text = self.kv_mgr.failure_of(room)
         self.clear()
         raise KVTransferError(room, text)
 

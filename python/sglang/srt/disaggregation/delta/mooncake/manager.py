@@ -1,6 +1,7 @@
-"""Until when each chunk of a Mooncake prefill rank has to be over: from ``send()`` to its end.
+"""The thin override of SGLang's Mooncake manager, and until when each of its chunks has to be over.
 
-The thin override of SGLang's Mooncake manager.
+Prefill: SGLang's threads run our worker, decode ranks' messages are checked, and what prefill tells
+decode goes over sockets that never block. Decode: keeps what each writer of a room has said.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import config, pages
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake import staging
 from sglang.srt.disaggregation.delta.mooncake.messages import (
     MooncakeAnnouncements,
     MooncakeStatuses,
     RoomProgress,
 )
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
-from sglang.srt.disaggregation.delta.peer_messages import MessageReader
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, serve_staging
+from sglang.srt.disaggregation.delta.pages import Pages
 
 logger = logging.getLogger(__name__)
 
 
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+else:
+    MooncakeKVManager = object
+
+
 class ChunkDeadlines:
-    """Filled by the scheduler, emptied by the workers, looked at by the reader thread: a worker
-    that is in a call of the engine cannot look at its watch."""
+    """Each chunk's, from ``send()`` to its end. Filled by the scheduler, emptied by the workers,
+    looked at by the reader thread: a worker in a call of the engine cannot look at its watch."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``seconds``: how long a chunk may take."""
@@ -89,16 +93,6 @@ class ChunkDeadlines:
             return sorted(self._due)
 
 
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-else:
-    MooncakeKVManager = object
-
-
-#: Page indices into a pool, 1-D int32.
-Pages = npt.NDArray[np.int32]
-
-
 class DeltaMooncakeManager(MooncakeKVManager):
     """Threads that outlive what they meet, rooms that end early, head slices of any sizes."""
 
@@ -108,7 +102,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     @override
     def start_prefill_thread(self) -> None:
-        assert self.rooms is not None
         # Stock makes these after the thread that uses them has started.
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
@@ -120,24 +113,19 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self._unsettled: list[tuple[float, int]] = []
         #: Until when the chunks in the queues, and in calls of the engine, have to be over.
         self.chunk_deadlines = ChunkDeadlines(config.transfer_seconds())
-        reader = MessageReader(self.rooms.take, MooncakeAnnouncements(self).take)
-        self._read(reader, self._tick)
-
-    def _read(self, reader: MessageReader, tick: Any) -> None:
-        threading.Thread(
-            target=reader.serve, args=(self.server_socket, tick), name="pd-reader", daemon=True
-        ).start()
+        self.start_reader(MooncakeAnnouncements(self).take, self._tick)
 
     def _tick(self) -> None:
-        assert self.rooms is not None
-        for peer in self.rooms.tick():
-            logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
-            gone = self.decode_kv_args_table.pop(peer, None)
-            self.trust(peer)
-            if gone is not None:
-                self._sockets.drop(gone.endpoint, gone.dst_port)
+        self.forget_silent_peers()
         self._leave_due()
         self._fail_overdue()
+
+    @override
+    def forget_peer(self, peer: str) -> None:
+        gone = self.decode_kv_args_table.pop(peer, None)
+        self.trust(peer)
+        if gone is not None:
+            self._sockets.drop(gone.endpoint, gone.dst_port)
 
     # ---- prefill side: sending ----
 
@@ -208,7 +196,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None) -> None:
         if self.enable_staging:
             stock = super().transfer_worker
-            staging.serve(self, queue, lambda gated: stock(gated, executor, staging_buffer))
+            serve_staging(self, queue, lambda gated: stock(gated, executor, staging_buffer))
         worker = ChunkWorker(self, executor)
         while True:
             worker.take(queue.get())
@@ -343,7 +331,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
             super().start_decode_thread()
             return
         self._progress: dict[int, RoomProgress] = {}
-        self._read(MessageReader(self.servers.take, MooncakeStatuses(self).take), lambda: None)
+        self.start_reader(MooncakeStatuses(self).take)
         self.servers.start_heartbeat()
 
     @property

@@ -1,11 +1,10 @@
-"""What has arrived for a room on a decode rank, writer by writer.
+"""What peers send over Mooncake's sockets, and what a decode rank makes of it.
 
-What decode servers send to a Mooncake prefill rank: registrations and rooms' announcements.
-
-What prefill ranks send to a Mooncake decode rank: how a room ended, and metadata over TCP.
+To a prefill rank: registrations, rooms' announcements, and places in a staging buffer. To a decode
+rank: how a room ended for one writer, and metadata that the engine cannot carry:
 
 <room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
-AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>     where the engine cannot carry it
+AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
 """
 
 from __future__ import annotations
@@ -13,31 +12,36 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake import staging
 from sglang.srt.disaggregation.delta.peer_messages import (
+    Announcements,
     BadMessage,
-    check_announcement,
+    DeltaTransferInfo,
     check_registration,
 )
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+_REGISTRATION_FRAMES = 10
+_AUX_DATA = b"AUX_DATA"
+_WATERMARK = b"WATERMARK"
+_STAGING_REPLY = b"STAGING_RSP"
+_STAGING = (_WATERMARK, _STAGING_REPLY)
+
+
+@dataclasses.dataclass
 class RoomProgress:
     """Mooncake's writers say one thing each: that all they had to send has arrived."""
 
     #: Prefill ranks that delivered everything.
-    delivered: set[int] = field(default_factory=set)
+    delivered: set[int] = dataclasses.field(default_factory=set)
     #: Prefill ranks that said that they write no more, whatever they have written.
-    stopped: set[int] = field(default_factory=set)
+    stopped: set[int] = dataclasses.field(default_factory=set)
     #: The metadata slot that was announced; None before that.
     slot: int | None = None
 
@@ -46,7 +50,7 @@ class RoomProgress:
         self.delivered.add(writer)
         return len(self.delivered)
 
-    # ---- delta/watch.py: Progress ----
+    # ---- decode/deferred_free.py: Progress ----
 
     def stop(self, writer: int) -> None:
         """The rank ``writer`` said that it writes no more."""
@@ -57,75 +61,33 @@ class RoomProgress:
         return len(self.delivered | self.stopped) >= writers
 
 
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
-else:
-    TransferInfo = object
-
-_ANNOUNCEMENT_FRAMES = 8
-_REGISTRATION_FRAMES = 10
-
-
 @dataclasses.dataclass
-class DeltaTransferInfo(TransferInfo):
-    """A decode rank's announcement, with its delta frame where it sent one."""
-
-    delta: wire.DeltaFrame | None = None
-    #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
-    #: would leave the room unanswered.
-    delta_error: str | None = None
-    #: Tokens that a decode rank of a later release holds; None where it is of another.
-    later_prefix_len: int | None = None
+class MooncakeTransferInfo(DeltaTransferInfo):
+    """A decode rank's announcement of a room, as Mooncake's prefill ranks get it."""
 
     @classmethod
     @override
     def from_zmq(cls, msg: list[bytes]) -> Self:
-        info: Self = super().from_zmq(msg)
-        info.later_prefix_len = wire.later_prefix_len(msg)
-        try:
-            info.delta = wire.find_frame(msg)
-        except wire.DeltaFrameError as error:
-            info.delta_error = str(error)
+        info = super().from_zmq(msg)
         if info.delta is not None:
             # Stock calls two empty frames a dummy; a full prefix hit lists no pages either.
             info.is_dummy = info.delta.is_dummy
         return info
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether its decode rank sent a delta frame, readable or not."""
-        return self.delta is not None or self.delta_error is not None
 
-
-class MooncakeAnnouncements:
-    """Feeds one manager with SGLang's own kinds of messages, from the reader thread."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+class MooncakeAnnouncements(Announcements):
+    """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
 
     def take(self, frames: list[bytes]) -> None:
-        """Take one message.
-
-        Raises:
-            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
-        """
+        """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.mooncake import conn
 
-        manager = self._manager
-        if frames and frames[0] in staging.MESSAGES:
-            staging.take(manager, frames)
-            return
-        if len(frames) < _ANNOUNCEMENT_FRAMES:
-            raise BadMessage(f"{len(frames)} frames, at least {_ANNOUNCEMENT_FRAMES} wanted")
-        if frames[0] == b"None":
-            if len(frames) < _REGISTRATION_FRAMES:
-                raise BadMessage(
-                    f"a registration of {len(frames)} frames, {_REGISTRATION_FRAMES} wanted"
-                )
-            self._register(conn.KVArgsRegisterInfo.from_zmq(frames))
+        if frames and frames[0] in _STAGING:
+            _take_staging(self._manager, frames)
         else:
-            self._announce(conn.TransferInfo.from_zmq(frames))
+            self.take_message(conn, frames, _REGISTRATION_FRAMES)
 
+    @override
     def _register(self, info: Any) -> None:
         manager, session = self._manager, info.mooncake_session_id
         # SGLang chooses the queue by the port of the session.
@@ -144,23 +106,55 @@ class MooncakeAnnouncements:
         manager.decode_kv_args_table[session] = info
         manager.trust(session)
 
+    @override
+    def _peer(self, info: Any) -> str:
+        return str(info.mooncake_session_id)
+
+    @override
     def _announce(self, info: Any) -> None:
-        """Record one decode rank's announcement; the last one of a room makes it ready."""
-        manager, session = self._manager, info.mooncake_session_id
-        check_announcement(info)
         if not info.is_dummy and info.dst_aux_index is None:
             raise BadMessage(f"room {info.room}: no metadata slot is named")
-        if session not in manager.decode_kv_args_table:
-            if info.is_ours:
-                manager.rooms.refuse_stranger(info)
-            raise BadMessage(f"room {info.room}: decode rank {session!r} never registered")
-        manager.transfer_infos.setdefault(info.room, {})[session] = info
-        # Where it ended here already, decode was just told and the entry is gone.
-        if manager.rooms.announce(info.room, session, info):
-            manager.take_announcement(info.room)
+        super()._announce(info)
 
 
-_AUX_DATA = b"AUX_DATA"
+def _take_staging(manager: Any, frames: list[bytes]) -> None:
+    """A message of decode's about its staging buffer.
+
+    Raises:
+        BadMessage: staging is off here, or the room is unknown.
+        ValueError, IndexError: it cannot be parsed.
+    """
+    if not manager.enable_staging:
+        raise BadMessage(f"{frames[0]!r}, but SGLANG_DISAGG_STAGING_BUFFER is not set here")
+    if frames[0] == _WATERMARK:
+        mark = int(frames[1]), int(frames[2])
+        session = frames[3].decode("ascii") if len(frames) > 3 else ""
+        _raise_watermark(manager._staging_ctx, session, mark)
+    else:
+        room, chunk, offset, round_, end = (int(frame) for frame in frames[1:6])
+        _place_chunk(manager, room, frames[6].decode("ascii"), (chunk, offset, round_, end))
+
+
+def _raise_watermark(context: Any, session: str, mark: tuple[int, int]) -> None:
+    """Decode has consumed its ring up to ``mark`` (round, tail)."""
+    with context.watermark_cv:
+        if mark > context.remote_watermarks.get(session, (0, 0)):
+            context.remote_watermarks[session] = mark
+            context.watermark_cv.notify_all()
+
+
+def _place_chunk(manager: Any, room: int, session: str, place: tuple[int, int, int, int]) -> None:
+    """Decode has reserved a place for a chunk: (chunk, offset, round, end)."""
+    from sglang.srt.disaggregation.mooncake.conn import StagingTransferInfo
+
+    info = manager.transfer_infos.get(room, {}).get(session)
+    if info is None:
+        raise BadMessage(f"a staging place for room {room}, which is not announced here")
+    if not 0 <= place[0] <= len(info.dst_kv_indices):  # a table of that length is made
+        raise BadMessage(f"room {room}: a staging place for chunk {place[0]}")
+    if info.staging is None:
+        info.staging = StagingTransferInfo()
+    info.staging.set_chunk(*place)
 
 
 class MooncakeStatuses:

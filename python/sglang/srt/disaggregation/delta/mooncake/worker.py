@@ -3,15 +3,21 @@
 The engine's calls return when what they moved has settled, so a room is busy exactly while its
 chunk is in here, with one exception: a call that returns an error says nothing about the other
 writes of its batch.
+
+SGLang's staging buffers gather head slices on the GPU, and their worker is SGLang's own. It is fed
+from a queue that enters and leaves the gate around every chunk, so that rooms end early as with our
+worker.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.delta.event_log import count_sent
+from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 logger = logging.getLogger(__name__)
@@ -173,3 +179,62 @@ class ChunkWorker:
             f"{info.mooncake_session_id} (status {status})",
             settled=False,
         )
+
+
+# ---- with SGLang's staging buffer (SGLANG_DISAGG_STAGING_BUFFER) ----
+
+
+class GatedQueue:
+    """Chunks of rooms that may still be written; a room is busy from its chunk to the next one."""
+
+    def __init__(self, queue: Any, manager: Any) -> None:
+        self._queue = queue
+        self._manager = manager
+        self._room: int | None = None
+        self._is_put_back = False
+
+    def get(self) -> Any:
+        """Leave the room of the chunk before, and wait for one whose room may be entered."""
+        self.leave(None)
+        while True:
+            chunk = self._queue.get()
+            self._manager.being_sent.add(chunk.room)
+            if self._manager.rooms.enter(chunk.room):
+                self._room = chunk.room
+                return chunk
+            self._manager.being_sent.discard(chunk.room)
+            self._manager.chunk_deadlines.over(chunk.room)
+
+    def put(self, chunk: Any) -> None:
+        """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
+        self._is_put_back = True
+        self._queue.put(chunk)
+
+    def leave(self, error: BaseException | None) -> None:
+        """The worker is done with the last chunk; ``error``: what it raised, if it did."""
+        room, self._room = self._room, None
+        is_put_back, self._is_put_back = self._is_put_back, False
+        if room is None:
+            return
+        manager = self._manager
+        if error is not None:
+            manager.rooms.fail(room, Reason.TRANSPORT, f"room {room}: {error}")
+        elif is_failed(manager.request_status.get(room)):
+            text = manager.failure_records.get(room, f"room {room}: a transfer failed")
+            manager.rooms.fail(room, Reason.TRANSPORT, text)
+        manager.rooms.gate.leave(room)
+        manager.being_sent.discard(room)
+        if not is_put_back:
+            manager.chunk_deadlines.over(room)
+
+
+def serve_staging(manager: Any, queue: Any, worker: Callable[[Any], None]) -> None:
+    """Run SGLang's ``worker`` on ``queue`` for ever. It ends with an exception at the first
+    unexpected thing; that fails one room, and it starts again."""
+    gated = GatedQueue(queue, manager)
+    while True:
+        try:
+            worker(gated)
+        except Exception as error:
+            logger.exception("staging transfer worker")
+            gated.leave(error)

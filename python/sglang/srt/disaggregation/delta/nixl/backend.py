@@ -14,10 +14,16 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.event_log import count_moved, count_sent
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.nixl.chunks import Destination, Load, Pages
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair, metadata_in_host_memory
+from sglang.srt.disaggregation.delta.nixl.layout import (
+    ChunkPayload,
+    Destination,
+    Layout,
+    Pair,
+    metadata_in_host_memory,
+)
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
+from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
     State,
@@ -58,7 +64,7 @@ class _Posted:
 
 
 class NixlBackend:
-    """``transfer_backend.Backend``; the payload of a chunk is a ``chunks.Load``.
+    """``transfer_backend.Backend``; the payload of a chunk is a ``layout.ChunkPayload``.
 
     Each peer gets the chunk's KV, and with the last chunk the state, where the model has one. The
     metadata travel in the note that completes the room, or are written too where the peer does not
@@ -92,7 +98,7 @@ class NixlBackend:
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[_Posted]:
         """KV, state and metadata of one chunk to one peer."""
-        load: Load = chunk.payload
+        load: ChunkPayload = chunk.payload
         to = load.destinations[peer]
         began = self._clock()
         delivery = _Delivery(chunk, peer, began, ended_at=began)
@@ -185,7 +191,7 @@ class NixlBackend:
     # ---- what is sent ----
 
     def _kv(
-        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+        self, load: ChunkPayload, to: Destination, peer: Peer, delivery: _Delivery
     ) -> Iterator[_Posted]:
         if not len(load.pages):
             return
@@ -198,7 +204,7 @@ class NixlBackend:
         count_sent(delivery.chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
 
     def _state(
-        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+        self, load: ChunkPayload, to: Destination, peer: Peer, delivery: _Delivery
     ) -> Iterator[_Posted]:
         room = delivery.chunk.room
         if len(load.state_pages) != len(to.state_pages):
@@ -214,7 +220,7 @@ class NixlBackend:
         yield from self._pages(pair, source, destination, "VRAM", peer, delivery, False)
 
     def _metadata(
-        self, load: Load, to: Destination, peer: Peer, delivery: _Delivery
+        self, load: ChunkPayload, to: Destination, peer: Peer, delivery: _Delivery
     ) -> Iterator[_Posted]:
         slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
         pair = peer.pair("metadata", to.metadata_slots, self._layout.metadata)

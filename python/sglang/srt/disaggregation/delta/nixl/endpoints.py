@@ -1,30 +1,26 @@
-"""What has arrived for a room on a decode rank, writer by writer.
-
-The thin overrides of SGLang's NIXL transfer info, sender and receiver.
-"""
+"""The thin overrides of SGLang's NIXL transfer info, transfer status, sender and receiver."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.event_log import log_arrived
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
+from sglang.srt.disaggregation.delta.peer_messages import DeltaTransferInfo
 from sglang.srt.disaggregation.delta.prefill.tickets import Ticket
 from sglang.srt.disaggregation.delta.wire import Notification
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import TransferStatus
+    from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferStatus
 else:
-    TransferStatus = object
+    NixlKVReceiver = NixlKVSender = TransferStatus = object
 
 
 @dataclasses.dataclass
@@ -87,7 +83,7 @@ class DeltaTransferStatus(TransferStatus):
             self._was_done = expected is not None and len(self.finished_writers()) >= expected
         return self._was_done
 
-    # ---- delta/watch.py: Progress ----
+    # ---- decode/deferred_free.py: Progress ----
 
     def stop(self, writer: int) -> None:
         """The rank ``writer`` said that it writes no more."""
@@ -98,35 +94,12 @@ class DeltaTransferStatus(TransferStatus):
         return len(self.finished_writers() | self.stopped_writers) >= writers
 
 
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferInfo
-else:
-    NixlKVReceiver = NixlKVSender = TransferInfo = object
-
-
 @dataclasses.dataclass
-class DeltaTransferInfo(TransferInfo):
-    """A decode rank's announcement, with its delta frame where it sent one."""
+class NixlTransferInfo(DeltaTransferInfo):
+    """A decode rank's announcement of a room, as NIXL's prefill ranks get it."""
 
-    delta: wire.DeltaFrame | None = None
-    #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
-    #: would leave the room unanswered.
-    delta_error: str | None = None
-    #: Tokens that a decode rank of a later release holds; None where it is of another.
-    later_prefix_len: int | None = None
     #: Of a later release's message without pages: nothing goes to it from here, not even metadata.
     is_left_out: bool = False
-
-    @classmethod
-    @override
-    def from_zmq(cls, msg: list[bytes]) -> Self:
-        info: Self = super().from_zmq(msg)
-        info.later_prefix_len = wire.later_prefix_len(msg)
-        try:
-            info.delta = wire.find_frame(msg)
-        except wire.DeltaFrameError as error:
-            info.delta_error = str(error)
-        return info
 
     @override
     def is_dummy(self) -> bool:
@@ -152,7 +125,6 @@ class DeltaNixlSender(NixlKVSender):
         # First: a room that decode has withdrawn fails while it is being made.
         self._ticket: Ticket = mgr.tickets.open(bootstrap_room)
         mgr.transfers.open(bootstrap_room)
-        self._created_at = time.monotonic()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
 
     @override
@@ -192,7 +164,7 @@ class DeltaNixlSender(NixlKVSender):
         if not ticket.stopped:
             if self.has_sent:  # the scheduler asks this of every request, in every step
                 return KVPoll.WaitingForInput
-            self._check_announced()
+            self.fail_if_unannounced()
         # Its status says that a room failed a moment before its ticket does.
         status = KVPoll.Failed if ticket.stopped else self.kv_mgr.check_status(self.bootstrap_room)
         if status == KVPoll.Failed:
@@ -214,23 +186,10 @@ class DeltaNixlSender(NixlKVSender):
         """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
         return getattr(self, "num_kv_indices", None) is not None
 
-    def _check_announced(self) -> None:
-        """Decode announces a room when it has memory for it; it is not waited for without end."""
-        manager, room = self.kv_mgr, self.bootstrap_room
-        if manager.request_status.get(room) != KVPoll.Bootstrapping:
-            return
-        waited = time.monotonic() - self._created_at
-        if waited >= manager.bootstrap_timeout:
-            self.fail(
-                Reason.TIMEOUT,
-                f"room {room}: no decode server announced it within {waited:.0f} s "
-                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
-            )
-
     @override
     def failure_exception(self) -> None:
         self.fail_with_others()  # unless it failed here
-        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
+        reason = self.kv_mgr.failure_of(self.bootstrap_room)
         cause = self._ticket.cause_of(reason)
         self.clear()
         raise RuntimeError(reason) from cause
@@ -259,12 +218,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
             if manager.check_transfer_done(room):
                 status = KVPoll.Success
                 log_arrived(room)
-            elif time.time() - self.init_time >= manager.waiting_timeout:
-                self._fail(
-                    Reason.TIMEOUT,
-                    f"room {room}: prefill {self.bootstrap_addr} did not complete it within "
-                    f"{manager.waiting_timeout} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
-                )
+            elif self.fail_if_overdue():
                 return self.conclude_state
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
@@ -273,7 +227,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
     @override
     def failure_exception(self) -> None:
-        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "NIXL transfer failed")
+        reason = self.kv_mgr.failure_of(self.bootstrap_room)
         self.clear()
         raise RuntimeError(reason)
 

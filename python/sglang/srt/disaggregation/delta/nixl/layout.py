@@ -1,15 +1,23 @@
-"""Where KV, state and metadata lie on this rank, and where on a decode rank: pairs of pools."""
+"""Where the bytes of a chunk lie on this rank and on a decode rank.
+
+``cut_chunk`` takes a chunk's pages on either side out of the announcements of its room; ``Layout``
+has the pools that they are pages of: KV, state and metadata of both sides, in pairs.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool, check_pair
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
@@ -223,3 +231,86 @@ def _pool_of(
         device,
         which,
     )
+
+
+# ---- what of a room is one chunk ----
+
+
+class Destination(msgspec.Struct, frozen=True, eq=False):
+    """Where a chunk goes at one decode rank."""
+
+    pages: Pages
+    #: Pages of the state that goes with the last chunk.
+    state_pages: tuple[int, ...]
+    metadata_slot: int
+    #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
+    pool_pages: int | None
+    metadata_slots: int | None
+    #: It takes the metadata in the note that completes the room, and its slot is not written to.
+    takes_metadata: bool = False
+
+
+class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
+    """The payload of a ``transfer_backend.Chunk``: what goes from where to where, nothing live."""
+
+    chunk_id: int
+    pages: Pages
+    #: With the last chunk only.
+    metadata_slot: int | None
+    state_pages: tuple[int, ...]
+    #: By the name of the peer.
+    destinations: dict[str, Destination]
+
+
+def cut_chunk(
+    room: int,
+    announcements: Iterable[Any],
+    pages: Pages,
+    index_slice: slice,
+    chunk_id: int,
+    metadata_slot: int | None,
+    state_pages: Sequence[Any] | None,
+) -> ChunkPayload:
+    """Cut one chunk out of what the decode ranks of ``room`` announced.
+
+    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
+    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
+
+    Raises:
+        DeltaMismatch: a rank listed another number of pages there.
+    """
+    own = np.array(pages, dtype=np.int32)
+    own.setflags(write=False)
+    destinations = {}
+    for info in announcements:
+        if info.is_dummy():
+            continue
+        listed = info.dst_kv_indices[index_slice]
+        if len(listed) != len(own):
+            raise DeltaMismatch(
+                f"room {room}: chunk {chunk_id} has {len(own)} pages, and decode rank "
+                f"{info.agent_name} listed {len(listed)} for it"
+            )
+        frame = info.delta
+        destinations[info.agent_name] = Destination(
+            pages=listed,
+            state_pages=_numbers(info.dst_state_indices),
+            metadata_slot=info.dst_aux_index,
+            pool_pages=(frame.pool_pages or None) if frame else None,
+            metadata_slots=(frame.metadata_slots or None) if frame else None,
+            takes_metadata=bool(frame and frame.takes_metadata),
+        )
+    return ChunkPayload(
+        chunk_id=chunk_id,
+        pages=own,
+        metadata_slot=metadata_slot,
+        state_pages=_numbers(state_pages),
+        destinations=destinations,
+    )
+
+
+def _numbers(pages: Sequence[Any] | None) -> tuple[int, ...]:
+    """SGLang gives lists of numbers, arrays, and lists of arrays."""
+    if pages is None or not len(pages):
+        return ()
+    return tuple(np.asarray(pages, np.int64).reshape(-1).tolist())

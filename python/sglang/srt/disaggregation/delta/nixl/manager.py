@@ -1,6 +1,7 @@
-"""What decode servers send to a NIXL prefill rank: registrations and rooms' announcements.
+"""The thin override of SGLang's NIXL manager.
 
-The thin override of SGLang's NIXL manager: transfers run on workers, messages are checked.
+Prefill: chunks are queued for transfer workers, and decode ranks' messages are checked before NIXL
+is told of them. Decode: reads NIXL's notifications, which say what has arrived, writer by writer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import atexit
 import ctypes
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import config, wire
-from sglang.srt.disaggregation.delta.event_log import Pages
 from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.nixl import agent, chunks, descriptors
+from sglang.srt.disaggregation.delta.nixl import agent, descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.descriptors import Costs
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, metadata_in_host_memory
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, cut_chunk, metadata_in_host_memory
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import (
+    Announcements,
     BadMessage,
-    MessageReader,
-    check_announcement,
     check_registration,
 )
 from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
@@ -39,38 +37,26 @@ from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, 
 
 logger = logging.getLogger(__name__)
 
-_ANNOUNCEMENT_FRAMES = 8
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+else:
+    NixlKVManager = object
+
 _REGISTRATION_FRAMES = 12
 
 
-class NixlAnnouncements:
-    """Feeds one NIXL manager with SGLang's own kinds of messages, from the reader thread."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+class NixlAnnouncements(Announcements):
+    """SGLang's NIXL messages begin with a guard; NIXL itself is told of a rank that registers."""
 
     def take(self, frames: list[bytes]) -> None:
-        """Take one message.
-
-        Raises:
-            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
-        """
+        """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.nixl import conn
 
         if not frames or frames[0] != conn.GUARD:
             raise BadMessage("it does not start like a NIXL message of SGLang's")
-        message = frames[1:]
-        if len(message) < _ANNOUNCEMENT_FRAMES:
-            raise BadMessage(f"{len(message)} frames, at least {_ANNOUNCEMENT_FRAMES} wanted")
-        if message[0] == b"None":
-            if len(message) < _REGISTRATION_FRAMES:
-                raise BadMessage(
-                    f"a registration of {len(message)} frames, {_REGISTRATION_FRAMES} wanted"
-                )
-            self._register(conn.KVArgsRegisterInfo.from_zmq(message))
-        else:
-            self._announce(conn.TransferInfo.from_zmq(message))
+        self.take_message(conn, frames[1:], _REGISTRATION_FRAMES)
 
+    @override
     def _register(self, info: Any) -> None:
         check_registration(
             self._manager,
@@ -83,28 +69,19 @@ class NixlAnnouncements:
         )
         self._manager.peers.add(info)
 
+    @override
+    def _peer(self, info: Any) -> str:
+        return str(info.agent_name)
+
+    @override
     def _announce(self, info: Any) -> None:
-        """Record one decode rank's announcement; the last one of a room makes it ready."""
         manager = self._manager
-        check_announcement(info)
-        if info.agent_name not in manager.decode_kv_args_table:
-            manager.rooms.refuse_stranger(info)
-            raise BadMessage(f"room {info.room}: peer {info.agent_name!r} never registered")
-        if info.later_prefix_len and not len(info.dst_kv_indices):
+        registered = manager.decode_kv_args_table.get(info.agent_name)
+        if registered is not None and info.later_prefix_len and not len(info.dst_kv_indices):
             # A full hit looks the same there. Of latent KV the first rank of a group sends all.
-            theirs = manager.decode_kv_args_table[info.agent_name].decode_tp_size
-            group = max(manager.attn_tp_size // theirs, 1)
+            group = max(manager.attn_tp_size // registered.decode_tp_size, 1)
             info.is_left_out = manager.is_mla_backend and manager.attn_tp_rank % group != 0
-        ranks = manager.transfer_infos.setdefault(info.room, {})
-        ranks[info.agent_name] = info
-        if manager.rooms.announce(info.room, info.agent_name, info):
-            manager.take_announcement(info.room)
-
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
-else:
-    NixlKVManager = object
+        super()._announce(info)
 
 
 #: What describing a chunk costs here, in the two forms that it may have: ``descriptors.Costs``.
@@ -203,7 +180,7 @@ class DeltaNixlManager(NixlKVManager):
         announcements = list(self.transfer_infos.get(bootstrap_room, {}).values())
         if not announcements:
             raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
-        load = chunks.load(
+        payload = cut_chunk(
             bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
             state_indices,
         )  # fmt: skip
@@ -211,8 +188,8 @@ class DeltaNixlManager(NixlKVManager):
         self.transfers.submit(
             Chunk(
                 room=bootstrap_room,
-                peers=tuple(load.destinations),
-                payload=load,
+                peers=tuple(payload.destinations),
+                payload=payload,
                 is_last=is_last,
                 deadline=now + self.transfer_s,
                 enqueued_at=now,
@@ -226,23 +203,17 @@ class DeltaNixlManager(NixlKVManager):
 
     @override
     def _start_bootstrap_thread(self) -> None:
-        assert self.rooms is not None
         self.start_transfers()
-        reader = MessageReader(self.rooms.take, NixlAnnouncements(self).take)
-        threading.Thread(
-            target=reader.serve,
-            args=(self.server_socket, self._tick),
-            name="pd-reader",
-            daemon=True,
-        ).start()
+        self.start_reader(NixlAnnouncements(self).take, self._tick)
 
     def _tick(self) -> None:
-        assert self.rooms is not None
         self.transfer_stats.tick()
         self.watchdog.tick()
-        for peer in self.rooms.tick():
-            logger.warning("decode rank %s gives no sign any more; it is forgotten", peer)
-            self.peers.forget(peer)
+        self.forget_silent_peers()
+
+    @override
+    def forget_peer(self, peer: str) -> None:
+        self.peers.forget(peer)
 
     # ---- decode side ----
 
@@ -251,13 +222,7 @@ class DeltaNixlManager(NixlKVManager):
         if self.servers is None:
             super()._start_heartbeat_checker_thread()
             return
-        reader = MessageReader(self.servers.take, _refuse)
-        threading.Thread(
-            target=reader.serve,
-            args=(self.server_socket, lambda: None),
-            name="pd-reader",
-            daemon=True,
-        ).start()
+        self.start_reader(_refuse)
         self.servers.start_heartbeat()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,6 +35,7 @@ class DeltaSender(CommonKVSender):
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
         pp_rank: int,
     ) -> None:  # fmt: skip
+        self._created_at = time.monotonic()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
         if mgr.rooms is None:
             return  # a backend of SGLang's that knows no delta
@@ -84,6 +86,21 @@ class DeltaSender(CommonKVSender):
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are told once what was posted has settled."""
         self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text)
+
+    def fail_if_unannounced(self) -> None:
+        """Decode announces a room when it has memory for it; it is not waited for without end."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if manager.request_status.get(room) != KVPoll.Bootstrapping:
+            return
+        waited = time.monotonic() - self._created_at
+        if waited >= manager.bootstrap_timeout:
+            self.fail(
+                Reason.TIMEOUT,
+                f"room {room}: no decode server announced it within {waited:.0f} s "
+                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+            )
 
     def fail_with_others(self) -> None:
         """The request failed on another rank of this server: send nothing more of it."""
