@@ -63,3 +63,45 @@ def test_variables_exist() -> None:
         named |= set(re.findall(r"SGLANG_\w+", page.read_text()))
     assert len(named) > 5
     assert named - read == set()
+
+
+def test_where_is_it() -> None:
+    """Guards against a table of places that sends its reader to a file or a name that is gone.
+
+    A row is ``| question | `path` `name`, ... |``: the names are defined in the file before them.
+    """
+    text = (ROOT / "docs" / "design.md").read_text()
+    found = re.search(r"## Where is it\n(.*?)\n## ", text, re.DOTALL)
+    assert found
+    rows = [line for line in found[1].splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 6
+    missing = []
+    for row in rows:
+        source, places = "", 0
+        for code in re.findall(r"`([^`]+)`", row.split("|")[2]):
+            if "/" in code or code.endswith(".py"):
+                path = ROOT / code
+                if not path.exists():
+                    missing.append(code)
+                    continue
+                source, places = (path.read_text() if path.is_file() else ""), places + 1
+            elif not re.search(
+                rf"\b(?:def|class) {re.escape(code.split('.')[-1])}\b|^{code}\b",
+                source,
+                re.MULTILINE,
+            ):
+                missing.append(code)
+        assert places, row
+    assert missing == []
+
+
+_SRT = "python/sglang/srt"
+#: Where the paths in docs/design.md begin.
+BELOW = (f"{_SRT}/disaggregation/delta", f"{_SRT}/disaggregation", _SRT, "test/srt", "")
+
+
+def test_the_design_names_files_that_exist() -> None:
+    """Guards against a text that explains modules which were moved, and a picture of them."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    assert len(named := set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", text))) > 30
+    assert sorted(n for n in named if not any((ROOT / b / n).exists() for b in BELOW)) == []
