@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import yaml
 
+from sglang.srt.disaggregation.delta.metrics import METRICS
+from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents.pages import ROOT, SITE_PACKAGES
 
 OPERATIONS = ROOT / "docs" / "operations"
@@ -21,9 +20,12 @@ _ROW = re.compile(r"^\| `(sglang:\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 @pytest.fixture(scope="module")
 def ours() -> dict[str, tuple[str, list[str]]]:
     """Name, as it is scraped -> type and labels of its own."""
-    program = Path(__file__).with_name("program_metrics.py")
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
-    return {name: (kind, labels) for name, (kind, labels) in json.loads(run.stdout).items()}
+    found = {each.exported_name: (each.kind, list(each.labels)) for each in METRICS.values()}
+    stage = {name: ("gauge", []) for name in buffer_only.GAUGES}
+    stage |= {f"{name}_total": ("counter", []) for name in buffer_only.COUNTERS}
+    for name, label, _ in (buffer_only.DROPPED, buffer_only.FAULTS):
+        stage[f"{name}_total"] = ("counter", [label])
+    return found | {buffer_only.PREFIX + name: about for name, about in stage.items()}
 
 
 def theirs() -> dict[str, str]:
