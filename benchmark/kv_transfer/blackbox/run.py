@@ -22,7 +22,7 @@ from benchmark.harness.workload import kv_bytes_per_token, token_range
 from benchmark.kv_transfer.blackbox import report
 from benchmark.kv_transfer.blackbox.report import Asked
 from benchmark.kv_transfer.blackbox.stages import read, stages
-from sglang.srt.disaggregation.delta.event_log import ENV as EVENT_LOG
+from sglang.srt.patchset.environment import EVENT_LOG
 
 SHAPE = {"layers": 4, "heads": 1, "kv_heads": 1, "head_dim": 64}
 """2 KiB of KV a token, and as little attention for it as can be: prefill of long prompts on a CPU
@@ -101,7 +101,7 @@ def configure(model: Path, load: Load, logs: Path) -> PairConfig:
         decode_sizes=sizes,
         prefill_args=stretch,
         decode_args=stretch,
-        env={EVENT_LOG: str(logs / "events")},
+        env={EVENT_LOG.name: str(logs / "events")},
     )
 
 

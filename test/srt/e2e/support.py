@@ -13,8 +13,8 @@ import msgspec
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
-from sglang.srt.disaggregation.delta.event_log import ENV as EVENT_LOG
 from sglang.srt.disaggregation.delta.event_log import Admitted, Event, Sent
+from sglang.srt.patchset.environment import EVENT_LOG
 
 Ids = list[int]
 
@@ -47,7 +47,7 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
     decode_tokens = changes.pop("decode_tokens", 8000)
     chunk = changes.pop("chunked_prefill_tokens", 256)
     env = {
-        EVENT_LOG: str(logs / "events"),
+        EVENT_LOG.name: str(logs / "events"),
         START_METHOD: "fork",
         "SGLANG_DISAGGREGATION_CHECK_INVARIANTS": "1",
         **changes.pop("env", {}),

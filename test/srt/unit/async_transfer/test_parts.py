@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.delta.prefill.send_queue import (
     Deadlines,
     next_look,
 )
+from sglang.srt.patchset.environment import QUEUES, THREADS
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from sglang.srt.disaggregation.delta.prefill.send_queue import (
 )
 def test_default_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int) -> None:
     """Guards against a default that is not SGLang's."""
-    for name in (config.QUEUES, config.THREADS):
+    for name in (QUEUES.name, THREADS.name):
         monkeypatch.delenv(name, raising=False)
     made = config.from_environment(cpus)
     assert (made.queues, made.threads) == (4, threads)
@@ -31,8 +32,8 @@ def test_default_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: in
 
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against variables that are not read."""
-    monkeypatch.setenv(config.QUEUES, "3")
-    monkeypatch.setenv(config.THREADS, "7")
+    monkeypatch.setenv(QUEUES.name, "3")
+    monkeypatch.setenv(THREADS.name, "7")
     made = config.from_environment()
     assert (made.queues, made.threads, made.threads_per_queue, made.workers) == (3, 7, 2, 6)
 
@@ -40,15 +41,15 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("queues", "threads", "named"),
     [
-        ("0", None, config.QUEUES),
-        ("-1", None, config.QUEUES),
-        ("four", None, config.QUEUES),
-        ("1000000", "1000000", config.QUEUES),
-        ("4", "0", config.THREADS),
-        ("4", "", config.THREADS),
-        ("4", "3", config.THREADS),
-        ("4", "100000", config.THREADS),
-        ("8", None, config.THREADS),
+        ("0", None, QUEUES.name),
+        ("-1", None, QUEUES.name),
+        ("four", None, QUEUES.name),
+        ("1000000", "1000000", QUEUES.name),
+        ("4", "0", THREADS.name),
+        ("4", "", THREADS.name),
+        ("4", "3", THREADS.name),
+        ("4", "100000", THREADS.name),
+        ("8", None, THREADS.name),
     ],
 )
 def test_wrong_settings(
@@ -56,10 +57,10 @@ def test_wrong_settings(
 ) -> None:
     """Guards against a wrong count that is taken for another, or fails without its name (hazard
     47)."""
-    monkeypatch.setenv(config.QUEUES, queues)
-    monkeypatch.delenv(config.THREADS, raising=False)
+    monkeypatch.setenv(QUEUES.name, queues)
+    monkeypatch.delenv(THREADS.name, raising=False)
     if threads is not None:
-        monkeypatch.setenv(config.THREADS, threads)
+        monkeypatch.setenv(THREADS.name, threads)
     with pytest.raises(ValueError, match=named):
         config.from_environment(2)
 
@@ -69,15 +70,6 @@ def test_nothing_may_be_zero(name: str) -> None:
     """Guards against a worker that may post nothing, and so waits for ever."""
     with pytest.raises(ValueError, match=name):
         Settings(**{name: 0})
-
-
-def test_log_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an interval that is not read, or refused without its name."""
-    monkeypatch.delenv("SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", raising=False)
-    assert config.log_seconds() == 60
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "never")
-    with pytest.raises(ValueError, match="TRANSFER_LOG_INTERVAL"):
-        config.log_seconds()
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 64, 2**32, 2**40])

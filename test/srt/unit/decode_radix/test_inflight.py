@@ -71,16 +71,6 @@ def test_window_is_whole_pages(
     assert waiting.window_tokens(page) == tokens
 
 
-def test_wrong_settings_name_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a server that starts with a setting it does not understand."""
-    monkeypatch.setenv(WINDOW_ENV, "few")
-    monkeypatch.setenv(WAIT_ENV, "soon")
-    with pytest.raises(ValueError, match=WINDOW_ENV):
-        waiting.window_tokens(16)
-    with pytest.raises(ValueError, match=WAIT_ENV):
-        waiting.wait_seconds()
-
-
 def test_arriving() -> None:
     """Guards against requests without a key (short, warm-up, stock peer) counting as a prefix."""
     first = key(list(range(8)))

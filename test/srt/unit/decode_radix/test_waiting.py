@@ -8,28 +8,31 @@ import pytest
 
 from sglang.srt.disaggregation.delta.decode import waiting
 from sglang.srt.disaggregation.delta.decode.waiting import Refusal
+from sglang.srt.patchset import environment
+
+LIMITS = (
+    environment.ADMISSION_TIMEOUT,
+    environment.PREFIX_WAIT_TIMEOUT,
+    environment.WAIT_LOG,
+    environment.PREFIX_WAIT_TOKENS,
+)
 
 
-@pytest.mark.parametrize("name", [waiting.TIMEOUT_ENV, waiting.LOG_ENV])
-@pytest.mark.parametrize("text", ["soon", "-1", "inf"])
+@pytest.mark.parametrize("variable", LIMITS, ids=lambda each: each.name)
 def test_wrong_settings_name_themselves(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+    monkeypatch: pytest.MonkeyPatch, variable: environment.Variable[float]
 ) -> None:
     """Guards against a server that starts with a limit it does not understand."""
-    read = {
-        waiting.TIMEOUT_ENV: waiting.admission_timeout,
-        waiting.LOG_ENV: waiting.log_after,
-    }[name]
-    monkeypatch.setenv(name, text)
-    with pytest.raises(ValueError, match=name):
-        read()
+    monkeypatch.setenv(variable.name, "soon")
+    with pytest.raises(ValueError, match=variable.name):
+        waiting.Limits.read(16)
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a default that differs from what the documents say."""
-    for name in (waiting.TIMEOUT_ENV, waiting.LOG_ENV):
-        monkeypatch.delenv(name, raising=False)
-    assert (waiting.admission_timeout(), waiting.log_after()) == (300.0, 10.0)
+def test_each_limit_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against two limits that read each other's variable."""
+    for number, variable in enumerate(LIMITS):
+        monkeypatch.setenv(variable.name, str(16 * number))
+    assert waiting.Limits.read(16) == (0.0, 16.0, 32.0, 48)
 
 
 def test_once_a_wait() -> None:

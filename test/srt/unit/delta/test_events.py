@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.disaggregation.delta import event_log
+from sglang.srt.patchset.environment import EVENT_LOG
 
 ADMITTED = event_log.Admitted(
     at=12.5, room=None, rid="r1", prompt_tokens=40, prefix_tokens=32, pages=[7]
@@ -31,16 +32,16 @@ def _fresh() -> Iterator[None]:
 def test_off_by_default(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     """Guards against a log that nobody asked for."""
     if value is None:
-        monkeypatch.delenv(event_log.ENV, raising=False)
+        monkeypatch.delenv(EVENT_LOG.name, raising=False)
     else:
-        monkeypatch.setenv(event_log.ENV, value)
+        monkeypatch.setenv(EVENT_LOG.name, value)
     assert event_log.event_log("decode") is None
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against lines that are buffered when a server is killed, or that do not say what they
     are; and against both sides writing to one file."""
-    monkeypatch.setenv(event_log.ENV, str(tmp_path / "log"))
+    monkeypatch.setenv(EVENT_LOG.name, str(tmp_path / "log"))
     decode, prefill = event_log.event_log("decode"), event_log.event_log("prefill")
     assert decode is not None and prefill is not None and decode is not prefill
     assert event_log.event_log("decode") is decode
@@ -66,7 +67,7 @@ def test_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_appends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a restarted server with the same process id that erases what was logged."""
-    monkeypatch.setenv(event_log.ENV, str(tmp_path))
+    monkeypatch.setenv(EVENT_LOG.name, str(tmp_path))
     for _ in range(2):
         log = event_log.event_log("prefill")
         assert log is not None

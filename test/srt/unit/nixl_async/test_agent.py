@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.nixl import agent as agent_module
-from sglang.srt.disaggregation.delta.nixl.agent import PROGRESS_DELAY, attuned
+from sglang.srt.disaggregation.delta.nixl.agent import attuned
+from sglang.srt.patchset.environment import NIXL_PROGRESS_DELAY
+
+PROGRESS_DELAY = NIXL_PROGRESS_DELAY.name
 
 RW = object()
 

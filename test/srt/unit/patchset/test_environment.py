@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.environment import VARIABLES, Variable
 
+PACKAGE = Path(__file__).parents[4] / "python"
 SECONDS = environment.CLAIM_TIMEOUT
 INTEGER = environment.PREFIX_WAIT_TOKENS
 BOUNDED = environment.QUEUES
@@ -106,3 +108,15 @@ def test_imports_next_to_nothing() -> None:
 
 def _name(alias: ast.alias) -> str:
     return alias.name
+
+
+#: Who may look into the environment: the hook can import nothing, and attach.py leaves a mark there
+#: for the processes that it starts.
+READERS = {"environment.py", "sglang_disagg_patchset_hook.py", "attach.py"}
+
+
+def test_nobody_else_reads_the_environment() -> None:
+    """Guards against a variable that has no row here, and so no bounds and no documentation."""
+    files = [path for path in PACKAGE.rglob("*.py") if path.name not in READERS]
+    reading = re.compile(r"\bos\.(environ|getenv)\b|\bgetenv\(")
+    assert [str(path) for path in files if reading.search(path.read_text())] == []

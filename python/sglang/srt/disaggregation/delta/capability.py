@@ -12,8 +12,9 @@ import logging
 import msgspec
 import requests
 
-from sglang.srt.disaggregation.delta import config, control
+from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.wire import VERSION
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
     """
     try:
         response = requests.get(
-            f"http://{bootstrap_addr}{ROUTE}", timeout=config.handshake_seconds()
+            f"http://{bootstrap_addr}{ROUTE}", timeout=environment.HANDSHAKE_TIMEOUT.read()
         )
     except requests.RequestException as error:
         logger.error(

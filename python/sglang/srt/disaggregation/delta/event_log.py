@@ -19,8 +19,7 @@ import msgspec
 from sglang.srt.disaggregation.delta.logs import best_effort
 from sglang.srt.disaggregation.delta.metrics import STATS
 from sglang.srt.disaggregation.delta.pages import Pages
-
-ENV = "SGLANG_DISAGGREGATION_EVENT_LOG"
+from sglang.srt.patchset import environment
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
@@ -98,7 +97,7 @@ class EventLog:
 @cache
 def event_log(side: str) -> EventLog | None:
     """This process's log; None where the variable is not set. ``side``: prefill or decode."""
-    folder = os.environ.get(ENV)
+    folder = environment.EVENT_LOG.read()
     if not folder:
         return None
     path = Path(folder)

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServer
 from sglang.srt.disaggregation.delta.event_log import log_announced
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
+from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
@@ -119,7 +120,7 @@ class DeltaManager(CommonKVManager):
                 "its rooms and dropped its registration; it reconnects by itself",
                 peer,
                 f"{known.endpoint}:{known.dst_port}" if known is not None else "not registered",
-                config.peer_seconds(),
+                environment.PEER_TIMEOUT.read(),
             )
             self.forget_peer(peer)
 

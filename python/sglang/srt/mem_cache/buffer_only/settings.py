@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.disaggregation.delta.config import env_seconds
-
 PAGES_FLAG = "--hicache-buffer-pages"
 SIZE_FLAG = "--hicache-size"
 
@@ -89,8 +87,6 @@ def physical_pages(pages: int, layers: int) -> int:
     return max(pages, layers)
 
 
-READ_ENV = "SGLANG_HICACHE_BUFFER_READ_TIMEOUT"
-
 #: Part of the device pool that prefetches may keep from eviction, by anchors and fetched prefixes.
 PINNED_SHARE = 0.5
 #: A pending-write queue holds so many times the device pool, in tokens.
@@ -130,12 +126,3 @@ class Settings:
         if self.policy == "timeout":
             return min(self.read_ms, self.timeout_base_ms + pages * self.timeout_page_ms)
         return self.read_ms
-
-
-def read_timeout_ms() -> int:
-    """The longest wait of a request for its prefetch, from the environment.
-
-    Raises:
-        ValueError: the variable is no duration; the message names it.
-    """
-    return int(env_seconds(READ_ENV, 10.0) * 1000)

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.disaggregation.delta.config import env_int, env_seconds
 from sglang.srt.mem_cache.buffer_only.page_parts import leading
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -205,12 +205,11 @@ class GuardSettings:
         Raises:
             ValueError: one of them is no such number; the message names it.
         """
-        prefix = "SGLANG_HICACHE_STORE"
         return cls(
-            deadline=env_seconds(f"{prefix}_DEADLINE", cls.deadline),
-            max_calls=env_int(f"{prefix}_MAX_CALLS", cls.max_calls, minimum=1),
-            first_retry=env_seconds(f"{prefix}_FIRST_RETRY", cls.first_retry),
-            longest_retry=env_seconds(f"{prefix}_LONGEST_RETRY", cls.longest_retry),
+            deadline=environment.STORE_DEADLINE.read(),
+            max_calls=environment.STORE_MAX_CALLS.read(),
+            first_retry=environment.STORE_FIRST_RETRY.read(),
+            longest_retry=environment.STORE_LONGEST_RETRY.read(),
         )
 
 

@@ -17,12 +17,12 @@ from sglang.srt.mem_cache.buffer_only.settings import (
     check_pages,
     check_size,
     minimum_pages,
-    read_timeout_ms,
     shares,
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
 from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
 from sglang.srt.mem_cache.buffer_only.store_client import StoreGuard
+from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -80,7 +80,7 @@ class BufferOnlyTree(HiRadixCache):
             prefetch_threshold=controller.prefetch_threshold,
             device_tokens=device.size,
             policy=self.prefetch_stop_policy,
-            read_ms=read_timeout_ms(),
+            read_ms=int(environment.BUFFER_READ_TIMEOUT.read() * 1000),
             timeout_base_ms=self.prefetch_timeout_base * 1000,
             timeout_page_ms=self.prefetch_timeout_per_page * 1000,
             pass_prefix_keys=self.hicache_storage_pass_prefix_keys,

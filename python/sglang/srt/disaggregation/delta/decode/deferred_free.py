@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang.srt.disaggregation.delta.config import quarantine_seconds
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Quarantine:
         if held.watch.quiet():
             return True
         waited = self._clock() - held.since
-        if waited < quarantine_seconds():
+        if waited < environment.QUARANTINE_TIMEOUT.read():
             return False
         req = held.decode_req.req
         logger.error(

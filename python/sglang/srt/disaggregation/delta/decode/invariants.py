@@ -17,8 +17,6 @@ from sglang.srt.disaggregation.delta.decode import claims as admission
 from sglang.srt.disaggregation.delta.decode.claims import expected_length, final_length
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
-ENV = "SGLANG_DISAGGREGATION_CHECK_INVARIANTS"
-
 
 class InvariantError(AssertionError):
     """Something is leaked, owned twice, or counted wrong."""

@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.delta.decode.step import AgreedSteps
 from sglang.srt.disaggregation.delta.decode.waiting import Refusal
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import Agreed, State
+from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -223,10 +224,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if state == State.FAILED:
                 self._give_up(entry, "Aborted while it waited for decode memory: request")
             elif state == State.EXPIRED:
+                limit = environment.ADMISSION_TIMEOUT
                 message = (
                     f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
                     f"{self.clock() - entry.ready_since:.0f} s for decode memory, and "
-                    f"{waiting.TIMEOUT_ENV} allows {waiting.admission_timeout():.0f} s: "
+                    f"{limit.name} allows {limit.read():.0f} s: "
                     f"{self._what_is_missing(entry, req)}"
                 )
                 waiting.give_up(self.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)

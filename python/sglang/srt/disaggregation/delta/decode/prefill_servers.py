@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from sglang.srt.disaggregation.delta import capability, config, control
+from sglang.srt.disaggregation.delta import capability, control
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress, RoomWatch
 from sglang.srt.disaggregation.delta.decode.prefill_connections import (
@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.delta.decode.prefill_connections import (
     Sign,
 )
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class PrefillServers:
         """Ask the bootstrap server who it is, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
         route = capability.ROUTE if takes_control else "/health"
-        timeout = min(config.handshake_seconds(), self._manager.heartbeat_interval)
+        timeout = min(environment.HANDSHAKE_TIMEOUT.read(), self._manager.heartbeat_interval)
         try:
             response = requests.get(f"http://{address}{route}", timeout=timeout)
         except requests.ConnectionError as error:

@@ -8,7 +8,6 @@ The decode scheduler: start-up checks, one idle predicate, metrics and log field
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from sglang.srt.disaggregation.delta.metrics import (
     STATS,
 )
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -191,10 +191,7 @@ class DisaggScheduler(DecodeFlush):
                 f"{type(self.tree_cache).__name__}; remove the flag, or the option that "
                 "chose that cache."
             )
-        waiting.window_tokens(self.page_size)  # wrong values are refused at start
-        waiting.wait_seconds()
-        waiting.admission_timeout()
-        waiting.log_after()
+        waiting.Limits.read(self.page_size)  # wrong values are refused at start
         self.tree_cache.serve_decode()
         logger.info(
             "decode radix cache is on: page size %d, at most %d reserved tokens a request",
@@ -258,7 +255,7 @@ class DisaggScheduler(DecodeFlush):
         if self._held:
             return  # their pages are neither free nor in a queue that the stock check knows
         super().self_check_during_idle()
-        if os.environ.get(invariants.ENV) == "1" and self._nothing_waits:
+        if environment.CHECK_INVARIANTS.read() and self._nothing_waits:
             self._check_invariants()
 
     @override

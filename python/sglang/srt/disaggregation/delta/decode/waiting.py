@@ -25,8 +25,8 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.delta.config import env_int, env_seconds
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +41,7 @@ def window_tokens(page: int) -> int:
     Raises:
         ValueError: the environment variable is not a number.
     """
-    return page_ceil(env_int("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", 256), page)
-
-
-def wait_seconds() -> float:
-    """How long one request waits at most for another one's prefix.
-
-    Raises:
-        ValueError: the environment variable is not a number.
-    """
-    return env_seconds("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", 30.0)
+    return page_ceil(environment.PREFIX_WAIT_TOKENS.read(), page)
 
 
 def prefix_key(prefill: str, req: Any, node: Any, prefix: int, window: int) -> PrefixKey | None:
@@ -71,28 +62,6 @@ def arriving(decode_requests: Iterable[Any]) -> set[PrefixKey]:
     return {key for key in keys if key is not None}
 
 
-TIMEOUT_ENV = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
-LOG_ENV = "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG"
-
-
-def admission_timeout() -> float:
-    """Seconds that a request waits at most for decode memory after its handshake.
-
-    Raises:
-        ValueError: the environment variable is not a number of seconds.
-    """
-    return env_seconds(TIMEOUT_ENV, 300.0)
-
-
-def log_after() -> float:
-    """Seconds of waiting after which the log says so, once a request.
-
-    Raises:
-        ValueError: the environment variable is not a number of seconds.
-    """
-    return env_seconds(LOG_ENV, 10.0)
-
-
 class Limits(NamedTuple):
     """The settings of one step, read once: seconds, and the tokens of ``inflight``'s window."""
 
@@ -108,7 +77,12 @@ class Limits(NamedTuple):
         Raises:
             ValueError: a variable is not the number that it must be.
         """
-        return cls(admission_timeout(), wait_seconds(), log_after(), window_tokens(page))
+        return cls(
+            environment.ADMISSION_TIMEOUT.read(),
+            environment.PREFIX_WAIT_TIMEOUT.read(),
+            environment.WAIT_LOG.read(),
+            window_tokens(page),
+        )
 
 
 class Refusal(NamedTuple):

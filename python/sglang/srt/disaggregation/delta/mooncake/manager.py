@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import config, pages
+from sglang.srt.disaggregation.delta import pages
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.messages import (
@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.mooncake.messages import (
 )
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, serve_staging
 from sglang.srt.disaggregation.delta.pages import Pages
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
         #: Rooms with writes that may still be under way: until when they count as such.
         self._unsettled: list[tuple[float, int]] = []
         #: Until when the chunks in the queues, and in calls of the engine, have to be over.
-        self.chunk_deadlines = ChunkDeadlines(config.transfer_seconds())
+        self.chunk_deadlines = ChunkDeadlines(environment.TRANSFER_TIMEOUT.read())
         self.start_reader(MooncakeAnnouncements(self).take, self._tick)
 
     def _tick(self) -> None:
@@ -312,7 +313,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def leave_later(self, room: int) -> None:
         """A transfer of ``room`` failed, and others of its batch may still write: how long is not
         known, so decode's pages stay held for as long as it would wait without a word."""
-        self._unsettled.append((time.monotonic() + config.quarantine_seconds(), room))
+        self._unsettled.append((time.monotonic() + environment.QUARANTINE_TIMEOUT.read(), room))
 
     def _leave_due(self) -> None:
         """Leave the rooms whose failed transfers were waited for."""

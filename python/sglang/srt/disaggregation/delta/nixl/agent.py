@@ -13,14 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.disaggregation.delta.config import env_int
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import standing_back
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
-
-#: Microseconds; 0 has NIXL's progress thread spin, as it does in stock SGLang.
-PROGRESS_DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
-
 
 #: What NIXL's threads of a sending agent get of a core beside a thread at work: a tenth.
 _NICE = 10
@@ -55,7 +51,7 @@ def attuned(workers: int = 0) -> Iterator[None]:
             "asynchronous NIXL transfer needs a NIXL with thread synchronisation modes "
             "(nixl_thread_sync_t, in 1.5); install the version in constraints.txt"
         )
-    delay_us = env_int(PROGRESS_DELAY, 1000, minimum=0)
+    delay_us = environment.NIXL_PROGRESS_DELAY.read()
     config, agent = _api.nixl_agent_config, _api.nixl_agent
     _api.nixl_agent_config = functools.partial(
         config, sync_mode=modes.NIXL_THREAD_SYNC_RW, capture_telemetry=True
@@ -87,7 +83,8 @@ def _progress_delay(agent: Any, delay_us: int) -> Iterator[None]:
     binding = getattr(sys.modules[agent.__module__], "nixlBind", None)
     stock: Any = getattr(binding, "nixlAgentConfig", None)
     if stock is None or not hasattr(stock, "pthrDelay"):
-        logger.warning("this NIXL does not take %s; its progress thread spins", PROGRESS_DELAY)
+        name = environment.NIXL_PROGRESS_DELAY.name
+        logger.warning("this NIXL does not take %s; its progress thread spins", name)
         yield
         return
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sglang.srt.patchset import environment
+
 #: Page indices into a pool, 1-D, any integer type.
 Pages = npt.NDArray[np.integer]
 #: Rows of numbers, unsigned since an address may be 2**63 or more.
@@ -279,23 +281,11 @@ class Costs:
     prepared_fixed: float
     prepared_each: float
 
-    @classmethod
-    def parse(cls, text: str) -> Costs:
-        """Four numbers with commas between them, as run ``choice`` prints them.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        numbers = [float(part) for part in text.split(",")]
-        if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers):
-            raise ValueError("four numbers of microseconds, zero or more")
-        return cls(*numbers)
-
 
 #: Measured by ``python -m benchmark.kv_transfer choice`` (its README has the machine). NIXL merges
 #: neighbours of a selection itself, so what is posted is the same in either form; but it looks at
 #: every page for that, and ranges only at every run.
-COSTS = Costs(ranges_fixed=75.0, ranges_each=0.064, prepared_fixed=15.0, prepared_each=0.0028)
+COSTS = Costs(*environment.DESCRIPTOR_COSTS.default)
 
 
 def choose(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import os
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,7 +21,6 @@ from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.nixl import agent, descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.descriptors import Costs
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, cut_chunk, metadata_in_host_memory
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
@@ -34,6 +32,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +83,6 @@ class NixlAnnouncements(Announcements):
         super()._announce(info)
 
 
-#: What describing a chunk costs here, in the two forms that it may have: ``descriptors.Costs``.
-COSTS = "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS"
-
 #: A process that ends waits so long for what is under way.
 _DRAIN_S = 1.0
 
@@ -116,15 +112,15 @@ class DeltaNixlManager(NixlKVManager):
         """
         assert self.rooms is not None
         #: Seconds that a chunk may take, from the queue to its end.
-        self.transfer_s = config.transfer_seconds()
-        self.transfer_stats = AsyncTransferStats(config.log_seconds())
+        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
+        self.transfer_stats = AsyncTransferStats(environment.TRANSFER_LOG_INTERVAL.read())
         backend = NixlBackend(
             self.agent,
             self.peers,
             Layout(self),
             self.transfer_stats,
             writer=self.writer_id,
-            costs=_costs(),
+            costs=descriptors.Costs(*environment.DESCRIPTOR_COSTS.read()),
         )
         self.transfers = TransferPool(
             backend,
@@ -329,16 +325,6 @@ class DeltaNixlManager(NixlKVManager):
     @cached_property
     def _log(self) -> RateLimitedLog:
         return RateLimitedLog(logger)
-
-
-def _costs() -> Costs:
-    text = os.environ.get(COSTS)
-    if text is None:
-        return descriptors.COSTS
-    try:
-        return Costs.parse(text)
-    except ValueError as error:
-        raise ValueError(f"{COSTS}: {error}, not {text!r}") from None
 
 
 def _refuse(frames: list[bytes]) -> None:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.disaggregation.delta import config, control
+from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.prefill.gate import RoomGate
 from sglang.srt.disaggregation.delta.prefill.listeners import Listeners
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,9 @@ class PrefillRooms:
         self._sockets = PeerSockets()
         #: When each decode rank that pings was last heard of, by the name it registered under.
         self._heard: dict[str, float] = {}
-        self._lease_s = max(config.quarantine_seconds() / 2, 1.0)
-        self._claim_s = config.claim_seconds()
-        self._peer_s = config.peer_seconds()
+        self._lease_s = max(environment.QUARANTINE_TIMEOUT.read() / 2, 1.0)
+        self._claim_s = environment.CLAIM_TIMEOUT.read()
+        self._peer_s = environment.PEER_TIMEOUT.read()
         self._listeners = listeners or Listeners(self._peer_s, clock)
         self._ticked_at = clock()
         #: How long an announcement waits for its request: a scheduler that compiles or loads
