@@ -87,12 +87,10 @@ def test_where_is_it() -> None:
                     missing.append(code)
                     continue
                 source, places = (path.read_text() if path.is_file() else ""), places + 1
-            elif not re.search(
-                rf"\b(?:def|class) {re.escape(code.split('.')[-1])}\b|^{code}\b",
-                source,
-                re.MULTILINE,
-            ):
-                missing.append(code)
+            else:
+                defined = [rf"\b(?:def|class) {part}\b|^{part}\b" for part in code.split(".")]
+                if not all(re.search(pattern, source, re.MULTILINE) for pattern in defined):
+                    missing.append(code)
         assert places, row
     assert missing == []
 
