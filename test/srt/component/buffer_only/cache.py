@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from component.buffer_only.scripted_store import Gate, ScriptedStore, until
-from component.buffer_only.threads import HandLane
+from component.buffer_only.threads import ManualThread
 from sglang.srt import server_args as arguments
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache
@@ -27,10 +27,10 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.buffer_only.agreement import alone
 from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
-from sglang.srt.mem_cache.buffer_only.pipelines import Parts, Pipelines
-from sglang.srt.mem_cache.buffer_only.prefetch import Read, State
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Lease
-from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
+from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.stage import Copier, StagingPages
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient, StoreClientSettings
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -62,7 +62,7 @@ def server_arguments(**changes: Any) -> Any:
 
 
 class Cache:
-    """A cache whose store, lanes and clock belong to the test."""
+    """A cache whose store, threads and clock belong to the test."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Cache:
         tokens: int = 40 * PAGE,
         reduce_min: Callable[[list[int]], list[int]] = alone,
         rank: int = 0,
-        lanes: Any = HandLane,
+        threads: Any = ManualThread,
         settings: dict[str, Any] | None = None,
         batch_pages: int = BATCH_PAGES,
         **changes: Any,
@@ -87,22 +87,22 @@ class Cache:
         self.tree = self._tree(args, rank)
         built = self.tree.buffer
         assert built.close()
-        self.guard = StoreGuard(
-            self.store, "scripted", GuardSettings(), clock=lambda: self.now, wait=self._wait
+        self.client = StoreClient(
+            self.store, "scripted", StoreClientSettings(), clock=lambda: self.now, wait=self._wait
         )
-        parts = built.parts
-        fresh = {f.name: getattr(parts, f.name) for f in dataclasses.fields(Parts)}
-        limits = dataclasses.replace(parts.settings, **(settings or {}))
+        context = built.context
+        fresh = {f.name: getattr(context, f.name) for f in dataclasses.fields(Context)}
+        limits = dataclasses.replace(context.settings, **(settings or {}))
         fresh |= {
-            "store": PageStore(self.guard, PAGE, batch_pages),
-            "make_lane": lanes,
+            "store": PageStore(self.client, PAGE, batch_pages),
+            "make_thread": threads,
             "settings": limits,
         }
         fresh["copier"] = SlowCopier(self)
-        self.buffer = self.tree.buffer = Pipelines(Parts(**fresh), reduce_min, lambda: self.now)
-        self.stage = self.buffer.parts.stage
+        self.buffer = self.tree.buffer = Pipelines(Context(**fresh), reduce_min, lambda: self.now)
+        self.stage = self.buffer.context.stage
         #: Staging pages that the test itself holds, and whether its copies last.
-        self.hogs: list[Lease] = []
+        self.hogs: list[StagingPages] = []
         self.slow = False
 
     def _tree(self, args: Any, rank: int) -> Any:
@@ -136,7 +136,7 @@ class Cache:
 
     def calm(self) -> None:
         """Every call of the store, probes among them, has returned or hangs at a gate."""
-        until(lambda: self.guard.under_way <= len(self.store.hanging()), pause=0.0001)
+        until(lambda: self.client.under_way <= len(self.store.hanging()), pause=0.0001)
 
     def let_go(self) -> None:
         """Every call that hangs returns."""
@@ -146,25 +146,26 @@ class Cache:
     def revive(self) -> None:
         """A store that was silent answers a probe, and so is used again."""
         self.now += 100.0
-        self.guard.query(["f" * 64])
+        self.client.query(["f" * 64])
         self.calm()
-        assert self.guard.up
+        assert self.client.up
 
-    # ---- lanes ----
+    # ---- threads ----
 
     @property
-    def lanes(self) -> dict[str, HandLane]:
-        reads, writes = self.buffer.reads, self.buffer.writes
-        return {x.name: x for x in (writes._lane, reads._query_lane, reads._fetch_lane)}
+    def threads(self) -> dict[str, ManualThread]:
+        prefetches, backups = self.buffer.prefetches, self.buffer.backups
+        threads = (backups._thread, prefetches._query_thread, prefetches._fetch_thread)
+        return {thread.name: thread for thread in threads}
 
     def work(self) -> int:
-        """Do all that the lanes have to do."""
-        done = sum(lane.run() for lane in self.lanes.values())
+        """Do all that the threads have to do."""
+        done = sum(thread.run() for thread in self.threads.values())
         self.calm()
         return done
 
     def step(self, work: bool = True) -> None:
-        """A scheduler step, after the lanes have done their work."""
+        """A scheduler step, after the threads have done their work."""
         if work:
             self.work()
         self.tree.check_hicache_events()
@@ -195,23 +196,25 @@ class Cache:
         return sum(name == method for name, _ in self.store.calls)
 
     def describe(self) -> str:
-        reads = [(read.rid, read.state.name) for read in self.buffer.reads.live]
+        states = [(one.rid, one.state.name) for one in self.buffer.prefetches.running]
         return (
-            f"intents {len(self.buffer.writes.intents)}, writes {len(self.buffer.writes.ops)}, "
-            f"reads {reads}, loads {len(self.buffer.reads.loads)}, stage {self.stage.used()}"
+            f"pending {len(self.buffer.backups.queue)}, "
+            f"backups {len(self.buffer.backups.running)}, prefetches {states}, "
+            f"loads {len(self.buffer.prefetches.load_backs)}, "
+            f"stage {self.stage.used()}"
         )
 
     # ---- requests ----
 
     def want(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> None:
-        self.tree.want(rid, RadixKey(list(tokens), extra_key))
+        self.tree.request_prefetch(rid, RadixKey(list(tokens), extra_key))
 
-    def read(self, rid: str) -> Read | None:
-        return self.buffer.reads._by_rid.get(rid)
+    def prefetch(self, rid: str) -> Prefetch | None:
+        return self.buffer.prefetches._by_rid.get(rid)
 
     def state(self, rid: str) -> State | None:
-        read = self.read(rid)
-        return None if read is None else read.state
+        prefetch = self.prefetch(rid)
+        return None if prefetch is None else prefetch.state
 
     def match(self, tokens: Sequence[int], extra_key: str | None = None) -> Any:
         return self.tree.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens), extra_key)))
@@ -229,7 +232,7 @@ class Cache:
         match = self.match(tokens, extra_key)
         hit = len(match.device_indices)
         if self.tree.ready_to_load_host_cache() >= 0:
-            for event, _ in self.buffer.reads.loads._copies._launches:
+            for event, _ in self.buffer.prefetches.load_backs._copies._launches:
                 event.synchronize()  # a batch waits for the layers that are being loaded
         self.verify(tokens, match.device_indices, extra_key)
         self.tree.inc_lock_ref(match.last_device_node)

@@ -34,7 +34,7 @@ def check(cache: Cache, content: bool = True) -> None:
     _check_tree(cache)
     _check_locks(cache)
     _check_stage(cache)
-    _check_intents(cache)
+    _check_queue(cache)
     if content:
         _check_content(cache)
 
@@ -42,11 +42,12 @@ def check(cache: Cache, content: bool = True) -> None:
 def check_idle(cache: Cache) -> None:
     """Nothing is held by anybody."""
     check(cache)
-    assert not cache.buffer.busy and not cache.buffer.reads.live and not cache.buffer.writes.ops
-    assert cache.stage.used() == 0 and not cache.stage.leases
+    assert not cache.buffer.busy
+    assert not cache.buffer.prefetches.running and not cache.buffer.backups.running
+    assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
-    assert not cache.buffer.reads._by_rid
+    assert not cache.buffer.prefetches._by_rid
     assert all(node.launched == node.stored for node in nodes(cache.tree))
 
 
@@ -69,16 +70,16 @@ def _check_tree(cache: Cache) -> None:
 def _check_locks(cache: Cache) -> None:
     locks: Counter[Any] = Counter()
     references: Counter[Any] = Counter()
-    reads, writes = cache.buffer.reads, cache.buffer.writes
-    for read in reads.live:
-        if read.pin is not None:
-            assert read.pin.held and read.state not in (State.DRAINING, State.LINGERING)
-            locks.update(path(read.pin.node))
-            references[read.pin.node] += 1
-    for load in reads.loads.under_way:
-        locks.update(path(load.node))
-    for op in writes._copies.owners:
-        for segment in op.segments:
+    prefetches, backups = cache.buffer.prefetches, cache.buffer.backups
+    for prefetch in prefetches.running:
+        if prefetch.pin is not None:
+            assert prefetch.pin.held and prefetch.state not in (State.DRAINING, State.OVERDUE)
+            locks.update(path(prefetch.pin.node))
+            references[prefetch.pin.node] += 1
+    for load_back in prefetches.load_backs.under_way:
+        locks.update(path(load_back.node))
+    for backup in backups._copies.owners:
+        for segment in backup.segments:
             locks.update(path(segment.node))
     for node in nodes(cache.tree):
         assert node.lock_ref == locks[node], (node.lock_ref, locks[node])
@@ -86,34 +87,36 @@ def _check_locks(cache: Cache) -> None:
 
 
 def _check_stage(cache: Cache) -> None:
-    reads, writes, stage = cache.buffer.reads, cache.buffer.writes, cache.stage
+    prefetches, backups, stage = cache.buffer.prefetches, cache.buffer.backups, cache.stage
     assert stage.problems() == []
-    leases = [read.lease for read in reads.live if read.lease is not None]
-    leases += cache.hogs
-    leases += [load.lease for load in reads.loads.under_way] + [op.lease for op in writes.ops]
-    assert len(leases) == len(set(leases)) and set(leases) == stage.leases
+    staging = [prefetch.staging for prefetch in prefetches.running if prefetch.staging is not None]
+    staging += cache.hogs
+    staging += [load_back.staging for load_back in prefetches.load_backs.under_way] + [
+        backup.staging for backup in backups.running
+    ]
+    assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
         assert stage.used(direction) <= share.ceiling
-    assert len(writes.ops) <= WRITE_SLOTS and len(reads.live) <= READ_SLOTS
-    pinned = reads._pinned_with(None)
-    assert pinned <= cache.buffer.parts.settings.pinned_tokens
+    assert len(backups.running) <= WRITE_SLOTS and len(prefetches.running) <= READ_SLOTS
+    pinned = prefetches._pinned_with(None)
+    assert pinned <= cache.buffer.context.settings.pinned_tokens
 
 
-def _check_intents(cache: Cache) -> None:
-    intents = cache.buffer.writes.intents
+def _check_queue(cache: Cache) -> None:
+    queue = cache.buffer.backups.queue
     covered: Counter[Any] = Counter()
-    for intent in intents:
-        pieces = intent.pieces()
-        assert sum(len(node.key) for node in pieces) == intent.tokens
+    for pending in queue:
+        pieces = pending.pieces()
+        assert sum(len(node.key) for node in pieces) == pending.tokens
         covered.update(pieces)
-    assert all(count == 1 for count in covered.values()), "a node in two intents"
+    assert all(count == 1 for count in covered.values()), "a node in two entries"
     for node in nodes(cache.tree):
-        assert (node.intent is not None) == (node in covered)
-    assert intents.tokens == sum(intent.tokens for intent in intents) <= intents.max_tokens
+        assert (node.pending is not None) == (node in covered)
+    assert queue.tokens == sum(pending.tokens for pending in queue) <= queue.max_tokens
 
 
 def _check_content(cache: Cache) -> None:
-    loading = {load.node for load in cache.buffer.reads.loads.under_way}
+    loading = {load_back.node for load_back in cache.buffer.prefetches.load_backs.under_way}
     for node in nodes(cache.tree):
         if node.children or any(above in loading for above in path(node)):
             continue

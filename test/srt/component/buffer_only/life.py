@@ -142,7 +142,7 @@ class Life:
 
     def _work(self, rng: random.Random) -> None:
         cache = self._one(rng)
-        cache.lanes[rng.choice(("query", "fetch", "write"))].run(rng.randint(1, 2))
+        cache.threads[rng.choice(("query", "fetch", "backup"))].run(rng.randint(1, 2))
         cache.calm()
 
     def _slow(self, rng: random.Random) -> None:

@@ -36,8 +36,8 @@ from component.buffer_only.masters import Master, end_with_parent, freeze  # noq
 from sglang.srt.mem_cache.buffer_only.storage_kv import MooncakeParts  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.store_client import (  # noqa: E402
     Fault,
-    GuardSettings,
-    StoreGuard,
+    StoreClient,
+    StoreClientSettings,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
     MooncakeStore,
@@ -58,10 +58,10 @@ def backend(pool: Any, extra: dict[str, Any], tag: str = "") -> Any:
     return store
 
 
-def guarded(store: Any) -> StoreGuard:
-    """The store behind a guard with short times."""
-    settings = GuardSettings(deadline=DEADLINE, first_retry=0.1, longest_retry=0.5)
-    return StoreGuard(store, "mooncake", settings)
+def client_of(store: Any) -> StoreClient:
+    """The store behind a client with short times."""
+    settings = StoreClientSettings(deadline=DEADLINE, first_retry=0.1, longest_retry=0.5)
+    return StoreClient(store, "mooncake", settings)
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
@@ -93,30 +93,30 @@ def pages(master: Master, kind: str, layout: str) -> None:
 def master_hangs(master: Master) -> None:
     """Every kind of call is given up in time; once the master goes on, so does the store."""
     pool = host_pool("mha", "page_first_direct")
-    guard = guarded(backend(pool, master.extra_config, "hangs"))
+    client = client_of(backend(pool, master.extra_config, "hangs"))
     keys = hashes(2)
-    assert guard.write(keys, slots(0, 1)).pages == 2
+    assert client.write(keys, slots(0, 1)).pages == 2
     master.freeze()
     try:
         start = time.monotonic()
-        outcome = guard.read(keys, slots(2, 3))
-        assert outcome.fault is Fault.DEADLINE and outcome.busy is not None
-        assert guard.query(keys).fault is Fault.DOWN
-        assert guard.write(keys, slots(0, 1)).fault is Fault.DOWN
+        outcome = client.read(keys, slots(2, 3))
+        assert outcome.fault is Fault.DEADLINE and outcome.overdue is not None
+        assert client.query(keys).fault is Fault.DOWN
+        assert client.write(keys, slots(0, 1)).fault is Fault.DOWN
         assert time.monotonic() - start < 2 * DEADLINE
-        assert guard.overdue == 1 and not outcome.busy.returned.done()
+        assert client.overdue == 1 and not outcome.overdue.returned.done()
     finally:
         master.thaw()
-    until(lambda: guard.query(keys).fault is None, "up again")
-    until(lambda: guard.under_way == guard.overdue == 0, "returned")
-    assert guard.read(keys, slots(2, 3)).pages == 2
+    until(lambda: client.query(keys).fault is None, "up again")
+    until(lambda: client.under_way == client.overdue == 0, "returned")
+    assert client.read(keys, slots(2, 3)).pages == 2
     assert [content(pool, 2), content(pool, 3)] == [content(pool, 0), content(pool, 1)]
 
 
 def master_restarts(master: Master) -> None:
     """While pages are written and read: hits are lost, nothing is wrong, and it goes on."""
     pool = host_pool("mha", "page_first_direct")
-    guard = guarded(backend(pool, master.extra_config, "restarts"))
+    client = client_of(backend(pool, master.extra_config, "restarts"))
     turns, wrong, stop = [0, 0], [], threading.Event()
 
     def use(first: int) -> None:
@@ -126,8 +126,8 @@ def master_restarts(master: Master) -> None:
             key = f"{first * 1_000_000 + turn:064x}"
             pool.kv_buffer[:, first] = turn % 1000
             before = content(pool, first)
-            written = guard.write([key], slots(first))
-            if written.busy is None and guard.read([key], slots(first + 1)).pages:
+            written = client.write([key], slots(first))
+            if written.overdue is None and client.read([key], slots(first + 1)).pages:
                 turns[first // 2] += 1
                 if content(pool, first + 1) != before:
                     wrong.append(key)
@@ -139,8 +139,8 @@ def master_restarts(master: Master) -> None:
         until(lambda: min(turns) > 5, "in use")
         master.kill()
         # Calls fail at once, and hang while Mooncake's client tries to connect again.
-        until(lambda: guard.faults[Fault.ERROR] > 5 or not guard.up, "noticed")
-        assert guard.query(hashes(2)).fault is not None
+        until(lambda: client.faults[Fault.ERROR] > 5 or not client.up, "noticed")
+        assert client.query(hashes(2)).fault is not None
         master.start()
         before = list(turns)
         until(lambda: min(now - was for now, was in zip(turns, before, strict=True)) > 5, "again")
@@ -164,20 +164,20 @@ def holder_hangs(master: Master) -> None:
         pool = host_pool("mha", "page_first_direct")
         expected = content(pool, 1)
         fill(pool, seed=8)
-        guard = guarded(backend(pool, master.extra_config, "held"))
+        client = client_of(backend(pool, master.extra_config, "held"))
         keys = hashes(2)
-        assert guard.query(keys).pages == 2
+        assert client.query(keys).pages == 2
         freeze(other)
-        outcome = guard.read(keys, slots(2, 3))
-        assert outcome.fault is Fault.DEADLINE and outcome.busy is not None
+        outcome = client.read(keys, slots(2, 3))
+        assert outcome.fault is Fault.DEADLINE and outcome.overdue is not None
         before = content(pool, 2)
         other.send_signal(signal.SIGCONT)
-        outcome.busy.returned.result(30)
+        outcome.overdue.returned.result(30)
         assert content(pool, 2) == expected != before, "this is why the pages stay out of use"
-        until(lambda: guard.query(keys).fault is None, "up again")
+        until(lambda: client.query(keys).fault is None, "up again")
         other.kill()
         other.wait(10)
-        outcome = guard.read(keys, slots(4, 5))
+        outcome = client.read(keys, slots(4, 5))
         assert outcome.pages == 0
     finally:
         other.kill()

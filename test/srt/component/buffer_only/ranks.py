@@ -58,7 +58,7 @@ class Ranks:
             future.result()
 
     def live(self, steps: int = 1) -> None:
-        """Steps after the lanes of all ranks have done their work."""
+        """Steps after the threads of all ranks have done their work."""
         for _ in range(steps):
             for cache in self.caches:
                 cache.work()
@@ -81,13 +81,13 @@ def shape(cache: Cache) -> Any:
          node.stored, node.launched, node.lock_ref, node.host_ref_counter)
         for node in nodes(cache.tree)
     )  # fmt: skip
-    reads = cache.buffer.reads
-    states = [(read.rid, read.state.name, read.begin, len(read.keys)) for read in reads.live]
+    reads = cache.buffer.prefetches
+    states = [(read.rid, read.state.name, read.begin, len(read.keys)) for read in reads.running]
     return (
         tree,
         states,
         [read.rid for read in reads.waiting],
-        [len(op.keys) for op in cache.buffer.writes.ops],
+        [len(op.keys) for op in cache.buffer.backups.running],
         cache.stage.used(),
         cache.allocator.available_size(),
         cache.buffer.busy,

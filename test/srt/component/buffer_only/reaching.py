@@ -1,23 +1,25 @@
-"""Brings a read into a state, and no further."""
+"""Brings a prefetch into a state, and no further."""
 
 from __future__ import annotations
 
 from component.buffer_only.cache import Cache, Later
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import LOADS, Direction
+from sglang.srt.mem_cache.buffer_only.stage import MAX_LOAD_BACKS, Direction
 
 
 def reach(cache: Cache, state: State, rid: str = "r") -> None:
-    """Steps, with as little work as it takes, until the read is in ``state``.
+    """Steps, with as little work as it takes, until the prefetch is in ``state``.
 
     What holds it in a state that is usually over in a step goes when it is there.
     """
-    if state is State.PARKED:
-        cache.hogs.append(cache.stage.lease(Direction.READ, cache.stage.room(Direction.READ)))
+    if state is State.FOUND:
+        cache.hogs.append(
+            cache.stage.allocate(Direction.PREFETCH, cache.stage.capacity(Direction.PREFETCH))
+        )
     if state is State.STAGED:
         cache.slow = True
-        for _ in range(LOADS):
-            cache.buffer.reads.loads._copies.add(Later(cache, lambda: None), ())
+        for _ in range(MAX_LOAD_BACKS):
+            cache.buffer.prefetches.load_backs._copies.add(Later(cache, lambda: None), ())
     for _ in range(20):
         if cache.state(rid) is state:
             for hog in cache.hogs:

@@ -23,13 +23,15 @@ def test_staging_pages_are_free_when_the_store_has_answered():
     cache = Cache()
     cache.compute(prompt(1, 3))
     cache.step()
-    assert cache.stage.used(Direction.WRITE) == 3  # copied, and handed to the lane in the next step
+    assert (
+        cache.stage.used(Direction.BACKUP) == 3
+    )  # copied, and handed to the thread in the next step
     cache.step(work=False)
-    assert cache.stage.used(Direction.WRITE) == 3
+    assert cache.stage.used(Direction.BACKUP) == 3
     cache.step(work=False)
-    assert cache.stage.used(Direction.WRITE) == 3, "the lane has not written yet"
+    assert cache.stage.used(Direction.BACKUP) == 3, "the thread has not written yet"
     cache.work()
-    assert cache.stage.used(Direction.WRITE) == 3, "freed off the scheduler thread"
+    assert cache.stage.used(Direction.BACKUP) == 3, "freed off the scheduler thread"
     cache.step(work=False)
     assert cache.stage.used() == 0 and not cache.store.disturbed
     check_idle(cache)
@@ -73,7 +75,7 @@ def test_many_nodes_take_one_copy():
     for number in range(10):
         cache.compute(prompt(number, 2))
     cache.step()
-    assert launches == 1 and len(cache.buffer.writes.intents) == 0
+    assert launches == 1 and len(cache.buffer.backups.queue) == 0
     cache.settle()
     assert len(cache.store.content) == 20
 
@@ -84,11 +86,11 @@ def test_the_same_node_is_queued_once():
     tokens = prompt(1, 2)
     for _ in range(50):
         cache.compute(tokens)
-    assert len(cache.buffer.writes.intents) == 1
+    assert len(cache.buffer.backups.queue) == 1
     cache.step()
     for _ in range(50):
         cache.compute(tokens)
-    assert len(cache.buffer.writes.intents) == 0
+    assert len(cache.buffer.backups.queue) == 0
     cache.settle()
     sets = [keys for method, keys in cache.store.calls if method == "batch_set_v1"]
     assert len(sets) == 1
@@ -101,7 +103,7 @@ def test_the_queue_is_bounded_and_says_what_it_dropped():
     for number in range(40):
         cache.compute(prompt(number, 4))
         check(cache)
-    intents = cache.buffer.writes.intents
+    intents = cache.buffer.backups.queue
     assert intents.tokens <= 2 * 12 * PAGE
     assert intents.dropped[EVICTED] > 0, "what was evicted meanwhile is no longer queued"
     assert cache.compute(gate) == 0
@@ -112,7 +114,7 @@ def test_the_queue_is_bounded_and_says_what_it_dropped():
 def test_the_bound_itself():
     """Nothing evicts, so that the bound is what drops; twice the device pool, in tokens."""
     cache = Cache()
-    intents = cache.buffer.writes.intents
+    intents = cache.buffer.backups.queue
     assert intents.max_tokens == 2 * cache.device.size
     intents.max_tokens = 3 * PAGE
     cache.compute(prompt(1, 3))
@@ -155,7 +157,7 @@ def test_a_failed_parent_cancels_what_waits_below_it():
     cache.step()
     cache.compute(prompt(2, 8, base=base))
     cache.settle()
-    assert cache.buffer.writes.intents.dropped[UNCOVERED] > 0
+    assert cache.buffer.backups.queue.dropped[UNCOVERED] > 0
     assert not any(node.storage_backed for node in nodes(cache.tree) if len(node.key) > PAGE)
     check_idle(cache)
     cache.compute(prompt(2, 8, base=base))
@@ -206,7 +208,7 @@ def test_one_half_of_a_split_node_is_evicted_while_queued():
     cache.match(prompt(1, 5)[: 2 * PAGE])
     assert cache.evict(1) == 3 * PAGE
     check(cache)
-    assert cache.buffer.writes.intents.dropped[EVICTED] == 3 * PAGE
+    assert cache.buffer.backups.queue.dropped[EVICTED] == 3 * PAGE
     cache.settle()
     assert len(cache.store.content) == 2
     check_idle(cache)

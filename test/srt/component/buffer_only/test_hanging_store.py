@@ -42,15 +42,15 @@ def test_a_read_that_hangs(cache: Cache):
     gate = cache.store.hang("batch_get_v1")
     assert cache.serve("r", PROMPT) == 0
     assert gate.entered.is_set()
-    (read,) = cache.buffer.reads.live
-    assert read.state is State.LINGERING and read.rid == "r"
-    kept = set(read.lease.pages)
+    (read,) = cache.buffer.prefetches.running
+    assert read.state is State.OVERDUE and read.rid == "r"
+    kept = set(read.staging.pages)
     for number in range(10, 16):
         cache.compute(prompt(number, 3))
         cache.step()
         check(cache)
-        assert not any(kept & set(op.lease.pages) for op in cache.buffer.writes.ops)
-    assert cache.stage.used(Direction.READ) == 4
+        assert not any(kept & set(op.staging.pages) for op in cache.buffer.backups.running)
+    assert cache.stage.used(Direction.PREFETCH) == 4
     let_go(cache)
     assert set(cache.store.written) <= kept
     check_idle(cache)
@@ -62,8 +62,8 @@ def test_a_write_that_hangs(cache: Cache):
     cache.compute(prompt(2, 3))
     for _ in range(4):
         cache.step()
-    (op,) = cache.buffer.writes.ops
-    assert op.lingering and cache.stage.used(Direction.WRITE) == 3
+    (op,) = cache.buffer.backups.running
+    assert op.overdue and cache.stage.used(Direction.BACKUP) == 3
     (node,) = nodes(cache.tree)
     assert node.stored == node.launched == 0
     assert cache.serve("r", PROMPT[: 2 * PAGE]) == 0, "the store is down, and not asked"
@@ -84,7 +84,7 @@ def test_the_server_counts_as_idle_without_a_store_that_hangs(cache: Cache):
         cache.step()
     assert not cache.buffer.busy
     cache.flush()
-    assert cache.stage.used(Direction.READ) == 4
+    assert cache.stage.used(Direction.PREFETCH) == 4
     let_go(cache)
     check_idle(cache)
 
@@ -95,9 +95,9 @@ def test_a_read_that_hangs_half_way():
     cache.store.hang("batch_get_v1", call=2)
     assert cache.serve("r", PROMPT) == 2 * PAGE
     cache.step()
-    (rest,) = cache.buffer.reads.live
-    kept = set(rest.lease.pages)
-    assert rest.state is State.LINGERING and len(kept) == 2 == cache.stage.used(Direction.READ)
+    (rest,) = cache.buffer.prefetches.running
+    kept = set(rest.staging.pages)
+    assert rest.state is State.OVERDUE and len(kept) == 2 == cache.stage.used(Direction.PREFETCH)
     check(cache)
     cache.store.written.clear()
     let_go(cache)
@@ -113,7 +113,7 @@ def test_a_write_that_hangs_half_way():
     for _ in range(4):
         cache.step()
     (node,) = nodes(cache.tree)
-    assert node.stored == 2 * PAGE and cache.stage.used(Direction.WRITE) == 4
+    assert node.stored == 2 * PAGE and cache.stage.used(Direction.BACKUP) == 4
     let_go(cache)
     assert not cache.store.disturbed
     check_idle(cache)
@@ -135,8 +135,8 @@ def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
     prompts = [prompt(number, 9) for number in range(1, 5)]
     cache = stored(prompts, tokens=80 * PAGE)
     hang_for_reads(cache, *prompts[:2])
-    kept = cache.stage.used(Direction.READ)
-    assert kept == cache.stage.shares[Direction.READ].ceiling == cache.stage.stranded
+    kept = cache.stage.used(Direction.PREFETCH)
+    assert kept == cache.stage.shares[Direction.PREFETCH].ceiling == cache.stage.stranded
     assert "12 staging pages" not in caplog.text and "12 of 16" in caplog.text
     before = cache.now
     for number, tokens in enumerate([*prompts[2:], prompts[0]]):
@@ -171,10 +171,10 @@ def test_a_read_that_waits_for_one_that_hangs():
     cache.store.hang("batch_get_v1")
     cache.step()
     cache.step()
-    assert cache.state("second") is State.FETCHING and cache.state("third") is State.PARKED
+    assert cache.state("second") is State.FETCHING and cache.state("third") is State.FOUND
     for _ in range(3):
         cache.step()
-    assert cache.read("third") is None
+    assert cache.prefetch("third") is None
     assert cache.tree.check_prefetch_progress("third")
     let_go(cache)
     check_idle(cache)
@@ -190,11 +190,11 @@ def test_writes_that_hang_for_ever():
         for _ in range(4):
             cache.step()
         cache.revive()
-    kept = cache.stage.used(Direction.WRITE)
-    assert kept == cache.stage.shares[Direction.WRITE].ceiling == cache.stage.stranded
+    kept = cache.stage.used(Direction.BACKUP)
+    assert kept == cache.stage.shares[Direction.BACKUP].ceiling == cache.stage.stranded
     cache.compute(prompt(7, 5))
     cache.step()
-    assert cache.buffer.writes.intents.dropped[STUCK] == 5 * PAGE and not cache.buffer.busy
+    assert cache.buffer.backups.queue.dropped[STUCK] == 5 * PAGE and not cache.buffer.busy
     assert cache.evict(1000) == 13 * PAGE, "and it keeps nothing from eviction"
     check(cache)
     cache.let_go()
@@ -222,7 +222,7 @@ def test_a_store_that_hangs_on_one_rank(method: str):
     else:
         ranks.each(lambda cache: cache.compute(prompt(2, 4)))
     ranks.live(6)
-    assert gate.waiting and second.guard.under_way == 0
+    assert gate.waiting and second.client.under_way == 0
     assert ranks.each(lambda cache: cache.stage.stranded) == 4
     assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
     assert not any(node.stored for node in nodes(second.tree)), "durable on one rank is not durable"
@@ -247,6 +247,6 @@ def test_a_query_that_hangs(cache: Cache):
     """It holds no pages, so that nothing is left of it when the deadline is over."""
     cache.store.hang("batch_exists")
     assert cache.serve("r", PROMPT) == 0
-    assert not cache.buffer.reads.live
+    assert not cache.buffer.prefetches.running
     let_go(cache)
     check_idle(cache)

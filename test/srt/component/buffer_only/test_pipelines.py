@@ -103,15 +103,15 @@ def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], ful
 def test_a_long_prompt_in_chunks_is_presented_once():
     """Presented with all its ancestors after every chunk, a prompt of n chunks would cost n * n."""
     cache = Cache(tokens=200 * PAGE)
-    wanted = []
-    want = cache.buffer.writes.want
-    cache.buffer.writes.want = lambda node: wanted.append(node) or want(node)
+    requested = []
+    request = cache.buffer.backups.request
+    cache.buffer.backups.request = lambda node: requested.append(node) or request(node)
     tokens = prompt(1, 100)
     for chunk in range(1, 100):
         cache.compute(tokens[: chunk * PAGE], chunked=True)
-    assert not wanted
+    assert not requested
     cache.compute(tokens)
-    assert len(wanted) <= 100
+    assert len(requested) <= 100
     cache.settle()
     assert len(cache.store.content) == 100
 
@@ -163,7 +163,7 @@ def test_copies_wait_for_the_forward_pass(overlap: bool):
 def test_the_schedulers_forward_stream_is_the_one_that_is_waited_for():
     """It is made after the cache."""
     cache = Cache()
-    copier = cache.tree._parts(16).copier
+    copier = cache.tree._build_context(16).copier
     assert copier._forward_stream() is None
     cache.tree.forward_stream = "made later"
     assert copier._forward_stream() == "made later"

@@ -22,7 +22,7 @@ def filled(stored: int = 9, **changes: Any) -> Cache:
     cache.settle()
     cache.flush()
     cache.store.calls.clear()
-    cache.buffer.parts.tally.clear()
+    cache.buffer.context.counters.clear()
     return cache
 
 
@@ -31,7 +31,7 @@ def test_states_and_what_they_hold():
     as soon as the copy to the device has ended, admitted or not."""
     cache = filled()
     cache.want("r", PROMPT)
-    read = cache.read("r")
+    read = cache.prefetch("r")
     assert read.state is State.WAITING and read.pin is None
     for state, pinned, pages in [
         (State.QUERYING, True, 0),
@@ -56,7 +56,7 @@ def test_allocated_by_the_hit_and_not_by_the_request():
     long = [*PROMPT[: 3 * PAGE], *prompt(7, 100)]
     cache.want("r", long)
     reach(cache, State.FETCHING)
-    assert cache.stage.used(Direction.READ) == 3
+    assert cache.stage.used(Direction.PREFETCH) == 3
     cache.settle_until_ready("r")
     assert cache.held_tokens(long) == 3 * PAGE
     check(cache)
@@ -118,7 +118,7 @@ def test_abort_in_every_state(state: State, late: bool):
     if late:
         cache.work()
     cache.tree.release_aborted_request("r")
-    assert cache.read("r") is None and cache.tree.pop_prefetch_loaded_tokens("r") == 0
+    assert cache.prefetch("r") is None and cache.tree.pop_prefetch_loaded_tokens("r") == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
     check(cache)
     cache.settle()
@@ -152,7 +152,7 @@ def test_flush_in_every_state(state: State):
     cache.step(work=False)
     cache.flush()
     check(cache)
-    assert nodes(cache.tree) == [] and cache.read("r") is None
+    assert nodes(cache.tree) == [] and cache.prefetch("r") is None
     cache.compute(prompt(9, 3))
     cache.settle()
     check_idle(cache)
@@ -188,7 +188,7 @@ def test_only_leading_pages_count(lost: int, how: str):
     cache = filled(pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
-    key = cache.read("r").keys[lost]
+    key = cache.prefetch("r").keys[lost]
     if how == "drop":
         cache.store.drop(key)
     elif how == "shorten":
@@ -197,7 +197,7 @@ def test_only_leading_pages_count(lost: int, how: str):
         cache.store.answer("batch_get_v1", lambda r: [at != lost for at in range(len(r))])
     cache.settle_until_ready("r")
     assert cache.held_tokens(PROMPT) == lost * PAGE
-    assert cache.buffer.parts.tally["prefetch_unfulfilled_tokens"] == (8 - lost) * PAGE
+    assert cache.buffer.context.counters["prefetch_unfulfilled_tokens"] == (8 - lost) * PAGE
     check(cache)
     cache.compute(PROMPT)
     cache.settle()
@@ -206,7 +206,7 @@ def test_only_leading_pages_count(lost: int, how: str):
 
 
 @pytest.mark.parametrize(
-    "state", [State.QUERYING, State.PARKED, State.FETCHING, State.STAGED, State.DONE]
+    "state", [State.QUERYING, State.FOUND, State.FETCHING, State.STAGED, State.DONE]
 )
 def test_the_anchor_survives_eviction_and_splits(state: State):
     """Unpinned, it would be evicted, or its half be taken for the whole, while the store works."""
@@ -215,7 +215,7 @@ def test_the_anchor_survives_eviction_and_splits(state: State):
     cache.settle()
     cache.want("r", PROMPT)
     reach(cache, state)
-    anchor = cache.read("r").pin.node
+    anchor = cache.prefetch("r").pin.node
     assert cache.evict(10_000) == 0
     cache.match(PROMPT[: 2 * PAGE])
     assert anchor.parent.parent is not None, "it was split"
@@ -234,10 +234,10 @@ def test_pages_on_their_way_to_the_device_are_kept():
     reach(cache, State.FETCHING)
     cache.slow = True
     cache.step()
-    (load,) = cache.buffer.reads.loads.under_way
+    (load,) = cache.buffer.prefetches.load_backs.under_way
     cache.tree.release_aborted_request("r")
-    assert cache.evict(10_000) == 0 and cache.stage.used(Direction.READ) == 8
-    assert load.lease.live and load.node.lock_ref == 1
+    assert cache.evict(10_000) == 0 and cache.stage.used(Direction.PREFETCH) == 8
+    assert load.staging.live and load.node.lock_ref == 1
     for _ in range(3):
         cache.step()
     check(cache)
@@ -273,7 +273,7 @@ def test_no_device_memory():
     taken = cache.allocator.alloc(cache.allocator.available_size())
     cache.step()
     assert cache.tree.check_prefetch_progress("r") and cache.stage.used() == 0
-    assert cache.buffer.parts.tally["prefetch_unfulfilled_tokens"] == 8 * PAGE
+    assert cache.buffer.context.counters["prefetch_unfulfilled_tokens"] == 8 * PAGE
     cache.allocator.free(taken)
     cache.settle()
     check_idle(cache)
@@ -281,7 +281,7 @@ def test_no_device_memory():
 
 def test_a_request_waits_for_a_silent_store_only_so_long():
     """And the staging pages stay with the store until it answers."""
-    cache = filled(settings={"read_ms": 1000})
+    cache = filled(settings={"prefetch_timeout_ms": 1000})
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
     assert not cache.tree.check_prefetch_progress("r")
@@ -291,7 +291,7 @@ def test_a_request_waits_for_a_silent_store_only_so_long():
     cache.now += 0.2
     cache.step(work=False)
     assert cache.tree.check_prefetch_progress("r") and cache.stage.used() == 6
-    assert cache.buffer.parts.tally["prefetch_timeouts"] == 1
+    assert cache.buffer.context.counters["prefetch_timeouts"] == 1
     cache.settle()
     check_idle(cache)
 
@@ -308,9 +308,9 @@ def test_time_runs_out_in_every_state(state: State):
     cache.slow = True  # a copy that runs keeps its own lock, and no other
     cache.now += 10.1
     cache.step(work=False)
-    assert cache.read("r") is None and cache.tree.check_prefetch_progress("r")
+    assert cache.prefetch("r") is None and cache.tree.check_prefetch_progress("r")
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
-    assert not any(read.pin for read in cache.buffer.reads.live)
+    assert not any(read.pin for read in cache.buffer.prefetches.running)
     cache.slow = False
     cache.settle()
     check_idle(cache)
@@ -347,15 +347,15 @@ def test_the_policy_best_effort_never_waits():
 
 def test_nobody_waits_for_ever_for_the_stage():
     """A stage that somebody else keeps full: a request waits its time and then computes."""
-    cache = filled(settings={"read_ms": 1000})
-    hog = cache.stage.lease(Direction.READ, cache.stage.room(Direction.READ))
+    cache = filled(settings={"prefetch_timeout_ms": 1000})
+    hog = cache.stage.allocate(Direction.PREFETCH, cache.stage.capacity(Direction.PREFETCH))
     cache.hogs.append(hog)
     cache.want("r", PROMPT)
     for _ in range(3):
         cache.step()
-    assert cache.state("r") is State.PARKED
+    assert cache.state("r") is State.FOUND
     cache.tree.check_prefetch_progress("r")
-    assert cache.buffer.parts.tally["prefetch_deferred_tokens"] == 8 * PAGE
+    assert cache.buffer.context.counters["prefetch_deferred_tokens"] == 8 * PAGE
     cache.now += 1.1
     cache.step()
     assert cache.tree.check_prefetch_progress("r")
@@ -368,7 +368,7 @@ def test_nobody_waits_for_ever_for_the_stage():
 def test_pins_are_capped_and_go_after_a_while():
     """Prefetched prefixes of requests that are not admitted must leave the device to those that
     are: half of it, and not for ever."""
-    cache = Cache(pages=64, tokens=40 * PAGE, settings={"claim_ms": 1000})
+    cache = Cache(pages=64, tokens=40 * PAGE, settings={"hold_ms": 1000})
     prompts = [prompt(number, 9) for number in range(6)]
     for tokens in prompts:
         cache.compute(tokens)
@@ -380,7 +380,7 @@ def test_pins_are_capped_and_go_after_a_while():
         cache.step()
         check(cache)  # asserts the cap
     states = [cache.state(f"r{number}") for number in range(6)]
-    assert states == [State.DONE] * 2 + [State.PARKED] * 4
+    assert states == [State.DONE] * 2 + [State.FOUND] * 4
     assert cache.tree.protected_size() == 2 * 8 * PAGE
     cache.now += 1.1
     for _ in range(30):
@@ -412,16 +412,16 @@ def test_reads_and_writes_do_not_starve_each_other():
         cache.compute(prompt(number, 5))
     cache.step(work=False)
     write, read = (cache.stage.shares[way] for way in Direction)
-    assert cache.stage.used(Direction.WRITE) == write.ceiling
+    assert cache.stage.used(Direction.BACKUP) == write.ceiling
     cache.want("r", PROMPT)
     for _ in range(6):
-        cache.lanes["query"].run()
+        cache.threads["query"].run()
         cache.step(work=False)
-    assert cache.stage.used(Direction.READ) >= 1
-    cache.lanes["query"].run(), cache.lanes["fetch"].run()
+    assert cache.stage.used(Direction.PREFETCH) >= 1
+    cache.threads["query"].run(), cache.threads["fetch"].run()
     for _ in range(20):
         cache.step(work=False)
-        cache.lanes["fetch"].run()
+        cache.threads["fetch"].run()
     assert cache.held_tokens(PROMPT) == 8 * PAGE, "reads went on while no write ended"
     cache.tree.release_aborted_request("r")
     cache.settle()

@@ -51,7 +51,7 @@ def test_a_page_that_only_one_rank_could_write(ranks: Ranks, rank: int, good: in
 def test_of_a_latent_model_only_the_writer_knows(ranks: Ranks, good: int):
     """The ranks that write nothing would call everything stored."""
     first, second = ranks.caches
-    second.buffer.parts.writes_elsewhere = True
+    second.buffer.context.skip_backup = True
     second.store.calls.clear()
     first.store.answer("batch_set_v1", lambda r: [at < good for at in range(len(r))])
     ranks.each(lambda cache: cache.compute(prompt(2, 3)))

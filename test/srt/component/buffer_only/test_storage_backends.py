@@ -21,7 +21,7 @@ from component.buffer_only.host_pools import (
     slots,
 )
 from sglang.srt.mem_cache.buffer_only import page_parts
-from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreGuard
+from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient
 
 BACKENDS = ("file", "hf3fs", "eic", "mooncake")
 COMBINATIONS = [
@@ -184,12 +184,12 @@ def test_a_page_without_its_index_is_not_there() -> None:
 def test_short_values_are_misses_and_counted() -> None:
     """Guards against the positive byte count of a value that is shorter than the page."""
     client, pool = backends.MooncakeClient(), host_pool("mha", "page_first_direct")
-    guard = StoreGuard(backends.mooncake(pool, client), "mooncake")
+    store_client = StoreClient(backends.mooncake(pool, client), "mooncake")
     keys = hashes(3)
-    assert guard.write(keys, slots(0, 1, 2)).pages == 3
+    assert store_client.write(keys, slots(0, 1, 2)).pages == 3
     client.content[f"{keys[1]}_0_v"] = client.content[f"{keys[1]}_0_v"][:-1]
-    assert guard.read(keys, slots(3, 4, 5)).pages == 1
-    assert guard.faults == {Fault.SHORT: 1, Fault.MISSING: 1, Fault.HOLE: 1}
+    assert store_client.read(keys, slots(3, 4, 5)).pages == 1
+    assert store_client.faults == {Fault.SHORT: 1, Fault.MISSING: 1, Fault.HOLE: 1}
 
 
 def test_mooncake_without_a_master_is_no_miss() -> None:

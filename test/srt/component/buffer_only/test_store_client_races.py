@@ -1,4 +1,4 @@
-"""Calls that hang, are given up and return late, in every order, on one guard."""
+"""Calls that hang, are given up and return late, in every order, on one client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from component.buffer_only.host_pools import content, host_pool, slots
 from component.buffer_only.scripted_store import ScriptedStore, until
-from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient, StoreClientSettings
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -22,7 +22,7 @@ def test_no_page_is_handed_out_while_a_call_may_use_it(seed: int) -> None:
 
 
 class _Stampede:
-    """Threads that write and read pages through one guard, with calls that hang now and then."""
+    """Threads that write and read pages through one client, with calls that hang now and then."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -33,8 +33,10 @@ class _Stampede:
         self.truth: dict[str, bytes] = {}
         self.problems: list[str] = []
         self.late = 0
-        settings = GuardSettings(deadline=0.002, max_calls=16, first_retry=0.0, longest_retry=0.0)
-        self.guard = StoreGuard(self.store, "stampede", settings)
+        settings = StoreClientSettings(
+            deadline=0.002, max_calls=16, first_retry=0.0, longest_retry=0.0
+        )
+        self.client = StoreClient(self.store, "stampede", settings)
 
     def run(self) -> None:
         threads = [threading.Thread(target=self._live, args=(n,)) for n in range(3)]
@@ -44,7 +46,7 @@ class _Stampede:
             thread.join(60)
             assert not thread.is_alive()
         self.store.open_all()
-        until(lambda: self.guard.under_way == 0)
+        until(lambda: self.client.under_way == 0)
         until(lambda: sorted(self.free) == [0, 1, 2, 3, 4, 5])
         assert self.problems == [] and self.store.disturbed == []
         assert self.late > 0, "no call was given up: the test shows nothing"
@@ -67,20 +69,22 @@ class _Stampede:
                 if method == "batch_set_v1" or known is None
                 else self._read(known, page)
             )
-            if outcome.busy is None:
+            if outcome.overdue is None:
                 self._give_back(page)
             else:
                 self.late += 1
-                outcome.busy.returned.add_done_callback(lambda _, page=page: self._give_back(page))
+                outcome.overdue.returned.add_done_callback(
+                    lambda _, page=page: self._give_back(page)
+                )
 
     def _write(self, key: str, page: int) -> Any:
         self.store.page.scatter(page, self.store.page.gather(page).random_(0, 256))
         with self.lock:
             self.truth[key] = content(self.pool, page)
-        return self.guard.write([key], slots(page))
+        return self.client.write([key], slots(page))
 
     def _read(self, key: str, page: int) -> Any:
-        outcome = self.guard.read([key], slots(page))
+        outcome = self.client.read([key], slots(page))
         if outcome.pages and content(self.pool, page) != self.truth[key]:
             self.problems.append(f"page {page} does not hold {key}")
         return outcome

@@ -15,9 +15,9 @@ from component.buffer_only.checks import check_idle, nodes
 from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
-from sglang.srt.mem_cache.buffer_only.page_store import Lane
+from sglang.srt.mem_cache.buffer_only.page_store import IOThread
 from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
-from sglang.srt.mem_cache.buffer_only.store_client import GuardSettings, StoreGuard
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient, StoreClientSettings
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 
@@ -133,7 +133,7 @@ def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: s
 def test_a_wait_of_the_servers_own(monkeypatch: pytest.MonkeyPatch):
     """The variable is in seconds."""
     monkeypatch.setenv("SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "2.5")
-    assert Cache().buffer.parts.settings.read_ms == 2500
+    assert Cache().buffer.context.settings.prefetch_timeout_ms == 2500
 
 
 def test_the_store_cannot_be_changed_while_the_server_runs():
@@ -170,8 +170,8 @@ def test_a_store_in_a_call_is_not_closed():
 
 
 def test_with_threads():
-    """The lanes that servers have; only the order of things is open."""
-    cache = Cache(lanes=Lane)
+    """The threads that servers have; only the order of things is open."""
+    cache = Cache(threads=IOThread)
     tokens = prompt(1, 6)
     cache.compute(tokens)
     wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
@@ -205,7 +205,7 @@ def test_a_backend_with_the_older_calls(lost: int | None):
     store = Flat()
     cache = Cache(store)
     flat = FlatStore(store, cache.tree.token_to_kv_pool_host)
-    cache.buffer.parts.store.guard = StoreGuard(flat, "flat", GuardSettings())
+    cache.buffer.context.store.client = StoreClient(flat, "flat", StoreClientSettings())
     tokens = prompt(1, 5)
     cache.compute(tokens)
     cache.settle()
@@ -262,7 +262,7 @@ def test_ranks_that_hold_the_same_kv_write_once():
     """Of a latent-attention model one rank writes for all; the others keep the same books, and take
     its word for what is stored."""
     cache = Cache()
-    cache.buffer.parts.writes_elsewhere = True
+    cache.buffer.context.skip_backup = True
     cache.compute(prompt(1, 3))
     cache.step()
     assert cache.stage.used() == 3

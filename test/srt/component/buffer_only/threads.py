@@ -1,4 +1,4 @@
-"""A lane that does its jobs when a test says so, on the test's thread."""
+"""A thread that does its jobs when a test says so, on the test's thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 from sglang.srt.mem_cache.buffer_only.page_store import Job
 
 
-class HandLane:
-    """Like ``Lane``, but nothing happens before ``run``."""
+class ManualThread:
+    """Like ``IOThread``, but nothing happens before ``run``."""
 
     def __init__(self, name: str) -> None:
         self.name = name

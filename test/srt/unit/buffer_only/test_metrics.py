@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from prometheus_client import REGISTRY
 
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.backup import IntentQueue
+from sglang.srt.mem_cache.buffer_only.backup import BackupQueue
 from sglang.srt.mem_cache.buffer_only.settings import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
@@ -25,24 +25,24 @@ def value(name: str, **more: str) -> float | None:
 def test_gauges_and_counters():
     """Gauges are what is there now; counters grow by what has happened since the last update."""
     stage = Stage(16, *shares(16))
-    intents = IntentQueue(10)
-    tally: Counter[str] = Counter()
-    guard = SimpleNamespace(up=True, under_way=2, overdue=1, faults=Counter())
-    store = SimpleNamespace(guard=guard)
+    queue = BackupQueue(10)
+    counters: Counter[str] = Counter()
+    client = SimpleNamespace(up=True, under_way=2, overdue=1, faults=Counter())
+    store = SimpleNamespace(client=client)
     buffer = SimpleNamespace(
-        parts=SimpleNamespace(stage=stage, tally=tally, store=store),
-        writes=SimpleNamespace(intents=intents),
+        context=SimpleNamespace(stage=stage, counters=counters, store=store),
+        backups=SimpleNamespace(queue=queue),
     )
     now = 0.0
     mine = metrics.BufferMetrics(clock=lambda: now)
     mine.update(buffer)  # where nobody scrapes, nothing happens
     mine.bind(LABELS)
-    lease = stage.lease(Direction.WRITE, 3)
-    stage.lease(Direction.READ, 2)
+    lease = stage.allocate(Direction.BACKUP, 3)
+    stage.allocate(Direction.PREFETCH, 2)
     for node in chain(4, 6, 9):
-        intents.add(node)
-    tally["store_read_pages"] = 5
-    guard.faults[Fault.DEADLINE] += 1
+        queue.add(node)
+    counters["store_read_pages"] = 5
+    client.faults[Fault.DEADLINE] += 1
     mine.update(buffer)
     assert (value("pages"), value("write_pages"), value("read_pages")) == (16, 3, 2)
     assert (value("pending_intents"), value("pending_tokens")) == (2, 10)
@@ -52,8 +52,8 @@ def test_gauges_and_counters():
     assert value("store_faults_total", fault="deadline") == 1
     assert value("store_faults_total", fault="error") == 0, "there before the first fault"
     lease.release()
-    guard.up = False
-    tally["store_read_pages"] = 7
+    client.up = False
+    counters["store_read_pages"] = 7
     mine.update(buffer)
     assert value("write_pages") == 3, "at most once a second"
     now = 1.0

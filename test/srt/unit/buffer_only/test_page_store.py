@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.mem_cache.buffer_only.page_store import Job, Lane, store_keys
+from sglang.srt.mem_cache.buffer_only.page_store import IOThread, Job, store_keys
 
 HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(4)]
 
@@ -34,24 +34,24 @@ def test_keys_do_not_depend_on_who_asks():
     assert keys == store_keys(HASHES[:1], "salt") + store_keys(HASHES[1:], "salt")
 
 
-def ended(lane: Lane) -> None:
-    """Wait for all jobs of a lane."""
+def ended(thread: IOThread) -> None:
+    """Wait for all jobs of a thread."""
     last = threading.Event()
-    lane.submit(lambda job: last.set() or 0)
+    thread.submit(lambda job: last.set() or 0)
     assert last.wait(10)
 
 
-def test_an_exception_ends_the_job_and_not_the_lane():
+def test_an_exception_ends_the_job_and_not_the_thread():
     """Or nothing would ever be written or read again, and no staging page come back."""
-    lane = Lane("test")
+    thread = IOThread("test")
 
     def fail(job: Job) -> int:
         raise KeyError("unexpected")
 
-    jobs = [lane.submit(fail), lane.submit(lambda job: 3)]
-    ended(lane)
+    jobs = [thread.submit(fail), thread.submit(lambda job: 3)]
+    ended(thread)
     assert [job.pages for job in jobs] == [0, 3] and jobs[0].fault and not jobs[1].fault
-    assert lane.close(10)
+    assert thread.close(10)
 
 
 def test_quiet_is_more_than_ended():
@@ -59,12 +59,12 @@ def test_quiet_is_more_than_ended():
     call: Future[None] = Future()
 
     def give_up(job: Job) -> int:
-        job.given_up.append(call)
+        job.overdue_calls.append(call)
         return 1
 
     job = Job(give_up)
-    assert not job.quiet
+    assert not job.drained
     job.run()
-    assert job.pages == 1 and not job.quiet
+    assert job.pages == 1 and not job.drained
     call.set_result(None)
-    assert job.quiet
+    assert job.drained

@@ -18,9 +18,9 @@ def stage(pages: int) -> Stage:
 def test_a_lease_ends_once():
     """Returned twice, a page would be lent to two transfers at the same time."""
     pages = stage(8)
-    first = pages.lease(Direction.READ, 4)
+    first = pages.allocate(Direction.PREFETCH, 4)
     first.release()
-    second = pages.lease(Direction.READ, 4)
+    second = pages.allocate(Direction.PREFETCH, 4)
     first.release()
     assert second.live and not first.live and pages.used() == 4 and pages.problems() == []
 
@@ -28,7 +28,7 @@ def test_a_lease_ends_once():
 def test_what_is_split_off_ends_by_itself():
     """The pages of a read that came and those that a given-up call may still write to."""
     pages = stage(16)
-    lease = pages.lease(Direction.READ, 6)
+    lease = pages.allocate(Direction.PREFETCH, 6)
     before = lease.pages
     rest = lease.split(2)
     assert (lease.pages, rest.pages) == (before[:2], before[2:])
@@ -42,47 +42,53 @@ def test_neither_direction_starves_the_other():
     """Whatever one has taken, the other still gets its floor."""
     for way, other in [tuple(Direction), tuple(Direction)[::-1]]:
         pages = stage(16)
-        while pages.room(way):
-            pages.lease(way, 1)
+        while pages.capacity(way):
+            pages.allocate(way, 1)
         assert pages.used(way) == pages.shares[way].ceiling
-        assert pages.room(other) >= pages.shares[other].floor
+        assert pages.capacity(other) >= pages.shares[other].floor
 
 
 def test_floors_and_ceilings_bind_each_by_itself():
     """Shares that do not add up to the stage: what is promised to the other direction is kept, and
     nobody gets more than its own part."""
-    assert Stage(10, Share(2, 5), Share(3, 10)).room(Direction.WRITE) == 5
+    assert Stage(10, Share(2, 5), Share(3, 10)).capacity(Direction.BACKUP) == 5
     pages = Stage(10, Share(2, 10), Share(3, 10))
-    assert pages.room(Direction.WRITE) == 7 and pages.room(Direction.READ) == 8
-    pages.lease(Direction.READ, 2)
-    assert pages.room(Direction.WRITE) == 7 and pages.room(Direction.READ) == 6
+    assert pages.capacity(Direction.BACKUP) == 7 and pages.capacity(Direction.PREFETCH) == 8
+    pages.allocate(Direction.PREFETCH, 2)
+    assert pages.capacity(Direction.BACKUP) == 7 and pages.capacity(Direction.PREFETCH) == 6
 
 
 def test_what_is_stranded_cannot_be_waited_for():
     """All other leases end some time; those of calls that were given up perhaps never."""
     pages = stage(16)  # writes: 4 to 8, reads: 8 to 12
-    hung, other = pages.lease(Direction.READ, 6), pages.lease(Direction.READ, 6)
-    assert pages.room(Direction.READ) == 0 and pages.reachable(Direction.READ) == 12
+    hung, other = pages.allocate(Direction.PREFETCH, 6), pages.allocate(Direction.PREFETCH, 6)
+    assert (
+        pages.capacity(Direction.PREFETCH) == 0
+        and pages.eventual_capacity(Direction.PREFETCH) == 12
+    )
     hung.stranded = True
-    assert pages.reachable(Direction.READ) == 6 and pages.stranded == 6
-    assert pages.reachable(Direction.WRITE) == 8
+    assert pages.eventual_capacity(Direction.PREFETCH) == 6 and pages.stranded == 6
+    assert pages.eventual_capacity(Direction.BACKUP) == 8
     other.stranded = True
-    assert pages.reachable(Direction.READ) == 0 and pages.reachable(Direction.WRITE) == 4
+    assert (
+        pages.eventual_capacity(Direction.PREFETCH) == 0
+        and pages.eventual_capacity(Direction.BACKUP) == 4
+    )
     for lease in (hung, other):
         lease.release()
-    assert pages.stranded == 0 and pages.reachable(Direction.READ) == 12
+    assert pages.stranded == 0 and pages.eventual_capacity(Direction.PREFETCH) == 12
 
 
 def test_refused():
     """An empty lease is a mistake of the caller; shares that do not fit promise too much."""
     pages = stage(8)
     with pytest.raises(ValueError, match="0 pages"):
-        pages.lease(Direction.WRITE, 0)
-    assert pages.lease(Direction.WRITE, 8) is None
+        pages.allocate(Direction.BACKUP, 0)
+    assert pages.allocate(Direction.BACKUP, 8) is None
     with pytest.raises(ValueError, match="do not fit"):
         Stage(4, Share(3, 4), Share(2, 4))
     with pytest.raises(ValueError, match="split off"):
-        pages.lease(Direction.READ, 2).split(2)
+        pages.allocate(Direction.PREFETCH, 2).split(2)
 
 
 @given(
@@ -97,7 +103,7 @@ def test_every_page_is_free_or_lent_once(pages: int, events: list) -> None:
         if release and leases:
             leases.pop(count % len(leases)).release()
         else:
-            room, lease = found.room(way), found.lease(way, count)
+            room, lease = found.capacity(way), found.allocate(way, count)
             assert (lease is not None) == (count <= room)
             leases += [lease] if lease else []
         assert found.used() == sum(len(lease.pages) for lease in leases)

@@ -80,6 +80,6 @@ def test_refused_writes_are_told_with_their_codes(
     assert one.put_values(list("abcd"), [view] * 4)[1] is False
     (line,) = caplog.messages
     assert "3 of 4" in line and "[-600, -200]" in line
-    clock.now += storage_kv.WORD_S
+    clock.now += storage_kv.LOG_EVERY_S
     one.put_values(list("ab"), [view] * 2)
     assert len(caplog.messages) == 2

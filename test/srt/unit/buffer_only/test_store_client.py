@@ -7,68 +7,72 @@ import threading
 
 import pytest
 
-from sglang.srt.mem_cache.buffer_only.store_client import CallThreads, GuardSettings, Health
+from sglang.srt.mem_cache.buffer_only.store_client import (
+    CallThreads,
+    CircuitBreaker,
+    StoreClientSettings,
+)
 
 
-def probes(health: Health, until: float) -> list[float]:
+def probes(breaker: CircuitBreaker, until: float) -> list[float]:
     """When a probe is due, with a look every half second."""
     times = [number / 2 for number in range(int(until * 2))]
-    return [now for now in times if health.claim_probe(now)]
+    return [now for now in times if breaker.try_probe(now)]
 
 
 def test_probes_come_at_growing_intervals() -> None:
     """Guards against a dead store that is asked over and over, and against one that is never asked
     again, also when no probe is ever answered."""
-    health = Health(1.0, 8.0)
-    assert probes(health, 5.0) == []
-    assert health.hung(10.0)
-    assert not health.up
-    assert probes(health, 60.0) == [11.0, 13.0, 17.0, 25.0, 33.0, 41.0, 49.0, 57.0]
+    breaker = CircuitBreaker(1.0, 8.0)
+    assert probes(breaker, 5.0) == []
+    assert breaker.timed_out(10.0)
+    assert not breaker.closed
+    assert probes(breaker, 60.0) == [11.0, 13.0, 17.0, 25.0, 33.0, 41.0, 49.0, 57.0]
 
 
 def test_an_answer_makes_it_up_again() -> None:
     """Guards against a store that stays down though it answers."""
-    health = Health(1.0, 8.0)
-    health.hung(0.0)
-    assert health.claim_probe(1.0)
-    health.answered()
-    assert health.up
-    assert not health.claim_probe(100.0)
+    breaker = CircuitBreaker(1.0, 8.0)
+    breaker.timed_out(0.0)
+    assert breaker.try_probe(1.0)
+    breaker.probe_ended(answered=True)
+    assert breaker.closed
+    assert not breaker.try_probe(100.0)
 
 
 def test_a_store_that_answers_probes_only_is_asked_less_and_less() -> None:
     """Guards against a deadline a second, for a store whose look-ups work and whose reads hang."""
-    health = Health(1.0, 8.0)
+    breaker = CircuitBreaker(1.0, 8.0)
     now, waits = 0.0, []
     for _ in range(5):
-        health.hung(now)
-        waits.append(health.retry_in)
-        now += health.retry_in
-        assert health.claim_probe(now)
-        health.answered()
+        breaker.timed_out(now)
+        waits.append(breaker.retry_in)
+        now += breaker.retry_in
+        assert breaker.try_probe(now)
+        breaker.probe_ended(answered=True)
     assert waits == [1.0, 4.0, 8.0, 8.0, 8.0]
 
 
 def test_a_call_that_works_ends_the_outage() -> None:
     """Guards against long waits for a store that hangs once a day."""
-    health = Health(1.0, 8.0)
+    breaker = CircuitBreaker(1.0, 8.0)
     for _ in range(4):
-        health.hung(0.0)
-        assert health.claim_probe(100.0)
-        health.answered()
-    health.worked()
-    health.hung(0.0)
-    assert health.retry_in == 1.0
+        breaker.timed_out(0.0)
+        assert breaker.try_probe(100.0)
+        breaker.probe_ended(answered=True)
+    breaker.succeeded()
+    breaker.timed_out(0.0)
+    assert breaker.retry_in == 1.0
 
 
 def test_calls_that_hang_together_are_one_outage() -> None:
     """Guards against an interval that grows with the number of threads, and a message for each."""
-    health = Health(1.0, 8.0)
-    assert health.hung(0.0)
-    assert not health.hung(0.5)
-    health.worked()  # a late answer of another call does not make it up
-    assert not health.up
-    assert health.retry_in == 1.0
+    breaker = CircuitBreaker(1.0, 8.0)
+    assert breaker.timed_out(0.0)
+    assert not breaker.timed_out(0.5)
+    breaker.succeeded()  # a late answer of another call does not make it up
+    assert not breaker.closed
+    assert breaker.retry_in == 1.0
 
 
 def test_a_thread_is_used_again() -> None:
@@ -140,7 +144,7 @@ def test_bounds_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HICACHE_STORE_MAX_CALLS", "3")
     monkeypatch.setenv("SGLANG_HICACHE_STORE_FIRST_RETRY", "0.5")
     monkeypatch.setenv("SGLANG_HICACHE_STORE_LONGEST_RETRY", "7")
-    assert GuardSettings.from_env() == GuardSettings(2.5, 3, 0.5, 7.0)
+    assert StoreClientSettings.from_env() == StoreClientSettings(2.5, 3, 0.5, 7.0)
 
 
 @pytest.mark.parametrize(
@@ -152,4 +156,4 @@ def test_wrong_bounds(monkeypatch: pytest.MonkeyPatch, name: str, value: str) ->
     """Guards against a server that starts with bounds which nobody meant."""
     monkeypatch.setenv(f"SGLANG_HICACHE_STORE_{name}", value)
     with pytest.raises(ValueError, match=f"SGLANG_HICACHE_STORE_{name} must be"):
-        GuardSettings.from_env()
+        StoreClientSettings.from_env()

@@ -1,7 +1,8 @@
 """``--hicache-host-memory-mode buffer_only``: host memory as a transient stage before the store.
 
-KV goes device -> stage -> store and store -> stage -> device; no node of the tree has a host copy.
-What a node has in the store is noted on it, and a node that leaves the device leaves the tree.
+KV goes device -> stage -> store (backup) and store -> stage -> device (prefetch, load back); no
+node of the tree has a host copy. What a node has in the store is noted on it, and a node that
+leaves the device leaves the tree.
 
 ``settings``    sizes of the stage and its shares (pure), limits, and where they come from
 ``stage``       the staging pages: who has which; copies between device and stage
@@ -11,13 +12,14 @@ What a node has in the store is noted on it, and a node that leaves the device l
 ``storage_backends``  what storage backends of a stage share, and the factory that makes them
 ``storage_files``     SGLang's ``file``, NIXL's storage plugins, HF3FS
 ``storage_kv``        Mooncake, EIC
-``store_client``      calls of a store with a deadline; its circuit breaker
+``store_client``      calls of a store with a deadline; the circuit breaker
 ``page_store``        keys of pages; pages in and out of the store, and the threads that wait for it
 
-``backup``      device to stage to store: pending writes, writes under way, marks on the nodes
-``prefetch``    store to stage: a prefetch and its states
+``backup``      device to stage to store: what waits, what is under way, marks on the nodes
+``prefetch``    store to stage: what a request wants, state by state
 ``load_back``   fetched pages enter the device tree, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported
 ``host_pool``, ``tree``, ``scheduler``  the mixins for SGLang's classes
+``upstream``    what is used of SGLang's classes, for the type checker
 """

@@ -1,9 +1,9 @@
 """Backup: device to stage to store, a few pages at a time.
 
-A node that is to be written waits as an intent, without a lock. In each step, as far as stage and
-slots go, waiting pages are put into *write operations*: their nodes are locked until the copy to
-the stage has ended, then a thread has the store write them, and the staging pages are free as soon
-as the store has answered, whatever it said.
+A node that is to be written waits in a queue, without a lock. In each step, as far as staging pages
+and slots go, waiting pages are put into *backups*: their nodes are locked until the copy to the
+stage has ended, then a thread has the store write them, and the staging pages are free as soon as
+the store has answered, whatever it said.
 
 What a node knows about its copy in the store is noted on it. Positions are counted in tokens *back
 from the end of a node*. Splitting a node cuts off its front and leaves its end where it was, and a
@@ -16,17 +16,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.agreement import PENDING, WRITE_SLOTS, Facts
 from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, Job, page_hashes, store_keys
-from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Lease, slots_of
+from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.pipelines import Parts
+    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.upstream import Event, Node
     from sglang.srt.mem_cache.radix_cache import TreeNode
 else:
     TreeNode = object
+
+#: Why tokens were not written, or not yet: label values of the counter.
+FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
+#: The stage is full of what overdue calls of the store may still use.
+STUCK = "store_stuck"
 
 
 class StoredNode(TreeNode):
@@ -36,8 +42,8 @@ class StoredNode(TreeNode):
     stored: int = 0
     #: Leading tokens that are durable or on their way; never less than ``stored``.
     launched: int = 0
-    #: The pending write that covers this node, shared with the nodes that a split made of it.
-    intent: Intent | None = None
+    #: The pending backup that covers this node, shared with the nodes that a split made of it.
+    pending: PendingBackup | None = None
 
     @property
     def storage_backed(self) -> bool:
@@ -55,7 +61,7 @@ class Segment:
     """Tokens of a path: from ``start`` to ``end`` back from the end of ``node`` (start > end >=
     0)."""
 
-    node: Any
+    node: Node
     start: int
     end: int
 
@@ -63,7 +69,7 @@ class Segment:
         return self.start - self.end
 
 
-def path_pieces(node: Any, tokens: int) -> Iterator[tuple[Any, int]]:
+def path_pieces(node: Node, tokens: int) -> Iterator[tuple[Node, int]]:
     """The nodes under the last ``tokens`` tokens up to the end of ``node``, last node first.
 
     Yields each with how far its end lies back from the end of ``node``.
@@ -75,11 +81,11 @@ def path_pieces(node: Any, tokens: int) -> Iterator[tuple[Any, int]]:
         node = node.parent
 
 
-def split_marks(front: Any, child: Any, split_len: int) -> None:
+def split_marks(front: Node, child: Node, split_len: int) -> None:
     """``front`` has just taken over the first ``split_len`` tokens of ``child``."""
     front.stored, child.stored = _cut(child.stored, split_len)
     front.launched, child.launched = _cut(child.launched, split_len)
-    front.intent = child.intent
+    front.pending = child.pending
 
 
 def settle(segment: Segment, durable: int) -> None:
@@ -105,33 +111,27 @@ def _cut(leading: int, split_len: int) -> tuple[int, int]:
     return min(leading, split_len), max(0, leading - split_len)
 
 
-#: Why tokens were not written, or not yet: label values of the counter.
-FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
-#: The stage is full of what calls of the store that were given up may still use.
-STUCK = "store_stuck"
-
-
-class Intent:
+class PendingBackup:
     """One node that is to be written, with all that a split cuts off its front until then."""
 
     __slots__ = ("node", "serial", "tokens")
 
-    def __init__(self, serial: int, node: Any, tokens: int) -> None:
+    def __init__(self, serial: int, node: Node, tokens: int) -> None:
         self.serial = serial
         #: The last node of the path that is to be written.
         self.node = node
         #: Tokens to write, up to the end of ``node``.
         self.tokens = tokens
 
-    def pieces(self) -> list[Any]:
+    def pieces(self) -> list[Node]:
         """The nodes that the tokens lie in now, in the order of the prompt."""
         return [node for node, _ in path_pieces(self.node, self.tokens)][::-1]
 
 
-class IntentQueue:
-    """First in, first out; at most one intent a node; at most ``max_tokens`` tokens.
+class BackupQueue:
+    """First in, first out; at most one entry a node; at most ``max_tokens`` tokens.
 
-    Intents hold no lock: what is evicted while it waits is dropped. All that is dropped is counted
+    Entries hold no lock: what is evicted while it waits is dropped. All that is dropped is counted
     in ``dropped``, in tokens by reason.
     """
 
@@ -139,160 +139,158 @@ class IntentQueue:
         self.max_tokens = max_tokens
         self.tokens = 0
         self.dropped: Counter[str] = Counter()
-        self._queue: dict[int, Intent] = {}
+        self._queue: dict[int, PendingBackup] = {}
         self._serial = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __iter__(self) -> Iterator[Intent]:
+    def __iter__(self) -> Iterator[PendingBackup]:
         return iter(list(self._queue.values()))
 
-    def head(self) -> Intent | None:
-        """The oldest intent."""
+    def head(self) -> PendingBackup | None:
+        """The oldest entry."""
         return next(iter(self._queue.values()), None)
 
-    def add(self, node: Any) -> bool:
-        """Queue ``node``, which has no intent; False where the queue has no room for it."""
+    def add(self, node: Node) -> bool:
+        """Queue ``node``, which has no entry; False where the queue has no room for it."""
         tokens = len(node.key)
         if self.tokens + tokens > self.max_tokens:
             self.dropped[FULL] += tokens
             return False
         self._serial += 1
-        node.intent = self._queue[self._serial] = Intent(self._serial, node, tokens)
+        node.pending = self._queue[self._serial] = PendingBackup(self._serial, node, tokens)
         self.tokens += tokens
         return True
 
-    def done(self, intent: Intent) -> None:
-        """All of ``intent`` was launched."""
-        self._remove(intent)
+    def done(self, pending: PendingBackup) -> None:
+        """All of ``pending`` was launched."""
+        self._remove(pending)
 
-    def drop(self, intent: Intent, reason: str) -> None:
-        """``intent`` will not be launched."""
-        self.dropped[reason] += sum(map(_unlaunched, intent.pieces()))
-        self._remove(intent)
+    def drop(self, pending: PendingBackup, reason: str) -> None:
+        """``pending`` will not be launched."""
+        self.dropped[reason] += sum(map(_unlaunched, pending.pieces()))
+        self._remove(pending)
 
-    def deleted(self, node: Any) -> None:
+    def deleted(self, node: Node) -> None:
         """``node``, a leaf, has left the tree; what a split made of its front may still be
         there."""
-        intent = node.intent
-        if intent is None:
+        pending = node.pending
+        if pending is None:
             return
         lost = len(node.key)
-        if intent.tokens <= lost:
-            self.drop(intent, EVICTED)
+        if pending.tokens <= lost or node.parent is None:
+            self.drop(pending, EVICTED)
             return
-        node.intent = None
+        node.pending = None
         self.dropped[EVICTED] += _unlaunched(node)
         self.tokens -= lost
-        intent.node, intent.tokens = node.parent, intent.tokens - lost
+        pending.node, pending.tokens = node.parent, pending.tokens - lost
 
     def clear(self, reason: str) -> None:
         """Drop everything."""
-        for intent in self:
-            self.drop(intent, reason)
+        for pending in self:
+            self.drop(pending, reason)
 
-    def _remove(self, intent: Intent) -> None:
-        del self._queue[intent.serial]
-        self.tokens -= intent.tokens
-        for node in intent.pieces():
-            node.intent = None
+    def _remove(self, pending: PendingBackup) -> None:
+        del self._queue[pending.serial]
+        self.tokens -= pending.tokens
+        for node in pending.pieces():
+            node.pending = None
 
 
-def _unlaunched(node: Any) -> int:
-    return int(len(node.key) - node.launched)
+def _unlaunched(node: Node) -> int:
+    return len(node.key) - node.launched
 
 
 @dataclass(eq=False)
-class WriteOp:
+class Backup:
     """Pages on their way to the store."""
 
     segments: tuple[Segment, ...]
     keys: list[str]
     prefix_keys: list[str] | None
-    lease: Lease
+    staging: StagingPages
     #: None while the copy to the stage runs.
     job: Job | None = None
     #: Of a tree that was emptied since: nobody wants to know what became of it.
     orphan: bool = False
-    #: Answered, on all ranks; but a call that was given up may still read the staging pages.
-    lingering: bool = False
+    #: Answered, on all ranks; but an overdue call may still read the staging pages.
+    overdue: bool = False
 
     @property
     def outcome(self) -> int:
-        """Leading pages in the store, as far as this rank knows; of a lingering one, any number."""
-        if self.job is None or (self.lingering and not self.job.quiet):
+        """Leading pages in the store, as far as this rank knows; of an overdue one, any number."""
+        if self.job is None or (self.overdue and not self.job.drained):
             return PENDING
         return PENDING if self.job.pages is None else self.job.pages
 
 
-class Copied:
+class _Copied:
     """The finish event of a copy that is not made."""
 
     def query(self) -> bool:
-        """It has ended."""
         return True
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...
 
 
-class Writes:
-    """All writes of one rank."""
+class Backups:
+    """All backups of one rank."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._lane = parts.make_lane("write")
-        self.intents = IntentQueue(parts.settings.queue_tokens)
-        self._copies = Copies()
-        self._ops: list[WriteOp] = []
-        # Half of what writes may have: one operation is copied while another one is stored.
-        ceiling = parts.stage.shares[Direction.WRITE].ceiling
-        self._op_pages = min(BATCH_PAGES, max(1, ceiling // 2))
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._thread = context.make_thread("backup")
+        self.queue = BackupQueue(context.settings.queue_tokens)
+        self._copies: Copies[Backup] = Copies()
+        self._running: list[Backup] = []
+        # Half of what backups may have: one is copied while another one is stored.
+        ceiling = context.stage.shares[Direction.BACKUP].ceiling
+        self._most_pages = min(BATCH_PAGES, max(1, ceiling // 2))
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or is on its way; what the store was given up for does not
         count."""
-        return bool(len(self.intents) or any(not op.lingering for op in self._ops))
+        return bool(len(self.queue) or any(not backup.overdue for backup in self._running))
 
     @property
-    def ops(self) -> Sequence[WriteOp]:
-        """The operations in flight, oldest first."""
-        return tuple(self._ops)
+    def running(self) -> Sequence[Backup]:
+        """The backups in flight, oldest first."""
+        return tuple(self._running)
 
-    def want(self, node: Any) -> None:
+    def request(self, node: Node) -> None:
         """Have ``node`` written, and before it all above it that is neither stored nor waiting."""
         chain = []
-        while node.parent is not None and not _under_way(node):
+        while node.parent is not None and node.pending is None and not _covered(node):
             chain.append(node)
             node = node.parent
         for missing in reversed(chain):
-            if not self.intents.add(missing):
+            if not self.queue.add(missing):
                 return  # what is below it would be out of reach without it
 
-    def facts(self) -> tuple[int, tuple[int, ...]]:
-        """Copies that have ended, and what is known of each operation, on this rank."""
-        return self._copies.ended(), tuple(op.outcome for op in self._ops)
+    def vote(self) -> tuple[int, tuple[int, ...]]:
+        """Copies that have ended, and what is known of each backup, on this rank."""
+        return self._copies.ended(), tuple(backup.outcome for backup in self._running)
 
     def apply(self, agreed: Facts) -> None:
         """Act on what has ended on all ranks."""
-        for op, durable in zip(list(self._ops), agreed.writes, strict=True):
+        for backup, durable in zip(list(self._running), agreed.writes, strict=True):
             if durable != PENDING:
-                self._answered(op, durable)
-            elif op.lingering:
-                self._parts.strand(op.lease)
-        for op in self._copies.pop(agreed.written):
-            self._unlock(op)
-            self._store(op)
+                self._answered(backup, durable)
+            elif backup.overdue:
+                self._context.strand(backup.staging)
+        for backup in self._copies.pop(agreed.written):
+            self._unlock(backup)
+            self._write(backup)
 
-    def pump(self) -> None:
+    def launch(self) -> None:
         """Start what stage and slots have room for, with one copy for all of it."""
         if self._stuck():
-            self.intents.clear(STUCK)
+            self.queue.clear(STUCK)
         started = []
-        while len(self._ops) < WRITE_SLOTS:
-            pages = min(self._op_pages, self._parts.stage.room(Direction.WRITE))
+        while len(self._running) < WRITE_SLOTS:
+            pages = min(self._most_pages, self._context.stage.capacity(Direction.BACKUP))
             segments = self._next_segments(pages)
             if not segments:
                 break
@@ -302,18 +300,18 @@ class Writes:
 
     def reset(self) -> None:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
-        self.intents.clear(FLUSHED)
-        for op in self._copies.pop(len(self._copies)):
-            self._unlock(op)
-            op.lease.release()
-            self._ops.remove(op)
-        for op in self._ops:
-            op.orphan = True
+        self.queue.clear(FLUSHED)
+        for backup in self._copies.pop(len(self._copies)):
+            self._unlock(backup)
+            backup.staging.release()
+            self._running.remove(backup)
+        for backup in self._running:
+            backup.orphan = True
 
-    def forget_stored(self, root: Any) -> None:
+    def forget_stored(self, root: Node) -> None:
         """The store was cleared: nothing is durable any more, and what is on its way may not be."""
-        for op in self._ops:
-            op.orphan = True
+        for backup in self._running:
+            backup.orphan = True
         nodes = [root]
         while nodes:
             node = nodes.pop()
@@ -321,21 +319,22 @@ class Writes:
             nodes.extend(node.children.values())
 
     def close(self, timeout: float) -> bool:
-        """End the lane's thread."""
-        return self._lane.close(timeout)
+        """End the thread; False if that takes more than ``timeout`` seconds."""
+        return self._thread.close(timeout)
 
     def _stuck(self) -> bool:
-        """Whether nothing can be written until a call returns that was given up."""
-        stranded = sum(op.lease.stranded for op in self._ops)
-        return stranded >= WRITE_SLOTS or not self._parts.stage.reachable(Direction.WRITE)
+        """Whether nothing can be written until an overdue call returns."""
+        stranded = sum(backup.staging.stranded for backup in self._running)
+        capacity = self._context.stage.eventual_capacity(Direction.BACKUP)
+        return stranded >= WRITE_SLOTS or not capacity
 
     def _next_segments(self, pages: int) -> list[Segment]:
         """At most ``pages`` pages from the head of the queue; they count as launched."""
-        page, found = self._parts.page_size, []
-        while pages > 0 and (intent := self.intents.head()) is not None:
-            for node in intent.pieces():
+        page, found = self._context.page_size, []
+        while pages > 0 and (pending := self.queue.head()) is not None:
+            for node in pending.pieces():
                 if not _covered(node.parent):
-                    self.intents.drop(intent, UNCOVERED)
+                    self.queue.drop(pending, UNCOVERED)
                     break
                 left = len(node.key) - node.launched
                 take = min(left, pages * page)
@@ -346,84 +345,81 @@ class Writes:
                 if take < left:
                     break
             else:
-                self.intents.done(intent)
-            if found and self._parts.settings.pass_prefix_keys:
+                self.queue.done(pending)
+            if found and self._context.settings.pass_prefix_keys:
                 break  # the keys before a page are those of one path
         return found
 
-    def _start(self, segments: Sequence[Segment]) -> WriteOp:
-        parts, page = self._parts, self._parts.page_size
+    def _start(self, segments: Sequence[Segment]) -> Backup:
+        context, page = self._context, self._context.page_size
         keys: list[str] = []
         for segment in segments:
             node, length = segment.node, len(segment.node.key)
             first, last = (length - segment.start) // page, (length - segment.end) // page
             hashes = page_hashes(node, page)[first:last]
             keys.extend(store_keys(hashes, node.key.extra_key))
-            parts.tree.inc_lock_ref(node)
-        lease = parts.stage.lease(Direction.WRITE, len(keys))
-        assert lease is not None, "the room was asked for"
-        op = WriteOp(tuple(segments), keys, self._keys_before(segments[0]), lease)
-        parts.ledger.note("write", len(keys), keys[0], keys[-1])
-        self._ops.append(op)
-        return op
+            context.tree.inc_lock_ref(node)
+        staging = context.stage.allocate(Direction.BACKUP, len(keys))
+        assert staging is not None, "there was capacity for it"
+        backup = Backup(tuple(segments), keys, self._keys_before(segments[0]), staging)
+        context.ledger.note("write", len(keys), keys[0], keys[-1])
+        self._running.append(backup)
+        return backup
 
     def _keys_before(self, segment: Segment) -> list[str] | None:
-        keys = self._parts.prefix_keys(segment.node)
-        return None if keys is None else keys[: len(keys) - segment.start // self._parts.page_size]
+        keys = self._context.prefix_keys(segment.node)
+        first = segment.start // self._context.page_size
+        return None if keys is None else keys[: len(keys) - first]
 
-    def _copy(self, ops: Sequence[WriteOp]) -> Any:
-        if self._parts.writes_elsewhere:
-            return Copied()
+    def _copy(self, backups: Sequence[Backup]) -> Event:
+        if self._context.skip_backup:
+            return _Copied()
         pairs = []
-        for op in ops:
-            host = slots_of(op.lease.pages, self._parts.page_size)
-            for segment in op.segments:
+        for backup in backups:
+            host = slots_of(backup.staging.pages, self._context.page_size)
+            for segment in backup.segments:
                 length = len(segment.node.key)
                 device = segment.node.value[length - segment.start : length - segment.end]
                 pairs.append((host[: len(device)], device.clone()))
                 host = host[len(device) :]
-        return self._parts.copier.to_stage(pairs)
+        return self._context.copier.to_stage(pairs)
 
-    def _store(self, op: WriteOp) -> None:
-        slots = slots_of(op.lease.pages, self._parts.page_size)
+    def _write(self, backup: Backup) -> None:
+        slots = slots_of(backup.staging.pages, self._context.page_size)
 
-        def save(job: Job) -> int:
-            if self._parts.writes_elsewhere:
-                return len(op.keys)
-            return self._parts.store.save(op.keys, slots, op.prefix_keys, job)
+        def write(job: Job) -> int:
+            if self._context.skip_backup:
+                return len(backup.keys)
+            return self._context.store.write(backup.keys, slots, backup.prefix_keys, job)
 
-        op.job = self._lane.submit(save)
+        backup.job = self._thread.submit(write)
 
-    def _answered(self, op: WriteOp, durable: int) -> None:
+    def _answered(self, backup: Backup, durable: int) -> None:
         """The store has answered on all ranks, or has let go of the pages on all ranks."""
-        if not op.lingering:
-            tally = self._parts.tally
-            tally["store_written_pages"] += durable
-            if durable < len(op.keys):
-                tally["store_write_failures"] += 1
-                op.lingering = True
-            if not op.orphan:
-                self._settle(op, durable)
-            if op.lingering:
+        if not backup.overdue:
+            counters = self._context.counters
+            counters["store_written_pages"] += durable
+            if durable < len(backup.keys):
+                counters["store_write_failures"] += 1
+                backup.overdue = True
+            if not backup.orphan:
+                self._settle(backup, durable)
+            if backup.overdue:
                 return
-        self._ops.remove(op)
-        op.lease.release()
+        self._running.remove(backup)
+        backup.staging.release()
 
-    def _settle(self, op: WriteOp, durable: int) -> None:
-        tokens = durable * self._parts.page_size
-        for segment in op.segments:
+    def _settle(self, backup: Backup, durable: int) -> None:
+        tokens = durable * self._context.page_size
+        for segment in backup.segments:
             settle(segment, min(tokens, len(segment)))
             tokens -= min(tokens, len(segment))
 
-    def _unlock(self, op: WriteOp) -> None:
-        for segment in op.segments:
-            self._parts.tree.dec_lock_ref(segment.node)
+    def _unlock(self, backup: Backup) -> None:
+        for segment in backup.segments:
+            self._context.tree.dec_lock_ref(segment.node)
 
 
-def _under_way(node: Any) -> bool:
-    return node.intent is not None or _covered(node)
-
-
-def _covered(node: Any) -> bool:
+def _covered(node: Node | None) -> bool:
     """Whether all of ``node`` is in the store or launched before; the root always is."""
-    return node.parent is None or node.launched >= len(node.key)
+    return node is None or node.parent is None or node.launched >= len(node.key)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.buffer_only.stage import LOADS, Copies, Lease, slots_of
+from sglang.srt.mem_cache.buffer_only.stage import MAX_LOAD_BACKS, Copies, StagingPages, slots_of
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.pipelines import Parts
-    from sglang.srt.mem_cache.buffer_only.prefetch import Read
+    import torch
+
+    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
+    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node, Tree
 
 
 class Pin:
     """Keeps a node, and all above it, in the tree. Released once, whoever calls it how often."""
 
-    def __init__(self, tree: Any, node: Any) -> None:
+    def __init__(self, tree: Tree, node: Node) -> None:
         self._tree = tree
         self.node = node
         self._take(node)
@@ -27,7 +30,7 @@ class Pin:
         """Whether the node is still pinned."""
         return self._held
 
-    def move(self, node: Any) -> None:
+    def move(self, node: Node) -> None:
         """Pin ``node`` instead, without a moment in which neither is."""
         self._take(node)
         self._drop(self.node)
@@ -39,11 +42,11 @@ class Pin:
             self._held = False
             self._drop(self.node)
 
-    def _take(self, node: Any) -> None:
+    def _take(self, node: Node) -> None:
         node.protect_host()
         self._tree.inc_lock_ref(node)
 
-    def _drop(self, node: Any) -> None:
+    def _drop(self, node: Node) -> None:
         self._tree.dec_lock_ref(node)
         node.release_host()
 
@@ -58,12 +61,12 @@ class Published:
         slots: device slots that the rest has to be copied to; None where nothing is left.
     """
 
-    node: Any
+    node: Node
     covered: int
-    slots: Any
+    slots: torch.Tensor | None
 
 
-def publish(tree: Any, key: Any, begin: int, hashes: Sequence[str]) -> Published | None:
+def publish(tree: Tree, key: Key, begin: int, hashes: Sequence[str]) -> Published | None:
     """Insert the tokens of ``key`` from ``begin`` on, which came from the store.
 
     Matched anew: another request may have computed some of it meanwhile, and a node may have been
@@ -92,11 +95,11 @@ def publish(tree: Any, key: Any, begin: int, hashes: Sequence[str]) -> Published
     return Published(child, covered, slots)
 
 
-def _allocate(tree: Any, node: Any, tokens: int) -> Any:
+def _allocate(tree: Tree, node: Node, tokens: int) -> torch.Tensor | None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     allocator = tree.token_to_kv_pool_allocator
-    tree.inc_lock_ref(node)  # or eviction could take what the part will hang below
+    tree.inc_lock_ref(node)  # or eviction could take the anchor of the part
     try:
         short = tokens - allocator.available_size()
         if short > 0:
@@ -106,7 +109,7 @@ def _allocate(tree: Any, node: Any, tokens: int) -> Any:
         tree.dec_lock_ref(node)
 
 
-def _append(tree: Any, parent: Any, key: Any, slots: Any, hashes: list[str]) -> Any:
+def _append(tree: Tree, parent: Node, key: Key, slots: torch.Tensor, hashes: list[str]) -> Node:
     """A new leaf that is in the store already."""
     node = type(tree.root_node)(priority=parent.priority if parent.parent is not None else 0)
     node.parent, node.key, node.value, node.hash_value = parent, key, slots.clone(), hashes
@@ -120,26 +123,26 @@ def _append(tree: Any, parent: Any, key: Any, slots: Any, hashes: list[str]) -> 
 
 
 @dataclass(eq=False)
-class Load:
+class LoadBack:
     """Staged pages on their way to the device. Until they are there, ``node`` is locked."""
 
-    node: Any
-    lease: Lease
+    node: Node
+    staging: StagingPages
 
 
-class Loads:
+class LoadBacks:
     """All copies to the device of one rank, in order."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._copies = Copies()
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._copies: Copies[LoadBack] = Copies()
         self._consumer_index = -1
 
     def __len__(self) -> int:
         return len(self._copies)
 
     @property
-    def under_way(self) -> list[Load]:
+    def under_way(self) -> list[LoadBack]:
         """Those that have not been seen to end."""
         return self._copies.owners
 
@@ -155,41 +158,41 @@ class Loads:
     def finish(self, launches: int) -> None:
         """The first ``launches`` launches have ended, on all ranks or because they are waited for
         now."""
-        for load in self._copies.pop(launches):
-            self._parts.tree.dec_lock_ref(load.node)
-            load.lease.release()
+        for load_back in self._copies.pop(launches):
+            self._context.tree.dec_lock_ref(load_back.node)
+            load_back.staging.release()
 
-    def publish(self, reads: Sequence[Read]) -> list[tuple[Read, Published | None]]:
+    def publish(self, prefetches: Sequence[Prefetch]) -> list[tuple[Prefetch, Published | None]]:
         """Publish what is staged, with one copy for all of it; nothing while too many run.
 
-        A read's lease goes to its copy, and its pin to what was published. With None where the
-        device has no room, and then the read is as it was.
+        The staging pages of a prefetch go to its copy, and its pin to what was published. With None
+        where the device has no room, and then the prefetch is as it was.
         """
-        if len(self._copies) >= LOADS:
+        if len(self._copies) >= MAX_LOAD_BACKS:
             return []
-        results, pairs, loads = [], [], []
-        for read in reads:
-            published = self._publish(read)
-            results.append((read, published))
+        results, pairs, started = [], [], []
+        for prefetch in prefetches:
+            published = self._publish(prefetch)
+            results.append((prefetch, published))
             if published is None:
                 continue
-            assert read.lease is not None and read.pin is not None
-            lease, read.lease = read.lease, None
-            read.pin.move(published.node)
+            assert prefetch.staging is not None and prefetch.pin is not None
+            staging, prefetch.staging = prefetch.staging, None
+            prefetch.pin.move(published.node)
             if published.slots is None:
-                lease.release()
+                staging.release()
                 continue
-            page = self._parts.page_size
-            host = slots_of(lease.pages[published.covered // page : read.staged], page)
+            page = self._context.page_size
+            host = slots_of(staging.pages[published.covered // page : prefetch.staged], page)
             pairs.append((host, published.slots))
-            self._parts.tree.inc_lock_ref(published.node)
-            loads.append(Load(published.node, lease))
+            self._context.tree.inc_lock_ref(published.node)
+            started.append(LoadBack(published.node, staging))
         if pairs:
-            finished, self._consumer_index = self._parts.copier.to_device(pairs)
-            self._copies.add(finished, loads)
+            finished, self._consumer_index = self._context.copier.to_device(pairs)
+            self._copies.add(finished, started)
         return results
 
-    def _publish(self, read: Read) -> Published | None:
-        end = read.begin + read.staged * self._parts.page_size
-        hashes = read.hashes[: read.staged]
-        return publish(self._parts.tree, read.key[:end], read.begin, hashes)
+    def _publish(self, prefetch: Prefetch) -> Published | None:
+        end = prefetch.begin + prefetch.staged * self._context.page_size
+        hashes = prefetch.hashes[: prefetch.staged]
+        return publish(self._context.tree, prefetch.key[:end], prefetch.begin, hashes)

@@ -28,7 +28,7 @@ GAUGES = {
     "store_calls": "Calls of the store under way",
     "store_overdue_calls": "Calls of the store that were given up and have not returned",
 }
-#: Kept in ``Parts.tally``; the names end in ``_total`` on the wire.
+#: Kept in ``Context.counters``; the names end in ``_total`` on the wire.
 COUNTERS = {
     "store_written_pages": "Pages that became durable in the store, on all ranks",
     "store_read_pages": "Pages read from the store, on all ranks",
@@ -64,7 +64,7 @@ def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, 
 
 
 class BufferMetrics:
-    """Mirrors tally, stage and queue to Prometheus; cheap where nobody scrapes."""
+    """Mirrors counters, stage and queue to Prometheus; cheap where nobody scrapes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -95,30 +95,30 @@ class BufferMetrics:
 
 def totals(buffer: Pipelines) -> dict[tuple[str, str, str], int]:
     """Each counter's value, by name, its own label (or none) and the label's value."""
-    parts = buffer.parts
-    found = {(name, "", ""): parts.tally[name] for name in COUNTERS}
+    context = buffer.context
+    found = {(name, "", ""): context.counters[name] for name in COUNTERS}
     name, label, _ = DROPPED
-    for reason, tokens in buffer.writes.intents.dropped.items():
+    for reason, tokens in buffer.backups.queue.dropped.items():
         found[name, label, reason] = tokens
     name, label, _ = FAULTS
     for fault in Fault:
-        found[name, label, fault.value] = parts.store.guard.faults[fault]
+        found[name, label, fault.value] = context.store.client.faults[fault]
     return found
 
 
 def readings(buffer: Pipelines) -> dict[str, int]:
     """The value of each gauge now."""
-    stage, intents = buffer.parts.stage, buffer.writes.intents
-    guard = buffer.parts.store.guard
+    stage, queue = buffer.context.stage, buffer.backups.queue
+    client = buffer.context.store.client
     return {
         "pages": stage.pages,
-        "write_pages": stage.used(Direction.WRITE),
-        "read_pages": stage.used(Direction.READ),
+        "write_pages": stage.used(Direction.BACKUP),
+        "read_pages": stage.used(Direction.PREFETCH),
         "peak_pages": stage.peak,
         "stranded_pages": stage.stranded,
-        "pending_intents": len(intents),
-        "pending_tokens": intents.tokens,
-        "store_up": int(guard.up),
-        "store_calls": guard.under_way,
-        "store_overdue_calls": guard.overdue,
+        "pending_intents": len(queue),
+        "pending_tokens": queue.tokens,
+        "store_up": int(client.up),
+        "store_calls": client.under_way,
+        "store_overdue_calls": client.overdue,
     }

@@ -1,8 +1,9 @@
 """Pages in and out of the store: their keys, the threads that wait for the store, and leading good
 pages, whatever happens.
 
-The client (``store_client``) neither raises nor hangs, and a call that was given up says when it
-has let go of its pages.
+The client (``store_client``) neither raises nor hangs, and an overdue call says when it has let go
+of its pages. What a job has found out is read by the scheduler thread, which alone decides what
+follows from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.store_client import Outcome, StoreGuard
+    from sglang.srt.mem_cache.buffer_only.store_client import Outcome, StoreClient
+    from sglang.srt.mem_cache.buffer_only.upstream import Node
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +46,26 @@ def store_keys(hashes: Sequence[str], extra_key: str | None) -> list[str]:
     return keys
 
 
-def page_hashes(node: Any, page_size: int) -> list[str]:
+def page_hashes(node: Node, page_size: int) -> list[str]:
     """SGLang's page hashes of ``node``; computed now if it was inserted without."""
     from sglang.srt.mem_cache.radix_cache import compute_node_hash_values
 
-    bare = []
-    while node.hash_value is None:
-        bare.append(node)
+    bare = [node]
+    while bare[-1].hash_value is None and bare[-1].parent is not None:
+        bare.append(bare[-1].parent)
+    for above in reversed(bare):
+        if above.hash_value is None:
+            above.hash_value = compute_node_hash_values(above, page_size)
+    return node.hash_value or []
+
+
+def path_keys(node: Node, page_size: int) -> list[str]:
+    """Keys of all pages up to the end of ``node``, in the order of the prompt."""
+    pieces = []
+    while node.parent is not None:
+        pieces.append(store_keys(page_hashes(node, page_size), node.key.extra_key))
         node = node.parent
-    for node in reversed(bare):
-        node.hash_value = compute_node_hash_values(node, page_size)
-    hashes: list[str] = node.hash_value
-    return hashes
+    return [key for piece in reversed(pieces) for key in piece]
 
 
 class Job:
@@ -64,19 +74,19 @@ class Job:
     def __init__(self, work: Callable[[Job], int]) -> None:
         self._work = work
         #: What a query found, beside ``pages``.
-        self.found: Any = None
+        self.found: Found | None = None
         #: Why not all pages are good, where the store was at fault.
         self.fault: str | None = None
         #: Calls that were given up and may still use the staging pages.
-        self.given_up: list[Future[Any]] = []
+        self.overdue_calls: list[Future[object]] = []
         #: Leading good pages; None until the job has ended.
         self.pages: int | None = None
         self._cancelled = threading.Event()
 
     @property
-    def quiet(self) -> bool:
+    def drained(self) -> bool:
         """Whether the job has ended and nothing of it uses the staging pages any more."""
-        return self.pages is not None and all(call.done() for call in self.given_up)
+        return self.pages is not None and all(call.done() for call in self.overdue_calls)
 
     def cancel(self) -> None:
         """Nobody waits for it any more: it ends at its next call of the store."""
@@ -88,19 +98,22 @@ class Job:
         return self._cancelled.is_set()
 
     def run(self) -> None:
-        """Do the work; on a lane's thread."""
+        """Do the work, on an I/O thread."""
         pages = 0
         try:
             pages = self._work(self)
         except Exception:
             self.fault = "internal"
-            logger.exception("HiCache buffer: a job for the store failed; its pages are missing")
+            logger.exception(
+                "HiCache buffer: a job for the store failed; its pages count as missing, and the "
+                "requests that want them compute. This is a defect: please report it"
+            )
         finally:
             self.pages = pages  # last: the scheduler looks at everything else after it
 
 
-class Lane:
-    """A daemon thread with a queue of jobs."""
+class IOThread:
+    """A daemon thread that runs jobs one after the other, and never ends because of one."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -129,31 +142,31 @@ BATCH_PAGES = 128
 
 
 class PageStore:
-    """One guarded store.
+    """One store, behind its client.
 
     ``prefix_keys``, where given, are the keys of all pages before the first one, for backends that
     place a page by them.
     """
 
-    def __init__(self, guard: StoreGuard, page_size: int, batch_pages: int = BATCH_PAGES) -> None:
-        self.guard = guard
+    def __init__(self, client: StoreClient, page_size: int, batch_pages: int = BATCH_PAGES) -> None:
+        self.client = client
         self._page_size, self._batch_pages = page_size, batch_pages
 
-    def leading_hits(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, job: Job) -> int:
+    def query(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, job: Job) -> int:
         """How many of ``keys`` are in the store, up to the first that is not."""
-        return self._by_batches(self.guard.query, keys, prefix_keys, job)
+        return self._by_batches(self.client.query, keys, prefix_keys, job)
 
-    def fetch(
+    def read(
         self, keys: Sequence[str], slots: torch.Tensor, prefix_keys: Sequence[str] | None, job: Job
     ) -> int:
         """Read pages into the host slots ``slots``, a page after the other; leading pages read."""
-        return self._by_batches(self.guard.read, keys, prefix_keys, job, slots)
+        return self._by_batches(self.client.read, keys, prefix_keys, job, slots)
 
-    def save(
+    def write(
         self, keys: Sequence[str], slots: torch.Tensor, prefix_keys: Sequence[str] | None, job: Job
     ) -> int:
         """Write pages from the host slots ``slots``; leading pages that are durable."""
-        return self._by_batches(self.guard.write, keys, prefix_keys, job, slots)
+        return self._by_batches(self.client.write, keys, prefix_keys, job, slots)
 
     def _by_batches(
         self,
@@ -177,8 +190,8 @@ class PageStore:
                 arguments.append(slots[done * page : (done + len(batch)) * page])
             outcome = call(*arguments, HiCacheStorageExtraInfo(prefix_keys=before))
             done += outcome.pages
-            if outcome.busy is not None:
-                job.given_up.append(outcome.busy.returned)
+            if outcome.overdue is not None:
+                job.overdue_calls.append(outcome.overdue.returned)
             if outcome.pages < len(batch):
                 job.fault = None if outcome.fault is None else outcome.fault.value
                 break
@@ -213,7 +226,7 @@ def search(
         for hashes in _hashed_batches(tokens, last_hash, page_size):
             keys = store_keys(hashes, extra_key)
             before = None if prefix_keys is None else [*prefix_keys, *found.keys]
-            good = store.leading_hits(keys, before, job)
+            good = store.query(keys, before, job)
             found.hashes.extend(hashes[:good])
             found.keys.extend(keys[:good])
             if good < len(hashes):

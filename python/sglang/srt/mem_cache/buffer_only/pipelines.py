@@ -7,65 +7,62 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.agreement import Facts, Ledger, Reduce, agree
-from sglang.srt.mem_cache.buffer_only.backup import Writes
-from sglang.srt.mem_cache.buffer_only.page_store import Lane, PageStore, page_hashes, store_keys
-from sglang.srt.mem_cache.buffer_only.prefetch import Reads
+from sglang.srt.mem_cache.buffer_only.backup import Backups
+from sglang.srt.mem_cache.buffer_only.page_store import IOThread, PageStore, path_keys
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetches
 from sglang.srt.mem_cache.buffer_only.settings import Settings
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Lease, Stage
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.upstream import Node, Tree
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
-    """Everything but the pipelines themselves. ``tree`` is SGLang's ``HiRadixCache``."""
+class Context:
+    """What backup, prefetch and load back of one rank work with."""
 
-    tree: Any
+    tree: Tree
     stage: Stage
     store: PageStore
     copier: Copier
     settings: Settings
     #: Another rank writes for this one (models whose ranks all hold the same KV).
-    writes_elsewhere: bool = False
+    skip_backup: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     #: What was done so far: see ``metrics.COUNTERS``.
-    tally: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
     #: Agreed time in milliseconds, as of the last step.
     now_ms: int = 0
-    #: Makes the threads; tests make lanes that stand still.
-    make_lane: Callable[[str], Lane] = Lane
+    #: Makes the threads; tests make ones that stand still.
+    make_thread: Callable[[str], IOThread] = IOThread
 
     @property
     def page_size(self) -> int:
         """Tokens in a page."""
         return self.settings.page_size
 
-    def strand(self, lease: Lease) -> None:
-        """A call that was given up has not returned, on some rank: ``lease`` lasts until it has."""
-        if lease.stranded:
+    def strand(self, staging: StagingPages) -> None:
+        """A call is overdue on some rank: ``staging`` stays out of use until it has returned."""
+        if staging.stranded:
             return
-        lease.stranded = True
-        stage = self.stage
+        staging.stranded = True
         logger.warning(
             "HiCache: a call of the store that was given up may still use %d staging pages. They "
-            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all",
-            len(lease.pages),
-            stage.stranded,
-            stage.pages,
+            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "
+            "it never does, restart the server. Look at sglang:hicache_buffer_store_overdue_calls",
+            len(staging.pages),
+            self.stage.stranded,
+            self.stage.pages,
         )
 
-    def prefix_keys(self, node: Any) -> list[str] | None:
+    def prefix_keys(self, node: Node) -> list[str] | None:
         """Keys of all pages up to the end of ``node``, where the backend wants them."""
-        if not self.settings.pass_prefix_keys:
-            return None
-        pieces = []
-        while node.parent is not None:
-            pieces.append(store_keys(page_hashes(node, self.page_size), node.key.extra_key))
-            node = node.parent
-        return [key for piece in reversed(pieces) for key in piece]
+        return path_keys(node, self.page_size) if self.settings.pass_prefix_keys else None
 
 
 #: How long the store may keep the threads when the server ends.
@@ -73,20 +70,20 @@ CLOSE_S = 10.0
 
 
 class Pipelines:
-    """Writes and reads over one stage.
+    """Backups and prefetches over one stage.
 
     Args:
-        parts: what both work with.
+        context: what both work with.
         reduce_min: elementwise minimum of a vector of integers over the ranks of this server.
         clock: seconds.
     """
 
     def __init__(
-        self, parts: Parts, reduce_min: Reduce, clock: Callable[[], float] = time.monotonic
+        self, context: Context, reduce_min: Reduce, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.parts = parts
-        self.writes = Writes(parts)
-        self.reads = Reads(parts)
+        self.context = context
+        self.backups = Backups(context)
+        self.prefetches = Prefetches(context)
         self._reduce_min = reduce_min
         self._clock = clock
         self._born = clock()
@@ -94,26 +91,26 @@ class Pipelines:
     @property
     def busy(self) -> bool:
         """Whether anything waits or is on its way, apart from what was given up."""
-        return self.writes.busy or self.reads.busy
+        return self.backups.busy or self.prefetches.busy
 
     def step(self) -> None:
         """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""
-        written, writes = self.writes.facts()
-        loaded, reads = self.reads.facts()
+        written, writes = self.backups.vote()
+        loaded, reads = self.prefetches.vote()
         now_ms = int((self._clock() - self._born) * 1000)
         facts = Facts(now_ms, written, loaded, writes, reads)
-        agreed = agree(facts, self.parts.ledger, self._reduce_min)
-        self.parts.now_ms = max(self.parts.now_ms, agreed.clock_ms)
-        self.writes.apply(agreed)
-        self.reads.apply(agreed)
-        # Reads first: a request waits for them.
-        self.reads.pump()
-        self.writes.pump()
+        agreed = agree(facts, self.context.ledger, self._reduce_min)
+        self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)
+        self.backups.apply(agreed)
+        self.prefetches.apply(agreed)
+        # Prefetches first: a request waits for them.
+        self.prefetches.launch()
+        self.backups.launch()
 
     def reset(self) -> None:
         """The tree is about to be emptied."""
-        self.writes.reset()
-        self.reads.reset()
+        self.backups.reset()
+        self.prefetches.reset()
 
     def clear_store(self) -> bool:
         """Remove everything from the store; whether it did.
@@ -121,17 +118,17 @@ class Pipelines:
         What is known of it is forgotten in any case, since the ranks may have fared differently: a
         page that is there is not written again, but one that is believed to be there never is.
         """
-        cleared = self.parts.store.guard.clear()
-        self.reads.forget_found()
-        self.writes.forget_stored(self.parts.tree.root_node)
+        cleared = self.context.store.client.clear()
+        self.prefetches.cancel_all()
+        self.backups.forget_stored(self.context.tree.root_node)
         return cleared
 
     def close(self) -> bool:
         """End the threads, and close the store; False if it is still in a call, and then it is left
         as it is."""
-        guard = self.parts.store.guard
-        ended = [self.writes.close(CLOSE_S), self.reads.close(CLOSE_S)]
-        if not all(ended) or guard.under_way:
+        client = self.context.store.client
+        ended = [self.backups.close(CLOSE_S), self.prefetches.close(CLOSE_S)]
+        if not all(ended) or client.under_way:
             return False
-        guard.close()
+        client.close()
         return True

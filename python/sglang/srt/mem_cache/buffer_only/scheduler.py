@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.buffer_only.upstream import Request
 else:
     Scheduler = object
 
@@ -53,20 +54,20 @@ class BufferOnlyScheduler(Scheduler):
             self._request_namespace = None
 
     @override
-    def init_req_max_new_tokens(self, req: Any) -> None:
+    def init_req_max_new_tokens(self, req: Request) -> None:
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._request_namespace:
             req.extra_key = self._request_namespace + (req.lora_id or "")
 
     @override
-    def _prefetch_kvcache(self, req: Any) -> None:
+    def _prefetch_kvcache(self, req: Request) -> None:
         if not self._buffer_only:
             super()._prefetch_kvcache(req)
             return
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         tokens = [*req.origin_input_ids, *req.output_ids]
-        self.tree_cache.want(req.rid, RadixKey(tokens, req.extra_key))
+        self.tree_cache.request_prefetch(req.rid, RadixKey(tokens, req.extra_key))
 
     @override
     def get_new_batch_prefill(self) -> Any:
@@ -90,7 +91,7 @@ class BufferOnlyScheduler(Scheduler):
             super().maybe_sleep_on_idle()
 
 
-def report_storage_hit(req: Any, tokens: int) -> None:
+def report_storage_hit(req: Request, tokens: int) -> None:
     """``req`` starts to run, with ``tokens`` of its prefix fetched for it from the store.
 
     SGLang counts every cached token that is in the device tree as a device hit. What was evicted

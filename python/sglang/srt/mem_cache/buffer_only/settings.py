@@ -9,11 +9,15 @@ PAGES_FLAG = "--hicache-buffer-pages"
 SIZE_FLAG = "--hicache-size"
 
 #: The default stage holds so many chunks of a chunked prefill: a few that are written, and a few
-#: hits of other requests that are read meanwhile.
+#: hits of other requests that are fetched meanwhile.
 CHUNKS = 8
 #: Tokens of a chunk where chunked prefill is off; SGLang's own default for
 #: ``--max-prefill-tokens``.
 UNCHUNKED = 16384
+#: Part of the device pool that prefetches may keep from eviction, by anchors and fetched prefixes.
+PINNED_SHARE = 0.5
+#: The queue of pending backups holds so many times the device pool, in tokens.
+QUEUE_POOLS = 2
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ def default_pages(chunked_prefill_size: int | None, page_size: int, prefetch_thr
 
 
 def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
-    """Raise ``ValueError`` for a stage in which nothing could be read while something is
-    written."""
+    """Raise ``ValueError`` for a stage in which nothing could be fetched while something
+    is written."""
     needed = minimum_pages(page_size, prefetch_threshold)
     if pages < needed:
         raise ValueError(
@@ -69,28 +73,19 @@ def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> Non
 
 
 def shares(pages: int) -> tuple[Share, Share]:
-    """The shares of writes and of reads in a stage of ``pages``.
+    """The shares of backups and of prefetches in a stage of ``pages``.
 
-    Reads get more, because a request waits for them. Each direction's ceiling leaves the other its
-    floor, so that neither starves: a slow store cannot fill the stage with writes and stop all
-    reads, nor the reverse.
+    Prefetches get more, because a request waits for them. Each direction's ceiling leaves the other
+    its floor, so that neither starves: a slow store cannot fill the stage with backups and stop all
+    prefetches, nor the reverse.
     """
-    write_floor, read_floor = max(1, pages // 4), max(1, pages // 2)
-    return (
-        Share(write_floor, pages - read_floor),
-        Share(read_floor, pages - write_floor),
-    )
+    backup, prefetch = max(1, pages // 4), max(1, pages // 2)  # floors
+    return Share(backup, pages - prefetch), Share(prefetch, pages - backup)
 
 
 def physical_pages(pages: int, layers: int) -> int:
     """Pages of the host tensor: SGLang's page-first layouts index its page axis by layer number."""
     return max(pages, layers)
-
-
-#: Part of the device pool that prefetches may keep from eviction, by anchors and fetched prefixes.
-PINNED_SHARE = 0.5
-#: A pending-write queue holds so many times the device pool, in tokens.
-QUEUE_POOLS = 2
 
 
 @dataclass(frozen=True)
@@ -103,12 +98,12 @@ class Settings:
     #: "best_effort", "timeout" or "wait_complete" (--hicache-storage-prefetch-policy).
     policy: str = "wait_complete"
     #: Longest wait of a request for its prefetch, from when the scheduler first looked at it.
-    read_ms: int = 10_000
+    prefetch_timeout_ms: int = 10_000
     #: Under the policy "timeout", this and so much for each page instead.
     timeout_base_ms: float = 1_000.0
     timeout_page_ms: float = 4.0
     #: A fetched prefix is kept from eviction for its request so long, at most.
-    claim_ms: int = 10_000
+    hold_ms: int = 10_000
     pass_prefix_keys: bool = False
 
     @property
@@ -121,8 +116,10 @@ class Settings:
         """Most tokens that may wait to be written."""
         return self.device_tokens * QUEUE_POOLS
 
-    def patience_ms(self, pages: int) -> float:
-        """How long a request waits for the read of ``pages`` pages."""
+    def timeout_ms(self, pages: int) -> float:
+        """How long a request waits for a prefetch of ``pages`` pages."""
         if self.policy == "timeout":
-            return min(self.read_ms, self.timeout_base_ms + pages * self.timeout_page_ms)
-        return self.read_ms
+            return min(
+                self.prefetch_timeout_ms, self.timeout_base_ms + pages * self.timeout_page_ms
+            )
+        return self.prefetch_timeout_ms

@@ -1,28 +1,31 @@
 """The staging pages: who has which, and the copies between them and the device.
 
-A lease ends once, and how much is in use is derived from the leases that live."""
+Pages are given back once, and how much is in use is derived from who has them.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang.srt.mem_cache.buffer_only.settings import Share
 
 if TYPE_CHECKING:
     import torch
 
+    from sglang.srt.mem_cache.buffer_only.upstream import Controller, Event, Stream
+
 
 class Direction(enum.Enum):
-    """Which way the pages of a lease go."""
+    """What staging pages are used for."""
 
-    WRITE = "write"  # device to store
-    READ = "read"  # store to device
+    BACKUP = "backup"  # device to store
+    PREFETCH = "prefetch"  # store to device
 
 
-class Lease:
+class StagingPages:
     """Pages that belong to one transfer until ``release``, which may be called again."""
 
     def __init__(self, stage: Stage, direction: Direction, pages: tuple[int, ...]) -> None:
@@ -34,16 +37,16 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """Whether the pages are still this lease's."""
+        """Whether the pages have not been given back."""
         return self._stage is not None
 
-    def split(self, pages: int) -> Lease:
-        """Keep the first ``pages`` pages; the rest is the new lease's."""
+    def split(self, pages: int) -> StagingPages:
+        """Keep the first ``pages`` pages; the result has the rest."""
         if self._stage is None or not 0 < pages < len(self.pages):
             raise ValueError(f"{pages} of {len(self.pages)} pages cannot be split off")
-        rest = Lease(self._stage, self.direction, self.pages[pages:])
+        rest = StagingPages(self._stage, self.direction, self.pages[pages:])
         self.pages = self.pages[:pages]
-        self._stage._leases.add(rest)
+        self._stage._allocated.add(rest)
         return rest
 
     def release(self) -> None:
@@ -54,84 +57,89 @@ class Lease:
 
 
 class Stage:
-    """Page numbers ``0 .. pages - 1``, lent to transfers.
+    """Page numbers ``0 .. pages - 1``, allocated to transfers.
 
-    Used by the scheduler thread alone. How much is in use is the sum over the live leases: there is
-    no counter that could disagree with them.
+    Used by the scheduler thread alone. How much is in use is the sum over what is allocated: there
+    is no counter that could disagree with it.
     """
 
-    def __init__(self, pages: int, write: Share, read: Share) -> None:
+    def __init__(self, pages: int, backup: Share, prefetch: Share) -> None:
         self.pages = pages
-        self.shares: Mapping[Direction, Share] = {Direction.WRITE: write, Direction.READ: read}
-        if write.floor + read.floor > pages or max(write.ceiling, read.ceiling) > pages:
-            raise ValueError(f"shares {write} and {read} do not fit into {pages} staging pages")
+        self.shares: Mapping[Direction, Share] = {
+            Direction.BACKUP: backup,
+            Direction.PREFETCH: prefetch,
+        }
+        if backup.floor + prefetch.floor > pages or max(backup.ceiling, prefetch.ceiling) > pages:
+            raise ValueError(f"shares {backup} and {prefetch} do not fit into {pages} pages")
         self._free = deque(range(pages))
-        self._leases: set[Lease] = set()
+        self._allocated: set[StagingPages] = set()
         #: Most pages in use at one time.
         self.peak = 0
 
-    def room(self, direction: Direction) -> int:
-        """Pages that a lease in ``direction`` could get now."""
-        return self._room(direction, self._leases)
+    def capacity(self, direction: Direction) -> int:
+        """Pages that ``direction`` could get now."""
+        return self._capacity(direction, self._allocated)
 
-    def reachable(self, direction: Direction) -> int:
-        """Pages that a lease in ``direction`` could get when all others have ended, apart from the
-        stranded ones: who needs more than that would wait for a store that may never answer."""
-        return self._room(direction, [lease for lease in self._leases if lease.stranded])
+    def eventual_capacity(self, direction: Direction) -> int:
+        """Pages that ``direction`` could get when all but the stranded ones have been given back:
+        who needs more than that would wait for a store that may never answer."""
+        return self._capacity(direction, [one for one in self._allocated if one.stranded])
 
-    def lease(self, direction: Direction, pages: int) -> Lease | None:
-        """Lend ``pages`` pages, or None where :meth:`room` has fewer.
+    def allocate(self, direction: Direction, pages: int) -> StagingPages | None:
+        """Allocate ``pages`` pages; None where :meth:`capacity` is less.
 
         Raises:
             ValueError: ``pages`` is not positive.
         """
         if pages <= 0:
-            raise ValueError(f"a lease of {pages} pages")
-        if pages > self.room(direction):
+            raise ValueError(f"{pages} pages cannot be allocated")
+        if pages > self.capacity(direction):
             return None
-        lease = Lease(self, direction, tuple(self._free.popleft() for _ in range(pages)))
-        self._leases.add(lease)
+        found = StagingPages(self, direction, tuple(self._free.popleft() for _ in range(pages)))
+        self._allocated.add(found)
         self.peak = max(self.peak, self.used())
-        return lease
+        return found
 
     def used(self, direction: Direction | None = None) -> int:
-        """Pages that are lent, in one direction or in both."""
-        return sum(len(x.pages) for x in self._leases if direction in (None, x.direction))
+        """Pages that are allocated, in one direction or in both."""
+        return sum(len(x.pages) for x in self._allocated if direction in (None, x.direction))
 
     @property
     def stranded(self) -> int:
         """Pages that are kept for calls of the store that were given up."""
-        return sum(len(lease.pages) for lease in self._leases if lease.stranded)
+        return sum(len(one.pages) for one in self._allocated if one.stranded)
 
     @property
-    def leases(self) -> frozenset[Lease]:
-        """The leases that live."""
-        return frozenset(self._leases)
+    def allocated(self) -> frozenset[StagingPages]:
+        """What has not been given back."""
+        return frozenset(self._allocated)
 
     def problems(self) -> list[str]:
         """What is wrong with the books; empty unless somebody wrote into them."""
-        numbers = [*self._free, *(page for lease in self._leases for page in lease.pages)]
+        numbers = [*self._free, *(page for one in self._allocated for page in one.pages)]
         if sorted(numbers) == list(range(self.pages)):
             return []
-        return [f"staging pages lost or lent twice: {sorted(numbers)} of {self.pages}"]
+        return [f"staging pages lost or allocated twice: {sorted(numbers)} of {self.pages}"]
 
-    def _room(self, direction: Direction, leases: Collection[Lease]) -> int:
+    def _capacity(self, direction: Direction, allocated: Collection[StagingPages]) -> int:
         used = dict.fromkeys(Direction, 0)
-        for lease in leases:
-            used[lease.direction] += len(lease.pages)
-        other = Direction.READ if direction is Direction.WRITE else Direction.WRITE
+        for one in allocated:
+            used[one.direction] += len(one.pages)
+        other = Direction.PREFETCH if direction is Direction.BACKUP else Direction.BACKUP
         promised = max(0, self.shares[other].floor - used[other])
         within = self.shares[direction].ceiling - used[direction]
         return max(0, min(within, self.pages - sum(used.values()) - promised))
 
-    def _take_back(self, lease: Lease) -> None:
-        self._leases.remove(lease)
-        self._free.extend(lease.pages)
+    def _take_back(self, staging: StagingPages) -> None:
+        self._allocated.remove(staging)
+        self._free.extend(staging.pages)
 
 
 #: SGLang's layer counter has three sets of events; one may belong to the batch that runs now.
-LOADS = 2
+MAX_LOAD_BACKS = 2
 
+Owner = TypeVar("Owner")
+#: Host slots and device slots.
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
@@ -144,21 +152,21 @@ def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
     return (starts[:, None] + torch.arange(page_size, dtype=torch.int64)).flatten()
 
 
-class Copies:
+class Copies(Generic[Owner]):
     """Launches of one direction that have not been seen to end, oldest first."""
 
     def __init__(self) -> None:
-        self._launches: deque[tuple[Any, tuple[Any, ...]]] = deque()
+        self._launches: deque[tuple[Event, tuple[Owner, ...]]] = deque()
 
     def __len__(self) -> int:
         return len(self._launches)
 
     @property
-    def owners(self) -> list[Any]:
+    def owners(self) -> list[Owner]:
         """What is being copied, in order of launch."""
         return [owner for _, owners in self._launches for owner in owners]
 
-    def add(self, finish_event: Any, owners: Iterable[Any]) -> None:
+    def add(self, finish_event: Event, owners: Iterable[Owner]) -> None:
         """A copy for ``owners`` was launched, and has ended when ``finish_event`` says so."""
         self._launches.append((finish_event, tuple(owners)))
 
@@ -171,9 +179,9 @@ class Copies:
             count += 1
         return count
 
-    def pop(self, launches: int) -> list[Any]:
+    def pop(self, launches: int) -> list[Owner]:
         """The owners of the first ``launches`` launches, which have ended."""
-        owners: list[Any] = []
+        owners: list[Owner] = []
         for _ in range(launches):
             finish_event, some = self._launches.popleft()
             finish_event.synchronize()
@@ -191,33 +199,35 @@ class Copier:
             may write to a slot that a request, finished meanwhile, has given back.
     """
 
-    def __init__(self, controller: Any, forward_stream: Callable[[], Any]) -> None:
+    def __init__(self, controller: Controller, forward_stream: Callable[[], Stream | None]) -> None:
         self._controller = controller
         self._forward_stream = forward_stream
 
-    def to_stage(self, pairs: Sequence[Pair]) -> Any:
-        """Launch a copy of ``(host slots, device slots)`` pairs; its finish event."""
+    def to_stage(self, pairs: Sequence[Pair]) -> Event:
+        """Launch a copy from the device; its finish event."""
         controller = self._controller
         self._after_forward(controller.write_stream)
         controller.write_queue.extend(self._operations(pairs))
         controller.start_writing()
-        return controller.ack_write_queue.pop().finish_event
+        finish_event: Event = controller.ack_write_queue.pop().finish_event
+        return finish_event
 
-    def to_device(self, pairs: Sequence[Pair]) -> tuple[Any, int]:
+    def to_device(self, pairs: Sequence[Pair]) -> tuple[Event, int]:
         """The same to the device, layer by layer; finish event and the batch's consumer index."""
         controller = self._controller
         self._after_forward(controller.load_stream)
         controller.load_queue.extend(self._operations(pairs))
-        consumer_index: int = controller.start_loading()
-        return controller.ack_load_queue.pop().finish_event, consumer_index
+        consumer_index = controller.start_loading()
+        finish_event: Event = controller.ack_load_queue.pop().finish_event
+        return finish_event, consumer_index
 
-    def _after_forward(self, stream: Any) -> None:
+    def _after_forward(self, stream: Stream) -> None:
         forward = self._forward_stream()
         if forward is not None:
             stream.wait_stream(forward)
 
     @staticmethod
-    def _operations(pairs: Sequence[Pair]) -> list[Any]:
+    def _operations(pairs: Sequence[Pair]) -> list[Any]:  # of CacheOperation
         from sglang.srt.managers.cache_controller import CacheOperation
 
         return [CacheOperation(host, device, node_id=-1) for host, device in pairs]

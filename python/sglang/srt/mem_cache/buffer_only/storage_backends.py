@@ -172,7 +172,9 @@ class FlatStore:
         found: int = self._backend.batch_exists(keys, extra_info)
         return found
 
-    def batch_get_v1(self, keys: list[str], slots: torch.Tensor, extra_info: Any) -> list[bool]:
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
         """Read a page after the other, up to the first that is not there."""
         good = [False] * len(keys)
         for at, key in enumerate(keys):
@@ -180,16 +182,18 @@ class FlatStore:
             pages = self._backend.batch_get([key], [room])
             if not pages or pages[0] is None:
                 break
-            self._pool.set_from_flat_data_page(self._slot(slots, at), pages[0])
+            self._pool.set_from_flat_data_page(self._slot(host_indices, at), pages[0])
             good[at] = True
         return good
 
-    def batch_set_v1(self, keys: list[str], slots: torch.Tensor, extra_info: Any) -> list[bool]:
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
         """Write a page after the other, up to the first that fails."""
         good = [False] * len(keys)
         for at, key in enumerate(keys):
             if not self._backend.batch_set(
-                [key], [self._pool.get_data_page(self._slot(slots, at))]
+                [key], [self._pool.get_data_page(self._slot(host_indices, at))]
             ):
                 break
             good[at] = True
@@ -208,8 +212,8 @@ class FlatStore:
         if hasattr(self._backend, "close"):
             self._backend.close()
 
-    def _slot(self, slots: torch.Tensor, page: int) -> int:
-        return int(slots[page * self._pool.page_size])
+    def _slot(self, host_indices: torch.Tensor, page: int) -> int:
+        return int(host_indices[page * self._pool.page_size])
 
 
 #: Values of ``--hicache-storage-backend``, with module and name of the mixin.

@@ -34,14 +34,14 @@ WARMUP_S = 20.0
 """The master gives out the memory of a server that was killed until its ``--client_ttl``, 10 s by
 default, has passed."""
 
-WORD_S = 30.0
+LOG_EVERY_S = 30.0
 """Between two lines about writes that were refused."""
 
 
 class MooncakeParts(_Mooncake):
     """All host tensors are registered, and a value of another length than asked is a miss."""
 
-    _next_word = 0.0
+    _next_log = 0.0
 
     @override
     def warmup(self) -> None:
@@ -96,18 +96,19 @@ class MooncakeParts(_Mooncake):
         codes = self._put_batch_zero_copy_impl(keys, *_addresses(memory))
         if self.enable_storage_metrics:
             self._measured(self.backup_pgs, self.backup_bandwidth, memory, start)
-        self._tell_failed([code for code in codes if code], len(codes))
+        self._log_refused([code for code in codes if code], len(codes))
         return [code == 0 for code in codes]
 
-    def _tell_failed(self, codes: Sequence[int], of: int) -> None:
+    def _log_refused(self, codes: Sequence[int], of: int) -> None:
         """Failed writes cost hits, whatever the reason; the codes are what tells full from gone."""
         now = time.monotonic()
-        if not codes or now < self._next_word:
+        if not codes or now < self._next_log:
             return
-        self._next_word = now + WORD_S
+        self._next_log = now + LOG_EVERY_S
         logger.warning(
-            "Mooncake refused %d of %d values, error codes %s (said once in %.0f s)",
-            *(len(codes), of, sorted(set(codes)), WORD_S),
+            "Mooncake refused %d of %d values, error codes %s: their pages are not stored, and "
+            "are computed again once they leave the device (logged at most every %.0f s)",
+            *(len(codes), of, sorted(set(codes)), LOG_EVERY_S),
         )
 
     def _measured(

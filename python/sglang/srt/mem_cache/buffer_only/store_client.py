@@ -1,15 +1,15 @@
 """Calls of a store, with a deadline: whatever it does becomes a miss or a failure, never more.
 
-``StoreGuard`` stands between HiCache's storage threads and a ``HiCacheStorage``. A call runs on a
-thread of the guard; the caller waits for it until the deadline and then gives it up. A call cannot
-be taken back, so a given-up read may still write into the host pages that it was handed, and a
-given-up write may still read them, at any later time until it returns. Those pages are *busy*
-(``Outcome.busy``): the owner of the stage must not hand them to anyone else before the call has
-returned. There is no bound on that time: memory that a store may write into is better lost than
-wrong.
+``StoreClient`` stands between HiCache's storage threads and a ``HiCacheStorage``. A call runs on a
+thread of the client; the caller waits for it until the deadline and then gives it up. A call cannot
+be taken back, so an *overdue* read may still write into the host pages that it was handed, and an
+overdue write may still read them, at any later time until it returns (``Outcome.overdue``): the
+owner of the stage must not hand them to anyone else before. There is no bound on that time: memory
+that a store may write into is better lost than wrong.
 
-After a missed deadline the store counts as down: calls are refused at once, without touching it,
-until a probe is answered. Calls under way, the given-up ones among them, are at most ``max_calls``.
+After a missed deadline the circuit breaker is open: calls are refused at once, without touching the
+store, until a probe is answered. Calls under way, overdue ones among them, are at most
+``max_calls``.
 """
 
 from __future__ import annotations
@@ -24,53 +24,75 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang.srt.mem_cache.buffer_only.page_parts import leading
 from sglang.srt.patchset import environment
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.upstream import Backend
+
 logger = logging.getLogger(__name__)
 
 
-class Health:
-    """Of one store. Times are in seconds of one monotonic clock. Not thread-safe."""
+class CircuitBreaker:
+    """Whether a store is asked: CLOSED, it is; OPEN, it is not, after a call that missed its
+    deadline; HALF_OPEN, a probe is under way. Times are in seconds of one monotonic clock. Not
+    thread-safe."""
+
+    class State(enum.Enum):
+        """See the class."""
+
+        CLOSED = enum.auto()
+        OPEN = enum.auto()
+        HALF_OPEN = enum.auto()
 
     def __init__(self, first_retry: float, longest_retry: float) -> None:
-        """A store is probed ``first_retry`` after it went down, then after twice that and so on,
-        at most ``longest_retry`` apart."""
+        """The first probe is due ``first_retry`` after a call timed out, the next after twice that
+        and so on, at most ``longest_retry`` apart."""
         self._first, self._longest = first_retry, longest_retry
         self._backoff = first_retry
         self._retry_at = 0.0
-        self.up = True
+        self.state = self.State.CLOSED
         #: The interval before the next probe.
         self.retry_in = first_retry
 
-    def hung(self, now: float) -> bool:
-        """A call missed its deadline; returns whether the store was up until now."""
-        was_up, self.up = self.up, False
-        if was_up:
-            self._postpone(now)
-        return was_up
+    @property
+    def closed(self) -> bool:
+        """Whether the store is asked."""
+        return self.state is self.State.CLOSED
 
-    def worked(self) -> None:
-        """A call other than a probe was answered, so the next outage is a new one."""
-        if self.up:
-            self._backoff = self._first
-
-    def claim_probe(self, now: float) -> bool:
-        """Whether the caller shall probe now. The next probe is due an interval later, also if this
-        one never returns."""
-        if self.up or now < self._retry_at:
+    def timed_out(self, now: float) -> bool:
+        """A call missed its deadline; returns whether that opened the breaker."""
+        if not self.closed:
             return False
+        self.state = self.State.OPEN
         self._postpone(now)
         return True
 
-    def answered(self) -> None:
-        """A probe was answered, so the store is up. Should it hang at the next call, the interval
-        grows on: it may be one that answers probes and nothing else."""
-        self.up = True
+    def succeeded(self) -> None:
+        """A call other than a probe was answered, so the next outage is a new one."""
+        if self.closed:
+            self._backoff = self._first
+
+    def try_probe(self, now: float) -> bool:
+        """Whether the caller shall probe now. The next probe is due an interval later, also if this
+        one never returns."""
+        if self.closed or now < self._retry_at:
+            return False
+        self.state = self.State.HALF_OPEN
+        self._postpone(now)
+        return True
+
+    def probe_ended(self, answered: bool) -> None:
+        """An answer closes the breaker. Should the next call time out, the interval grows on: the
+        store may be one that answers probes and nothing else."""
+        if answered:
+            self.state = self.State.CLOSED
+        elif not self.closed:
+            self.state = self.State.OPEN
 
     def _postpone(self, now: float) -> None:
         self.retry_in = self._backoff
@@ -168,12 +190,12 @@ class Fault(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Busy:
-    """Memory that a given-up call may still use."""
+class OverdueCall:
+    """A call that was given up, and the memory that it may still use."""
 
     #: Host slots, 1-D.
     host_indices: torch.Tensor
-    #: Done when the call has returned. Its callbacks run on a thread of the guard.
+    #: Done when the call has returned. Its callbacks run on a thread of the client.
     returned: Future[Any]
 
 
@@ -185,12 +207,12 @@ class Outcome:
     pages: int
     #: Why there are no more; None also for a query that found less than all.
     fault: Fault | None = None
-    #: Set if the call was given up: its pages, until it has returned.
-    busy: Busy | None = None
+    #: Set if the call was given up.
+    overdue: OverdueCall | None = None
 
 
 @dataclass(frozen=True)
-class GuardSettings:
+class StoreClientSettings:
     """Bounds of the calls of one store; durations in seconds."""
 
     deadline: float = 10.0
@@ -199,7 +221,7 @@ class GuardSettings:
     longest_retry: float = 60.0
 
     @classmethod
-    def from_env(cls) -> GuardSettings:
+    def from_env(cls) -> StoreClientSettings:
         """``SGLANG_HICACHE_STORE_DEADLINE``, ``_MAX_CALLS``, ``_FIRST_RETRY``, ``_LONGEST_RETRY``.
 
         Raises:
@@ -217,30 +239,30 @@ def _wait(call: Future[Any], seconds: float) -> None:
     concurrent.futures.wait([call], timeout=seconds)
 
 
-class StoreGuard:
+class StoreClient:
     """A store that never raises and never hangs. Thread-safe, as far as the store is."""
 
     def __init__(
         self,
-        store: Any,
+        store: Backend,
         name: str,
-        settings: GuardSettings | None = None,
+        settings: StoreClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[Future[Any], float], None] = _wait,
     ) -> None:
-        """Guard ``store``, a ``HiCacheStorage`` with the ``_v1`` calls.
+        """Over ``store``, a ``HiCacheStorage`` with the ``_v1`` calls.
 
         Args:
             name: what messages call it.
             clock, wait: for tests; ``wait`` returns when the call is done or its time is over.
         """
         self.store, self.name = store, name
-        self.settings = settings or GuardSettings.from_env()
+        self.settings = settings or StoreClientSettings.from_env()
         self.faults: Counter[Fault] = Counter()
         self._clock, self._wait = clock, wait
         self._threads = CallThreads(f"hicache-store-{name}")
         self._lock = threading.RLock()  # a future's callback may run on the thread that adds it
-        self._health = Health(self.settings.first_retry, self.settings.longest_retry)
+        self._breaker = CircuitBreaker(self.settings.first_retry, self.settings.longest_retry)
         self._under_way: set[Future[Any]] = set()
         self._overdue: set[Future[Any]] = set()
         self._error_logged = False
@@ -250,7 +272,7 @@ class StoreGuard:
     # ---- what the storage threads call ----
 
     def query(self, keys: Sequence[str], extra_info: Any = None) -> Outcome:
-        """How many leading pages the store has."""
+        """How many leading pages the store has. ``extra_info``: a ``HiCacheStorageExtraInfo``."""
         asked = list(keys)
         found, fault, _ = self._call("batch_exists", lambda: self._query(asked, extra_info))
         return Outcome(0, fault) if fault else Outcome(found)
@@ -275,8 +297,9 @@ class StoreGuard:
 
     def close(self) -> None:
         """Close the store, where it can be closed, and end the threads."""
-        if hasattr(self.store, "close"):
-            self._call("close", lambda: self.store.close())
+        close = getattr(self.store, "close", None)
+        if close is not None:
+            self._call("close", close)
         self._threads.close()
 
     def get_stats(self) -> Any:
@@ -292,7 +315,7 @@ class StoreGuard:
     @property
     def up(self) -> bool:
         """Whether the store is asked."""
-        return self._health.up
+        return self._breaker.closed
 
     @property
     def overdue(self) -> int:
@@ -321,7 +344,7 @@ class StoreGuard:
             method, lambda: _results(call(asked, host_indices, extra), len(asked))
         )
         if given_up is not None:
-            return Outcome(0, fault, Busy(host_indices, given_up))
+            return Outcome(0, fault, OverdueCall(host_indices, given_up))
         if fault is not None:
             return Outcome(0, fault)
         pages, there = leading(results), sum(results)
@@ -345,7 +368,7 @@ class StoreGuard:
         if error is not None:
             return None, self._failed(method, error), None
         with self._lock:
-            self._health.worked()
+            self._breaker.succeeded()
             self._error_logged = False
         return future.result(), None, None
 
@@ -353,8 +376,8 @@ class StoreGuard:
         with self._lock:
             if len(self._under_way) >= self.settings.max_calls:
                 return None
-            probe = self._health.claim_probe(self._clock())
-            if not (self._health.up or probe):
+            probe = self._breaker.try_probe(self._clock())
+            if not (self._breaker.closed or probe):
                 return None
             # A probe runs beside: the call that started it is refused like any other.
             future = self._threads.start(
@@ -371,26 +394,25 @@ class StoreGuard:
             self._under_way.discard(future)
 
     def _probed(self, future: Future[Any]) -> None:
-        if future.exception() is not None:
-            return
+        answered = future.exception() is None
         with self._lock:
-            was_up = self._health.up
-            self._health.answered()
-        if not was_up:
+            was_closed = self._breaker.closed
+            self._breaker.probe_ended(answered)
+        if answered and not was_closed:
             logger.warning("HiCache store %s answers again and is used again", self.name)
 
     def _gave_up(self, method: str, future: Future[Any]) -> None:
         with self._lock:
             self._overdue.add(future)
             self.faults[Fault.DEADLINE] += 1
-            first = self._health.hung(self._clock())
-            retry = self._health.retry_in
+            first = self._breaker.timed_out(self._clock())
+            retry = self._breaker.retry_in
         future.add_done_callback(self._overdue.discard)
         if first:
             logger.error(
                 "HiCache store %s: %s did not return within %g s "
                 "(SGLANG_HICACHE_STORE_DEADLINE); the store is not used until it answers a probe, "
-                "the first one in %g s",
+                "the first one in %g s. Until then requests compute what it may have",
                 self.name,
                 method,
                 self.settings.deadline,
@@ -404,7 +426,12 @@ class StoreGuard:
             first, self._error_logged = not self._error_logged, True
         if first:  # once, until a call has worked again; the others are counted
             logger.error(
-                "HiCache store %s: %s failed: %s", self.name, method, error, exc_info=error
+                "HiCache store %s: %s failed: %s; its pages count as missing (logged once until a "
+                "call works again; all are counted in sglang:hicache_buffer_store_faults_total)",
+                self.name,
+                method,
+                error,
+                exc_info=error,
             )
         return fault
 

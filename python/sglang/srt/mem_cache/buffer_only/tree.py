@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.agreement import alone, group_min
+from sglang.srt.mem_cache.buffer_only.agreement import Reduce, alone, group_min
 from sglang.srt.mem_cache.buffer_only.backup import split_marks
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
-from sglang.srt.mem_cache.buffer_only.pipelines import Parts, Pipelines
+from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import (
     Settings,
     check_pages,
@@ -21,10 +21,11 @@ from sglang.srt.mem_cache.buffer_only.settings import (
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
 from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
-from sglang.srt.mem_cache.buffer_only.store_client import StoreGuard
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node, Stream
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 else:
     HiRadixCache = object
@@ -41,14 +42,16 @@ class BufferOnlyTree(HiRadixCache):
 
     A node that is evicted from the device is gone from the tree; the next request that wants it
     finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
-    what the store holds of a node is noted on the node (``marks.StoredNode``).
+    what the store holds of a node is noted on the node (``backup.StoredNode``).
     """
 
-    #: Write and read pipeline; None in SGLang's own mode.
+    #: Backup and prefetch; None in SGLang's own mode.
     buffer: Pipelines | None = None
     #: Inserts so far, in this mode only: after each, an idle server of a pair checks its invariants
     #: (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which know of no evicted nodes.
     inserts: int
+    #: The stream of the forward passes, set by the scheduler.
+    forward_stream: Stream | None = None
     _closing: bool = False
 
     @override
@@ -66,56 +69,53 @@ class BufferOnlyTree(HiRadixCache):
             pages = self.token_to_kv_pool_host.page_num
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
-        self.buffer = Pipelines(self._parts(pages), self._reduction())
+        self.buffer = Pipelines(self._build_context(pages), self._reduction())
         self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
             self._buffer_metrics.bind(self.storage_metrics_collector.labels)
         self.eviction_strategy: Any = PendingLast(self.eviction_strategy)
 
-    def _parts(self, pages: int) -> Parts:
+    def _build_context(self, pages: int) -> Context:
         controller, device = self.cache_controller, self.token_to_kv_pool_allocator
         settings = Settings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
             device_tokens=device.size,
             policy=self.prefetch_stop_policy,
-            read_ms=int(environment.BUFFER_READ_TIMEOUT.read() * 1000),
+            prefetch_timeout_ms=int(environment.BUFFER_READ_TIMEOUT.read() * 1000),
             timeout_base_ms=self.prefetch_timeout_base * 1000,
             timeout_page_ms=self.prefetch_timeout_per_page * 1000,
             pass_prefix_keys=self.hicache_storage_pass_prefix_keys,
         )
-        return Parts(
+        return Context(
             tree=self,
             stage=Stage(pages, *shares(pages)),
-            store=PageStore(self._guarded(controller), self.page_size),
+            store=PageStore(self._store_client(controller), self.page_size),
             copier=Copier(controller, lambda: self.forward_stream),
             settings=settings,
-            writes_elsewhere=controller.backup_skip,
+            skip_backup=controller.backup_skip,
         )
 
-    def _guarded(self, controller: Any) -> StoreGuard:
+    def _store_client(self, controller: Any) -> StoreClient:
         backend, pool = controller.storage_backend, self.token_to_kv_pool_host
         direct = controller.zero_copy or getattr(backend, "page_values", ())
         store = backend if direct else FlatStore(backend, pool)
-        return StoreGuard(store, controller.storage_backend_type)
+        return StoreClient(store, controller.storage_backend_type)
 
-    def _reduction(self) -> Any:
+    def _reduction(self) -> Reduce:
         return group_min(self.tp_group) if self.tp_world_size > 1 else alone
 
-    #: The stream of the forward passes, set by the scheduler.
-    forward_stream: Any = None
-
-    # Writing.
+    # ---- backup ----
 
     @override
-    def _inc_hit_count(self, node: Any, chunked: bool = False) -> None:
+    def _inc_hit_count(self, node: Node, chunked: bool = False) -> None:
         if self.buffer is None:
             super()._inc_hit_count(node, chunked)
         elif not chunked:
             node.hit_count += 1
             if not node.storage_ready and node.hit_count >= self.write_through_threshold:
-                self.buffer.writes.want(node)
+                self.buffer.backups.request(node)
 
     @override
     def insert(self, params: Any) -> Any:
@@ -124,34 +124,34 @@ class BufferOnlyTree(HiRadixCache):
         return super().insert(params)
 
     @override
-    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+    def _split_node(self, key: Key, child: Node, split_len: int) -> Any:
         front = super()._split_node(key, child, split_len)
         if self.buffer is not None:
             split_marks(front, child, split_len)
         return front
 
     @override
-    def _delete_leaf(self, node: Any) -> None:
+    def _delete_leaf(self, node: Node) -> None:
         super()._delete_leaf(node)
         if self.buffer is not None:
-            self.buffer.writes.intents.deleted(node)
+            self.buffer.backups.queue.deleted(node)
 
-    # Reading.
+    # ---- prefetch ----
 
-    def want(self, rid: str, key: Any) -> None:
+    def request_prefetch(self, rid: str, key: Any) -> None:
         """Prefetch the part of ``key`` (a ``RadixKey``) that the store has and the tree has not.
 
         At least one token of the prompt is always left to compute.
         """
         assert self.buffer is not None
         key, _ = self.maybe_bigram_convert(key[: len(key) - 1])
-        self.buffer.reads.want(rid, key[: len(key) // self.page_size * self.page_size])
+        self.buffer.prefetches.request(rid, key[: len(key) // self.page_size * self.page_size])
 
     @override
     def check_prefetch_progress(self, req_id: str) -> bool:
         if self.buffer is None:
             return bool(super().check_prefetch_progress(req_id))
-        return self.buffer.reads.ready(req_id)
+        return self.buffer.prefetches.ready(req_id)
 
     @override
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
@@ -169,16 +169,16 @@ class BufferOnlyTree(HiRadixCache):
         if self.buffer is None:
             super().release_aborted_request(rid)
             return
-        self.buffer.reads.forget(rid)
+        self.buffer.prefetches.cancel(rid)
         self.take_storage_hit(rid)
 
     @override
     def ready_to_load_host_cache(self) -> int:
         if self.buffer is None:
             return int(super().ready_to_load_host_cache())
-        return self.buffer.reads.loads.consumer_index
+        return self.buffer.prefetches.load_backs.consumer_index
 
-    # Driving.
+    # ---- every step, and the end ----
 
     @override
     def check_hicache_events(self) -> None:
@@ -189,7 +189,7 @@ class BufferOnlyTree(HiRadixCache):
         self._buffer_metrics.update(self.buffer)
         if self.enable_storage_metrics:
             self.storage_metrics_collector.log_storage_metrics(
-                self.buffer.parts.store.guard.get_stats()
+                self.buffer.context.store.client.get_stats()
             )
 
     @override
@@ -255,7 +255,7 @@ class PendingLast:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
-    def get_priority(self, node: Any) -> Any:
+    def get_priority(self, node: Node) -> Any:
         """The order of eviction, smallest first."""
-        pending = node.intent is not None and not node.storage_ready
+        pending = node.pending is not None and not node.storage_ready
         return (pending, self._strategy.get_priority(node))

@@ -1,0 +1,141 @@
+"""What this package uses of SGLang's classes, for the type checker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.mem_cache.buffer_only.backup import PendingBackup
+
+
+class Key(Protocol):
+    """``RadixKey``: tokens and their namespace."""
+
+    token_ids: list[Any]  # integers, or pairs of them for a tree of bigrams
+    extra_key: str | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice) -> Key: ...
+
+
+class Node(Protocol):
+    """``TreeNode``, with what ``backup.StoredNode`` adds; ``parent`` is None for the root alone."""
+
+    parent: Node | None
+    children: dict[Any, Node]
+    key: Key
+    value: torch.Tensor
+    hash_value: list[str] | None
+    priority: int
+    hit_count: int
+    stored: int
+    launched: int
+    pending: PendingBackup | None
+
+    def __init__(self, *, priority: int = 0) -> None: ...
+
+    @property
+    def storage_ready(self) -> bool: ...
+
+    def protect_host(self) -> None: ...
+
+    def release_host(self) -> None: ...
+
+
+class Allocator(Protocol):
+    """Of the device pool; sizes in tokens."""
+
+    size: int
+
+    def available_size(self) -> int: ...
+
+    def alloc(self, need_size: int) -> torch.Tensor | None: ...
+
+
+class Tree(Protocol):
+    """``HiRadixCache``."""
+
+    root_node: Node
+    page_size: int
+    evictable_size_: int
+    token_to_kv_pool_allocator: Allocator
+    prefetch_loaded_tokens_by_reqid: dict[str, int]
+    get_child_key_fn: Callable[[Key], Any]
+
+    def match_prefix(self, params: Any) -> Any: ...  # MatchPrefixParams, MatchResult
+
+    def evict(self, params: Any) -> Any: ...  # EvictParams, EvictResult
+
+    def inc_lock_ref(self, node: Node) -> Any: ...
+
+    def dec_lock_ref(self, node: Node) -> Any: ...
+
+    def _match_prefix_helper(self, node: Node, key: Key) -> tuple[list[torch.Tensor], Node]: ...
+
+    def _update_leaf_status(self, node: Node) -> None: ...
+
+    def _record_store_event(self, node: Node) -> None: ...
+
+
+class Backend(Protocol):
+    """``HiCacheStorage`` with the calls that move pages of the host pool."""
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int: ...
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]: ...
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]: ...
+
+    def clear(self) -> Any: ...
+
+    def get_stats(self) -> Any: ...
+
+
+class Event(Protocol):
+    """When a copy has ended."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """A device stream."""
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+
+class Controller(Protocol):
+    """``HiCacheController``: queues of ``CacheOperation`` and of ``HiCacheAck``."""
+
+    write_stream: Stream
+    load_stream: Stream
+    write_queue: list[Any]
+    load_queue: list[Any]
+    ack_write_queue: list[Any]
+    ack_load_queue: list[Any]
+
+    def start_writing(self) -> None: ...
+
+    def start_loading(self) -> int: ...
+
+
+class Request(Protocol):
+    """``Req``."""
+
+    rid: str
+    origin_input_ids: list[int]
+    output_ids: list[int]
+    extra_key: str | None
+    lora_id: str | None
+    retracted_stain: bool
+    cached_tokens_device: int
+    cached_tokens_storage: int
