@@ -1,0 +1,151 @@
+"""Which files of the package one request passes through, on decode and on prefill.
+
+``python scripts/request_path.py`` prints them. It runs one request with a prefix hit through the
+scenes of the component tests, with every call traced: a decode scheduler with its queues, tree and
+pool, a prefill scheduler, and one room over two real NIXL agents between them. What connecting two
+servers takes, which is done once, is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
+os.environ.setdefault("UCX_TLS", "tcp,self")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "test/srt"))
+
+#: Not on a request's way in production.
+ELSEWHERE = ("hardware_backend/",)
+
+
+class Trace:
+    """The files of the package in which something was called, by side."""
+
+    def __init__(self, package: Path) -> None:
+        self.files: dict[str, set[str]] = {"decode": set(), "prefill": set()}
+        self._package = f"{package}{os.sep}"
+        self._side = ""
+        self._recording = False
+        self._owners: dict[str, str] = {}
+        start = threading.Thread.start
+
+        def owned(thread: threading.Thread) -> None:
+            thread.__dict__["side"] = _owner(sys._getframe(1))
+            start(thread)
+
+        threading.Thread.start = owned  # type: ignore[method-assign]
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+
+    @contextmanager
+    def on(self, side: str) -> Iterator[None]:
+        """What this thread does meanwhile is a request's, on ``side``."""
+        self._side = side
+        try:
+            yield
+        finally:
+            self._side = ""
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """What the servers' own threads do meanwhile is a request's."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    def _called(self, frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event != "call" or not name.startswith(self._package):
+            return
+        thread = threading.current_thread()
+        is_main = thread is threading.main_thread()
+        side = self._side if is_main else self._recording and thread.__dict__.get("side")
+        name = name[len(self._package) :]
+        if side and not name.startswith(ELSEWHERE):
+            self.files[side].add(name)
+
+
+def _owner(frame: Any) -> str:
+    """The side of the transfer manager, or the scheduler, that starts a thread in ``frame``."""
+    while frame is not None:
+        mode = getattr(frame.f_locals.get("self"), "disaggregation_mode", None)
+        if mode is not None:
+            return str(mode.value)
+        frame = frame.f_back
+    return ""
+
+
+def decode(trace: Trace) -> None:
+    """Admission, commit, decoding and the end, with a prefix of an earlier request."""
+    from component.decode_radix.decoder import Decoder
+
+    decoder = Decoder(4, 256)
+    decoder.submit([*range(32)], new=1)
+    decoder.drain()
+    with trace.on("decode"):
+        decoder.submit([*range(32), *range(20)], new=2)
+        decoder.drain()
+
+
+def prefill(trace: Trace) -> None:
+    """The chunk of a computed request, its transfer and its end."""
+    import pytest
+
+    from component.prefill_ranks.prefiller import Prefiller
+
+    with pytest.MonkeyPatch.context() as patch:
+        prefiller = Prefiller(patch)
+        with trace.on("prefill"):
+            prefiller.prefill(7, 10, [4, 5, 6])
+            prefiller.rank.finish()
+            assert prefiller.turn() == [7]
+
+
+def transfer(trace: Trace) -> None:
+    """A room between two managers, from its announcement to its end on both sides."""
+    from component.nixl.pair import Pair, pages, until
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    pair = Pair()
+    with trace.threads():
+        room = pair.next_room()
+        with trace.on("decode"):
+            receiver = pair.receiver(room)
+            receiver.announce(pages(20, 9, 11), 5, prefix_len=8)
+        with trace.on("prefill"):
+            sender = pair.sender(room)
+            pair.announced(sender)
+            sender.init(5, 3)
+            sender.send(pages(30, 31, 2))
+            until(lambda: sender.poll() == KVPoll.Success, "sent")
+            sender.clear()
+        with trace.on("decode"):
+            until(lambda: receiver.poll() == KVPoll.Success, "arrived")
+            receiver.clear()
+
+
+def main() -> int:
+    """Prints a line a side."""
+    from component.one_rank import one_rank
+
+    trace = Trace(ROOT / "python/sglang/srt")
+    with one_rank():
+        decode(trace)
+        prefill(trace)
+        transfer(trace)
+    for side, files in trace.files.items():
+        print(f"{side}: {len(files)} files: {', '.join(sorted(files))}", flush=True)
+    os._exit(0)  # NIXL may crash an interpreter at its exit where there is no GPU driver
+
+
+if __name__ == "__main__":
+    sys.exit(main())

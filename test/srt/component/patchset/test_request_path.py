@@ -1,0 +1,30 @@
+"""How many files a request passes through is what docs/design.md says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+SAID = re.compile(r"at most (\d+) of our files on decode and (\d+) on prefill")
+
+
+def test_a_request_passes_through_as_many_files_as_the_text_says() -> None:
+    """Guards against a path that grows by a file here and a file there, and against a number that
+    was true once."""
+    script = ROOT / "scripts/request_path.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
+    )
+    paths = dict(re.findall(r"^(decode|prefill): \d+ files: (.*)$", done.stdout, re.MULTILINE))
+    assert set(paths) == {"decode", "prefill"}, done.stderr
+    said = SAID.search(" ".join((ROOT / "docs/design.md").read_text().split()))
+    assert said is not None
+    for (side, names), bound in zip(sorted(paths.items()), map(int, said.groups()), strict=True):
+        files = names.split(", ")
+        assert bound - 2 <= len(files) <= bound, (side, files)
+        # The two sides share what the folders say that they share.
+        other = {"decode": "/prefill/", "prefill": "/decode/"}[side]
+        assert [file for file in files if f"delta{other}" in file] == []
