@@ -86,6 +86,7 @@ class Room:
 def request(load: Load, number: int, new: int = 4_000) -> Any:
     """Request ``number`` as the queues hold it."""
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.delta.decode.record import record_of
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -102,7 +103,7 @@ def request(load: Load, number: int, new: int = 4_000) -> Any:
     )
     req.sampling_params.normalize(None)
     entry = DecodeRequest(req=req, kv_receiver=Room(), waiting_for_input=True)
-    entry.ready_since = time.monotonic()  # ours notes when a handshake was done
+    record_of(req).wait.since = time.monotonic()  # ours notes when a handshake was done
     return entry
 
 

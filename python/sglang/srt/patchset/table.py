@@ -183,7 +183,7 @@ _DECODE_RADIX = (
     Replacement(
         module="sglang.srt.managers.tokenizer_manager",
         name="TokenizerManager",
-        mixin=f"{_DISAGG}.delta.decode.eligibility:RadixTokenizer",
+        mixin=f"{_DISAGG}.delta.decode.scheduler:RadixTokenizer",
         why="requests with input_embeds are refused by the name of our flag",
     ),
     Replacement(
@@ -213,7 +213,7 @@ _DECODE_RADIX = (
     Replacement(
         module=f"{_DISAGG}.decode_schedule_batch_mixin",
         name="ScheduleBatchDisaggregationDecodeMixin",
-        mixin=f"{_DISAGG}.delta.decode.prebuilt:RadixPrebuiltBatch",
+        mixin=f"{_DISAGG}.delta.decode.prefix_tree:RadixPrebuiltBatch",
         why="the prebuilt batch continues after the shared prefix",
     ),
 )

@@ -167,7 +167,7 @@ class Life:
     def update_weights(self, number: int) -> None:
         """At any time: SGLang lets nobody in between only if it is not paused."""
         self.seen["updates_under_way"] += not self.decoder.is_fully_idle()
-        self.seen["updates_while_held"] += bool(self.decoder._held)
+        self.seen["updates_while_held"] += bool(self.decoder._deferred)
         self.decoder.update_weights()
         assert self._nothing_can_be_hit()
 

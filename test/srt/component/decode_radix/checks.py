@@ -10,15 +10,15 @@ import torch
 from component.decode_radix import kv
 from component.decode_radix.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
-from sglang.srt.disaggregation.delta.decode.eligibility import generation_of, is_fake
+from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.pages import page_count
 
 
 def holders(decoder: Any) -> list[Any]:
     """Requests that own pages and a lock."""
-    quarantine = decoder.disagg_decode_transfer_queue.quarantine
-    return [*readers(decoder), *quarantine.requests]
+    return [*readers(decoder), *deferred_requests(decoder.disagg_decode_transfer_queue)]
 
 
 def readers(decoder: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def _claims(decoder: Any) -> list[str]:
         queue._budget.claims,
         [req for req in decoder.running_batch.reqs if not req.finished()],
         [*decoder.in_transfer, *decoder.waiting_queue],
-        decoder.disagg_decode_transfer_queue.quarantine.requests,
+        deferred_requests(decoder.disagg_decode_transfer_queue),
         decoder.max_total_num_tokens,
     )
 
@@ -75,7 +75,7 @@ def _tables(decoder: Any, held: list[Any]) -> list[str]:
     if sorted([*rows.free_slots, *used]) != list(range(rows.size + rows.pre_alloc_size)):
         problems.append(f"request rows: {len(rows.free_slots)} free, {sorted(used)} used")
     queue = decoder.disagg_decode_transfer_queue
-    entries = [*queue.queue, *queue.quarantine.decode_requests]
+    entries = [*queue.queue, *(deferred.entry for deferred in queue.deferred)]
     slots = [entry.metadata_buffer_index for entry in entries]
     if sorted([*metadata.free_slots, *slots]) != list(range(metadata.size)):
         problems.append(f"metadata slots: {len(metadata.free_slots)} free, {sorted(slots)} used")
@@ -117,7 +117,7 @@ def _of_request(decoder: Any, req: Any) -> tuple[str, torch.Tensor, list[int]]:
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
     visible = 0 if is_fake(req) else arrived
     ids = (req.origin_input_ids + req.output_ids)[:visible]
-    values = kv.tags(ids, req.extra_key, weights=generation_of(req))
+    values = kv.tags(ids, req.extra_key, weights=record_of(req).generation)
     row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx, :visible]
     return f"request {req.rid}", row, values
 

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.decode import (
     DecodeRequest,
     DecodeTransferQueue,
 )
-from sglang.srt.disaggregation.delta.decode.eligibility import generation_of, is_fake
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -261,7 +261,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         """The receiver of a request that is queued, in transfer or held."""
         transfer = self.disagg_decode_transfer_queue
         queued = [*self.disagg_decode_prealloc_queue.queue, *transfer.queue]
-        entries = [*queued, *transfer.quarantine.decode_requests]
+        entries = [*queued, *(deferred.entry for deferred in transfer.deferred)]
         return next(entry.kv_receiver for entry in entries if entry.req is req)
 
     def deliver(
@@ -274,7 +274,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         if room.poll() == KVPoll.Transferring:
             page, prefix = self.page_size, room.prefix_len
             # Prefill computed it when the request arrived.
-            weights = generation_of(req)
+            weights = record_of(req).generation
             values = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)[prefix:]
             slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
             kv.write(self.pool, slots.to(torch.int64)[: len(values)], values)
@@ -314,7 +314,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
             token_ids = req.origin_input_ids + req.output_ids
             assert len(token_ids) == req.kv_committed_len
-            values = kv.tags(token_ids, req.extra_key, weights=generation_of(req))
+            values = kv.tags(token_ids, req.extra_key, weights=record_of(req).generation)
             kv.write(self.pool, slot[None], values[-1:])
         tokens = torch.tensor([next_token(req) for req in batch.reqs])
         batch.output_ids = tokens

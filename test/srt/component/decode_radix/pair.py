@@ -105,7 +105,7 @@ def view(decoder: Decoder) -> tuple[Any, ...]:
         tree.protected_size(),
         tree.inserts,
         [(req.rid, req.cache_protected_len) for req in decoder.in_transfer],
-        [req.rid for req in transfer.quarantine.requests],
+        [deferred.entry.req.rid for deferred in transfer.deferred],
         [req.rid for req in decoder.queued],
         [req.rid for req in decoder.waiting_queue],
         [(req.rid, len(req.output_ids)) for req in decoder.running_batch.reqs],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
 
@@ -47,14 +48,18 @@ class Room:
         self.announced, self.prefix_len = True, prefix_len
         self.send_metadata(pages, index)
 
-    def hold(self) -> Room | None:
-        """The room is its own watch: it knows whether prefill still writes."""
-        return self if self.writing else None
+    # ---- what a deferred free asks of a backend and of the prefill servers ----
 
-    def quiet(self) -> bool:
+    def defer_free(self) -> DeferredFree | None:
+        return DeferredFree(self, 0, "", self, 1) if self.writing else None  # type: ignore[arg-type]
+
+    def collect_arrivals(self) -> None:
+        """Nothing to read: ``writing`` is always true to the fact."""
+
+    def is_drained(self, writers: int) -> bool:
         return not self.writing
 
-    def close(self) -> None:
+    def forget_deferred(self, deferred: DeferredFree) -> None:
         assert self.cleared
 
     def failure_exception(self) -> None:

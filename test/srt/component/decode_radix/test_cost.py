@@ -11,7 +11,7 @@ import pytest
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.steps import ids, tick
-from sglang.srt.disaggregation.delta.decode import handshakes
+from sglang.srt.disaggregation.delta.decode import transfer_queue
 from sglang.srt.disaggregation.delta.decode.claims import GrowthSum
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -167,7 +167,7 @@ def test_pages_are_listed_for_the_log_only(monkeypatch: pytest.MonkeyPatch) -> N
             return 3
 
     req = SimpleNamespace(origin_input_ids=[1] * 40, cache_protected_len=0)
-    handshakes._count(req, Pages(), 10, 0.0)
+    transfer_queue._count(req, Pages(), 10, 0.0)
 
 
 def test_what_is_remembered_is_one_requests(matches: list[int]) -> None:

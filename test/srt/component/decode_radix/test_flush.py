@@ -19,7 +19,6 @@ from component.decode_radix.test_exits import (
     step,
     warm,
 )
-from sglang.srt.disaggregation.delta.decode import deferred_free
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -54,7 +53,7 @@ def bring(decoder: Decoder, stage: str) -> Any:
     if stage == "held":
         step(decoder, lambda: decoder.abort(req.rid))
         step(decoder, decoder.tick_queues)
-        assert req in decoder._held
+        assert req in decoder._deferred
     return req
 
 
@@ -65,7 +64,7 @@ def give_up(decoder: Decoder, count: int) -> list[Any]:
     assert decoder.in_transfer == reqs
     step(decoder, lambda: decoder.abort_request(AbortReq(abort_all=True)))
     step(decoder, decoder.tick_queues)
-    assert list(decoder._held) == reqs and decoder.is_fully_idle()
+    assert list(decoder._deferred) == reqs and decoder.is_fully_idle()
     return reqs
 
 
@@ -84,12 +83,12 @@ def test_new_weights_while_pages_are_held(decoder: Decoder, prefix: int) -> None
     before = taken(decoder)
     assert before > 0
     step(decoder, decoder.update_weights)
-    assert taken(decoder) == before and len(decoder._held) == 6
+    assert taken(decoder) == before and len(decoder._deferred) == 6
     assert in_tree(decoder, PROMPT) == 0
     for room in decoder.rooms[-6:]:
         step(decoder, lambda room=room: decoder.write_late(room))
     step(decoder, decoder.tick_queues)
-    assert taken(decoder) == 0 and not decoder._held
+    assert taken(decoder) == 0 and not decoder._deferred
     check_idle(decoder)
     for expected in (0, 80):  # what was computed since is shared, as before
         req = decoder.submit(PROMPT, new=1)
@@ -221,7 +220,7 @@ def test_a_flush_that_somebody_asks_for(decoder: Decoder) -> None:
     step(decoder, decoder.tick_queues)
     while not running.finished() or decoder.running_batch.reqs or decoder.last_batch:
         step(decoder, decoder.tick_batch)
-    assert decoder._held and decoder.flush_cache_wrapped(FlushCacheReqInput()).success
+    assert decoder._deferred and decoder.flush_cache_wrapped(FlushCacheReqInput()).success
     assert in_tree(decoder, PROMPT) == 0
     decoder.drain()
     check_idle(decoder)
@@ -282,7 +281,7 @@ def test_memory_is_not_released_under_a_request_that_is_to_be_resumed(decoder: D
     other.to_finish = FINISH_ABORT()
     for _ in range(2):  # it ends in a step that had tried to resume
         step(decoder, decoder.tick_batch)
-    assert decoder.is_fully_idle() and not decoder._held
+    assert decoder.is_fully_idle() and not decoder._deferred
     answers.clear()
     request = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
     assert decoder.release_memory_occupation(request) is None and decoder.offload_tags == set()
@@ -367,7 +366,7 @@ def test_ranks_release_memory_in_one_step() -> None:
             pair.close()
 
 
-def test_release_waits_no_longer_than_the_quarantine(
+def test_release_waits_no_longer_than_the_bound(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a release that waits for ever for a prefill server that stands still."""
@@ -377,7 +376,7 @@ def test_release_waits_no_longer_than_the_quarantine(
     decoder.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     step(decoder, decoder.tick_queues)
     assert answers == []
-    monkeypatch.setattr(deferred_free, "quarantine_seconds", lambda: 0.0)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0")
     step(decoder, decoder.tick_queues)
     assert len(answers) == 1 and decoder.offload_tags == {"kv_cache"}
 

@@ -57,7 +57,7 @@ def test_a_decode_server_is_awake_while_requests_wait_that_stock_does_not_count(
     if where == "held":
         decoder.abort(req.rid)
         decoder.tick_queues()
-        assert decoder._held
+        assert decoder._deferred
     else:
         decoder.disagg_decode_transfer_queue.queue.clear()
         decoder.disagg_decode_prealloc_queue.retracted_queue.append(req)

@@ -8,7 +8,6 @@ import pytest
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.delta.decode import transfer_queue
 
 PROMPT = [token % 50 for token in range(3, 83)]
 
@@ -61,8 +60,7 @@ def test_without_clearing_a_stale_marker_passes(
         index: int = allocator.alloc()  # type: ignore[attr-defined]
         return index
 
-    monkeypatch.setattr("sglang.srt.disaggregation.delta.decode.handshakes.take_slot", take)
-    assert transfer_queue.take_slot is not take
+    monkeypatch.setattr("sglang.srt.disaggregation.delta.decode.transfer_queue.take_slot", take)
     decoder.metadata.bootstrap_room[:, 0] = 1000
     req = decoder.submit(PROMPT, new=4)
     decoder.tick_queues()
@@ -106,7 +104,7 @@ def test_metadata_that_never_come(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     assert decoder.in_transfer == [] and decoder.mailbox.ends[req.rid] == 1
     reason = decoder.mailbox.reasons[req.rid]["message"]
     assert "no metadata in metadata slot" in reason and "WAITING_TIMEOUT" in reason
-    assert req in decoder._held  # prefill may still write them
+    assert req in decoder._deferred  # prefill may still write them
     decoder.drain()
     assert decoder.tree_cache.total_size() == 0
     check_idle(decoder)

@@ -8,7 +8,7 @@ import pytest
 
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
-from sglang.srt.disaggregation.delta.decode.prebuilt import RadixPrebuiltBatch
+from sglang.srt.disaggregation.delta.decode.prefix_tree import RadixPrebuiltBatch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey

@@ -14,9 +14,9 @@ import pytest
 from component.decode_radix.actions import Life
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.peer import Room
-from sglang.srt.disaggregation.delta.decode import eligibility, prebuilt
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
 from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
+from sglang.srt.disaggregation.delta.decode import record
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 
 # Waiting for an arriving prefix would hide concurrent misses of one prompt; it has its own tests.
@@ -84,15 +84,15 @@ def _resume_ignores_the_prefix(patch: pytest.MonkeyPatch) -> None:
 
 
 def _warm_up_is_a_request(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eligibility, "is_fake", lambda req: False)
+    patch.setattr(record, "is_fake", lambda req: False)
 
 
 def _pages_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Room, "hold", lambda self: None)
+    patch.setattr(Room, "defer_free", lambda self: None)
 
 
 def _old_kv_is_inserted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeRadixTree, "_may_insert", lambda self, req: eligibility.may_insert(req))
+    patch.setattr(DecodeRadixTree, "_may_insert", lambda self, req: record.may_insert(req))
 
 
 def _locked_nodes_keep_their_name(patch: pytest.MonkeyPatch) -> None:
@@ -135,5 +135,5 @@ def test_the_check_notices(
 
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
-    assert prealloc_module.restore_private is prebuilt.restore_private
-    assert tree_module.may_insert is eligibility.may_insert
+    assert prealloc_module.restore_private is tree_module.restore_private
+    assert tree_module.may_insert is record.may_insert

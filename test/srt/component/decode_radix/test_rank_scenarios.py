@@ -167,10 +167,10 @@ def test_a_heartbeat_fails_a_transfer_on_one_rank(server: Server, rank: int) -> 
     assert server.ends(req) == [1, 1]
     for _ in range(3):
         server.tick()
-        assert [len(d.disagg_decode_transfer_queue.quarantine) for d in server.decoders] == [1, 1]
+        assert [len(d.disagg_decode_transfer_queue.deferred) for d in server.decoders] == [1, 1]
     server.decoders[rank].write_late(server.room(rank, req))
     server.tick()
-    assert [len(d.disagg_decode_transfer_queue.quarantine) for d in server.decoders] == [0, 0]
+    assert [len(d.disagg_decode_transfer_queue.deferred) for d in server.decoders] == [0, 0]
     server.finish()
 
 
@@ -206,7 +206,7 @@ def test_metadata_of_another_room_on_one_rank(server: Server, rank: int) -> None
     reasons = [str(decoder.mailbox.reasons[server.req(0, req).rid]) for decoder in server.decoders]
     assert "metadata of room 4711" in reasons[rank]
     server.tick()
-    assert [len(d.disagg_decode_transfer_queue.quarantine) for d in server.decoders] == [0, 0]
+    assert [len(d.disagg_decode_transfer_queue.deferred) for d in server.decoders] == [0, 0]
     assert [decoder.tree_cache.total_size() for decoder in server.decoders] == [0, 0]
     server.finish()
 

@@ -74,7 +74,7 @@ def test_a_transfer_lands_while_a_request_waits_to_be_resumed() -> None:
 
 
 def test_held_pages_come_back_while_a_request_waits_to_be_resumed() -> None:
-    """Guards against pages of an aborted transfer that stay in quarantine for ever, and a client
+    """Guards against pages of an aborted transfer that stay taken for ever, and a client
     that is not answered, because stock looks at nothing while somebody waits to be resumed."""
     decoder, retracted, transfer, _ = crowded()
     decoder.abort(transfer.rid)

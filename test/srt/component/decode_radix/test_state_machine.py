@@ -101,7 +101,7 @@ class DecodeServer(RuleBasedStateMachine):
     def retracted(self, number: int) -> None:
         self.take("abort_retracted", number)
 
-    @precondition(lambda self: self.decoder.disagg_decode_transfer_queue.quarantine)
+    @precondition(lambda self: self.decoder.disagg_decode_transfer_queue.deferred)
     @rule(number=NUMBERS)
     def held(self, number: int) -> None:
         self.take("write_late", number)

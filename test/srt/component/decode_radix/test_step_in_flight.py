@@ -16,8 +16,8 @@ from component.decode_radix import kv
 from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.eligibility import generation_of
-from sglang.srt.disaggregation.delta.decode.prefix_tree import StepWrites
+from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 TOKEN = 2
@@ -91,7 +91,7 @@ class Overlapped(Decoder):
         for req, slot in zip(batch.reqs, batch.out_cache_loc.clone(), strict=True):
             ids = req.origin_input_ids + req.output_ids
             ids += [TOKEN] * (req.kv_committed_len - len(ids))  # sampled, and not read back yet
-            tag = kv.tags(ids, req.extra_key, weights=generation_of(req))[-1]
+            tag = kv.tags(ids, req.extra_key, weights=record_of(req).generation)[-1]
             writes.append((slot[None], tag))
         batch.output_ids = batch.seq_lens.new_full((len(batch.reqs),), TOKEN)
 
@@ -189,7 +189,7 @@ class Reading(Overlapped):
             ids = req.origin_input_ids + req.output_ids
             ids = [*ids, TOKEN][: req.kv_committed_len - 1]
             row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(ids)].clone()
-            reads.append((row, kv.tags(ids, req.extra_key, weights=generation_of(req))))
+            reads.append((row, kv.tags(ids, req.extra_key, weights=record_of(req).generation)))
         end_of_step = result.copy_done.synchronize
 
         def read_and_end() -> None:

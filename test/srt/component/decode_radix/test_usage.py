@@ -48,7 +48,7 @@ def test_gauges_count_every_token_once(decoder: Decoder) -> None:
 
 def test_usage_is_protected_and_private_tokens(decoder: Decoder) -> None:
     """Guards against SGLang's usage, by which routers balance, counting a shared prefix for each
-    request, or pages in quarantine as free."""
+    request, or pages of ended transfers as free."""
     used, usage, free, evictable = decoder._get_token_info()
     assert (used, usage) == (160 + 3 * 32, (160 + 3 * 32) / 1024)
     assert free + evictable == 1024 - used

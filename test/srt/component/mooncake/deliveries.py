@@ -88,13 +88,13 @@ def dummy() -> None:
         sender.clear()
         assert PAIR.arrived([], []) and receiver.poll() == KVPoll.WaitingForInput
         receiver.abort()
-        watch = receiver.hold()  # asks the dummy, too
+        deferred = receiver.defer_free()  # asks the dummy, too
         assert reason(receiver)
         until(lambda: GATE._ended.get(sender.bootstrap_room), "withdrawal")
         PREFILL.rooms._sockets.send("127.0.0.1", DECODE.rank_port, _pong())  # after an answer
         until(lambda: DECODE.servers._ranks[ADDRESS][_rank()] == 0, "pong")
-        assert not watch.quiet(), "a rank that writes nothing spoke for the one that writes"
-        watch.close()
+        assert not deferred.is_drained(), "a rank that writes nothing spoke for the one that writes"
+        deferred.stop_following()
     finally:
         info["is_dummy"] = False
 
@@ -254,12 +254,12 @@ def never_delivered() -> None:
     assert receiver.poll() == KVPoll.Failed
     DECODE.waiting_timeout = LIMIT_S
     assert STATS.failures[Reason.TIMEOUT] == failures + 1
-    watch = receiver.hold()
+    deferred = receiver.defer_free()
     text = reason(receiver)
     assert "SGLANG_DISAGGREGATION_WAITING_TIMEOUT" in text and ADDRESS in text
     until(lambda: sender.poll() == KVPoll.Failed, "withdrawal")
-    until(watch.quiet, "quiet")
-    watch.close()
+    until(deferred.is_drained, "quiet")
+    deferred.stop_following()
     assert "did not complete it" in reason(sender)
 
 

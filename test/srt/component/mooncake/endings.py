@@ -31,7 +31,7 @@ def abort_on_prefill() -> None:
     sender.send(pages(30, 31))
     assert PAIR.finish(sender, receiver) == LOST
     assert PAIR.arrived([], [])
-    assert receiver.hold() is None
+    assert receiver.defer_free() is None
     assert "prefill reported: aborted on the prefill server" in reason(receiver)
     assert "aborted on the prefill server" in reason(sender)
 
@@ -51,7 +51,7 @@ def abort_while_written() -> None:
         brake.go_on.set()
         sender.send(pages(31))
         assert PAIR.finish(sender, receiver) == LOST
-    assert receiver.hold() is None
+    assert receiver.defer_free() is None
     assert PAIR.arrived([30], [20])
     assert reason(sender) and reason(receiver)
 
@@ -87,18 +87,18 @@ def engine_refuses() -> None:
             assert PAIR.finish(sender, receiver) == LOST
     finally:
         del os.environ["SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT"]
-    watch = receiver.hold()
+    deferred = receiver.defer_free()
     text = reason(sender)
     assert f"room {sender.bootstrap_room}" in text and "status -1" in text, text
     assert "127.0.0.1" in text
     assert "prefill could not deliver it" in reason(receiver)
-    assert not watch.quiet(), "an error says nothing about the other writes of the batch"
+    assert not deferred.is_drained(), "an error says nothing about the other writes of the batch"
     # Rooms that were announced before fail at once, and say why.
     second.send(pages(33))
     assert PAIR.finish(second, other) == LOST
     assert "has to register again" in reason(second) and "register again" in reason(other)
-    until(watch.quiet, "held for ever")
-    watch.close()
+    until(deferred.is_drained, "held for ever")
+    deferred.stop_following()
     # The next one is told to register, and then all is well.
     third, receiver = PAIR.room()
     receiver.announce(pages(4), 2, prefix_len=0)
@@ -136,13 +136,13 @@ def withdrawn_before_it_is_written() -> None:
     PAIR.announced(sender)
     sender.init(2, 3)
     receiver.abort()
-    watch = receiver.hold()
+    deferred = receiver.defer_free()
     assert "Abort" in reason(receiver)
     until(lambda: sender.poll() == KVPoll.Failed, "withdrawal")
     sender.send(pages(30))
-    until(watch.quiet, "quiet")
+    until(deferred.is_drained, "quiet")
     assert PAIR.arrived([], []) and "decode gave it up" in reason(sender)
-    watch.close()
+    deferred.stop_following()
 
 
 def withdrawn_while_written() -> None:
@@ -156,17 +156,17 @@ def withdrawn_while_written() -> None:
         assert brake.reached.wait(LIMIT_S)
         receiver.abort()
         assert receiver.poll() == KVPoll.Failed
-        watch = receiver.hold()  # tells prefill
+        deferred = receiver.defer_free()  # tells prefill
         assert "Abort" in reason(receiver)
         until(lambda: sender.is_stopped, "withdrawal")
-        assert not watch.quiet() and sender.poll() == KVPoll.Transferring
+        assert not deferred.is_drained() and sender.poll() == KVPoll.Transferring
         sender.send(pages(31))  # not queued any more
         brake.go_on.set()
         until(lambda: sender.poll() == KVPoll.Failed, "sender")
-        until(watch.quiet, "quiet")
+        until(deferred.is_drained, "quiet")
     assert PAIR.arrived([30], [4])
     assert "decode gave it up" in reason(sender)
-    watch.close()
+    deferred.stop_following()
 
 
 def chunk_that_is_never_over() -> None:
@@ -188,20 +188,24 @@ def chunk_that_is_never_over() -> None:
             behind.send(pages(33))  # into the same queue
             until(lambda: receiver.poll() == KVPoll.Failed, "notice")
             until(lambda: other.poll() == KVPoll.Failed, "notice of what waits behind it")
-            watch = receiver.hold()
-            assert not watch.quiet() and sender.poll() == KVPoll.Transferring, "it is written"
-            assert other.hold() is None and behind.poll() == KVPoll.Failed, "nothing was begun"
+            deferred = receiver.defer_free()
+            assert not deferred.is_drained() and sender.poll() == KVPoll.Transferring, (
+                "it is written"
+            )
+            assert other.defer_free() is None and behind.poll() == KVPoll.Failed, (
+                "nothing was begun"
+            )
             assert STATS.failures[Reason.TIMEOUT] == before + 2
             brake.go_on.set()
             until(lambda: sender.poll() == KVPoll.Failed, "sender")
-            until(watch.quiet, "quiet")
+            until(deferred.is_drained, "quiet")
     finally:
         PREFILL.chunk_deadlines = ChunkDeadlines(LIMIT_S)
     assert PAIR.arrived([30], [4])
     for text in (reason(sender), reason(behind)):
         assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and DECODE.peer_name in text, text
     assert reason(receiver) and reason(other)
-    watch.close()
+    deferred.stop_following()
     # Nobody else is the worse for it.
     sender, receiver = PAIR.room()
     receiver.announce(pages(4), 2, prefix_len=0)
@@ -223,11 +227,11 @@ def withdrawn_when_all_was_sent() -> None:
     until(lambda: sender.poll() == KVPoll.Success, "sender")
     sender.clear()
     receiver.abort()
-    watch = receiver.hold()
-    assert watch is None or until(watch.quiet, "quiet") is None
+    deferred = receiver.defer_free()
+    assert deferred is None or until(deferred.is_drained, "quiet") is None
     assert reason(receiver)
-    if watch is not None:
-        watch.close()
+    if deferred is not None:
+        deferred.stop_following()
 
 
 def withdrawn_before_the_request_came() -> None:
@@ -248,12 +252,12 @@ def completion_of_a_room_that_is_watched() -> None:
     sender.init(1, 3)
     DECODE.servers._capabilities.clear()  # a stock prefill: it takes no withdrawal
     receiver.abort()
-    watch = receiver.hold()
-    assert reason(receiver) and not watch.quiet()
+    deferred = receiver.defer_free()
+    assert reason(receiver) and not deferred.is_drained()
     sender.send(pages(30))
-    until(watch.quiet, "quiet")
+    until(deferred.is_drained, "quiet")
     assert PAIR.arrived([30], [4])
-    watch.close()
+    deferred.stop_following()
     until(lambda: sender.poll() == KVPoll.Success, "sender")
     sender.clear()
     DECODE.servers._capabilities[ADDRESS] = capability.OURS
@@ -269,14 +273,14 @@ def room_number_still_in_use() -> None:
         sender.send(pages(30))
         assert brake.reached.wait(LIMIT_S)
         receiver.abort()
-        watch = receiver.hold()
+        deferred = receiver.defer_free()
         assert reason(receiver)
         again = PAIR.receiver(sender.bootstrap_room)
         assert again.poll() == KVPoll.Failed and "still in use" in reason(again)
-        assert not watch.quiet()
+        assert not deferred.is_drained()
         brake.go_on.set()
-        until(watch.quiet, "quiet")
-    watch.close()
+        until(deferred.is_drained, "quiet")
+    deferred.stop_following()
     until(lambda: sender.poll() == KVPoll.Failed, "sender")
     assert reason(sender)
 
@@ -290,7 +294,7 @@ def decode_rank_that_went_silent() -> None:
     PREFILL._tick()
     assert PREFILL.decode_kv_args_table == {}
     assert PAIR.finish(sender, receiver) == LOST and "gave no sign" in reason(sender)
-    assert receiver.hold() is None and reason(receiver)
+    assert receiver.defer_free() is None and reason(receiver)
     PAIR.register()
 
 
@@ -300,7 +304,7 @@ def announced_after_the_failure() -> None:
     assert sender.poll() == KVPoll.Failed and reason(sender)
     receiver.announce(pages(4), 5, prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
-    assert receiver.hold() is None
+    assert receiver.defer_free() is None
     assert "aborted on the prefill server" in reason(receiver)
 
 
@@ -310,7 +314,7 @@ def failed_on_another_rank() -> None:
     PAIR.announced(sender)
     assert "another rank" in reason(sender)  # the scheduler asks without a failure of its own
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
-    assert receiver.hold() is None and "another rank" in reason(receiver)
+    assert receiver.defer_free() is None and "another rank" in reason(receiver)
 
 
 SCENARIOS = (

@@ -81,13 +81,13 @@ def test_words_of_a_room_that_is_followed() -> None:
     delivered or stopped, and are released when only one of them has."""
     manager = decode(7, writers=2)
     reader = reader_of(manager)
-    watch = manager.servers.hold(7, ADDRESS, 1, 2)
+    deferred = manager.servers.defer_free(7, ADDRESS, 1, 2)
     manager.forget_status(7)
     manager.required_prefill_response_num_table.clear()
     reader.handle(status(7, writer=0))
-    assert not watch.quiet()
+    assert not deferred.is_drained()
     reader.handle(control.encode(control.Stopped(7, 1, "aborted")))
-    assert watch.quiet()
+    assert deferred.is_drained()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) ->
     for _ in range(100_000):
         reader.handle(broken(rng, rng.choice(kinds)))
     assert set(manager.request_status) == {*rooms, 1007} == set(manager._progress)
-    assert set(manager.failure_records) <= set(rooms) and not manager.servers.watched_rooms()
+    assert set(manager.failure_records) <= set(rooms) and not manager.servers.deferred_rooms()
     assert np.array_equal(np.delete(manager.aux, rooms, 0), np.delete(around, rooms, 0))
     for writer in range(3):
         reader.handle(status(1007, writer=writer))

@@ -131,7 +131,7 @@ def abort_on_prefill() -> None:
     sender.send(pages(30, 31))
     assert PAIR.finish(sender, receiver) == LOST
     assert PAIR.arrived([], [])
-    assert receiver.hold() is None
+    assert receiver.defer_free() is None
     assert "prefill reported: aborted on the prefill server" in reason(receiver)
     assert reason(sender)
 
@@ -263,15 +263,15 @@ def withdrawn_while_written() -> None:
     until(lambda: PAIR.arrived([30], [4]), "first chunk")
     receiver.abort()
     assert receiver.poll() == KVPoll.Failed
-    watch = receiver.hold()  # tells prefill
+    deferred = receiver.defer_free()  # tells prefill
     assert "Abort" in reason(receiver)
     until(lambda: sender.is_stopped, "withdrawal")
     sender.send(pages(31))  # not posted any more
     until(lambda: sender.poll() == KVPoll.Failed, "sender")
-    until(watch.quiet, "quiet")
+    until(deferred.is_drained, "quiet")
     assert PAIR.arrived([30], [4])
     assert "decode gave it up" in reason(sender)
-    watch.close()
+    deferred.stop_following()
 
 
 def withdrawn_when_all_was_sent() -> None:
@@ -283,11 +283,11 @@ def withdrawn_when_all_was_sent() -> None:
     until(lambda: sender.poll() == KVPoll.Success, "sender")
     sender.clear()
     receiver.abort()
-    watch = receiver.hold()
-    assert watch is None or until(watch.quiet, "quiet") is None
+    deferred = receiver.defer_free()
+    assert deferred is None or until(deferred.is_drained, "quiet") is None
     assert reason(receiver)
-    if watch is not None:
-        watch.close()
+    if deferred is not None:
+        deferred.stop_following()
 
 
 def withdrawn_before_the_request_came() -> None:
@@ -316,7 +316,7 @@ def given_up_and_refused() -> None:
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
     until(lambda: sender.poll() == KVPoll.Failed, "sender")
     assert PAIR.arrived([30], [4])
-    assert receiver.hold() is None, "all that prefill would write has arrived"
+    assert receiver.defer_free() is None, "all that prefill would write has arrived"
     assert reason(sender) and "aborted on the prefill server" in reason(receiver)
 
 
@@ -329,16 +329,16 @@ def room_number_still_in_use() -> None:
         sender.send(pages(30))  # and is under way from here on
         until(lambda: PAIR.arrived([30], [4]), "first chunk")
         receiver.abort()
-        watch = receiver.hold()
+        deferred = receiver.defer_free()
         assert reason(receiver)
         again = PAIR.receiver(sender.bootstrap_room)
         assert again.poll() == KVPoll.Failed and "still in use" in reason(again)
         until(lambda: sender.is_stopped, "withdrawal")
-        assert not watch.quiet()
+        assert not deferred.is_drained()
     until(lambda: sender.poll() == KVPoll.Failed, "settled")
     assert reason(sender)
-    until(watch.quiet, "quiet")
-    watch.close()
+    until(deferred.is_drained, "quiet")
+    deferred.stop_following()
 
 
 def prefill_rank_is_a_new_one() -> None:
@@ -349,7 +349,7 @@ def prefill_rank_is_a_new_one() -> None:
     servers = dict(PAIR.decode.manager.prefill_info_table)
     receiver.announce(pages(4), 5, prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
-    assert receiver.hold() is None, "a rank that knows nothing of us writes nothing"
+    assert receiver.defer_free() is None, "a rank that knows nothing of us writes nothing"
     assert "does not know the decode rank" in reason(receiver)
     until(lambda: not PAIR.decode.manager.connection_pool, "it connects again next time")
     known[agent] = info
@@ -368,12 +368,12 @@ def prefill_is_gone() -> None:
     manager.servers.lost(ADDRESS, False, "silent")
     assert receiver.poll() == KVPoll.Failed
     PAIR.prefill.manager.rooms.gate.enter(sender.bootstrap_room)  # it never answers
-    watch = receiver.hold()
+    deferred = receiver.defer_free()
     assert f"lost prefill server {ADDRESS}: silent" in reason(receiver)
-    assert not watch.quiet(), "silence is no proof"
+    assert not deferred.is_drained(), "silence is no proof"
     manager.servers.lost(ADDRESS, True, "refused")
-    assert watch.quiet()
-    watch.close()
+    assert deferred.is_drained()
+    deferred.stop_following()
     PAIR.prefill.manager.rooms.gate.leave(sender.bootstrap_room)
     sender.abort()
     assert sender.poll() == KVPoll.Failed and reason(sender)
@@ -578,7 +578,7 @@ def announced_after_the_failure() -> None:
     assert sender.poll() == KVPoll.Failed and reason(sender)
     receiver.announce(pages(4), 5, prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
-    assert receiver.hold() is None
+    assert receiver.defer_free() is None
     assert "aborted on the prefill server" in reason(receiver)
 
 

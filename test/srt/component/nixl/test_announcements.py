@@ -232,7 +232,7 @@ def test_a_hundred_thousand_broken_messages_to_decode(caplog: pytest.LogCaptureF
         reader.handle(broken(rng, rng.choice(kinds)))
     assert set(manager.request_status) == {*rooms, 1007}
     assert manager.request_status[6] == KVPoll.WaitingForInput
-    assert set(manager.failure_records) <= {5} and not manager.servers.watched_rooms()
+    assert set(manager.failure_records) <= {5} and not manager.servers.deferred_rooms()
     reader.handle(control.encode(control.Stopped(1007, 0, "gone")))
     assert manager.request_status[1007] == KVPoll.Failed
 

@@ -11,7 +11,7 @@ import pytest
 from component.nixl.bare import ADDRESS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode.deferred_free import RoomWatch
+from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.wire import done, parse
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import TransferInfo, TransferStatus
@@ -51,9 +51,9 @@ def test_one_note_says_it_all() -> None:
     assert complete(note, done(5, 1, []), writers=2)
     assert complete(note, b"5_kv_0_1_1", b"5_aux_1", writers=2), "an older prefill rank beside it"
     status = after(note, writers=2)
-    assert not status.is_quiet(2)
+    assert not status.is_drained(2)
     status.stop(1)
-    assert status.is_quiet(2)
+    assert status.is_drained(2)
 
 
 def test_two_writers() -> None:
@@ -100,10 +100,10 @@ def test_quiet_when_each_writer_has_delivered_or_stopped() -> None:
     status = after(b"5_kv_0_0_0", b"5_kv_1_1_1", writers=2)
     status.stop(0)
     status.stop(0)
-    assert not status.is_quiet(2)
+    assert not status.is_drained(2)
     for text in (b"5_kv_0_0_1", b"5_aux_1"):
         status.take(parse(text), 2)
-    assert status.is_quiet(2) and not status.is_done()
+    assert status.is_drained(2) and not status.is_done()
 
 
 def message(indices: bytes, *frames: bytes) -> list[bytes]:
@@ -173,5 +173,5 @@ def test_notifications_that_cannot_be_read(
     receiver.init_time -= 31
     assert receiver.poll() == KVPoll.Failed
     assert "WAITING_TIMEOUT" in manager.failure_records[7]
-    watch = RoomWatch(manager, 7, ADDRESS, manager.progress(7), 1)
-    assert not watch.quiet()
+    deferred = DeferredFree(manager, 7, ADDRESS, manager.progress(7), 1)
+    assert not deferred.is_drained()

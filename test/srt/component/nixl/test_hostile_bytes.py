@@ -91,7 +91,7 @@ def tables(manager: Any) -> tuple[Any, ...]:
         None if gate is None else {r: copy.copy(it.__dict__) for r, it in gate._rooms.items()},
         None if gate is None else dict(manager.rooms._heard),
         None if manager.servers is None else copy.deepcopy(dict(manager.servers._ranks)),
-        None if manager.servers is None else dict(manager.servers._watches),
+        None if manager.servers is None else dict(manager.servers._deferred),
     )
 
 
@@ -174,7 +174,7 @@ def test_a_hundred_thousand_wrong_values_to_decode(caplog: pytest.LogCaptureFixt
     rng, manager, now = random.Random(2), decode(5, 6, 1007), 0.0
     servers = manager.servers
     servers.connected(ADDRESS, [{"rank_ip": "10.0.0.1", "rank_port": 5}])
-    watch = servers.hold(6, ADDRESS, 1, 1)
+    deferred = servers.defer_free(6, ADDRESS, 1, 1)
     take = Checked(manager, servers.take)
     reader = MessageReader(take, _refuse, lambda: now)
     messages = (
@@ -186,14 +186,14 @@ def test_a_hundred_thousand_wrong_values_to_decode(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.ERROR):
         for _ in range(100_000):
             reader.handle([control.MAGIC, wrong_map(rng, rng.choice(messages))])
-            assert not watch.progress.stopped_writers, "nobody spoke of room 6"
+            assert not deferred.progress.stopped_writers, "nobody spoke of room 6"
     assert take.refused > 1000 and take.taken > 10_000
     assert complained(caplog) <= logs._REMEMBERED_KEYS + 1
-    assert set(manager.request_status) == {5, 6, 1007} and servers._watches == {6: watch}
+    assert set(manager.request_status) == {5, 6, 1007} and servers._deferred == {6: deferred}
     assert manager.request_status[1007] == manager.request_status[6] == KVPoll.WaitingForInput
-    assert not watch.quiet()
+    assert not deferred.is_drained()
     reader.handle(control.encode(control.Stopped(6, 0, "done")))
-    assert watch.quiet()
+    assert deferred.is_drained()
 
 
 @pytest.fixture

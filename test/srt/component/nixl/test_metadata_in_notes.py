@@ -94,7 +94,7 @@ def test_metadata_that_do_not_fit(lengths: tuple[int, ...]) -> None:
     assert rank.slots() == [[0] * 4] * 2 and not rank.is_done
     text = rank.manager.failure_records[ROOM]
     assert f"metadata of {list(lengths)} bytes" in text and "has [64, 8]" in text
-    assert rank.manager.take_progress(ROOM).is_quiet(1), "it writes no more"
+    assert rank.manager.take_progress(ROOM).is_drained(1), "it writes no more"
 
 
 def test_a_room_that_was_announced_without_a_slot() -> None:
@@ -109,7 +109,7 @@ def test_a_room_that_was_given_up() -> None:
     be released, for all that prefill would write is here."""
     rank = Rank()
     manager = rank.manager
-    watch = manager.servers.hold(ROOM, ADDRESS, 1, 1)
-    assert watch is not None and not watch.quiet()
+    deferred = manager.servers.defer_free(ROOM, ADDRESS, 1, 1)
+    assert deferred is not None and not deferred.is_drained()
     rank.take(note(5))
-    assert rank.slots() == [[0] * 4] * 2 and watch.quiet()
+    assert rank.slots() == [[0] * 4] * 2 and deferred.is_drained()

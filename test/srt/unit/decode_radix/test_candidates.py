@@ -12,7 +12,7 @@ import torch
 from sglang.srt.disaggregation.delta.decode import candidates as line
 from sglang.srt.disaggregation.delta.decode.candidates import Candidate
 from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease
-from sglang.srt.disaggregation.delta.decode.waiting import Refusal
+from sglang.srt.disaggregation.delta.decode.record import Refusal
 from sglang.srt.disaggregation.delta.rank_agreement import Offer
 
 HELD = 64
@@ -77,7 +77,7 @@ class Plan:
 
     def admit(self, candidate: Candidate) -> bool:
         if candidate.req.rid == self.refused:
-            candidate.refusal = Refusal(self.refused, "no_tokens", 1)
+            candidate.refusal = Refusal("no_tokens", 1)
             candidate.release()
             return False
         self.places -= 1
@@ -122,7 +122,7 @@ def test_tokens_of_one_that_has_generated() -> None:
     queued = candidate("a", 3)
     assert (queued.token_ids, queued.length, queued.resumes) == ([0, 1, 2], 3, False)
     req = SimpleNamespace(origin_input_ids=[0, 1], output_ids=[7, 8])
-    retracted = Candidate(req, req)
+    retracted = Candidate(None, req)
     assert (retracted.token_ids, retracted.length, retracted.resumes) == ([0, 1, 7], 3, True)
 
 

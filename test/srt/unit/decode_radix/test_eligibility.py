@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode import eligibility
+from sglang.srt.disaggregation.delta.decode import record
+from sglang.srt.disaggregation.delta.decode.record import record_of
 
 FAKE_HOST = "2.2.2.2"
 
@@ -33,26 +34,26 @@ def request(**changes: object) -> SimpleNamespace:
 def test_an_ordinary_request_shares_after_its_transfer() -> None:
     """Guards against KV that enters the tree before it has arrived."""
     req = request()
-    assert eligibility.may_match(req) and not eligibility.may_insert(req)
-    eligibility.mark_committed(req)
-    assert eligibility.may_insert(req)
+    assert record.may_match(req) and not record.may_insert(req)
+    record_of(req).committed = True
+    assert record.may_insert(req)
 
 
 @pytest.mark.parametrize("host", [FAKE_HOST, None])
 def test_warm_up_and_health_requests_never_share(host: str | None) -> None:
     """Guards against the garbage of a warm-up request answering a prompt that begins alike."""
     req = request(bootstrap_host=host)
-    eligibility.mark_committed(req)
-    assert eligibility.is_fake(req)
-    assert not eligibility.may_match(req) and not eligibility.may_insert(req)
+    record_of(req).committed = True
+    assert record.is_fake(req)
+    assert not record.may_match(req) and not record.may_insert(req)
 
 
 def test_input_embeddings_never_share() -> None:
     """Guards against two embeddings behind the same token ids: SGLang fills in ones."""
     req = request(input_embeds=[[0.5]])
-    eligibility.mark_committed(req)
-    assert not eligibility.is_fake(req)
-    assert not eligibility.may_match(req) and not eligibility.may_insert(req)
+    record_of(req).committed = True
+    assert not record.is_fake(req)
+    assert not record.may_match(req) and not record.may_insert(req)
 
 
 def item(pad_value: int | None, *offsets: tuple[int, int]) -> SimpleNamespace:
@@ -85,7 +86,7 @@ def test_images_share_by_their_content(
     """Guards against two images behind the same token ids, where a model does not put the hash of
     each into the prompt, and against sharing none where it does."""
     req = request(origin_input_ids=token_ids, multimodal_inputs=SimpleNamespace(mm_items=items))
-    eligibility.mark_committed(req)
+    record_of(req).committed = True
     for _ in range(2):
-        assert eligibility.may_match(req) == eligibility.may_insert(req) == shares
+        assert record.may_match(req) == record.may_insert(req) == shares
         req.multimodal_inputs = None  # as SGLang does when a request ends

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode import waiting
+from sglang.srt.disaggregation.delta.decode import candidates
+from sglang.srt.disaggregation.delta.decode.admission import Limits
+from sglang.srt.disaggregation.delta.decode.record import DecodeRecord
 
 WINDOW_ENV = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 WAIT_ENV = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT"
@@ -22,7 +24,7 @@ def key(ids: list[int], prefix: int = 0, window: int = 8, **changes: object) -> 
     """A key, with defaults."""
     node = changes.get("node", NODE)
     req = request(ids, changes.get("extra_key"))  # type: ignore[arg-type]
-    return waiting.prefix_key(str(changes.get("prefill", "p:1")), req, node, prefix, window)
+    return candidates.prefix_key(str(changes.get("prefill", "p:1")), req, node, prefix, window)
 
 
 def test_common_continuation_is_one_key() -> None:
@@ -68,16 +70,16 @@ def test_window_is_whole_pages(
     monkeypatch.delenv(WINDOW_ENV, raising=False)
     if text is not None:
         monkeypatch.setenv(WINDOW_ENV, text)
-    assert waiting.window_tokens(page) == tokens
+    assert Limits.read(page).window == tokens
 
 
 def test_arriving() -> None:
     """Guards against requests without a key (short, warm-up, stock peer) counting as a prefix."""
     first = key(list(range(8)))
     queue = [
-        SimpleNamespace(arriving_prefix=first),
-        SimpleNamespace(arriving_prefix=None),
+        SimpleNamespace(delta=DecodeRecord(arriving=first)),  # type: ignore[arg-type]
+        SimpleNamespace(delta=DecodeRecord(arriving=None)),
         SimpleNamespace(),
-        SimpleNamespace(arriving_prefix=first),
+        SimpleNamespace(delta=DecodeRecord(arriving=first)),  # type: ignore[arg-type]
     ]
-    assert waiting.arriving(queue) == {first}
+    assert candidates.arriving(queue) == {first}  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ class StockManager:
 
 
 class Progress:
-    """Writers that stopped or delivered; see ``delta/watch.py``."""
+    """Writers that stopped or delivered; see ``decode/deferred_free.py``."""
 
     def __init__(self) -> None:
         self.done: set[int] = set()
@@ -85,7 +85,7 @@ class Progress:
     def stop(self, writer: int) -> None:
         self.done.add(writer)
 
-    def is_quiet(self, writers: int) -> bool:
+    def is_drained(self, writers: int) -> bool:
         return len(self.done) >= writers
 
 

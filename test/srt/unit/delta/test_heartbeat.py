@@ -1,4 +1,4 @@
-"""Heartbeats over scripted looks: alive, silent, gone, restarted."""
+"""Heartbeats over scripted probes: alive, silent, gone, restarted."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode.prefill_connections import Heartbeat, Look, Sign
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Heartbeat, Liveness, Probe
 
-ALIVE, SILENT, GONE = (Look(sign) for sign in (Sign.ALIVE, Sign.SILENT, Sign.GONE))
+ALIVE, SILENT, GONE = (Probe(each) for each in (Liveness.ALIVE, Liveness.SILENT, Liveness.GONE))
 Lost = list[tuple[str, bool, str]]
 
 
-def heartbeat(look: Callable[[str], Look], failures: int = 2) -> tuple[Heartbeat, Lost]:
+def heartbeat(probe: Callable[[str], Probe], failures: int = 2) -> tuple[Heartbeat, Lost]:
     """A heartbeat, and the servers that it gave up."""
     lost: Lost = []
-    return Heartbeat(look, lambda *what: lost.append(what), max_failures=failures), lost
+    return Heartbeat(probe, lambda *what: lost.append(what), max_failures=failures), lost
 
 
-def scripted(*looks: Look) -> Callable[[str], Look]:
-    """One look after another at one server."""
-    script = iter(looks)
+def scripted(*probes: Probe) -> Callable[[str], Probe]:
+    """One probe after another of one server."""
+    script = iter(probes)
     return lambda address: next(script)
 
 
@@ -54,7 +54,7 @@ def test_after_it_was_given_up_it_starts_anew() -> None:
 
 def test_gone_is_certain() -> None:
     """A refused connection says that nobody runs there. Guards against pages that are held for
-    their whole bound for a server that does not exist any more; and against trusting the last look
+    their whole bound for a server that does not exist any more; and against trusting the last probe
     less than an earlier silence."""
     made, lost = heartbeat(scripted(SILENT, GONE))
     made.beat({"p:1": None})
@@ -66,11 +66,11 @@ def test_gone_is_certain() -> None:
     assert [is_gone for _, is_gone, _ in lost] == [False], "now something answers there again"
 
 
-@pytest.mark.parametrize("sign", [Sign.ALIVE, Sign.SILENT])
-def test_another_incarnation_is_another_server(sign: Sign) -> None:
-    """A server that was restarted between two looks answers as ever. Guards against rooms that wait
-    for ranks which do not exist any more, also while the new ranks are silent yet."""
-    made, lost = heartbeat(lambda address: Look(sign, "new"), failures=99)
+@pytest.mark.parametrize("liveness", [Liveness.ALIVE, Liveness.SILENT])
+def test_another_incarnation_is_another_server(liveness: Liveness) -> None:
+    """A server that was restarted between two probes answers as ever. Guards against rooms that
+    wait for ranks which do not exist any more, also while the new ranks are silent yet."""
+    made, lost = heartbeat(lambda address: Probe(liveness, "new"), failures=99)
     made.beat({"p:1": "old"})
     assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", True)]
     assert "restarted" in lost[0][2]
@@ -81,14 +81,14 @@ def test_another_incarnation_is_another_server(sign: Sign) -> None:
 @pytest.mark.parametrize(("known", "seen"), [(None, "new"), ("old", None), (None, None)])
 def test_no_name_is_no_restart(known: str | None, seen: str | None) -> None:
     """Guards against a stock server, or one that gave no name this time, being given up."""
-    made, lost = heartbeat(lambda address: Look(Sign.ALIVE, seen))
+    made, lost = heartbeat(lambda address: Probe(Liveness.ALIVE, seen))
     made.beat({"p:1": known})
     assert lost == []
 
 
 def test_other_servers_are_not_disturbed() -> None:
     """Guards against one dead server that takes others with it, or hides their trouble."""
-    signs = {"a:1": ALIVE, "b:1": SILENT, "c:1": GONE, "d:1": Look(Sign.ALIVE, "new")}
+    signs = {"a:1": ALIVE, "b:1": SILENT, "c:1": GONE, "d:1": Probe(Liveness.ALIVE, "new")}
     made, lost = heartbeat(lambda address: signs[address])
     for _ in range(2):
         made.beat({"a:1": None, "b:1": None, "c:1": None, "d:1": "old"})
@@ -100,26 +100,26 @@ def test_other_servers_are_not_disturbed() -> None:
     ]
 
 
-def test_a_look_that_raises_counts_as_silence() -> None:
-    """Guards against one server's strange answer that ends the look at all others."""
+def test_a_probe_that_raises_counts_as_silence() -> None:
+    """Guards against one server's strange answer that ends the probes of all others."""
 
-    def look(address: str) -> Look:
+    def probe(address: str) -> Probe:
         if address == "a:1":
             raise UnicodeError("label too long")
         return SILENT
 
-    made, lost = heartbeat(look, failures=1)
+    made, lost = heartbeat(probe, failures=1)
     made.beat({"a:1": None, "b:1": None})
     assert sorted(address for address, _, _ in lost) == ["a:1", "b:1"]
 
 
-def test_a_slow_look_delays_nobody() -> None:
-    """Guards against servers that are looked at one after the other, or judged in that order: one
+def test_a_slow_probe_delays_nobody() -> None:
+    """Guards against servers that are probed one after the other, or judged in that order: one
     that hangs for its whole time limit would hide the death of the next."""
     b_was_judged = threading.Event()
     lost: list[str] = []
 
-    def look(address: str) -> Look:
+    def probe(address: str) -> Probe:
         if address == "a:1":
             assert b_was_judged.wait(60), "the other one waited for this"
         return SILENT
@@ -129,7 +129,7 @@ def test_a_slow_look_delays_nobody() -> None:
         if address == "b:1":
             b_was_judged.set()
 
-    Heartbeat(look, note, max_failures=1).beat({"a:1": None, "b:1": None})
+    Heartbeat(probe, note, max_failures=1).beat({"a:1": None, "b:1": None})
     assert lost == ["b:1", "a:1"]
 
 

@@ -13,8 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, control
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
 from sglang.srt.disaggregation.delta.decode import prefill_servers
-from sglang.srt.disaggregation.delta.decode.prefill_connections import Look, Sign
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Liveness, PrefillServers, Probe
 from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.delta.fakes import Manager, Sockets
 
@@ -66,7 +65,7 @@ class Side:
 
     def hold(self, room: int = ROOM, address: str = ADDRESS, writers: int = 1, ago: int = 0) -> Any:
         """Give a room up; ``ago``: of that many servers before this one."""
-        return self.servers.hold(room, address, self.servers.epoch(address) - ago, writers)
+        return self.servers.defer_free(room, address, self.servers.epoch(address) - ago, writers)
 
 
 def until_known(servers: PrefillServers, address: str) -> bool:
@@ -181,13 +180,13 @@ def test_a_restart_is_noticed_at_the_next_handshake(side: Side) -> None:
     against giving them back where the same server was only connected to again."""
     side.handshake(name="a")
     side.room(7)
-    watch = side.hold(7)
+    deferred = side.hold(7)
     side.servers.disconnect(ADDRESS)
     side.handshake(name="a")
-    assert not watch.quiet()
+    assert not deferred.is_drained()
     side.servers.disconnect(ADDRESS)
     side.handshake(name="b")
-    assert watch.quiet()
+    assert deferred.is_drained()
     side.room(8)
     assert side.hold(8, ago=1) is None, "a room of the old one"
     assert side.hold(8) is not None, "one of the new one"
@@ -203,11 +202,11 @@ def test_a_lost_server(side: Side, is_gone: bool) -> None:
     side.handshake()
     side.room(7)
     side.room(8)
-    watch = side.hold(8)
+    deferred = side.hold(8)
     side.servers.lost(ADDRESS, is_gone, "why")
     assert side.manager.request_status[7] == KVPoll.Failed
     assert side.manager.failure_records[7] == f"lost prefill server {ADDRESS}: why"
-    assert watch.quiet() is is_gone and (side.hold(7) is None) is is_gone
+    assert deferred.is_drained() is is_gone and (side.hold(7) is None) is is_gone
     assert not side.manager.prefill_info_table and not side.manager.connection_pool
     ranks = [("10.0.0.1", 4000), ("10.0.0.1", 4001)]
     assert side.sockets.dropped == side.manager.dropped == (ranks if is_gone else [])
@@ -223,12 +222,12 @@ def test_exactly_one_server_is_lost(side: Side) -> None:
     side.room(7, short)
     side.room(8, long)
     side.room(9, long)
-    watch = side.hold(9, long)
+    deferred = side.hold(9, long)
     side.servers.lost(short, True, "gone")
     assert side.manager.request_status[8] == KVPoll.WaitingForInput
     assert list(side.manager.connection_pool) == [f"{long}_0_0_0"]
     assert list(side.manager.prefill_info_table) == [long]
-    assert not watch.quiet() and ("10.0.0.1", 4002) not in side.sockets.dropped
+    assert not deferred.is_drained() and ("10.0.0.1", 4002) not in side.sockets.dropped
     side.handshake(short, name="b")
     side.room(10, short)
     assert side.hold(10, short) is not None
@@ -284,20 +283,20 @@ def refused() -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("answer", "look"),
+    ("answer", "probe"),
     [
-        (Answer(b'{"incarnation": "a"}'), Look(Sign.ALIVE, "a")),
-        (Answer(b'{"incarnation": "b"}'), Look(Sign.ALIVE, "b")),
-        (Answer(b"<html>"), Look(Sign.ALIVE)),
-        (Answer(b'{"incarnation": "\xff"}'), Look(Sign.ALIVE)),
-        (Answer(status=503), Look(Sign.SILENT)),
-        (refused(), Look(Sign.GONE)),
-        (requests.ConnectionError("reset"), Look(Sign.SILENT)),
-        (requests.Timeout(), Look(Sign.SILENT)),
-        (requests.exceptions.InvalidURL(), Look(Sign.SILENT)),
+        (Answer(b'{"incarnation": "a"}'), Probe(Liveness.ALIVE, "a")),
+        (Answer(b'{"incarnation": "b"}'), Probe(Liveness.ALIVE, "b")),
+        (Answer(b"<html>"), Probe(Liveness.ALIVE)),
+        (Answer(b'{"incarnation": "\xff"}'), Probe(Liveness.ALIVE)),
+        (Answer(status=503), Probe(Liveness.SILENT)),
+        (refused(), Probe(Liveness.GONE)),
+        (requests.ConnectionError("reset"), Probe(Liveness.SILENT)),
+        (requests.Timeout(), Probe(Liveness.SILENT)),
+        (requests.exceptions.InvalidURL(), Probe(Liveness.SILENT)),
     ],
 )
-def test_looks(side: Side, monkeypatch: pytest.MonkeyPatch, answer: Any, look: Look) -> None:
+def test_probes(side: Side, monkeypatch: pytest.MonkeyPatch, answer: Any, probe: Probe) -> None:
     """Guards against a server that hangs, or a network that does, being taken for one that is gone:
     only a refused connection says that nobody is there to write."""
     side.handshake()
@@ -309,7 +308,7 @@ def test_looks(side: Side, monkeypatch: pytest.MonkeyPatch, answer: Any, look: L
         return answer
 
     monkeypatch.setattr(requests, "get", get)
-    assert side.servers._look(ADDRESS) == look
+    assert side.servers._probe(ADDRESS) == probe
 
 
 def test_a_real_refusal_is_recognised() -> None:
@@ -329,24 +328,24 @@ def test_a_rank_that_does_not_answer_pings(side: Side, monkeypatch: pytest.Monke
     side.handshake()
     monkeypatch.setattr(requests, "get", lambda url, timeout: Answer(b'{"incarnation": "a"}'))
 
-    def look() -> Sign:
-        return side.servers._look(ADDRESS).sign
+    def look() -> Liveness:
+        return side.servers._probe(ADDRESS).liveness
 
-    assert look() is Sign.ALIVE
+    assert look() is Liveness.ALIVE
     pings = side.sockets.take()
     assert [(host, port, it.to) for host, port, it in pings] == [
         ("10.0.0.1", 4000, "10.0.0.1:4000"),
         ("10.0.0.1", 4001, "10.0.0.1:4001"),
     ]
     side.servers.take(control.Pong("10.0.0.1:4000", True))
-    assert look() is Sign.SILENT, "the other one did not answer"
+    assert look() is Liveness.SILENT, "the other one did not answer"
     for port in (4000, 4001):
         side.servers.take(control.Pong(f"10.0.0.1:{port}", True))
-    assert look() is Sign.ALIVE
-    assert look() is Sign.SILENT
+    assert look() is Liveness.ALIVE
+    assert look() is Liveness.SILENT
     side.servers.lost(ADDRESS, False, "silent")
     side.handshake()
-    assert look() is Sign.ALIVE, "it starts anew"
+    assert look() is Liveness.ALIVE, "it starts anew"
 
 
 def test_a_rank_that_cannot_be_pinged(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +353,8 @@ def test_a_rank_that_cannot_be_pinged(side: Side, monkeypatch: pytest.MonkeyPatc
     side.handshake()
     side.sockets.refuse.add("10.0.0.1")
     monkeypatch.setattr(requests, "get", lambda url, timeout: Answer())
-    assert side.servers._look(ADDRESS).sign is Sign.ALIVE
-    assert side.servers._look(ADDRESS).sign is Sign.SILENT
+    assert side.servers._probe(ADDRESS).liveness is Liveness.ALIVE
+    assert side.servers._probe(ADDRESS).liveness is Liveness.SILENT
 
 
 def test_a_stock_server_is_asked_as_stock_asks(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +364,7 @@ def test_a_stock_server_is_asked_as_stock_asks(side: Side, monkeypatch: pytest.M
     side.servers.connected(ADDRESS, RANKS)
     asked: list[str] = []
     monkeypatch.setattr(requests, "get", lambda url, timeout: (asked.append(url), Answer())[1])
-    assert side.servers._look(ADDRESS) == Look(Sign.ALIVE)
+    assert side.servers._probe(ADDRESS) == Probe(Liveness.ALIVE)
     side.servers.withdraw(ADDRESS, RANKS, ROOM, "x")
     assert asked == [f"http://{ADDRESS}/health"] and side.sockets.take() == []
 

@@ -32,17 +32,17 @@ def test_stopped_before_the_room_is_given_up(side: Side) -> None:
     stopped(side)
     assert side.manager.request_status[ROOM] == KVPoll.Failed
     assert side.manager.failure_records[ROOM] == "prefill reported: because"
-    assert side.hold() is None and not side.servers.watched_rooms()
+    assert side.hold() is None and not side.servers.deferred_rooms()
 
 
 def test_stopped_after_the_room_was_given_up(side: Side) -> None:
     """Guards against pages given back before prefill said so, and against its word changing what
     the client is told."""
     side.servers.fail(ROOM, Reason.TIMEOUT, "too late")
-    watch = side.hold()
-    assert watch is not None and not watch.quiet()
+    deferred = side.hold()
+    assert deferred is not None and not deferred.is_drained()
     stopped(side)
-    assert watch.quiet()
+    assert deferred.is_drained()
     assert side.manager.failure_records[ROOM] == "too late"
 
 
@@ -53,45 +53,45 @@ def test_two_writers_stop(side: Side, before: int) -> None:
     for writer in range(before):
         stopped(side, writer=writer)
         stopped(side, writer=writer)
-    watch = side.hold(writers=2)
+    deferred = side.hold(writers=2)
     for writer in range(before, 2):
-        assert watch is not None and not watch.quiet()
+        assert deferred is not None and not deferred.is_drained()
         stopped(side, writer=writer)
         stopped(side, writer=writer)
-    assert watch is None or watch.quiet()
+    assert deferred is None or deferred.is_drained()
 
 
 def test_stopped_twice_and_late(side: Side) -> None:
     """Guards against a repeated word that leaves an entry or raises, also when the room is gone."""
-    watch = side.hold()
+    deferred = side.hold()
     stopped(side)
     stopped(side)
-    assert watch.quiet()
-    watch.close()
+    assert deferred.is_drained()
+    deferred.stop_following()
     side.manager.forget_status(ROOM)
     stopped(side)
-    assert not side.servers.watched_rooms() and not side.manager.progresses
+    assert not side.servers.deferred_rooms() and not side.manager.progresses
     assert not side.manager.request_status and not side.manager.failure_records
 
 
 def test_stopped_for_another_room(side: Side) -> None:
     """Guards against a word about one room that gives another one's pages back, or fails it."""
     side.room(8)
-    watch = side.hold(7)
+    deferred = side.hold(7)
     stopped(side, room=9)
     stopped(side, room=8)
-    assert not watch.quiet() and side.manager.request_status[7] == KVPoll.WaitingForInput
+    assert not deferred.is_drained() and side.manager.request_status[7] == KVPoll.WaitingForInput
     assert 9 not in side.manager.request_status and 9 not in side.manager.progresses
 
 
 def test_a_word_about_the_room_that_is_watched(side: Side) -> None:
     """A new request with the number of a room that is still watched is refused (see DeltaReceiver);
     guards against the word about the old room counting for the new one until then."""
-    watch = side.hold()
+    deferred = side.hold()
     side.manager.forget_status(ROOM)
     side.room()  # the new request, about to be refused
     stopped(side)
-    assert watch.quiet()
+    assert deferred.is_drained()
     assert side.manager.request_status[ROOM] == KVPoll.WaitingForInput
     assert ROOM not in side.manager.progresses
 
@@ -152,12 +152,12 @@ def test_watched_rooms_are_used_under_the_lock_only(side: Side) -> None:
 
     side.handshake()
     side.room(7)
-    side.servers._watches = Guarded()
-    watch = side.hold(7)
+    side.servers._deferred = Guarded()
+    deferred = side.hold(7)
     side.servers._known()
-    assert side.servers.progress_of(7) is watch.progress
+    assert side.servers.progress_of(7) is deferred.progress
     side.servers.take(control.Stopped(7, 3, "gone"))
-    assert side.servers.watched_rooms() == [7] and side.servers.watch_of(7) is watch
+    assert side.servers.deferred_rooms() == [7] and side.servers.deferred(7) is deferred
     side.servers.lost(ADDRESS, True, "gone")
-    watch.close()
-    assert side.servers.watch_of(7) is None
+    deferred.stop_following()
+    assert side.servers.deferred(7) is None

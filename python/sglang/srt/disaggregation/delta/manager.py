@@ -148,7 +148,7 @@ class DeltaManager(CommonKVManager):
         raise NotImplementedError
 
     def take_progress(self, room: int) -> Progress:
-        """The same, and forget it here: a watch takes it over."""
+        """The same, and forget it here: a deferred free takes it over."""
         raise NotImplementedError
 
     def collect_arrivals(self) -> None:
@@ -255,7 +255,7 @@ class DeltaManager(CommonKVManager):
             for name in ("gate", "transfer_infos"):
                 tables[name] = [room for room in tables[name] if room not in early]
         if self.servers is not None:
-            tables["watches"] = self.servers.watched_rooms()
+            tables["deferred"] = self.servers.deferred_rooms()
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())
         tables["addr_to_rooms_tracker"] = [room for rooms in tracked for room in rooms]
         return tables

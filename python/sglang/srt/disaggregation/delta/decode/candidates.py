@@ -1,44 +1,100 @@
-"""The first requests in line: what the tree holds of each, found before the ranks agree on it.
+"""The first requests in line: which of them are tried in a step, as all ranks agree.
 
-Matching costs the length of a prompt. So only those are matched that could get in on this rank, one
-after the other, and the first that could not. That one is not matched again while its match would
-end where it did. Locks are taken before the ranks agree, so that nothing is evicted
-between the agreement and its use.
+Matching costs the length of a prompt, so only those are matched that could get in on this rank, one
+after the other, and the first that could not; that one is not matched again while its match would
+end where it did. Locks are taken before the ranks agree, so that nothing is evicted between the
+agreement and its use. The ranks then decide from what they agreed on, by the same arithmetic: a
+plan only says for whom it is worth to ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease
-from sglang.srt.disaggregation.delta.decode.waiting import Refusal
-from sglang.srt.disaggregation.delta.rank_agreement import Offer
+from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits
+from sglang.srt.disaggregation.delta.decode.claims import PoolState
+from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
+from sglang.srt.disaggregation.delta.decode.prefix_tree import (
+    KnownPrefix,
+    PrefixLease,
+    unlocked_tokens,
+)
+from sglang.srt.disaggregation.delta.decode.record import (
+    PrefixKey,
+    Refusal,
+    record_of,
+)
+from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.disaggregation.delta.rank_agreement import (
+    Agreed,
+    Ballot,
+    Offer,
+    State,
+    agree,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+
+logger = logging.getLogger(__name__)
 
 #: Tried in one step at most: each is matched, and holds a lock until the step ends.
-LIMIT = 8
+TRIED = 8
+#: Seconds between two errors about ranks whose pools differ.
+LOG_EVERY_S = 30.0
+
+
+# ---- prefixes that are arriving ----
+#
+# When a burst of requests with one new prefix arrives, none of them hits: the first one's KV is
+# still being moved. Admitting them all would move the prefix once for each and fill the pool with
+# duplicates. So a request whose *next* tokens after its match are just arriving for another one,
+# from the same prefill server, waits for those to land. Prefill computes them first in any case, so
+# little is lost.
+
+
+def prefix_key(prefill: str, req: Req, node: Any, prefix: int, window: int) -> PrefixKey | None:
+    """Where in the tree ``req`` will add KV, and which; None if less than ``window`` tokens.
+
+    The node that a match ended at keeps its identity when others split the path above it, so two
+    requests with a common continuation have equal keys.
+    """
+    following = req.origin_input_ids[prefix : prefix + window]
+    if window == 0 or len(following) < window:
+        return None
+    return prefill, req.extra_key, node.id, array("q", following).tobytes()
+
+
+def arriving(reqs: Iterable[Req]) -> set[PrefixKey]:
+    """The keys of requests in transfer."""
+    keys = {record_of(req).arriving for req in reqs}
+    return {key for key in keys if key is not None}
 
 
 @dataclass
 class Candidate:
-    """One request in line. ``entry``: what its queue holds for it (may be the request itself)."""
+    """One request in line. ``entry``: the prealloc queue's; None for a retracted request."""
 
-    entry: Any
-    req: Any
+    entry: QueueEntry | None
+    req: Req
     #: Whether it may share a prefix; after ``settle``, on all ranks.
     shares: bool = False
     #: Whether this rank has given it up already.
     given_up: bool = False
     lease: PrefixLease | None = None
-    #: Why it cannot get in, as this rank sees it.
+    #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
 
     @property
     def resumes(self) -> bool:
         """Whether it was retracted, and not just handshaken."""
-        return self.entry is self.req
+        return self.entry is None
 
     @property
     def length(self) -> int:
@@ -48,17 +104,28 @@ class Candidate:
     @cached_property
     def token_ids(self) -> list[int]:
         """These tokens."""
-        prompt: list[int] = self.req.origin_input_ids
+        prompt = self.req.origin_input_ids
         return (prompt + self.req.output_ids)[:-1] if self.req.output_ids else prompt
 
     @property
     def offer(self) -> int:
-        """This rank's word on the candidate."""
+        """This rank's vote on the candidate."""
         if self.given_up:
             return Offer.ABSTAIN
         if self.refusal is not None or self.lease is None:
             return Offer.STOP
         return Offer.SHARED + self.lease.length if self.shares else Offer.PRIVATE
+
+    def arriving_key(self, window: int) -> PrefixKey | None:
+        """The KV that its transfer would bring, if others may wait for that."""
+        if self.resumes or not self.shares or self.lease is None:
+            return None
+        address, lease = bootstrap_addr(self.req), self.lease
+        return prefix_key(address, self.req, lease.node, lease.length, window)
+
+    def waits_for(self, key: PrefixKey | None, arriving: set[PrefixKey]) -> bool:
+        """Whether others pass it while the KV of ``key`` arrives."""
+        return key in arriving and not record_of(self.req).wait.prefix_timed_out
 
     def take(self, tree: Any) -> None:
         """Match it, and lock what the tree holds of it."""
@@ -73,24 +140,98 @@ class Candidate:
             self.lease.release()
 
 
-class Plan(Protocol):
-    """What one rank would do in a step (``plan``)."""
+class StoppedMatch:
+    """Where the match of the request that was stopped last ended; the next step begins with it."""
+
+    def __init__(self) -> None:
+        #: The request itself, not its name: clients may use a name again for another prompt.
+        self._last: tuple[Req, bool, KnownPrefix] | None = None
+
+    def recall(self, tree: Any, candidate: Candidate) -> KnownPrefix | None:
+        """Where the match of ``candidate`` ends, if that is known."""
+        if self._last is None:
+            return None
+        req, shared, known = self._last
+        same = req is candidate.req and shared == candidate.shares
+        return known if same and known.holds(tree) else None
+
+    def note(self, tree: Any, candidate: Candidate) -> None:
+        """``candidate`` was looked at, and does not get in now."""
+        if candidate.lease is not None:
+            ids, key = candidate.token_ids, candidate.req.extra_key
+            known = KnownPrefix.of(tree, candidate.lease, ids if candidate.shares else [], key)
+            self._last = (candidate.req, candidate.shares, known)
+
+
+class StepPlan:
+    """What one rank would do in a step. ``places``: how many rows and slots are free."""
+
+    def __init__(
+        self,
+        budget: DecodeBudget,
+        stopped: StoppedMatch,
+        may_share: Callable[[Candidate], bool],
+        tree: Any,
+        places: int,
+        arriving: set[PrefixKey],
+        window: int,
+    ) -> None:
+        self._budget, self._stopped, self._tree = budget, stopped, tree
+        self._may_share = may_share
+        self._page: int = tree.page_size
+        self._places, self._window = places, window
+        #: Keys that are arriving, and those of whoever would get in.
+        self._arriving = set(arriving)
+        self._entering: list[Req] = []
+        #: Tokens that look free, and are taken by those who would get in.
+        self._taken = 0
 
     @property
     def has_place(self) -> bool:
-        """Whether one more request could get a row, whatever its size."""
+        """Whether one more request could get a row and a slot, whatever its size."""
+        return len(self._entering) < self._places
 
     def find(self, candidate: Candidate) -> bool:
         """Lock what the tree holds of it; false if it is known to be refused as before."""
+        candidate.shares = self._may_share(candidate)
+        known = self._stopped.recall(self._tree, candidate)
+        if known is None:
+            candidate.take(self._tree)
+            return True
+        taken = self._taken + unlocked_tokens(known.node)
+        candidate.refusal = self._budget.refusal(candidate, known, taken=taken)
+        if candidate.refusal is None:
+            candidate.lease = known.lock(self._tree)
+        return candidate.refusal is None
 
     def waits(self, candidate: Candidate) -> bool:
         """Whether others pass it, because its prefix is just arriving."""
+        return candidate.waits_for(candidate.arriving_key(self._window), self._arriving)
 
     def admit(self, candidate: Candidate) -> bool:
-        """Whether it would get in behind those before; if not, ``refusal`` says why."""
+        """Whether it would get in behind those before; if not, it lets go and says why."""
+        lease = candidate.lease
+        assert lease is not None, "it was found before"
+        candidate.refusal = self._budget.refusal(candidate, lease, taken=self._taken)
+        if candidate.refusal is not None:
+            self._stopped.note(self._tree, candidate)
+            candidate.release()
+            return False
+        self._taken += page_ceil(candidate.length, self._page) - lease.length
+        self._budget.claims.entered(candidate.req, lease.node, lease.length, candidate.length)
+        self._entering.append(candidate.req)
+        key = candidate.arriving_key(self._window)
+        if key is not None:
+            self._arriving.add(key)
+        return True
+
+    def close(self) -> None:
+        """Nobody has entered yet."""
+        for req in self._entering:
+            self._budget.claims.left(req)
 
 
-def take_leases(candidates: Sequence[Candidate], plan: Plan) -> list[int]:
+def take_leases(candidates: Sequence[Candidate], plan: StepPlan) -> list[int]:
     """Match and lock for each candidate up to the first that would not get in; their offers."""
     for candidate in candidates:
         if candidate.given_up:
@@ -130,3 +271,91 @@ def release(candidates: Sequence[Candidate]) -> None:
     """Give all locks back that were not handed over."""
     for candidate in candidates:
         candidate.release()
+
+
+class AgreedSteps:
+    """Starts the steps of one prealloc queue, with one collective each."""
+
+    def __init__(
+        self, queue: Any, budget: DecodeBudget, may_share: Callable[[Candidate], bool]
+    ) -> None:
+        """``queue``: the prealloc queue."""
+        self._queue, self._budget, self._may_share = queue, budget, may_share
+        self._stopped = StoppedMatch()
+        self._logged_at: float | None = None
+
+    @contextmanager
+    def step(
+        self,
+        ready: list[QueueEntry],
+        first: list[Candidate],
+        limits: Limits,
+        arriving: set[PrefixKey],
+        *,
+        slots_needed: bool = True,
+    ) -> Iterator[tuple[Agreed, list[Candidate]]]:
+        """What the ranks agree on, and who may be tried, with leases; takes the leases back.
+
+        ``ready``: entries without pages whose handshake is done; ``first``: the candidates. Both
+        are the same requests on all ranks, and there is at least one of either.
+        """
+        queue, budget, tree = self._queue, self._budget, self._queue.tree_cache
+        pool, now = budget.pool(), queue.clock()
+        states = [_state(entry, now, limits) for entry in ready]
+        if min(states, default=State.FINE) <= State.EXPIRED:
+            ended = {id(e) for e, s in zip(ready, states, strict=True) if s <= State.EXPIRED}
+            for candidate in first:
+                candidate.given_up = id(candidate.entry) in ended
+        rows = queue.req_to_token_pool.available_size()
+        slots = queue.req_to_metadata_buffer_idx_allocator.available_size()
+        places = min(rows, slots) if slots_needed else rows
+        plan = StepPlan(
+            budget, self._stopped, self._may_share, tree, places, arriving, limits.window
+        )
+        try:
+            try:
+                offers = take_leases(first, plan)
+            finally:
+                plan.close()
+            agreed = agree(
+                Ballot(states, offers, rows, slots, pool.free, pool.protected), queue.gloo_group
+            )
+            if agreed.pools_differ:
+                self._log_difference(agreed, pool)
+            budget.surplus = pool.free - agreed.free
+            tried = settle(tree, first, agreed.offers)
+            if len(tried) < len(first) and first[len(tried)].offer != Offer.STOP:
+                self._stopped.note(tree, first[len(tried)])  # another rank stops it
+            yield agreed, tried
+        finally:
+            release(first)
+
+    def _log_difference(self, agreed: Agreed, pool: PoolState) -> None:
+        now: float = self._queue.clock()
+        if self._logged_at is not None and now - self._logged_at < LOG_EVERY_S:
+            return
+        self._logged_at = now
+        logger.error(
+            "the KV pools of this server's ranks differ: here %d tokens are free and %d protected, "
+            "at least one rank has %d and %d. Admission goes by the smallest; pages leak on a rank "
+            "if this does not pass, which SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 shows when idle",
+            pool.free,
+            pool.protected,
+            agreed.free,
+            agreed.protected,
+        )
+
+
+def _state(entry: QueueEntry, now: float, limits: Limits) -> State:
+    """What this rank thinks of a request without pages."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    if entry.req.finished_reason is not None or entry.kv_receiver.poll() == KVPoll.Failed:
+        return State.FAILED
+    wait = record_of(entry.req).wait
+    assert wait.since is not None, "its handshake is done"
+    if now - wait.since >= limits.for_memory:
+        return State.EXPIRED
+    if wait.prefix_since is not None and now - wait.prefix_since >= limits.for_prefix:
+        return State.WAITED_ENOUGH
+    return State.FINE

@@ -1,23 +1,15 @@
-"""The token budget of decode admission: pure arithmetic, all results in tokens of whole pages.
+"""What admitted requests hold and may still need of the pool, as sums with one owner.
 
-Stock reserves ``--num-reserved-decode-tokens`` (512 by default) for every request in sight. With a
-pool full of shared prefixes that reserve, and not the KV, decides how many requests run. Here a
-*running* request reserves what it can still generate, at most that number. One that does not run
-yet reserves half of it: the requests of a steady stream are half-way through their answers on
-average. If too many were let in, the youngest is retracted: its KV goes to the CPU and back, and no
-work is lost.
-
-What running requests may still need, as a sum that each step brings up to date: pure arithmetic.
-
-All requests of a decode batch grow by one token a step, so a step needs no look at any of them: of
-those that have filled their last page, each opens a new one, and how many these are was counted
-when they came.
-
-What admitted requests hold and may still need, as sums with one owner.
+All results are tokens of whole pages. Stock reserves ``--num-reserved-decode-tokens`` (512 by
+default) for every request in sight. With a pool full of shared prefixes that reserve, and not the
+KV, decides how many requests run. Here a *running* request reserves what it can still generate, at
+most that number. One that does not run yet reserves half of it: the requests of a steady stream are
+half-way through their answers on average. If too many were let in, the youngest is retracted: its
+KV goes to the CPU and back, and no work is lost.
 
 A request is entered when it gets its pages and leaves when SGLang's release reaches the tree. In
-between it is told of: its prompt is shared, it begins to run, its transfer is given up. So
-admission asks for a number where it would have to walk all requests and their paths in the tree.
+between ``Claims`` is told of it: its prompt is shared, it begins to run, its transfer is given up.
+So admission asks for a number where it would have to walk all requests and their paths in the tree.
 ``invariants.claims_problems`` walks them, and compares.
 """
 
@@ -29,9 +21,13 @@ from collections import Counter, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang.srt.disaggregation.delta.decode.record import expected_length, final_length
 from sglang.srt.disaggregation.delta.pages import page_ceil
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import Req
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,12 @@ class Track(NamedTuple):
 
 
 class CeilSum:
-    """The sum of values in whole pages, each of which grows as its ``Track`` says."""
+    """The sum of values in whole pages, each of which grows as its ``Track`` says.
+
+    All requests of a decode batch grow by one token a step, so a step needs no look at any of them:
+    of those that have filled their last page, each opens a new one, and how many these are was
+    counted when they came.
+    """
 
     def __init__(self, page: int) -> None:
         self._page = page
@@ -114,7 +115,7 @@ class CeilSum:
 
 
 class GrowthSum:
-    """The sum of ``admission.growth`` over running requests, for one ``cap`` and ``page``."""
+    """The sum of ``growth`` over running requests, for one ``cap`` and ``page``."""
 
     def __init__(self, cap: int, page: int) -> None:
         self._cap = cap
@@ -162,7 +163,7 @@ class Stage(Enum):
 class Holding:
     """One request's part of the sums. Tokens of whole pages, except ``allocated``."""
 
-    req: Any
+    req: Req
     #: The deepest tree node that it shares.
     node: Any
     shared: int
@@ -230,7 +231,7 @@ class Claims:
 
     # ---- what happens to a request ----
 
-    def entered(self, req: Any, node: Any, shared: int, allocated: int) -> None:
+    def entered(self, req: Req, node: Any, shared: int, allocated: int) -> None:
         """``req`` holds ``allocated`` tokens; the tree shares ``shared`` of them, to ``node``."""
         holding = Holding(req, node, shared, allocated, Stage.ENTERING)
         claim = entering(Claim(allocated, final_length(req)))
@@ -242,7 +243,7 @@ class Claims:
         self._entering_needs.add(holding)
         self._pin(holding)
 
-    def shared(self, req: Any) -> None:
+    def shared(self, req: Req) -> None:
         """The tree shares more of ``req`` than before, if it holds anything."""
         holding = self._holdings.get(id(req))
         if holding is None or holding.stage is Stage.RUNNING:
@@ -251,7 +252,7 @@ class Claims:
         holding.node, holding.shared = req.last_node, req.cache_protected_len
         self._pin(holding)
 
-    def started(self, req: Any) -> None:
+    def started(self, req: Req) -> None:
         """``req`` runs from the next decode step on."""
         holding = self._holdings[id(req)]
         self._no_longer_entering(holding)
@@ -262,13 +263,13 @@ class Claims:
         self._running[id(req)] = holding
         self._expect(holding)
 
-    def held(self, req: Any) -> None:
+    def held(self, req: Req) -> None:
         """The transfer of ``req`` was given up; its pages are not free yet."""
         holding = self._holdings[id(req)]
         self._no_longer_entering(holding)
         holding.stage = Stage.HELD
 
-    def left(self, req: Any) -> None:
+    def left(self, req: Req) -> None:
         """``req`` holds nothing any more. Nothing happens if it did not before."""
         holding = self._holdings.pop(id(req), None)
         if holding is None:
@@ -398,25 +399,6 @@ class Claims:
             if holding is not None:
                 self._running_needs.remove(holding)
                 self._expect(holding)
-
-
-def final_length(req: Any) -> int:
-    """The longest that a request's KV can become, in tokens."""
-    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens)
-
-
-def expected_length(req: Any, allocated: int) -> int:
-    """How long its KV is taken to become by SGLang's estimate, in tokens.
-
-    Clients ask for far more new tokens than come, so SGLang expects 4,096 at most
-    (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). An answer that is longer already is expected to go
-    on to the next multiple.
-    """
-    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
-
-    prompt = len(req.origin_input_ids)
-    clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
-    return int(prompt + min(req.sampling_params.max_new_tokens, clip))
 
 
 def _below(node: Any, *covers: Container[int]) -> int:

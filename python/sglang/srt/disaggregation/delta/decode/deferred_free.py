@@ -1,11 +1,11 @@
-"""Following a room that was given up on decode, until prefill can write to its pages no more.
+"""Freeing what a request owns whose transfer ended early, once prefill can write to it no more.
 
-Pages of transfers that ended early, held until prefill cannot write to them.
-
-When a request in transfer is aborted or fails, prefill may still be writing to its pages. Given to
-another request, or kept in the tree, they would be overwritten, and everybody who shares them would
-read that. So the request keeps its pages, its row, its metadata slot and its lock until its backend
-says that the room is quiet, at most for a bound; after that they are released, and the log says so.
+When a request in transfer is aborted or fails, prefill may still be writing to its pages. A remote
+write cannot be taken back by its target: given to another request, or kept in the tree, the pages
+would be overwritten, and everybody who shares them would read that. So pages, row, metadata slot
+and lock stay with the request until its room is *drained*: each prefill rank that writes for it has
+delivered everything, said that it stopped, or is gone. After a bound
+(``SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT``) they are freed all the same, and the log says so.
 """
 
 from __future__ import annotations
@@ -13,148 +13,108 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
 
 logger = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
-    """What the prefill ranks that write for one room have said so far."""
+    """What the prefill ranks that write for one room have said so far; kept by the backend."""
 
     def stop(self, writer: int) -> None:
         """The rank ``writer`` said that it writes no more."""
 
-    def is_quiet(self, writers: int) -> bool:
+    def is_drained(self, writers: int) -> bool:
         """Whether each of ``writers`` ranks has delivered everything or stopped."""
 
 
-class RoomWatch:
-    """Quiet once each writer has delivered everything, said that it stopped, or is gone.
+class DeferredFree:
+    """One room that decode gave up, and from ``keep`` on what its request owns.
 
-    A remote write cannot be taken back by its target: pages that are given to another request while
-    one is under way would be overwritten, and with a radix tree so would everybody who shares them.
+    Without ``progress`` this rank's room is drained from the start; another rank's may not be, and
+    all ranks free together. Several threads read ``progress`` and ``address``, under the lock of
+    ``PrefillServers``; the rest belongs to the scheduler's.
     """
 
     def __init__(
-        self, servers: Any, room: int, address: str, progress: Progress, writers: int
+        self,
+        servers: PrefillServers | None = None,
+        room: int = -1,
+        address: str = "",
+        progress: Progress | None = None,
+        writers: int = 0,
     ) -> None:
         self._servers = servers
-        self._progress = progress
-        #: Prefill ranks that write for the room.
-        self.writers = writers
-        self._gone = False
         self.room = room
         #: The prefill server, host:port of its bootstrap server.
         self.address = address
+        #: What arrived for the room, for the backend to keep up to date.
+        self.progress = progress
+        #: Prefill ranks that write for the room.
+        self.writers = writers
+        self._writers_are_gone = False
+        self._entry: QueueEntry | None = None
+        self._since = 0.0
 
     @property
-    def progress(self) -> Progress:
-        """What arrived for the room, for the backend to keep up to date."""
-        return self._progress
+    def entry(self) -> QueueEntry:
+        """The queue entry whose pages, row, lock and metadata slot are kept."""
+        assert self._entry is not None, "nothing is kept, or it was freed"
+        return self._entry
 
-    def writer_is_gone(self) -> None:
+    def keep(self, entry: QueueEntry) -> None:
+        """``entry``, whose client has been answered, keeps what it owns from now on."""
+        self._entry, self._since = entry, time.monotonic()
+
+    def writers_are_gone(self) -> None:
         """The prefill processes that could write are certain not to exist any more."""
-        self._gone = True
+        self._writers_are_gone = True
 
-    def quiet(self) -> bool:
-        """Whether the pages may be given to others; also reads what has arrived."""
+    def is_drained(self) -> bool:
+        """Whether prefill can write to the pages no more; also reads what has arrived."""
+        if self.progress is None or self._servers is None:
+            return True
         self._servers.collect_arrivals()
-        return self._gone or self._progress.is_quiet(self.writers)
+        return self._writers_are_gone or self.progress.is_drained(self.writers)
 
-    def close(self) -> None:
-        """Stop following the room."""
-        self._servers.close_watch(self.room)
-
-
-class Watch(Protocol):
-    """A backend's view of a room that was given up."""
-
-    def quiet(self) -> bool:
-        """Whether prefill can write to the room's pages no more."""
-
-    def close(self) -> None:
-        """Stop following the room."""
-
-
-class QuietRoom:
-    """The watch of a room that prefill cannot write to."""
-
-    def quiet(self) -> bool:
-        """Always."""
-        return True
-
-    def close(self) -> None:
-        """Nothing to stop."""
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """One request whose pages are held."""
-
-    decode_req: Any
-    watch: Watch
-    since: float
-
-
-class Quarantine:
-    """The held requests of one decode rank, in the order in which they were given up."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._held: list[Held] = []
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def decode_requests(self) -> list[Any]:
-        """The queue entries, whose metadata slots are held as well."""
-        return [held.decode_req for held in self._held]
-
-    @property
-    def requests(self) -> list[Any]:
-        """Requests that still own pages, a row and a lock."""
-        return [held.decode_req.req for held in self._held]
-
-    def hold(self, decode_req: Any, watch: Watch) -> None:
-        """Keep what ``decode_req`` owns until ``watch`` is quiet."""
-        self._held.append(Held(decode_req, watch, self._clock()))
-
-    @property
-    def pollers(self) -> list[HeldPoller]:
-        """For each held request, what the ranks poll: see ``HeldPoller``."""
-        return [HeldPoller(self, held) for held in self._held]
-
-    def pop(self, polls: Sequence[int]) -> list[Any]:
-        """The decode requests whose pages may be released now; the caller releases them.
-
-        ``polls``: those of ``pollers``, reduced over the ranks: a room is released when it is quiet
-        on all of them, so that their pools stay equal.
-        """
+    def poll(self) -> int:
+        """This rank's vote, polled beside the transfers: ``KVPoll.Success`` once the pages may be
+        freed, because the room is drained or was waited for too long."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        out = [held for held, poll in zip(self._held, polls, strict=True) if poll == KVPoll.Success]
-        for held in out:
-            self._held.remove(held)
-            held.watch.close()
-        return [held.decode_req for held in out]
+        may_free = self.is_drained() or self._is_overdue()
+        return int(KVPoll.Success if may_free else KVPoll.Transferring)
 
-    def may_release(self, held: Held) -> bool:
-        """Whether this rank would let go of ``held``: it is quiet, or was waited for too long."""
-        if held.watch.quiet():
-            return True
-        waited = self._clock() - held.since
+    def free(self, free_entry: Callable[[QueueEntry], None]) -> None:
+        """Give what is kept to ``free_entry``, once, and follow the room no longer."""
+        self.stop_following()
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            free_entry(entry)
+
+    def stop_following(self) -> None:
+        """Another request may use the room's number. Calling it again does nothing."""
+        if self._servers is not None:
+            self._servers.forget_deferred(self)
+
+    def _is_overdue(self) -> bool:
+        waited = time.monotonic() - self._since
         if waited < environment.QUARANTINE_TIMEOUT.read():
             return False
-        req = held.decode_req.req
+        req = self.entry.req
         logger.error(
-            "room %s of request %s: prefill %s:%s gave no sign in %.0f s that it stopped writing; "
-            "its %d tokens of KV are released all the same",
-            req.bootstrap_room,
+            "request %s (bootstrap_room=%s) ended early, and prefill %s:%s has not confirmed in "
+            "%.0f s that it stopped writing: its %d tokens of KV are freed now. A write that still "
+            "lands would corrupt other requests; look whether that prefill server hangs or is cut "
+            "off, and restart it",
             req.rid,
+            req.bootstrap_room,
             req.bootstrap_host,
             req.bootstrap_port,
             waited,
@@ -163,22 +123,9 @@ class Quarantine:
         return True
 
 
-@dataclass(frozen=True)
-class HeldPoller:
-    """A held room beside the transfers in one poll: Success once its pages may be released."""
+def deferred_requests(queue: Any) -> Sequence[Req]:
+    """Requests of a decode transfer queue whose free is deferred; none for a stock queue.
 
-    quarantine: Quarantine
-    held: Held
-
-    def poll(self) -> int:
-        """``KVPoll.Success``, or ``KVPoll.Transferring`` while prefill may still write."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        quiet = self.quarantine.may_release(self.held)
-        return int(KVPoll.Success if quiet else KVPoll.Transferring)
-
-
-def held_requests(queue: Any) -> Sequence[Any]:
-    """The held requests of a decode transfer queue; none for a stock queue."""
-    quarantine: Quarantine | None = getattr(queue, "quarantine", None)
-    return quarantine.requests if quarantine is not None else ()
+    They were answered, and still own pages, a row, a metadata slot and a lock.
+    """
+    return [deferred.entry.req for deferred in getattr(queue, "deferred", ())]

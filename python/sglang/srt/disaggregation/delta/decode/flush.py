@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.deferred_free import held_requests
+from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import Req
     from sglang.srt.managers.scheduler import Scheduler
 else:
     Scheduler = object
@@ -42,9 +43,9 @@ class DecodeFlush(Scheduler):
         )
 
     @property
-    def _held(self) -> Sequence[Any]:
+    def _deferred(self) -> Sequence[Req]:
         """Requests that were answered, and whose pages prefill may still write to."""
-        return held_requests(getattr(self, "disagg_decode_transfer_queue", None))
+        return deferred_requests(getattr(self, "disagg_decode_transfer_queue", None))
 
     # ---- flushes ----
 
@@ -53,14 +54,14 @@ class DecodeFlush(Scheduler):
         if not self._radix_on_decode:
             return super().flush_cache()
         idle = self.is_fully_idle()
-        if not (self._held if idle else self._weights_change):
+        if not (self._deferred if idle else self._weights_change):
             return super().flush_cache()
         # What was computed with the old weights must not be hit, whoever still owns pages.
         self.tree_cache.retire()
         logger.info(
             "Cache flushed. Taken as before: the pages of %d aborted transfers, which prefill may "
             "still write to%s",
-            len(self._held),
+            len(self._deferred),
             "" if idle else f", and those of requests under way ({self._under_way()})",
         )
         return True
@@ -130,7 +131,7 @@ class DecodeFlush(Scheduler):
         logger.warning(
             "memory is released once nothing owns any: %d aborted transfers may still be written "
             "to by prefill; %d requests were retracted; under way: %s",
-            len(self._held),
+            len(self._deferred),
             len(self.disagg_decode_prealloc_queue.retracted_queue),
             self._under_way(),
         )
@@ -158,7 +159,7 @@ class DecodeFlush(Scheduler):
         retracted = self.disagg_decode_prealloc_queue.retracted_queue
         resumes = bool(retracted) and not self._is_paused  # in one of the next steps
         with self._only_owners():
-            owns_nothing = self.is_fully_idle() and not self._held and not resumes
+            owns_nothing = self.is_fully_idle() and not self._deferred and not resumes
         return minimum([int(owns_nothing)], self.tp_cpu_group) == [1]
 
     @property

@@ -1,29 +1,160 @@
-"""An admitted request gets its row, and prefill is told which pages to fill.
+"""What decode asks a prefill server before a room can be announced; nobody waits for an answer.
 
-Requests whose prefill rank is not connected yet: no step waits, and no request for ever.
+SGLang asks on the scheduler's thread: the topology of a prefill server, which data-parallel rank
+serves a room, and where the ranks of the server listen. A server that hangs would stop every
+request of the decode server for seconds. Here all three are asked in the background, and no request
+waits for an answer for ever.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
-import torch
+from sglang.srt.disaggregation.delta.decode.record import record_of
 
-from sglang.srt.disaggregation.delta.decode.eligibility import is_fake
-from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease
-from sglang.srt.disaggregation.delta.decode.transfer_queue import take_slot
-from sglang.srt.disaggregation.delta.event_log import Admitted, event_log, now
-from sglang.srt.disaggregation.delta.metrics import STATS
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
 
 logger = logging.getLogger(__name__)
 
+#: Data-parallel, context-parallel, tensor-parallel and pipeline-parallel rank in a prefill server.
+Rank = tuple[int, int, int, int]
+#: SGLang's question for where one rank of a server listens; None: no answer.
+AskRank = Callable[..., "dict[str, Any] | None"]
+#: SGLang's question for the data-parallel ranks of some rooms, by the room's number in decimal.
+AskRooms = Callable[[str, list[int]], dict[str, int]]
 
-def bootstrap_addr(req: Any) -> str:
+#: Seconds between two questions for rooms that a prefill server does not know yet.
+_ASK_AGAIN_S = 0.02
+
+
+class Connections:
+    """One for each decode rank. The scheduler's thread asks; any thread may ``forget``."""
+
+    def __init__(
+        self,
+        manager: Any,
+        executor: Executor,
+        ask_rooms: AskRooms | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._manager = manager
+        self._executor = executor
+        self._ask_rooms = ask_rooms or _ask_rooms
+        self._clock = clock
+        self._lock = threading.Lock()
+        #: By server and data-parallel rank: what each of its ranks that we need answered.
+        self._ranks: dict[tuple[str, int], Future[dict[Rank, dict[str, Any] | None]]] = {}
+        self._rooms: dict[str, Future[dict[str, int]]] = {}
+        self._ask_rooms_at: dict[str, float] = {}
+
+    def is_connected(self, address: str, dp_rank: int) -> bool:
+        """Whether a room needs no question: this decode rank has registered there already."""
+        info = self._manager.prefill_info_table.get(address)
+        return info is not None and all(
+            f"{address}_{dp_rank}_{cp_rank}_{info.target_tp_rank}" in self._manager.connection_pool
+            for cp_rank in info.target_cp_ranks
+        )
+
+    def is_ready(self, address: str, dp_rank: int, ask: AskRank) -> bool:
+        """Whether a receiver may be initialised now; asks for what is missing, with ``ask``. The
+        topology of the server at ``address`` is known."""
+        if self.is_connected(address, dp_rank):
+            return True
+        info = self._manager.prefill_info_table.get(address)
+        if info is None:  # lost meanwhile, which the receiver says
+            return True
+        with self._lock:
+            future = self._ranks.get((address, dp_rank))
+            if future is None:
+                wanted = [
+                    (dp_rank, cp_rank, tp_rank, pp_rank)
+                    for cp_rank in info.target_cp_ranks
+                    for tp_rank in info.target_tp_ranks
+                    for pp_rank in info.target_pp_ranks
+                ]
+                self._ranks[address, dp_rank] = self._executor.submit(_ask_all, ask, wanted)
+                return False
+        return future.done()
+
+    def answer(self, address: str, rank: Rank) -> dict[str, Any] | None:
+        """What ``is_ready`` has asked for; None where the server did not say. Never waits."""
+        with self._lock:
+            future = self._ranks.get((address, rank[0]))
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        found = future.result().get(rank)
+        return None if found is None else dict(found)
+
+    def settled(self, address: str, dp_rank: int) -> None:
+        """A receiver was initialised with the answers, or failed with them: the next one that is
+        not connected asks anew."""
+        with self._lock:
+            self._ranks.pop((address, dp_rank), None)
+
+    def dp_ranks(self, address: str, rooms: Sequence[int]) -> dict[int, int]:
+        """The data-parallel ranks of those of ``rooms`` that are known; asks for the rest."""
+        known: dict[str, int] = {}
+        with self._lock:
+            future = self._rooms.get(address)
+            if future is not None:
+                if not future.done():
+                    return {}
+                del self._rooms[address]
+                self._ask_rooms_at[address] = self._clock() + _ASK_AGAIN_S
+                if future.exception() is None:
+                    known = future.result()
+                else:
+                    logger.error(
+                        "prefill server %s could not say which data-parallel ranks serve its "
+                        "rooms, it is asked again: %r",
+                        address,
+                        future.exception(),
+                    )
+            found = {room: int(known[str(room)]) for room in rooms if str(room) in known}
+            missing = [room for room in rooms if room not in found]
+            if missing and self._clock() >= self._ask_rooms_at.get(address, 0.0):
+                self._rooms[address] = self._executor.submit(self._ask_rooms, address, missing)
+            elif not missing:
+                self._ask_rooms_at.pop(address, None)
+        return found
+
+    def forget(self, address: str) -> None:
+        """The server is disconnected: what it answered is not used, nor what it still answers."""
+        with self._lock:
+            for key in [key for key in self._ranks if key[0] == address]:
+                del self._ranks[key]
+            self._rooms.pop(address, None)
+            self._ask_rooms_at.pop(address, None)
+
+
+def _ask_all(ask: AskRank, wanted: list[Rank]) -> dict[Rank, dict[str, Any] | None]:
+    answers: dict[Rank, dict[str, Any] | None] = {}
+    for rank in wanted:
+        answers[rank] = ask(*rank)
+        if answers[rank] is None:  # the room fails, whatever the others would say
+            break
+    return answers
+
+
+def _ask_rooms(address: str, rooms: list[int]) -> dict[str, int]:
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+    answer: dict[str, int] = CommonKVReceiver.query_prefill_dp_ranks(address, rooms)
+    return answer
+
+
+def bootstrap_addr(req: Req) -> str:
     """The prefill server of a request, as "host:port"."""
-    return _address(req.bootstrap_host, req.bootstrap_port)
+    return _address(req.bootstrap_host or "", req.bootstrap_port)
 
 
 @lru_cache(maxsize=1024)  # parsing costs more than the rest of an admission step
@@ -34,69 +165,25 @@ def _address(host: str, port: int) -> str:
     return address
 
 
-def bind(rows: Any, req: Any, lease: PrefixLease, slots: torch.Tensor) -> None:
-    """Write the request's row and make it the owner of its slots and of the lock.
-
-    ``slots`` (1-D int64) follow the lease's. The caller knows that a row is free.
-    """
-    length = lease.length + len(slots)
-    row = rows.alloc([req])
-    assert row is not None, "a free row was checked before"
-    rows.write((req.req_pool_idx, slice(0, lease.length)), lease.indices)
-    rows.write((req.req_pool_idx, slice(lease.length, length)), slots)
-    req.kv_allocated_len = req.kv_committed_len = length
-    req.fill_ids = req.origin_input_ids + req.output_ids
-    lease.hand_over(req)
-    req.set_extend_input_len(len(req.fill_ids) - lease.length)
-
-
-def announce(queue: Any, decode_req: Any, slots: torch.Tensor) -> None:
-    """Tell prefill which pages to fill; from here on they belong to the transfer.
-
-    Later in the same turn of the loop where the step in flight may write to them.
-    """
-    req, manager = decode_req.req, queue.kv_manager
-    index = take_slot(queue.req_to_metadata_buffer_idx_allocator, queue.metadata_buffers)
-    decode_req.metadata_buffer_index = index
-    # Page ids on the device first: one in ``page`` indices crosses to the host.
-    page: int = queue.token_to_kv_pool_allocator.page_size
-    pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
-    req.time_stats.set_decode_transfer_queue_entry_time()
-
-    def tell() -> None:
-        if req.finished_reason is not None:
-            return  # given up meanwhile: prefill was told that no announcement comes
-        at = now()  # prefill may have logged that it knows before the next line is over
-        if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
-            decode_req.kv_receiver.send_metadata(pages, index, None)
-        else:
-            decode_req.kv_receiver.announce(pages, index, req.cache_protected_len)
-        if not is_fake(req):
-            _count(req, pages, sum(manager.kv_args.kv_item_lens), at)
-
-    queue.step_writes.after(pages, tell)
-
-
-def _count(req: Any, pages: Any, page_bytes: int, at: float) -> None:
-    prompt = len(req.origin_input_ids)
-    STATS.add("decode_prefix_prompt_tokens", prompt)
-    STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
-    STATS.add("kv_transfer_requested_bytes", len(pages) * page_bytes)
-    log = event_log("decode")
-    if log is not None:
-        log.write(
-            Admitted(
-                at=at,
-                room=req.bootstrap_room,
-                rid=req.rid,
-                prompt_tokens=prompt,
-                prefix_tokens=req.cache_protected_len,
-                pages=pages.tolist(),
-            )
-        )
-
-
 _DEADLINE = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
+
+
+def give_up(scheduler: Any, entry: QueueEntry, message: str, status: HTTPStatus) -> None:
+    """End a request of the prealloc queue; the caller takes it out of the lists.
+
+    The client is answered once, prefill is told not to wait for the announcement, and the receiver
+    forgets the room. What the request holds at this stage is nothing but its place in the queue.
+    """
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    req, receiver = entry.req, entry.kv_receiver
+    logger.warning(message)
+    prepare_abort(req, message, status_code=status)
+    withdraw = getattr(receiver, "withdraw", None)  # warm-up and stock receivers have none
+    if withdraw is not None:
+        withdraw(message)
+    receiver.clear()
+    scheduler.stream_output([req], req.return_logprob)
 
 
 @dataclass
@@ -110,18 +197,19 @@ class _Attempts:
 class Handshakes:
     """One for each prealloc queue. Called in every step by the scheduler's thread.
 
-    A request passes three questions: the topology of its prefill server, the data-parallel rank
-    that serves it, and where the ranks listen that write to this one. All are asked in the
-    background (``delta.prefill_servers``, ``delta.connections``).
+    A request passes three questions: the topology of its prefill server (``PrefillServers``), the
+    data-parallel rank that serves it, and where the ranks listen that write to this one
+    (``Connections``).
     """
 
     def __init__(self, queue: Any) -> None:
+        """``queue``: the prealloc queue."""
         self._queue = queue
         self._attempts: dict[str, _Attempts] = {}
 
     def advance(self) -> None:
         """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed."""
-        pending: dict[str, list[Any]] = {}
+        pending: dict[str, list[QueueEntry]] = {}
         for entry in self._queue.pending_reqs:
             if entry.kv_receiver.conclude_state is None:  # else who polls it answers
                 pending.setdefault(bootstrap_addr(entry.req), []).append(entry)
@@ -132,22 +220,24 @@ class Handshakes:
         for address in self._attempts.keys() - pending.keys():
             del self._attempts[address]  # whoever asked went away
 
-    def _in_time(self, address: str, entries: list[Any]) -> list[Any]:
+    def _in_time(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
         """Fail those that have waited for longer than a transfer may take."""
         allowed = self._queue.kv_manager.waiting_timeout
         now, left = self._queue.clock(), []
         for entry in entries:
-            since = entry.__dict__.setdefault("handshake_since", now)
-            if now - since < allowed:
+            record = record_of(entry.req)
+            if record.handshake_since is None:
+                record.handshake_since = now
+            if now - record.handshake_since < allowed:
                 left.append(entry)
                 continue
             entry.kv_receiver.fail_handshake(
                 f"prefill {address} did not say within {allowed} s "
-                f"{entry.__dict__.get('handshake_wants', 'who it is')} ({_DEADLINE})"
+                f"{record.handshake_lacks} ({_DEADLINE})"
             )
         return left
 
-    def _advance(self, address: str, entries: list[Any]) -> list[Any]:
+    def _advance(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
         """Those of ``entries`` that are still not ready."""
         known = self._is_known(address)
         if known is None:
@@ -164,10 +254,11 @@ class Handshakes:
             rank = ranks[id(entry)]
             if rank is None:
                 rank = found.get(entry.req.bootstrap_room)
+            record = record_of(entry.req)
             if rank is None:
-                entry.handshake_wants = "which of its data-parallel ranks serves the request"
+                record.handshake_lacks = "which of its data-parallel ranks serves the request"
             elif not entry.kv_receiver.is_ready(rank):
-                entry.handshake_wants = f"where its ranks listen (data-parallel rank {rank})"
+                record.handshake_lacks = f"where its ranks listen (data-parallel rank {rank})"
             else:
                 entry.kv_receiver.init(rank)
                 continue
@@ -189,6 +280,11 @@ class Handshakes:
         attempts.again_at = queue.clock() + queue._ensure_retry_interval
         if attempts.failed < queue._max_ensure_retries:
             return False
-        logger.error("prefill server %s: no answer in %d attempts", address, attempts.failed)
+        logger.error(
+            "prefill server %s did not say who it is in %d attempts: the requests that wait for it "
+            "fail; look whether it runs, and whether this host reaches it",
+            address,
+            attempts.failed,
+        )
         del self._attempts[address]
         return None

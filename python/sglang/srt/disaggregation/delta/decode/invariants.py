@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode import claims as admission
-from sglang.srt.disaggregation.delta.decode.claims import expected_length, final_length
+from sglang.srt.disaggregation.delta.decode.claims import Claim, entering, growth
+from sglang.srt.disaggregation.delta.decode.record import expected_length, final_length
 from sglang.srt.disaggregation.delta.pages import page_ceil
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.claims import Claims
+    from sglang.srt.disaggregation.delta.decode.protocols import Req
 
 
 class InvariantError(AssertionError):
@@ -40,7 +44,7 @@ def path(tree: Any, node: Any) -> list[Any]:
     return found[::-1]
 
 
-def tree_problems(tree: Any, holders: Iterable[Any]) -> list[str]:
+def tree_problems(tree: Any, holders: Iterable[Req]) -> list[str]:
     """``holders``: requests that own a lock through ``last_node``, each once."""
     problems = []
     locks = Counter(node.id for req in holders for node in path(tree, req.last_node))
@@ -68,7 +72,7 @@ def tree_problems(tree: Any, holders: Iterable[Any]) -> list[str]:
 
 
 def pool_problems(
-    tree: Any, allocator: Any, rows: torch.Tensor, holders: list[Any], total: int
+    tree: Any, allocator: Any, rows: torch.Tensor, holders: list[Req], total: int
 ) -> list[str]:
     """Every page is free, in the tree, or private to one request: exactly one of them.
 
@@ -106,47 +110,47 @@ def pool_problems(
 
 
 def claims_problems(
-    claims: Any, running: list[Any], entering: list[Any], held: list[Any], total: int
+    claims: Claims, running: list[Req], waiting: list[Req], deferred: list[Req], total: int
 ) -> list[str]:
     """The sums of ``claims`` against a walk of all requests that hold pages.
 
-    ``entering``: those that do not run yet; ``total``: the pool's size in tokens.
+    ``waiting``: those that do not run yet; ``deferred``: those whose free is deferred; ``total``:
+    the pool's size in tokens.
     """
     problems = []
     page, cap = claims.page, claims.cap
-    reserved = sum(admission.growth(_claim(req), cap, page) for req in running) + sum(
-        admission.growth(admission.entering(_claim(req)), claims.entry_cap, page)
-        for req in entering
+    reserved = sum(growth(_claim(req), cap, page) for req in running) + sum(
+        growth(entering(_claim(req)), claims.entry_cap, page) for req in waiting
     )
     if claims.reserved != reserved:
         problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
     pinned_nodes = {
-        node.id: len(node.key) for req in (*entering, *held) for node in _up(req.last_node)
+        node.id: len(node.key) for req in (*waiting, *deferred) for node in _up(req.last_node)
     }
     private = {
         id(req): page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
-        for req in (*entering, *held)
+        for req in (*waiting, *deferred)
     }
     pinned = sum(pinned_nodes.values()) + sum(private.values())
     if claims.pinned != pinned:
         problems.append(f"claims pin {claims.pinned} tokens, not {pinned}")
     needs = [0]
-    for req in (*running, *entering):
+    for req in (*running, *waiting):
         shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
         whole = page_ceil(expected_length(req, req.kv_allocated_len), page)
         needs.append(whole - shared - private.get(id(req), 0))
     for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
         found = claims.everyone_can_finish(None, 0, 0, size)
-        alone = not running and not entering
+        alone = not running and not waiting
         if found != (alone or max(needs) <= size - pinned):
             problems.append(f"claims say {found} to whether all can end with {size} tokens")
-    if len(claims) != len(running) + len(entering) + len(held):
-        problems.append(f"{len(claims)} claims of {[*running, *entering, *held]}")
+    if len(claims) != len(running) + len(waiting) + len(deferred):
+        problems.append(f"{len(claims)} claims of {[*running, *waiting, *deferred]}")
     return problems
 
 
-def _claim(req: Any) -> admission.Claim:
-    return admission.Claim(req.kv_allocated_len, final_length(req))
+def _claim(req: Req) -> Claim:
+    return Claim(req.kv_allocated_len, final_length(req))
 
 
 def _up(node: Any) -> Iterator[Any]:

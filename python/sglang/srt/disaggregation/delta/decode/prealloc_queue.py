@@ -1,4 +1,9 @@
-"""The prealloc queue: who gets pages, who gets them back, and who leaves without; in order."""
+"""The prealloc queue: a step admits, resumes, or answers requests that have no pages, in order.
+
+A step answers who failed, was aborted or waited for too long; admits from the first in line until
+one does not fit; and notes why that one waits. Retracted requests come first: while any waits,
+nobody is admitted.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +12,32 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from http import HTTPStatus
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode import candidates as line
-from sglang.srt.disaggregation.delta.decode import waiting
-from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Rules
-from sglang.srt.disaggregation.delta.decode.candidates import Candidate
-from sglang.srt.disaggregation.delta.decode.handshakes import (
-    Handshakes,
-    announce,
-    bind,
-    bootstrap_addr,
+from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits
+from sglang.srt.disaggregation.delta.decode.candidates import AgreedSteps, Candidate
+from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr, give_up
+from sglang.srt.disaggregation.delta.decode.prefix_tree import restore_private
+from sglang.srt.disaggregation.delta.decode.record import (
+    PrefixKey,
+    Refusal,
+    Wait,
+    missing,
+    record_of,
 )
-from sglang.srt.disaggregation.delta.decode.prebuilt import restore_private
-from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease, StepWrites
-from sglang.srt.disaggregation.delta.decode.step import AgreedSteps
-from sglang.srt.disaggregation.delta.decode.waiting import Refusal
+from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import Agreed, State
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
 else:
     DecodePreallocQueue = object
 
@@ -41,19 +47,17 @@ logger = logging.getLogger(__name__)
 class RadixPreallocQueue(DecodePreallocQueue):
     """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag.
 
-    No rank decides anything alone: each step begins with one reduction (``step``).
+    No rank decides anything alone: each step begins with one reduction (``AgreedSteps``).
     """
 
     # Owned by the upstream class; named for the type checker.
-    queue: list[Any]
-    pending_reqs: list[Any]
-    retracted_queue: list[Any]
+    queue: list[QueueEntry]
+    pending_reqs: list[QueueEntry]
+    retracted_queue: list[Req]
 
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    _limits: waiting.Limits
-    #: Why the first in line did not get in when it was last tried.
-    _refusal: Refusal | None = None
+    _limits: Limits
 
     @cached_property
     def _budget(self) -> DecodeBudget:
@@ -61,8 +65,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _steps(self) -> AgreedSteps:
-        rules = Rules(self._may_share, self._arriving_key, self._must_wait)
-        return AgreedSteps(self, self._budget, rules)
+        return AgreedSteps(self, self._budget, self._may_share)
 
     @cached_property
     def step_writes(self) -> StepWrites:
@@ -96,7 +99,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     # ---- which prefill rank serves a request ----
 
     @override
-    def _resolve_prefill_dp_rank(self, req: Any) -> int | None:
+    def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
         rank = self.prefill_dp_rank(req)
         if rank is None or not self.shares_prefixes:
             return rank
@@ -104,7 +107,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         connections = self.kv_manager.servers.connections
         return rank if connections.is_connected(bootstrap_addr(req), rank) else None
 
-    def prefill_dp_rank(self, req: Any) -> int | None:
+    def prefill_dp_rank(self, req: Req) -> int | None:
         """The data-parallel rank that serves ``req``; None where prefill has to be asked."""
         rank: int | None = super()._resolve_prefill_dp_rank(req)
         return rank
@@ -124,47 +127,48 @@ class RadixPreallocQueue(DecodePreallocQueue):
             return super().pop_preallocated(rids_to_check)
         self._resolve_pending_reqs()
         failed = self._finish_handshakes()
-        admitted: list[Any] = []
+        admitted: list[QueueEntry] = []
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
             limits = self._read_limits()
-            arriving = waiting.arriving(
-                entry for entry in self.transfer_queue.queue if self.tree_cache.may_share(entry.req)
+            arriving = line.arriving(
+                entry.req
+                for entry in self.transfer_queue.queue
+                if self.tree_cache.may_share(entry.req)
             )
             first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
             with self._steps.step(ready, first, limits, arriving) as (agreed, candidates):
                 failed += self._answer(ready, agreed)
                 self._end_waits(ready, agreed)
-                refusal = self._admit(candidates, arriving, agreed, admitted)
-            self._remember(first, candidates, agreed, refusal)
+                stopped = self._admit(candidates, arriving, agreed, admitted)
+            self._note_refusal(first, candidates, agreed, stopped)
             self._leave(admitted)
-            waiting_since = [(entry, entry.req, entry.ready_since) for entry in self._ready()]
-            self._say_who_waits(waiting_since, limits)
+            self._log_waits([entry.req for entry in self._ready()], limits)
         return admitted, failed
 
     @override
-    def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Any]:
+    def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
         if not self.shares_prefixes:
-            resumed: list[Any] = super().resume_retracted_reqs(rids_to_check)
+            resumed: list[Req] = super().resume_retracted_reqs(rids_to_check)
             return resumed
         paused = self._memory_is_away or getattr(self.scheduler, "_engine_paused", False)
         if not self.retracted_queue or paused:
             return []
         for req in self.retracted_queue:
-            if getattr(req, "retracted_since", None) is None:
-                req.retracted_since = self.clock()
+            wait = record_of(req).wait
+            if wait.since is None:
+                wait.since = self.clock()
         ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
         limits = self._read_limits()
-        first = [Candidate(req, req) for req in self.retracted_queue[: line.LIMIT]]
+        first = [Candidate(None, req) for req in self.retracted_queue[: line.TRIED]]
         step = self._steps.step(ready, first, limits, set(), slots_needed=False)
         with step as (agreed, candidates):
             self._answer(ready, agreed)
-            back: list[Any] = []
-            refusal = self._resume(candidates, agreed, back)
-        self._remember(first, candidates, agreed, refusal)
+            back: list[Req] = []
+            stopped = self._resume(candidates, agreed, back)
+        self._note_refusal(first, candidates, agreed, stopped)
         self.retracted_queue = self.retracted_queue[len(back) :]
-        still = [(req, req, req.retracted_since) for req in self.retracted_queue]
-        self._say_who_waits(still, limits)
+        self._log_waits(self.retracted_queue, limits)
         return back
 
     @property
@@ -172,12 +176,12 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Between SGLang's release of memory and its return nobody gets any."""
         return bool(getattr(self.scheduler, "offload_tags", None))
 
-    def _read_limits(self) -> waiting.Limits:
+    def _read_limits(self) -> Limits:
         """The settings, once a step."""
-        self._limits = waiting.Limits.read(self._page)
+        self._limits = Limits.read(self._page)
         return self._limits
 
-    def _ready(self) -> list[Any]:
+    def _ready(self) -> list[QueueEntry]:
         """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
         return [entry for entry in self.queue if entry.waiting_for_input]
 
@@ -191,7 +195,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     # ---- who leaves without pages ----
 
-    def _finish_handshakes(self) -> list[Any]:
+    def _finish_handshakes(self) -> list[QueueEntry]:
         """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
         from sglang.srt.disaggregation.base.conn import KVPoll
         from sglang.srt.disaggregation.utils import poll_and_all_reduce
@@ -209,14 +213,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 failed.append(entry)
             elif poll == KVPoll.WaitingForInput:
                 entry.waiting_for_input = True
-                entry.ready_since = self.clock()
+                record_of(entry.req).wait.since = self.clock()
                 entry.req.time_stats.set_bootstrap_done_time()
         self._leave(failed)
         return failed
 
-    def _answer(self, ready: list[Any], agreed: Agreed) -> list[Any]:
+    def _answer(self, ready: list[QueueEntry], agreed: Agreed) -> list[QueueEntry]:
         """Tell the clients of requests that failed, were aborted or waited for too long."""
-        gone: list[Any] = []
+        gone: list[QueueEntry] = []
         if min(agreed.states, default=State.FINE) > State.EXPIRED:
             return gone
         for entry, state in zip(ready, agreed.states, strict=True):
@@ -224,37 +228,40 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if state == State.FAILED:
                 self._give_up(entry, "Aborted while it waited for decode memory: request")
             elif state == State.EXPIRED:
-                limit = environment.ADMISSION_TIMEOUT
+                waited = self.clock() - (record_of(req).wait.since or 0.0)
                 message = (
                     f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
-                    f"{self.clock() - entry.ready_since:.0f} s for decode memory, and "
-                    f"{limit.name} allows {limit.read():.0f} s: "
-                    f"{self._what_is_missing(entry, req)}"
+                    f"{waited:.0f} s for decode memory, and "
+                    f"{environment.ADMISSION_TIMEOUT.name} allows {self._limits.for_memory:.0f} s: "
+                    f"{self._what_is_missing(Candidate(entry, req))}"
                 )
-                waiting.give_up(self.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
+                give_up(self.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
             else:
                 continue
             gone.append(entry)
         self._leave(gone)
         return gone
 
-    def _give_up(self, entry: Any, what: str) -> None:
+    def _give_up(self, entry: QueueEntry, what: str) -> None:
         req = entry.req
-        why = waiting.reason(self.kv_manager, req.bootstrap_room)
+        records = getattr(self.kv_manager, "failure_records", {})
+        why = records.get(req.bootstrap_room, "it was aborted, or failed on another rank")
         place = f"rank={self.tp_rank}, bootstrap_room={req.bootstrap_room}"
         message = f"{what} {req.rid} ({place}): {why}"
-        waiting.give_up(self.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
+        give_up(self.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     # ---- admission ----
 
-    def _first_in_line(self, ready: list[Any], arriving: set[waiting.PrefixKey]) -> list[Candidate]:
+    def _first_in_line(self, ready: list[QueueEntry], arriving: set[PrefixKey]) -> list[Candidate]:
         """The next candidates; who waits for a prefix that is still arriving is passed over."""
         first = []
         for entry in ready:
-            if getattr(entry, "waits_for_prefix", None) in arriving:
+            wait = record_of(entry.req).wait
+            awaited = wait.refusal.prefix if wait.refusal is not None else None
+            if awaited in arriving and not wait.prefix_timed_out:
                 continue
             first.append(Candidate(entry, entry.req))
-            if len(first) == line.LIMIT:
+            if len(first) == line.TRIED:
                 break
         return first
 
@@ -265,161 +272,155 @@ class RadixPreallocQueue(DecodePreallocQueue):
             return False
         return candidate.resumes or bool(self.kv_manager.peer_takes_delta(bootstrap_addr(req)))
 
-    def _end_waits(self, ready: list[Any], agreed: Agreed) -> None:
+    def _end_waits(self, ready: list[QueueEntry], agreed: Agreed) -> None:
         """Who waited long enough for another request's prefix is tried from the next step on."""
         if State.WAITED_ENOUGH not in agreed.states:
             return
         for entry, state in zip(ready, agreed.states, strict=True):
             if state == State.WAITED_ENOUGH:
-                entry.waits_for_prefix, entry.waited_enough = None, True
+                record_of(entry.req).wait.prefix_timed_out = True
 
     def _admit(
         self,
         candidates: list[Candidate],
-        arriving: set[waiting.PrefixKey],
+        arriving: set[PrefixKey],
         agreed: Agreed,
-        admitted: list[Any],
-    ) -> Refusal | None:
-        """Add who gets pages to ``admitted``; return why the first one that does not, does not.
+        admitted: list[QueueEntry],
+    ) -> Candidate | None:
+        """Add who gets pages to ``admitted``; return the first one that does not, with its refusal.
 
         Nobody passes it (FIFO: large requests get their turn).
         """
         for at, candidate in enumerate(candidates):
-            entry, req, lease = candidate.entry, candidate.req, candidate.lease
-            if req.finished_reason is not None or lease is None:
+            entry, req = candidate.entry, candidate.req
+            assert entry is not None, "it comes from the queue"
+            if req.finished_reason is not None or candidate.lease is None:
                 continue  # answered in this step
-            full = self._no_place(agreed, len(admitted))
-            if full is not None:
-                return Refusal(req.rid, full)
-            key = self._arriving_key(candidate)
-            if key is not None and self._must_wait(candidate, key, arriving):
-                self._wait_for_prefix(entry, key)
+            candidate.refusal = self._no_place(agreed, len(admitted))
+            if candidate.refusal is not None:
+                return candidate
+            key = candidate.arriving_key(self._limits.window)
+            if key is not None and candidate.waits_for(key, arriving):
+                self._refuse(req, Refusal("prefix_arriving", prefix=key))
                 continue
             slots = self._reserve(candidates, at)
-            if isinstance(slots, Refusal):
-                return slots
-            self._enter(req, lease, slots)
-            entry.arriving_prefix = key
-            announce(self, entry, slots)
+            if slots is None:
+                return candidate
+            self._enter(candidate, slots)
+            self._start_transfer(entry, key, slots)
             admitted.append(entry)
             if key is not None:
                 arriving.add(key)
         return None
 
+    def _start_transfer(
+        self, entry: QueueEntry, key: PrefixKey | None, slots: torch.Tensor
+    ) -> None:
+        """What happens with an admitted request: prefill fills its slots (1-D int64)."""
+        record_of(entry.req).arriving = key
+        announce(self, entry, slots)
+
     @staticmethod
-    def _no_place(agreed: Agreed, taken: int, *, slots_needed: bool = True) -> str | None:
+    def _no_place(agreed: Agreed, taken: int, *, slots_needed: bool = True) -> Refusal | None:
         """Why no request can get in after ``taken`` others did in this step, whatever its size."""
         if agreed.rows <= taken:
-            return "no_request_row"
-        return "no_metadata_slot" if slots_needed and agreed.slots <= taken else None
+            return Refusal("no_request_row")
+        return Refusal("no_metadata_slot") if slots_needed and agreed.slots <= taken else None
 
-    def _reserve(self, candidates: list[Candidate], at: int) -> torch.Tensor | Refusal:
-        """Slots for the candidate ``at``. If need be, those behind it let go of their prefixes.
+    def _reserve(self, candidates: list[Candidate], at: int) -> torch.Tensor | None:
+        """Slots for the candidate ``at`` (1-D int64); None and its refusal where there are none.
 
-        They are not tried any more then: what they held may have been evicted.
+        If need be, those behind it let go of their prefixes. They are not tried any more then: what
+        they held may have been evicted.
         """
-        candidate = candidates[at]
-        req, lease, length = candidate.req, candidate.lease, candidate.length
+        candidate, lease = candidates[at], candidates[at].lease
         assert lease is not None, "who has none is not tried"
-        slots = self._budget.reserve(req, lease, length, resumes=candidate.resumes)
-        if isinstance(slots, Refusal) and len(candidates) > at + 1:
+        found = self._budget.reserve(candidate, lease)
+        if isinstance(found, Refusal) and len(candidates) > at + 1:
             line.release(candidates[at + 1 :])
             del candidates[at + 1 :]
-            slots = self._budget.reserve(req, lease, length, resumes=candidate.resumes)
-        return slots
+            found = self._budget.reserve(candidate, lease)
+        if isinstance(found, Refusal):
+            candidate.refusal = found
+            return None
+        return found
 
-    def _enter(self, req: Any, lease: PrefixLease, slots: torch.Tensor) -> None:
-        """From here on the request holds its pages."""
-        bind(self.req_to_token_pool, req, lease, slots)
+    def _enter(self, candidate: Candidate, slots: torch.Tensor) -> None:
+        """From here on the request holds its pages, and waits for them no longer."""
+        req, lease = candidate.req, candidate.lease
+        assert lease is not None, "its slots were reserved behind it"
+        lease.bind(self.req_to_token_pool, req, slots)
         shared, allocated = req.cache_protected_len, req.kv_allocated_len
         self._budget.claims.entered(req, req.last_node, shared, allocated)
-
-    def _arriving_key(self, candidate: Candidate) -> waiting.PrefixKey | None:
-        req, lease = candidate.req, candidate.lease
-        if candidate.resumes or not candidate.shares or lease is None:
-            return None
-        address = bootstrap_addr(req)
-        return waiting.prefix_key(address, req, lease.node, lease.length, self._limits.window)
-
-    @staticmethod
-    def _must_wait(
-        candidate: Candidate, key: waiting.PrefixKey | None, arriving: set[waiting.PrefixKey]
-    ) -> bool:
-        return key in arriving and not getattr(candidate.entry, "waited_enough", False)
-
-    def _wait_for_prefix(self, entry: Any, key: waiting.PrefixKey) -> None:
-        entry.waits_for_prefix = key
-        if getattr(entry, "waits_for_prefix_since", None) is None:
-            entry.waits_for_prefix_since = self.clock()
-        self._refused(entry, Refusal(entry.req.rid, "prefix_arriving"))
+        record_of(req).wait = Wait()
 
     # ---- retracted requests ----
 
     def _resume(
-        self, candidates: list[Candidate], agreed: Agreed, back: list[Any]
-    ) -> Refusal | None:
+        self, candidates: list[Candidate], agreed: Agreed, back: list[Req]
+    ) -> Candidate | None:
         """Give retracted requests their memory back: from the tree, the rest from their copies."""
         for at, candidate in enumerate(candidates):
-            req, lease = candidate.req, candidate.lease
-            assert lease is not None, "retracted requests have no receiver that could fail"
-            full = self._no_place(agreed, len(back), slots_needed=False)
-            if full is not None:
-                return Refusal(req.rid, full)
+            candidate.refusal = self._no_place(agreed, len(back), slots_needed=False)
+            if candidate.refusal is not None:
+                return candidate
             slots = self._reserve(candidates, at)
-            if isinstance(slots, Refusal):
-                return slots
-            self._enter(req, lease, slots)
-            req.is_retracted, req.retracted_since = False, None
-            restore_private(req, slots, self.token_to_kv_pool_allocator)
-            back.append(req)
+            if slots is None:
+                return candidate
+            self._enter(candidate, slots)
+            candidate.req.is_retracted = False
+            restore_private(candidate.req, slots, self.token_to_kv_pool_allocator)
+            back.append(candidate.req)
         return None
 
-    # ---- who waits, and for what ----
+    # ---- who waits, and for what: ``record.Wait``, which nothing else writes ----
 
-    def _remember(
+    def _note_refusal(
         self,
         first: list[Candidate],
         tried: list[Candidate],
         agreed: Agreed,
-        refusal: Refusal | None,
+        stopped: Candidate | None,
     ) -> None:
-        """Keep why the first in line did not get in."""
-        if refusal is None and len(tried) < len(first):
-            refusal = first[len(tried)].refusal
-        if refusal is None and first and not tried:
-            full = self._no_place(agreed, 0, slots_needed=not first[0].resumes)
-            if full is None:
-                return  # another rank stops it
-            refusal = Refusal(first[0].req.rid, full)
-        self._refusal = refusal
-        if refusal is not None:
-            entry = next(c.entry for c in first if c.req.rid == refusal.rid)
-            self._refused(entry, refusal)
+        """Keep why the first one that did not get in, did not. ``stopped``: it, if it was tried."""
+        if stopped is None and len(tried) < len(first):
+            stopped = first[len(tried)]
+            if stopped.refusal is None and not tried:  # else another rank stops it
+                stopped.refusal = self._no_place(agreed, 0, slots_needed=not stopped.resumes)
+        if stopped is not None and stopped.refusal is not None:
+            self._refuse(stopped.req, stopped.refusal)
 
-    def _refused(self, entry: Any, refusal: Refusal) -> None:
-        """Count a refusal once for each request and reason."""
-        entry.refusal = refusal
-        counted = entry.__dict__.setdefault("refused_for", set())
-        if refusal.reason not in counted:
-            counted.add(refusal.reason)
+    def _refuse(self, req: Req, refusal: Refusal) -> None:
+        """Note why ``req`` waits; count it once for each request and reason."""
+        record = record_of(req)
+        record.wait.refusal = refusal
+        if refusal.prefix is not None and record.wait.prefix_since is None:
+            record.wait.prefix_since = self.clock()
+        if refusal.reason not in record.refused_for:
+            record.refused_for.add(refusal.reason)
             self.scheduler.decode_metrics.refused(refusal.reason)
 
-    def _what_is_missing(self, entry: Any, req: Any) -> str:
-        own: Refusal | None = getattr(entry, "refusal", None)
-        length = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
-        wanted = self._budget.cost(req, 0, length, resumes=entry is req)
-        return waiting.missing(req, own, self._refusal, wanted, self._budget.describe())
+    def _what_is_missing(self, candidate: Candidate) -> str:
+        """What a request waits for, in words."""
+        in_line = chain(self.retracted_queue, (entry.req for entry in self._ready()))
+        head = next((req for req in in_line if record_of(req).wait.is_blocked), None)
+        wanted = self._budget.cost(candidate, 0)
+        return missing(candidate.req, head, wanted, self._budget.describe())
 
-    def _say_who_waits(self, who: Sequence[tuple[Any, Any, float]], limits: waiting.Limits) -> None:
-        """A warning once a wait, when it has become long. ``who``: entry, request, since when."""
+    def _log_waits(self, reqs: Sequence[Req], limits: Limits) -> None:
+        """A warning once a wait, when it has become long."""
         now = self.clock()
-        for entry, req, since in who:
-            if waiting.once(entry, since, now, limits.say_after):
-                logger.warning(
-                    "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
-                    req.rid,
-                    req.bootstrap_room,
-                    now - since,
-                    " after it was retracted" if entry is req else "",
-                    self._what_is_missing(entry, req),
-                )
+        for req in reqs:
+            wait = record_of(req).wait
+            if wait.since is None or wait.logged or now - wait.since < limits.log_after:
+                continue
+            wait.logged = True
+            entry = next((entry for entry in self.queue if entry.req is req), None)
+            logger.warning(
+                "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
+                req.rid,
+                req.bootstrap_room,
+                now - wait.since,
+                " after it was retracted" if entry is None else "",
+                self._what_is_missing(Candidate(entry, req)),
+            )

@@ -1,30 +1,112 @@
-"""A decode rank's view of prefill servers: who they are, whether they live, what they stopped."""
+"""A decode rank's view of prefill servers: who they are, whether they live, what they stopped.
+
+Stock probes only the bootstrap server of a prefill server. That one still answers when a scheduler
+process hangs, and when the whole server was restarted between two probes, at the same address but
+with other ranks. So here it is also asked who it is, and every connected rank is pinged.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Any
 
 import requests
 
 from sglang.srt.disaggregation.delta import capability, control
 from sglang.srt.disaggregation.delta.control import PeerSockets
-from sglang.srt.disaggregation.delta.decode.deferred_free import Progress, RoomWatch
-from sglang.srt.disaggregation.delta.decode.prefill_connections import (
-    Connections,
-    Heartbeat,
-    Look,
-    Sign,
-)
+from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
+from sglang.srt.disaggregation.delta.decode.handshakes import Connections
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
+
+
+class Liveness(enum.Enum):
+    """What one probe of a prefill server showed."""
+
+    ALIVE = enum.auto()
+    #: No answer in time, or not from all its ranks: it hangs, or the network does.
+    SILENT = enum.auto()
+    #: Its machine answers that nobody listens there: the process is gone, and writes no more.
+    GONE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe. ``incarnation`` names the process that answered; None if it does not say."""
+
+    liveness: Liveness
+    incarnation: str | None = None
+
+
+class Heartbeat:
+    """Counts missed probes; calls ``lost(address, is_gone, why)`` when a server is given up.
+
+    ``is_gone``: it is certain that the processes that were known at that address write no more.
+    After that the address starts anew. One thread calls ``beat``, every interval.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[str], Probe],
+        lost: Callable[[str, bool, str], None],
+        *,
+        max_failures: int,
+    ) -> None:
+        self._probe = probe
+        self._lost = lost
+        self._max_failures = max_failures
+        #: Probes in a row that showed no sign of life.
+        self._misses: dict[str, int] = {}
+
+    def beat(self, known: Mapping[str, str | None]) -> None:
+        """Probe each address once, at the same time: one that hangs must not delay the others.
+
+        ``known``: addresses with the incarnation that this server was connected to, if it told one.
+        """
+        self._misses = {address: self._misses.get(address, 0) for address in known}
+        if not known:
+            return
+        with ThreadPoolExecutor(min(len(known), 16)) as executor:
+            probes = {executor.submit(self._probe, address): address for address in known}
+            for done in as_completed(probes):
+                address = probes[done]
+                try:
+                    probe = done.result()
+                except Exception as error:  # one strange server must not hide the others
+                    logger.warning("could not probe prefill server %s: %r", address, error)
+                    probe = Probe(Liveness.SILENT)
+                self._judge(address, known[address], probe)
+
+    def _judge(self, address: str, incarnation: str | None, probe: Probe) -> None:
+        if None not in (incarnation, probe.incarnation) and probe.incarnation != incarnation:
+            self._misses[address] = 0
+            self._lost(address, True, "it was restarted")
+            return
+        if probe.liveness is Liveness.ALIVE:
+            self._misses[address] = 0
+            return
+        self._misses[address] += 1
+        is_gone = probe.liveness is Liveness.GONE
+        logger.warning(
+            "prefill server %s: %s, probe %d of %d; after the last its rooms fail",
+            address,
+            "nobody listens there" if is_gone else "no answer, or not from all its ranks",
+            self._misses[address],
+            self._max_failures,
+        )
+        if self._misses[address] >= self._max_failures:
+            self._misses[address] = 0
+            silent = f"no sign of life in {self._max_failures} probes"
+            self._lost(address, is_gone, "nobody listens there any more" if is_gone else silent)
 
 
 class PrefillServers:
@@ -32,7 +114,8 @@ class PrefillServers:
     thread and the heartbeat thread."""
 
     def __init__(self, manager: Any, ask: Callable[[str], bool]) -> None:
-        """``ask``: SGLang's own blocking question for a server's topology."""
+        """``manager``: the rank's ``DeltaManager``; ``ask``: SGLang's own blocking question for a
+        server's topology."""
         self._manager = manager
         self._ask = ask
         self._sockets = PeerSockets()
@@ -43,8 +126,8 @@ class PrefillServers:
         self._capabilities: dict[str, capability.Capabilities] = {}
         #: Counts handshakes with an address, to tell the server there from the one before it.
         self._epochs: dict[str, int] = defaultdict(int)
-        #: The counts when the heartbeat last began to look.
-        self._looked_at: dict[str, int] = {}
+        #: The counts when the heartbeat last began to probe.
+        self._probed_at: dict[str, int] = {}
         #: Servers at an address up to this epoch are certain to write no more.
         self._gone_epochs: dict[str, int] = defaultdict(int)
         #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
@@ -52,7 +135,7 @@ class PrefillServers:
         #: Why the last handshake with an address was impossible.
         self.refusals: dict[str, str] = {}
         #: By room; changed and read under the lock: the reader and the heartbeat use it too.
-        self._watches: dict[int, RoomWatch] = {}
+        self._deferred: dict[int, DeferredFree] = {}
 
     # ---- handshake ----
 
@@ -140,38 +223,46 @@ class PrefillServers:
             try:
                 self._sockets.send(info["rank_ip"], int(info["rank_port"]), message)
             except (OSError, ValueError) as error:
-                logger.warning("could not withdraw room %s from %s: %s", room, address, error)
+                logger.warning(
+                    "prefill %s was not told that room %s is not wanted (it learns it from its own "
+                    "deadlines): %s",
+                    address,
+                    room,
+                    error,
+                )
 
-    def hold(self, room: int, address: str, epoch: int, writers: int) -> RoomWatch | None:
+    def defer_free(self, room: int, address: str, epoch: int, writers: int) -> DeferredFree | None:
         """Follow a room that is given up; None if nobody can write to its pages any more."""
         with self._lock:
             progress = self._manager.take_progress(room)
-            if epoch <= self._gone_epochs[address] or progress.is_quiet(writers):
+            if epoch <= self._gone_epochs[address] or progress.is_drained(writers):
                 return None
-            watch = self._watches[room] = RoomWatch(self, room, address, progress, writers)
-            return watch
+            deferred = DeferredFree(self, room, address, progress, writers)
+            self._deferred[room] = deferred
+            return deferred
 
-    def watch_of(self, room: int | None) -> RoomWatch | None:
-        """Who follows ``room``, if it is given up and not quiet yet."""
+    def deferred(self, room: int | None) -> DeferredFree | None:
+        """What is deferred until ``room`` is drained, if it was given up."""
         with self._lock:
-            return None if room is None else self._watches.get(room)
+            return None if room is None else self._deferred.get(room)
 
-    def close_watch(self, room: int) -> None:
-        """``room`` is not followed any more."""
+    def forget_deferred(self, deferred: DeferredFree) -> None:
+        """Its room is not followed any more."""
         with self._lock:
-            self._watches.pop(room, None)
+            if self._deferred.get(deferred.room) is deferred:
+                del self._deferred[deferred.room]
 
-    def watched_rooms(self) -> list[int]:
-        """The rooms that are given up and not quiet yet."""
+    def deferred_rooms(self) -> list[int]:
+        """The rooms that are given up and not drained yet."""
         with self._lock:
-            return sorted(self._watches)
+            return sorted(self._deferred)
 
     def progress_of(self, room: int) -> Progress:
         """What is recorded of a room's writers, also of a room that is given up and followed."""
         with self._lock:
-            watch = self._watches.get(room)
-            if watch is not None:
-                return watch.progress
+            deferred = self._deferred.get(room)
+            if deferred is not None and deferred.progress is not None:
+                return deferred.progress
             progress: Progress = self._manager.progress(room)
             return progress
 
@@ -196,9 +287,9 @@ class PrefillServers:
 
     def _take_stopped(self, message: control.Stopped) -> None:
         with self._lock:
-            watch = self._watches.get(message.room)
-            if watch is not None:
-                watch.progress.stop(message.writer)
+            deferred = self._deferred.get(message.room)
+            if deferred is not None and deferred.progress is not None:
+                deferred.progress.stop(message.writer)
                 return
             if message.room not in self._manager.request_status:
                 return
@@ -235,8 +326,8 @@ class PrefillServers:
     # ---- heartbeat ----
 
     def start_heartbeat(self) -> None:
-        """Look at all prefill servers every ``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``."""
-        heartbeat = Heartbeat(self._look, self._given_up, max_failures=self._manager.max_failures)
+        """Probe all prefill servers every ``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``."""
+        heartbeat = Heartbeat(self._probe, self._given_up, max_failures=self._manager.max_failures)
 
         def beat() -> None:
             while True:
@@ -244,18 +335,18 @@ class PrefillServers:
                 try:
                     heartbeat.beat(self._known())
                 except Exception:  # the thread must outlive what it meets
-                    logger.exception("heartbeat")
+                    logger.exception("a heartbeat failed; the next one is on time")
 
         threading.Thread(target=beat, name="pd-heartbeat", daemon=True).start()
 
     def _known(self) -> dict[str, str | None]:
         with self._lock:
             addresses = {*self._manager.prefill_info_table}
-            addresses |= {watch.address for watch in self._watches.values()}
-            self._looked_at = {address: self._epochs[address] for address in addresses}
+            addresses |= {deferred.address for deferred in self._deferred.values()}
+            self._probed_at = {address: self._epochs[address] for address in addresses}
             return {address: self.capabilities(address).incarnation for address in addresses}
 
-    def _look(self, address: str) -> Look:
+    def _probe(self, address: str) -> Probe:
         """Ask the bootstrap server who it is, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
         route = capability.ROUTE if takes_control else "/health"
@@ -263,20 +354,20 @@ class PrefillServers:
         try:
             response = requests.get(f"http://{address}{route}", timeout=timeout)
         except requests.ConnectionError as error:
-            return Look(Sign.GONE if _is_refused(error) else Sign.SILENT)
+            return Probe(Liveness.GONE if _is_refused(error) else Liveness.SILENT)
         except requests.RequestException:
-            return Look(Sign.SILENT)
+            return Probe(Liveness.SILENT)
         if not response.ok:
-            return Look(Sign.SILENT)
+            return Probe(Liveness.SILENT)
         if not takes_control:
-            return Look(Sign.ALIVE)
+            return Probe(Liveness.ALIVE)
         incarnation = capability.incarnation_in(response.content)
         with self._lock:
             unanswered = max(self._ranks[address].values(), default=0)
             for rank in self._ranks[address]:
                 self._ranks[address][rank] += 1
                 self._ping(*rank)
-        return Look(Sign.SILENT if unanswered else Sign.ALIVE, incarnation)
+        return Probe(Liveness.SILENT if unanswered else Liveness.ALIVE, incarnation)
 
     def _ping(self, host: str, port: int) -> None:
         manager = self._manager
@@ -286,12 +377,17 @@ class PrefillServers:
         try:
             self._sockets.send(host, port, message)
         except (OSError, ValueError) as error:
-            logger.warning("could not ping prefill rank %s:%s: %s", host, port, error)
+            logger.warning(
+                "could not ping prefill rank %s:%s, which counts as no answer: %s",
+                host,
+                port,
+                error,
+            )
 
     def _given_up(self, address: str, is_gone: bool, why: str) -> None:
-        """What the last looks showed; they say nothing of a server connected to since then."""
+        """What the last probes showed; they say nothing of a server connected to since then."""
         with self._lock:
-            if self._epochs[address] == self._looked_at.get(address):
+            if self._epochs[address] == self._probed_at.get(address):
                 self.lost(address, is_gone, why)
 
     def lost(self, address: str, is_gone: bool, why: str) -> None:
@@ -303,7 +399,15 @@ class PrefillServers:
         rooms = list(self._manager.addr_to_rooms_tracker.get(address, ()))
         for room in rooms:
             self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
-        logger.error("lost prefill server %s: %s; %d rooms", address, why, len(rooms))
+        logger.error(
+            "lost prefill server %s: %s. Its %d rooms fail, and the next request connects anew; %s",
+            address,
+            why,
+            len(rooms),
+            "nothing more can be written, pages of ended transfers are free"
+            if is_gone
+            else "pages of ended transfers stay taken until it answers or is gone",
+        )
         with self._lock:
             self._ranks[address] = dict.fromkeys(self._ranks[address], 0)
             if is_gone:
@@ -312,9 +416,9 @@ class PrefillServers:
     def _forget_writers(self, address: str) -> None:
         """The processes of the server at ``address`` are gone: nobody writes for its rooms."""
         self._gone_epochs[address] = self._epochs[address]
-        for watch in self._watches.values():
-            if watch.address == address:
-                watch.writer_is_gone()
+        for deferred in self._deferred.values():
+            if deferred.address == address:
+                deferred.writers_are_gone()
         for host, port in self._ranks.pop(address, {}):
             self._sockets.drop(host, port)
             self._manager.drop_socket(host, port)

@@ -1,96 +1,31 @@
-"""Slots that the step in flight may still use, though nobody owns them any more.
+"""The radix tree as a decode server uses it: leases on prefixes, committed KV, the prebuilt batch.
 
-With overlap scheduling a request is found to have ended when the next step, which it is part of, is
-running already. That step writes one more slot for it, which was just freed, or put into the tree
-and perhaps evicted. What it writes depends on slots that may be free, too: those whose tokens the
-tree had already. Other steps come after it on the device; a prefill server's write does not.
-
-The prefix lease: what the tree holds of a prompt, locked until the request lets go of it.
-
-The radix tree as a decode server uses it. Rebound for the scheduler's own tree only.
+A lease is what the tree holds of a prompt, locked until the request lets go of it. A request uses
+what its lease gave and never matches again; only KV whose transfer was committed on all ranks
+enters the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims
-from sglang.srt.disaggregation.delta.decode.eligibility import (
-    generation_of,
-    mark_committed,
-    may_insert,
-    may_match,
-)
+from sglang.srt.disaggregation.delta.decode.record import may_insert, may_match, record_of
 from sglang.srt.disaggregation.delta.pages import page_floor
 
-_NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-_SLOTS = "decode_slots_at_end"
-
-
-def remember_slots(req: Any, rows: torch.Tensor) -> None:
-    """``req`` is about to give its own slots back. ``rows``: the request-to-slot table."""
-    own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_committed_len]
-    setattr(req, _SLOTS, own.to(torch.int64, copy=True))
-
-
-def slots_at_end(req: Any) -> torch.Tensor:
-    """The slots that were a request's own when it last gave them back (1-D int64)."""
-    slots: torch.Tensor = getattr(req, _SLOTS)
-    return slots
-
-
-class StepWrites:
-    """Holds announcements back until the result of a step that may use their pages is in.
-
-    SGLang's loop admits, launches the next step, and then processes the result of the last one: an
-    announcement waits within one turn of the loop, and only where pages really meet.
-    """
-
-    def __init__(self, scheduler: Any, page: int) -> None:
-        self._scheduler = scheduler
-        self._page = page
-        self._batch: Any = None
-        self._pages = _NONE
-        self._waiting: list[Callable[[], None]] = []
-
-    def after(self, pages: npt.NDArray[np.int32], announce: Callable[[], None]) -> None:
-        """``announce`` now, or when no step uses ``pages`` any more."""
-        used = self._used()
-        if len(used) and np.isin(pages, used).any():
-            self._waiting.append(announce)
-        else:
-            announce()
-
-    def result_processed(self) -> None:
-        """The oldest step in flight has ended: its slots are nobody's but their owners'."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for announce in waiting:
-                announce()
-
-    def _used(self) -> npt.NDArray[np.int64]:
-        """Page ids that the step in flight uses for requests that have ended since, and that were
-        their own."""
-        results = getattr(self._scheduler, "result_queue", None)  # overlap scheduling only
-        if not results:
-            return _NONE
-        batch = results[-1][0]
-        if batch is not self._batch:
-            self._batch = batch
-            ended = [at for at, req in enumerate(batch.reqs) if req.finished() or req.is_retracted]
-            self._pages = _NONE
-            if ended:
-                own = [slots_at_end(batch.reqs[at]) for at in ended]
-                slots = torch.cat([batch.out_cache_loc[ended], *own])
-                self._pages = (slots // self._page).cpu().numpy()
-        return self._pages
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
+        ScheduleBatchDisaggregationDecodeMixin,
+    )
+    from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req, Rows
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+else:
+    RadixCache = ScheduleBatchDisaggregationDecodeMixin = object
 
 
 class PrefixLease:
@@ -137,13 +72,28 @@ class PrefixLease:
             self._held = False
             self._tree.dec_lock_ref(self.node)
 
-    def hand_over(self, req: Any) -> None:
+    def hand_over(self, req: Req) -> None:
         """Make ``req`` the owner of the lock; SGLang's own release path returns it."""
         assert self._held, "a released lease cannot be handed over"
         self._held = False
         req.last_node = req.last_host_node = self.node
         req.prefix_indices = self.indices
         req.cache_protected_len = self.length
+
+    def bind(self, rows: Rows, req: Req, slots: torch.Tensor) -> None:
+        """Write the request's row and make it the owner of its slots and of the lock.
+
+        ``slots`` (1-D int64) follow the lease's. The caller knows that a row is free.
+        """
+        length = self.length + len(slots)
+        row = rows.alloc([req])
+        assert row is not None, "a free row was checked before"
+        rows.write((req.req_pool_idx, slice(0, self.length)), self.indices)
+        rows.write((req.req_pool_idx, slice(self.length, length)), slots)
+        req.kv_allocated_len = req.kv_committed_len = length
+        req.fill_ids = req.origin_input_ids + req.output_ids
+        self.hand_over(req)
+        req.set_extend_input_len(len(req.fill_ids) - self.length)
 
 
 @dataclass(frozen=True)
@@ -203,11 +153,6 @@ def unlocked_tokens(node: Any) -> int:
     return tokens
 
 
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import RadixCache
-else:
-    RadixCache = object
-
 #: An eviction takes at least one of so many parts of the pool, if that can be evicted.
 EVICTED_AT_LEAST = 128
 
@@ -239,9 +184,9 @@ class DecodeRadixTree(RadixCache):
         """Switch to the rules of a decode server."""
         self.serves_decode = True
 
-    def may_share(self, req: Any) -> bool:
+    def may_share(self, req: Req) -> bool:
         """Whether ``req`` may match here, and once its transfer is committed, insert."""
-        return may_match(req) and generation_of(req) == self.generation
+        return may_match(req) and record_of(req).generation == self.generation
 
     @override
     def reset(self) -> None:
@@ -292,8 +237,8 @@ class DecodeRadixTree(RadixCache):
         if not isinstance(node.key.extra_key, Retired):
             super()._record_remove_event(node)
 
-    def _may_insert(self, req: Any) -> bool:
-        return may_insert(req) and generation_of(req) == self.generation
+    def _may_insert(self, req: Req) -> bool:
+        return may_insert(req) and record_of(req).generation == self.generation
 
     @override
     def insert(self, params: Any) -> Any:
@@ -334,16 +279,16 @@ class DecodeRadixTree(RadixCache):
             cache_protected_len=req.cache_protected_len,
         )
 
-    def adopt(self, req: Any) -> None:
+    def adopt(self, req: Req) -> None:
         """The transfer of ``req`` was committed: share its prompt from now on.
 
         Waiting until the request runs, or ends, would let followers move the same KV again.
         """
-        mark_committed(req)
+        record_of(req).committed = True
         self.cache_unfinished_req(req)
 
     @override
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         if not self.serves_decode:
             super().cache_unfinished_req(req, chunked)
             return
@@ -364,7 +309,7 @@ class DecodeRadixTree(RadixCache):
             self.claims.shared(req)
 
     @override
-    def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         if self.claims is not None:
             self.claims.left(req)
         if self.serves_decode:
@@ -372,5 +317,74 @@ class DecodeRadixTree(RadixCache):
             if req.last_node is None:
                 # Never matched, or retracted since: nothing is locked.
                 req.last_node = self.root_node
-            remember_slots(req, self.req_to_token_pool.req_to_token)
+            # The step in flight may still use them; see ``transfer_queue.StepWrites``.
+            rows = self.req_to_token_pool.req_to_token
+            own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_committed_len]
+            record_of(req).slots_at_end = own.to(torch.int64, copy=True)
         super().cache_finished_req(req, is_insert)
+
+
+class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
+    """What a decode server runs in the place of a prefill: goes on after each shared prefix."""
+
+    @override
+    def prepare_for_prebuilt(self) -> None:
+        if not getattr(self.tree_cache, "serves_decode", False):
+            super().prepare_for_prebuilt()
+            return
+        for req in self.reqs:
+            # The round input was just rebuilt with the first generated token, which has no KV yet.
+            req.fill_ids = req.fill_ids[: req.kv_committed_len]
+            req.set_extend_input_len(len(req.fill_ids) - len(req.prefix_indices))
+            # Clients see the cached tokens that prefill reported; stock would add our prefix.
+            req.already_computed = len(req.prefix_indices)
+        super().prepare_for_prebuilt()
+        for req in self.reqs:
+            self.tree_cache.claims.started(req)
+        # Stock copies each row from its start, which would list shared slots as outputs.
+        rows = self.req_to_token_pool.req_to_token
+        owned = [
+            rows[req.req_pool_idx, len(req.prefix_indices) : req.kv_committed_len]
+            for req in self.reqs
+        ]
+        self.out_cache_loc = torch.cat(owned).to(torch.int64)
+
+
+# ---- bringing back a retracted request's KV: what the tree still shares is not copied ----
+
+
+def without_leading(
+    copy: list[list[Any]], chunk: int, skip: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Split a CPU copy of KV at ``skip`` tokens.
+
+    SGLang keeps the copy as one list a layer of chunks of ``chunk`` tokens; a chunk is a tensor
+    (MLA) or a [key, value] pair (MHA), tokens first. Returns the rest of the chunk that ``skip``
+    falls into, and the whole chunks after it, each in the same form.
+    """
+    whole, part = divmod(skip, chunk)
+    if part == 0:
+        return [[] for _ in copy], [layer[whole:] for layer in copy]
+    head = [[_tail(layer[whole], part)] if whole < len(layer) else [] for layer in copy]
+    return head, [layer[whole + 1 :] for layer in copy]
+
+
+def _tail(chunk: Any, start: int) -> Any:
+    if isinstance(chunk, torch.Tensor):
+        return chunk[start:]
+    return [part[start:] for part in chunk]
+
+
+def restore_private(req: Req, slots: torch.Tensor, allocator: PageAllocator) -> None:
+    """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy.
+
+    Shared pages are never written: other requests read them, and their content is the same.
+    """
+    chunk = allocator.get_kvcache().cpu_offloading_chunk_size
+    head, rest = without_leading(req.kv_cache_cpu, chunk, req.cache_protected_len)
+    at = min(len(slots), -req.cache_protected_len % chunk)
+    if at:
+        allocator.load_cpu_copy(head, slots[:at])
+    if at < len(slots):
+        allocator.load_cpu_copy(rest, slots[at:])
+    del req.kv_cache_cpu

@@ -12,7 +12,7 @@ import zmq
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode.deferred_free import RoomWatch
+from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
 
@@ -46,7 +46,7 @@ class DeltaReceiver(CommonKVReceiver):
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if self._servers is not None and self._servers.watch_of(bootstrap_room) is not None:
+        if self._servers is not None and self._servers.deferred(bootstrap_room) is not None:
             self._fail(
                 Reason.MISMATCH,
                 f"bootstrap_room {bootstrap_room} is still in use by a request that ended early",
@@ -197,8 +197,8 @@ class DeltaReceiver(CommonKVReceiver):
         if self._servers is not None and infos:
             self._servers.withdraw(self.bootstrap_addr, infos, self.bootstrap_room, reason)
 
-    def hold(self) -> RoomWatch | None:
-        """Withdraw a room whose pages prefill was told of, and follow it until it is quiet.
+    def defer_free(self) -> DeferredFree | None:
+        """Withdraw a room whose pages prefill was told of, and follow it until it is drained.
 
         None where nobody can write to them any more.
         """
@@ -208,12 +208,12 @@ class DeltaReceiver(CommonKVReceiver):
             self.withdraw("it ended before it was announced")
             return None
         room = self.bootstrap_room
-        watch = servers.hold(
+        deferred = servers.defer_free(
             room, self.bootstrap_addr, self._epoch, self.required_prefill_response_num
         )
-        if watch is not None:
+        if deferred is not None:
             self.withdraw(self.kv_mgr.failure_records.get(room, "it was aborted"))
-        return watch
+        return deferred
 
     @override
     def abort(self) -> None:

@@ -1,9 +1,4 @@
-"""What SGLang's way of aborting a request leaves undone in a decode server.
-
-Gauges of the decode tree and counted refusals, mirrored to Prometheus where metrics are on.
-
-The decode scheduler: start-up checks, one idle predicate, metrics and log fields.
-"""
+"""The decode scheduler: start-up checks, aborts, one idle predicate, metrics and log fields."""
 
 from __future__ import annotations
 
@@ -12,13 +7,15 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode import eligibility, invariants, waiting
-from sglang.srt.disaggregation.delta.decode.deferred_free import held_requests
+from sglang.srt.disaggregation.delta.decode import invariants
+from sglang.srt.disaggregation.delta.decode.admission import Limits
+from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
+from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.metrics import (
     DECODE_COUNTERS,
     DECODE_GAUGES,
@@ -27,6 +24,13 @@ from sglang.srt.disaggregation.delta.metrics import (
 )
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.compat import FLAG
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+else:
+    TokenizerManager = object
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ def end_streaming(scheduler: Any, recv_req: Any) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    def wanted(req: Any) -> bool:
+    def wanted(req: Req) -> bool:
         return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
     queue = scheduler.disagg_decode_prealloc_queue
@@ -100,22 +104,21 @@ class DecodeMetrics:
 def readings(scheduler: Any) -> dict[str, int]:
     """The value of each gauge now. Every token of the pool is counted in one of them at most."""
     tree, transfers = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
-    held = held_requests(transfers)
+    deferred = deferred_requests(transfers)
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     in_transfer = [entry.req for entry in transfers.queue]
-    locking = [*in_transfer, *scheduler.waiting_queue, *running, *held]
+    locking = [*in_transfer, *scheduler.waiting_queue, *running, *deferred]
     page: int = scheduler.token_to_kv_pool_allocator.page_size
     return {
         "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in locking),
         "decode_protected_tokens": tree.protected_size(),
         "decode_evictable_tokens": tree.evictable_size(),
         "decode_quarantined_tokens": sum(
-            page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in held
+            page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in deferred
         ),
     }
 
 
-FLAG = "--disaggregation-decode-enable-radix-cache"
 #: A room may be announced shortly before its request arrives; later than this it is a leak.
 ROOMS_GRACE_S = 5.0
 STATS_LOGGER = "sglang.srt.observability.scheduler_metrics_mixin"
@@ -160,12 +163,12 @@ class DisaggScheduler(DecodeFlush):
             self._namespace = None
 
     @override
-    def init_req_max_new_tokens(self, req: Any) -> None:
+    def init_req_max_new_tokens(self, req: Req) -> None:
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._namespace:
             req.extra_key = self._namespace + (req.lora_id or "")
         if self._radix_on_decode:
-            eligibility.stamp(req, self.tree_cache.generation)
+            record_of(req).generation = self.tree_cache.generation
 
     @override
     def abort_request(self, recv_req: Any) -> None:
@@ -191,7 +194,7 @@ class DisaggScheduler(DecodeFlush):
                 f"{type(self.tree_cache).__name__}; remove the flag, or the option that "
                 "chose that cache."
             )
-        waiting.Limits.read(self.page_size)  # wrong values are refused at start
+        Limits.read(self.page_size)  # wrong values are refused at start
         self.tree_cache.serve_decode()
         logger.info(
             "decode radix cache is on: page size %d, at most %d reserved tokens a request",
@@ -220,12 +223,13 @@ class DisaggScheduler(DecodeFlush):
             return
         if self.disagg_decode_prealloc_queue.retracted_queue:
             # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
-            # missing may be a transfer's, or in quarantine, and comes back only by looking.
+            # missing may be a transfer's, or its free deferred, and comes back only by looking.
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         if self.tree_cache.claims is not None:
             self.tree_cache.claims.catch_up()
         self.decode_metrics.update(self)
-        self.release_when_idle()
+        if self._waiting_release is not None:
+            self.release_when_idle()
 
     @override
     def process_batch_result(self, batch: Any, result: Any) -> None:
@@ -234,7 +238,7 @@ class DisaggScheduler(DecodeFlush):
             self.disagg_decode_prealloc_queue.step_writes.result_processed()
 
     @override
-    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
         # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
         super()._add_request_to_queue(
@@ -252,7 +256,7 @@ class DisaggScheduler(DecodeFlush):
 
     @override
     def self_check_during_idle(self) -> None:
-        if self._held:
+        if self._deferred:
             return  # their pages are neither free nor in a queue that the stock check knows
         super().self_check_during_idle()
         if environment.CHECK_INVARIANTS.read() and self._nothing_waits:
@@ -260,17 +264,17 @@ class DisaggScheduler(DecodeFlush):
 
     @override
     def maybe_sleep_on_idle(self) -> None:
-        # As on prefill (``delta/scheduler.py``): what ends a quarantine does not wake the sleeper.
+        # As on prefill: what ends a deferred free does not wake the sleeper.
         is_ours = self.idle_sleeper is not None and self._radix_on_decode
         if not is_ours or self._nothing_waits:
             super().maybe_sleep_on_idle()
 
     @property
     def _nothing_waits(self) -> bool:
-        """Idle, also by what stock does not count: retracted requests and held pages."""
+        """Idle, also by what stock does not count: retracted requests and deferred frees."""
         queue = getattr(self, "disagg_decode_prealloc_queue", None)
         retracted = self._radix_on_decode and queue is not None and queue.retracted_queue
-        return bool(self.is_fully_idle() and not retracted and not self._held)
+        return bool(self.is_fully_idle() and not retracted and not self._deferred)
 
     def _check_invariants(self) -> None:
         """Once after each change: this runs in the idle loop, and walks the whole tree."""
@@ -291,3 +295,18 @@ class DisaggScheduler(DecodeFlush):
             raise invariants.InvariantError("; ".join(problems))
         self._checked = state
         logger.info("idle and balanced: all invariants hold")
+
+
+class RadixTokenizer(TokenizerManager):
+    """Names our flag where SGLang advises ``--disable-radix-cache``, which the flag refuses."""
+
+    @override
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        wanted = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
+        if wanted and obj.input_embeds is not None:
+            raise ValueError(
+                f"input_embeds cannot be served by a decode server with {FLAG}: SGLang takes them "
+                "only where no radix cache is. Send them to a decode server without the flag, and "
+                "to a prefill server with --disable-radix-cache."
+            )
+        return await super()._tokenize_one_request(obj)

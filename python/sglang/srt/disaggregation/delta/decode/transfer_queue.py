@@ -1,51 +1,170 @@
-"""Metadata slots, where prefill writes the first token: cleared when taken, checked when polled.
+"""A decode request in transfer: announced, polled, committed to the tree or freed.
 
-Whether the metadata of a room have landed must be known *before* the ranks agree that its transfer
-is complete. A rank that found out afterwards would keep the request while the others run it.
-
-The transfer queue: committed KV is shared at once, pages of failed transfers are held.
+Metadata slots are where prefill writes the first token. Whether the metadata of a room have landed
+must be known *before* the ranks agree that its transfer is complete: a rank that found out
+afterwards would keep the request while the others run it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.deferred_free import Quarantine, QuietRoom
-from sglang.srt.disaggregation.delta.decode.eligibility import is_fake
+from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
+from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.event_log import Admitted, event_log, now
+from sglang.srt.disaggregation.delta.metrics import STATS
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+    from sglang.srt.disaggregation.delta.decode.protocols import (
+        MetadataBuffers,
+        QueueEntry,
+        Req,
+        SlotAllocator,
+    )
+else:
+    DecodeTransferQueue = object
 
 logger = logging.getLogger(__name__)
 
+#: What a metadata slot says where no room's metadata are in it.
 EMPTY = 0
+_NO_PAGES: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-def take_slot(allocator: Any, buffers: Any) -> int:
+def take_slot(allocator: SlotAllocator, buffers: MetadataBuffers) -> int:
     """A free slot that says of no room that its metadata are there; the caller knows one is free.
 
     It is cleared here too: a transfer that was given up may have written since it was freed.
     """
-    index: int | None = allocator.alloc()
+    index = allocator.alloc()
     assert index is not None, "a free metadata slot was checked before"
     buffers.bootstrap_room[index, 0] = EMPTY
     return index
 
 
-def free_slot(allocator: Any, buffers: Any, index: int) -> None:
-    """Give a slot back; what it says of its room is forgotten."""
-    buffers.bootstrap_room[index, 0] = EMPTY
-    allocator.free(index)
+# ---- announcements ----
+
+
+class StepWrites:
+    """Holds announcements back until the result of a step that may use their pages is in.
+
+    With overlap scheduling a request is found to have ended when the next step, which it is part
+    of, is running already. That step writes one more slot for it, which was just freed, or put into
+    the tree and perhaps evicted; and it reads slots that may be free, too: those whose tokens the
+    tree had already. Other steps come after it on the device; a prefill server's write does not.
+
+    SGLang's loop admits, launches the next step, and then processes the result of the last one: an
+    announcement waits within one turn of the loop, and only where pages really meet.
+    """
+
+    def __init__(self, scheduler: Any, page: int) -> None:
+        """``scheduler``: SGLang's; only its queue of results is read."""
+        self._scheduler = scheduler
+        self._page = page
+        self._batch: Any = None  # SGLang's ScheduleBatch, compared by identity
+        self._pages = _NO_PAGES
+        self._waiting: list[Callable[[], None]] = []
+
+    def after(self, pages: npt.NDArray[np.int32], announce: Callable[[], None]) -> None:
+        """``announce`` now, or when no step uses ``pages`` any more."""
+        used = self._used()
+        if len(used) and np.isin(pages, used).any():
+            self._waiting.append(announce)
+        else:
+            announce()
+
+    def result_processed(self) -> None:
+        """The oldest step in flight has ended: its slots are nobody's but their owners'."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for announce in waiting:
+                announce()
+
+    def _used(self) -> npt.NDArray[np.int64]:
+        """Page ids that the step in flight uses for requests that have ended since, and that were
+        their own."""
+        results = getattr(self._scheduler, "result_queue", None)  # overlap scheduling only
+        if not results:
+            return _NO_PAGES
+        batch = results[-1][0]
+        if batch is not self._batch:
+            self._batch = batch
+            ended = [at for at, req in enumerate(batch.reqs) if req.finished() or req.is_retracted]
+            self._pages = _NO_PAGES
+            if ended:
+                own = [record_of(batch.reqs[at]).slots_at_end for at in ended]
+                slots = torch.cat([batch.out_cache_loc[ended], *own])
+                self._pages = (slots // self._page).cpu().numpy()
+        return self._pages
+
+
+def announce(queue: Any, entry: QueueEntry, slots: torch.Tensor) -> None:
+    """Tell prefill which pages to fill; from here on they belong to the transfer.
+
+    Later in the same turn of the loop where the step in flight may write to them. ``queue``: the
+    prealloc queue; ``slots`` (1-D int64): those of the delta.
+    """
+    req, manager = entry.req, queue.kv_manager
+    index = take_slot(queue.req_to_metadata_buffer_idx_allocator, queue.metadata_buffers)
+    entry.metadata_buffer_index = index
+    # Page ids on the device first: one in ``page`` indices crosses to the host.
+    page: int = queue.token_to_kv_pool_allocator.page_size
+    pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
+    req.time_stats.set_decode_transfer_queue_entry_time()
+
+    def tell() -> None:
+        if req.finished_reason is not None:
+            return  # given up meanwhile: prefill was told that no announcement comes
+        at = now()  # prefill may have logged that it knows before the next line is over
+        if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
+            entry.kv_receiver.send_metadata(pages, index, None)
+        else:
+            entry.kv_receiver.announce(pages, index, req.cache_protected_len)
+        if not is_fake(req):
+            _count(req, pages, sum(manager.kv_args.kv_item_lens), at)
+
+    queue.step_writes.after(pages, tell)
+
+
+def _count(req: Req, pages: npt.NDArray[np.int32], page_bytes: int, at: float) -> None:
+    prompt = len(req.origin_input_ids)
+    STATS.add("decode_prefix_prompt_tokens", prompt)
+    STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
+    STATS.add("kv_transfer_requested_bytes", len(pages) * page_bytes)
+    log = event_log("decode")
+    if log is not None:
+        log.write(
+            Admitted(
+                at=at,
+                room=req.bootstrap_room,
+                rid=req.rid,
+                prompt_tokens=prompt,
+                prefix_tokens=req.cache_protected_len,
+                pages=pages.tolist(),
+            )
+        )
+
+
+# ---- transfers ----
 
 
 class Arrival:
     """One transfer as the ranks poll it: complete when its KV *and* its metadata are here."""
 
-    def __init__(self, decode_req: Any, buffers: Any) -> None:
-        self._decode_req = decode_req
+    def __init__(self, entry: QueueEntry, buffers: MetadataBuffers) -> None:
+        self._entry = entry
         self._buffers = buffers
 
     def poll(self) -> int:
@@ -55,21 +174,22 @@ class Arrival:
         """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        entry, req = self._decode_req, self._decode_req.req
+        entry, req = self._entry, self._entry.req
         state = int(entry.kv_receiver.poll())
         if state != KVPoll.Success or is_fake(req):
             return state
         expected = req.bootstrap_room or EMPTY
         found = int(self._buffers.bootstrap_room[entry.metadata_buffer_index, 0].item())
+        record = record_of(req)
         if expected == EMPTY:
-            entry.arrived = True
-            entry.failure = "room 0 cannot be told from an empty metadata slot"
+            record.arrived = True
+            record.failure = "room 0 cannot be told from an empty metadata slot"
             return int(KVPoll.Failed)
         if found == EMPTY:
             return int(KVPoll.Failed if self._is_overdue() else KVPoll.Transferring)
-        entry.arrived = True  # on this rank prefill has nothing left to write
+        record.arrived = True
         if found != expected:
-            entry.failure = (
+            record.failure = (
                 f"metadata slot {entry.metadata_buffer_index} holds the metadata of room {found}"
             )
             return int(KVPoll.Failed)
@@ -82,124 +202,124 @@ class Arrival:
         """
         from sglang.srt.environ import envs
 
-        entry, now = self._decode_req, time.monotonic()
-        if getattr(entry, "without_metadata_since", None) is None:
-            entry.without_metadata_since = now
-        waited = now - entry.without_metadata_since
+        record, at = record_of(self._entry.req), time.monotonic()
+        if record.without_metadata_since is None:
+            record.without_metadata_since = at
+        waited = at - record.without_metadata_since
         if waited < envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get():
             return False
-        entry.failure = (
-            f"its KV has arrived, but no metadata in metadata slot {entry.metadata_buffer_index} "
+        slot = self._entry.metadata_buffer_index
+        record.failure = (
+            f"its KV has arrived, but no metadata in metadata slot {slot} "
             f"within {waited:.0f} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
         )
         return True
 
 
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeTransferQueue
-else:
-    DecodeTransferQueue = object
-
-
 class RadixTransferQueue(DecodeTransferQueue):
     """Puts the KV of finished transfers into the decode tree. Stock behaviour without the flag."""
 
-    queue: list[Any]  # owned by the upstream class; named for the type checker
+    queue: list[QueueEntry]  # owned by the upstream class; named for the type checker
 
     @cached_property
-    def quarantine(self) -> Quarantine:
+    def deferred(self) -> list[DeferredFree]:
         """Requests whose transfer ended early and whose pages prefill may still write to."""
-        return Quarantine()
+        return []
 
     @override
-    def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Any]:
+    def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
         if not getattr(self.tree_cache, "serves_decode", False):
-            stock: list[Any] = super().pop_transferred(rids_to_check)
+            stock: list[Req] = super().pop_transferred(rids_to_check)
             return stock
-        if not self.queue and not self.quarantine:
+        if not self.queue and not self.deferred:
             return []
+        from sglang.srt.disaggregation.base.conn import KVPoll
         from sglang.srt.disaggregation.utils import poll_and_all_reduce
 
-        # One reduction for the transfers and for the rooms that were given up before.
+        # One reduction for the transfers and for the rooms that were given up before: what was
+        # deferred is freed when its room is drained on all ranks, so that their pools stay equal.
         arrivals = [Arrival(entry, self.metadata_buffers) for entry in self.queue]
-        polls = poll_and_all_reduce([*arrivals, *self.quarantine.pollers], self.gloo_group)
-        released = self.quarantine.pop(polls[len(arrivals) :])
+        polls = poll_and_all_reduce([*arrivals, *self.deferred], self.gloo_group)
+        votes = zip(self.deferred, polls[len(arrivals) :], strict=True)
+        drained = [deferred for deferred, poll in votes if poll == KVPoll.Success]
+        for deferred in drained:
+            self.deferred.remove(deferred)
         transferred = self._take_finished(polls[: len(arrivals)])
-        for decode_req in released:
-            self._release(decode_req)
+        for deferred in drained:
+            deferred.free(self._free)
         return transferred
 
-    def _take_finished(self, polls: list[int]) -> list[Any]:
+    def _take_finished(self, polls: list[int]) -> list[Req]:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         waiting, transferred = [], []
-        for decode_req, poll in zip(self.queue, polls, strict=True):
+        for entry, poll in zip(self.queue, polls, strict=True):
             if poll == KVPoll.Failed:
-                self._give_up(decode_req)
-            elif poll == KVPoll.Success and self._commit_transfer_to_req(decode_req):
-                if self._landed(decode_req):
-                    transferred.append(decode_req.req)
+                self._give_up(entry)
+            elif poll == KVPoll.Success and self._commit_transfer_to_req(entry):
+                if self._landed(entry):
+                    transferred.append(entry.req)
             else:
-                waiting.append(decode_req)
+                waiting.append(entry)
         self.queue = waiting
         return transferred
 
-    def _landed(self, decode_req: Any) -> bool:
+    def _landed(self, entry: QueueEntry) -> bool:
         """The transfer is complete. False if its metadata were overwritten after the poll."""
-        req = decode_req.req
+        req = entry.req
         if req.finished_reason is None:
-            self._free_metadata_slot(decode_req)
+            self._free_slot(entry)
             self.tree_cache.adopt(req)
             return True
         self._answer(req)
-        self._release(decode_req)
+        self._free(entry)
         return False
 
-    def _give_up(self, decode_req: Any) -> None:
+    def _give_up(self, entry: QueueEntry) -> None:
         """Answer the client of a failed transfer; keep what prefill may still write to."""
         from sglang.srt.disaggregation.utils import prepare_abort
 
-        req, receiver = decode_req.req, decode_req.kv_receiver
+        req, receiver = entry.req, entry.kv_receiver
         message = (
             f"Decode transfer failed for request rank={self.tp_rank} "
             f"rid={req.rid} bootstrap_room={req.bootstrap_room}"
         )
-        watch = self._watch(decode_req)  # before the receiver forgets the room
+        deferred = self._defer_free(entry)  # before the receiver forgets the room
         try:
             receiver.failure_exception()
         except Exception as error:  # that is how a receiver says why it failed
-            message += f": {getattr(decode_req, 'failure', None) or error}"
+            message += f": {record_of(req).failure or error}"
         logger.error(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         self._answer(req)
-        # Also where this rank's room is quiet: another's may not be, and all release together.
-        self.quarantine.hold(decode_req, watch)
+        # Also where this rank's room is drained: another's may not be, and all free together.
+        deferred.keep(entry)
+        self.deferred.append(deferred)
         self.tree_cache.claims.held(req)
 
     @staticmethod
-    def _watch(decode_req: Any) -> Any:
+    def _defer_free(entry: QueueEntry) -> DeferredFree:
         """What says that prefill stopped writing; at once where everything had arrived already."""
-        hold = getattr(decode_req.kv_receiver, "hold", None)
-        if hold is None or getattr(decode_req, "arrived", False):
-            return QuietRoom()
-        return hold() or QuietRoom()
+        defer_free = getattr(entry.kv_receiver, "defer_free", None)  # a warm-up's has none
+        if defer_free is None or record_of(entry.req).arrived:
+            return DeferredFree()
+        return defer_free() or DeferredFree()
 
-    def _answer(self, req: Any) -> None:
+    def _answer(self, req: Req) -> None:
         scheduler = self.scheduler
         scheduler.stream_output([req], req.return_logprob)
         if scheduler.enable_metrics:
             scheduler.metrics_collector.increment_transfer_failed_reqs()
 
-    def _release(self, decode_req: Any) -> None:
-        """Give back all that a failed transfer owned; nothing of it enters the tree."""
+    def _free(self, entry: QueueEntry) -> None:
+        """Free all that a failed transfer owned; nothing of it enters the tree."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
-        release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
-        self._free_metadata_slot(decode_req)
+        release_kv_cache(entry.req, self.tree_cache, is_insert=False)
+        self._free_slot(entry)
 
-    def _free_metadata_slot(self, decode_req: Any) -> None:
-        free_slot(
-            self.req_to_metadata_buffer_idx_allocator,
-            self.metadata_buffers,
-            decode_req.metadata_buffer_index,
-        )
+    def _free_slot(self, entry: QueueEntry) -> None:
+        """Give the metadata slot back; what it says of its room is forgotten."""
+        index = entry.metadata_buffer_index
+        self.metadata_buffers.bootstrap_room[index, 0] = EMPTY
+        self.req_to_metadata_buffer_idx_allocator.free(index)

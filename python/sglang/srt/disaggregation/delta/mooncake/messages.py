@@ -56,7 +56,7 @@ class RoomProgress:
         """The rank ``writer`` said that it writes no more."""
         self.stopped.add(writer)
 
-    def is_quiet(self, writers: int) -> bool:
+    def is_drained(self, writers: int) -> bool:
         """Whether each of ``writers`` ranks has delivered everything or stopped."""
         return len(self.delivered | self.stopped) >= writers
 

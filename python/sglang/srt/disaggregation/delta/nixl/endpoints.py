@@ -89,7 +89,7 @@ class DeltaTransferStatus(TransferStatus):
         """The rank ``writer`` said that it writes no more."""
         self.stopped_writers.add(writer)
 
-    def is_quiet(self, writers: int) -> bool:
+    def is_drained(self, writers: int) -> bool:
         """Whether each of ``writers`` ranks has delivered everything or stopped."""
         return len(self.finished_writers() | self.stopped_writers) >= writers
 

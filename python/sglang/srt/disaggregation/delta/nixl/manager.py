@@ -283,17 +283,17 @@ class DeltaNixlManager(NixlKVManager):
                         peer_name, "dropped a message from NIXL peer %s: %s", peer_name, error
                     )
                     continue
-                watch = self.servers.watch_of(note.room) if self.servers is not None else None
-                if watch is None and note.room not in self.request_status:
+                deferred = self.servers.deferred(note.room) if self.servers is not None else None
+                if deferred is None and note.room not in self.request_status:
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
-                status: Any = watch.progress if watch else self.transfer_statuses[note.room]
-                if note.kind == "done" and not (watch or self._store_metadata(status, note)):
+                status: Any = deferred.progress if deferred else self.transfer_statuses[note.room]
+                if note.kind == "done" and not (deferred or self._store_metadata(status, note)):
                     status.stop(note.writer)
                     continue
                 writers = self.required_prefill_response_num_table.get(note.room, 1)
-                status.take(note, watch.writers if watch else writers)
+                status.take(note, deferred.writers if deferred else writers)
 
     def _store_metadata(self, status: Any, note: wire.Notification) -> bool:
         """Write the metadata of a note into the room's slot; once for each writer, for a room that

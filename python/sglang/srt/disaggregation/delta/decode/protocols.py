@@ -1,0 +1,130 @@
+"""What the decode side uses of SGLang's objects, for the type checker and the reader.
+
+SGLang itself is ``Any`` to mypy. A tree node stays ``Any``: its parent, its children and its locks
+belong to SGLang's tree, which is all that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Req(Protocol):
+    """A request, ``managers.schedule_batch.Req``: from its arrival until its last token is sent."""
+
+    rid: str
+    origin_input_ids: list[int]
+    output_ids: list[int]
+    extra_key: str | None
+    lora_id: str | None
+    bootstrap_host: str | None
+    bootstrap_port: int
+    bootstrap_room: int | None
+    input_embeds: Any  # a tensor or nested lists; only whether there are any is asked
+    multimodal_inputs: Any  # SGLang's, with the images that a model's own code has placed
+    sampling_params: Any
+    time_stats: Any
+    #: Set when it has ended; one of SGLang's FINISH classes.
+    finished_reason: Any
+    return_logprob: bool
+    is_retracted: bool
+    #: Its row in the request-to-slot table.
+    req_pool_idx: int
+    fill_ids: list[int]
+    #: Tokens that its row has slots for, and those of them whose KV is there.
+    kv_allocated_len: int
+    kv_committed_len: int
+    #: Leading tokens whose slots belong to the tree, and the node that it locks for them.
+    cache_protected_len: int
+    last_node: Any
+    last_host_node: Any
+    prefix_indices: torch.Tensor
+    #: A retracted request's KV: a list a layer of chunks.
+    kv_cache_cpu: list[list[Any]]
+    #: ``record.DecodeRecord``; read through ``record.record_of``.
+    delta: Any
+
+    def set_extend_input_len(self, length: int) -> None:
+        """How many tokens its next batch computes."""
+
+
+class Receiver(Protocol):
+    """Decode's end of a room (``DeltaReceiver``, or SGLang's for warm-up requests)."""
+
+    conclude_state: Any
+
+    def poll(self) -> int:
+        """The room's ``KVPoll``."""
+
+    def clear(self) -> None:
+        """Forget the room."""
+
+    def failure_exception(self) -> None:
+        """Raise why the room failed."""
+
+
+class QueueEntry(Protocol):
+    """``disaggregation.decode.DecodeRequest``: a request in the prealloc or transfer queue."""
+
+    req: Req
+    kv_receiver: Any  # a Receiver; our own has more methods than SGLang's for warm-up requests
+    #: The handshake is done on all ranks.
+    waiting_for_input: bool
+    metadata_buffer_index: int
+
+
+class SlotAllocator(Protocol):
+    """Metadata slots."""
+
+    def alloc(self) -> int | None:
+        """A free slot, or None."""
+
+    def free(self, index: int) -> None:
+        """Give one back."""
+
+    def available_size(self) -> int:
+        """How many are free."""
+
+
+class MetadataBuffers(Protocol):
+    """Where prefill writes the first token, by metadata slot."""
+
+    #: [slot, 0]: the room whose metadata these are.
+    bootstrap_room: torch.Tensor
+
+
+class PageAllocator(Protocol):
+    """Slots of the KV pool, in whole pages."""
+
+    page_size: int
+    device: str
+
+    def alloc(self, tokens: int) -> torch.Tensor | None:
+        """So many slots (1-D int64), or None."""
+
+    def available_size(self) -> int:
+        """Free tokens."""
+
+    def get_kvcache(self) -> Any:
+        """The pool itself, of one of SGLang's many kinds."""
+
+    def load_cpu_copy(self, copy: list[list[Any]], slots: torch.Tensor) -> None:
+        """Copy KV back from the CPU."""
+
+
+class Rows(Protocol):
+    """The request-to-slot table."""
+
+    req_to_token: torch.Tensor
+
+    def alloc(self, reqs: Sequence[Req]) -> list[int] | None:
+        """A row for each request, or None."""
+
+    def write(self, where: Any, slots: torch.Tensor) -> None:
+        """``where``: row and slice."""
+
+    def available_size(self) -> int:
+        """Free rows."""

@@ -1,0 +1,183 @@
+"""What a decode server notes of one request: one record, ``req.delta``, and who may share its KV.
+
+SGLang's queues hold a ``DecodeRequest`` until a request runs, and then the bare ``Req``. The record
+hangs on the ``Req``, which lives as long as the request; nothing else is set on SGLang's objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import Req
+
+#: KV that is arriving: prefill server, extra key, id of the tree node that it goes on from, next
+#: tokens. Looked up in every step, and bytes remember their hash.
+PrefixKey = tuple[str, str | None, int, bytes]
+
+
+class Refusal(NamedTuple):
+    """Why a request was not admitted: one of ``REASONS``."""
+
+    reason: str
+    #: Tokens that it needs, where tokens were counted.
+    cost: int | None = None
+    #: The KV that it waits for, where that is arriving for another request.
+    prefix: PrefixKey | None = None
+
+
+REASONS = {
+    "no_tokens": "not enough free KV tokens",
+    "cannot_finish": "with it, a running request could be left without memory for its answer",
+    "no_request_row": "no free request row",
+    "no_metadata_slot": "no free metadata slot",
+    "prefix_arriving": "its prefix is just arriving for another request",
+}
+
+
+@dataclass(slots=True)
+class Wait:
+    """One wait for decode memory, after the handshake or after a retraction.
+
+    Written by the prealloc queue alone. Timeouts, log lines and the metrics of refusals read it.
+    Times are seconds of the queue's clock.
+    """
+
+    #: None while the request is not in line.
+    since: float | None = None
+    #: Why it was not admitted when it was last tried; None if it never was.
+    refusal: Refusal | None = None
+    #: When it first had to wait for another request's prefix.
+    prefix_since: float | None = None
+    #: It has waited for prefixes as long as it may, on some rank.
+    prefix_timed_out: bool = False
+    #: The log said that it waits.
+    logged: bool = False
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether memory was short for it when it was last tried: nobody behind it is admitted."""
+        return self.refusal is not None and self.refusal.prefix is None
+
+
+@dataclass(slots=True)
+class DecodeRecord:
+    """``req.delta``, in the order of a request's life."""
+
+    #: ``DecodeRadixTree.generation`` when it arrived.
+    generation: int = 0
+    #: Whether token ids say all about its images; None until somebody asked.
+    content_in_ids: bool | None = None
+    #: When its handshake was first advanced, and what prefill has not answered yet.
+    handshake_since: float | None = None
+    handshake_lacks: str = "who it is"
+    wait: Wait = field(default_factory=Wait)
+    #: The reasons that it was counted for in the metric of refusals.
+    refused_for: set[str] = field(default_factory=set)
+    #: The KV that its transfer brings, where others wait for it.
+    arriving: PrefixKey | None = None
+    #: KV and metadata are here: on this rank prefill has nothing left to write.
+    arrived: bool = False
+    #: When its KV was here without its metadata (``time.monotonic``).
+    without_metadata_since: float | None = None
+    #: Why its transfer failed, where decode itself found that out.
+    failure: str | None = None
+    #: All KV of the prompt arrived, on all ranks.
+    committed: bool = False
+    #: Slots that were its own when it last gave them back (1-D int64).
+    slots_at_end: torch.Tensor | None = None
+
+
+def record_of(req: Req) -> DecodeRecord:
+    """The record of ``req``; made when it is first asked for."""
+    record: DecodeRecord | None = getattr(req, "delta", None)
+    if record is None:
+        record = req.delta = DecodeRecord()
+    return record
+
+
+def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
+    """What ``req`` waits for, in words. ``head``: the first in line that is blocked, if any;
+    ``wanted``: tokens; ``pool``: where the pool's tokens are."""
+    own = record_of(req).wait.refusal
+    ahead = record_of(head).wait.refusal if head is not None else None
+    if own is not None:
+        why = REASONS[own.reason]
+        wanted = wanted if own.cost is None else own.cost
+    elif head is not None and ahead is not None:
+        why = f"request {head.rid} ahead of it does not fit: {REASONS[ahead.reason]}"
+    else:
+        why = "it was not tried yet"
+    return f"{why}; {wanted} tokens wanted, {pool}"
+
+
+# ---- who may share ----
+
+
+def is_fake(req: Req) -> bool:
+    """A warm-up or health request: no KV ever arrives, its slots hold garbage.
+
+    They really collide with prompts: warm-up uses the ids 10 to 13, health uses 0.
+    """
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    return bool(req.bootstrap_host == FAKE_BOOTSTRAP_HOST or req.bootstrap_host is None)
+
+
+def may_match(req: Req) -> bool:
+    """Whether token ids (with ``extra_key``) say all about the KV of the prompt.
+
+    The ids of embeddings are placeholders. Those of images, audio and video are hashes of their
+    content, which SGLang puts in before a request is queued.
+    """
+    return not is_fake(req) and req.input_embeds is None and _content_in_ids(req)
+
+
+def _content_in_ids(req: Req) -> bool:
+    """Whether each image's hash stands where the image does: a model may leave placeholders as is.
+
+    Decided when the request is first looked at; SGLang drops the images of one that has ended.
+    """
+    record = record_of(req)
+    if record.content_in_ids is None:
+        items = req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ()
+        record.content_in_ids = all(_is_padded(req.origin_input_ids, item) for item in items)
+    return record.content_in_ids
+
+
+def _is_padded(token_ids: Sequence[int], item: Any) -> bool:
+    """``item``: SGLang's ``MultimodalDataItem``."""
+    if not item.offsets:  # some models say only how many tokens an image has
+        return item.pad_value in token_ids
+    return all(list(token_ids[at : at + 1]) == [item.pad_value] for at, _ in item.offsets)
+
+
+def may_insert(req: Req) -> bool:
+    """Whether the request's KV may enter the tree: opt-in, only after a committed transfer."""
+    return may_match(req) and record_of(req).committed
+
+
+# ---- how long it can become ----
+
+
+def final_length(req: Req) -> int:
+    """The longest that a request's KV can become, in tokens."""
+    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens)
+
+
+def expected_length(req: Req, allocated: int) -> int:
+    """How long its KV is taken to become by SGLang's estimate, in tokens.
+
+    Clients ask for far more new tokens than come, so SGLang expects 4,096 at most
+    (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). An answer that is longer already is expected to go
+    on to the next multiple.
+    """
+    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
+
+    prompt = len(req.origin_input_ids)
+    clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
+    return int(prompt + min(req.sampling_params.max_new_tokens, clip))
