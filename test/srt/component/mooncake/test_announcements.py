@@ -98,16 +98,16 @@ def test_a_dummy_is_what_says_so(dummy: bool | None, empty: bool) -> None:
     assert info.is_dummy is (empty if dummy is None else dummy)
 
 
-def test_registering_again_ends_the_distrust() -> None:
+def test_registering_again_ends_the_refusal() -> None:
     """Guards against a decode server that stays shut out after one failed transfer."""
     manager = prefill()
     reader = reader_of(manager)
     reader.handle(registration())
     reader.handle(announcement())
-    manager.distrust(manager.transfer_infos[7][SESSION.decode()])
-    assert manager.is_distrusted(SESSION.decode()) and not manager.decode_kv_args_table
+    manager.session_failed(manager.transfer_infos[7][SESSION.decode()])
+    assert manager.has_failed_session(SESSION.decode()) and not manager.decode_kv_args_table
     reader.handle(registration())
-    assert not manager.is_distrusted(SESSION.decode()) and not manager.session_failures
+    assert not manager.has_failed_session(SESSION.decode()) and not manager.session_failures
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Rank:
         self.manager.disaggregation_mode = DisaggregationMode.PREFILL
         self.manager.transfer_queues = [FastQueue()]
         self.said: list[tuple[int, int]] = []
-        self.manager.say = lambda info, status: self.said.append((info.room, int(status)))
+        self.manager.send_status = lambda info, status: self.said.append((info.room, int(status)))
 
     def announce(self, *rooms: int, ours: bool = True) -> None:
         """Requests that may be sent to one decode rank."""

@@ -1,11 +1,10 @@
-"""What the two sides tell each other beside the transfer: rooms that end early, signs of life.
+"""Messages beside the transfer, and their sockets: rooms that end early, and signs of life.
 
 SGLang's handshake has one message from decode to prefill and none back that every backend knows.
 These go over the same sockets (each rank's ``rank_ip:rank_port``), as two frames: a magic, then one
 msgpack map. They are sent only to peers that say in ``GET /pd_capabilities``, or by their delta
-frame, that they know them; a stock peer never sees one.
-
-Sockets to peers: sending never blocks, and nothing that was queued outlives its peer.
+frame, that they know them; a stock peer never sees one. Sending never blocks, and nothing that was
+queued outlives its peer.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ class PeerSockets:
         return socket
 
     def drop(self, host: str, port: int) -> None:
-        """Forget what is queued for a peer that is gone."""
+        """Throw away what is queued for a peer that is gone."""
         from sglang.srt.utils.network import NetworkAddress
 
         with self._lock:

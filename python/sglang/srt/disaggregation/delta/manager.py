@@ -190,7 +190,7 @@ class DeltaManager(CommonKVManager):
                 super().update_status(bootstrap_room, status)
 
     def advance(self, room: int, status: Any) -> None:
-        """``update_status`` for a room whose request is here: a late word brings none to life."""
+        """``update_status`` for a room whose request is here: a late message revives no other."""
         with self._status_lock:
             known = self.request_status.get(room)
             if known is not None and not is_failed(known):
@@ -214,7 +214,7 @@ class DeltaManager(CommonKVManager):
         return str(self.failure_records.get(room, elsewhere))
 
     def forget_status(self, room: int) -> None:
-        """The room's request is done with: no word about it is kept, now or later."""
+        """The room's request is done with: nothing about it is kept, now or later."""
         with self._status_lock:
             self.request_status.pop(room, None)
             self.failure_records.pop(room, None)

@@ -91,6 +91,26 @@ def _sender(frames: list[bytes]) -> str:
     return "an unknown peer"
 
 
+class KVArgs(Protocol):
+    """This rank's memory, as SGLang describes it to its backends; lists go by buffer."""
+
+    kv_data_ptrs: list[int]
+    #: Bytes of a whole buffer, and of a page in it.
+    kv_data_lens: list[int]
+    kv_item_lens: list[int]
+    aux_data_ptrs: list[int]
+    aux_data_lens: list[int]
+    aux_item_lens: list[int]
+    state_data_ptrs: list[int]
+    state_data_lens: list[int]
+    state_item_lens: list[int]
+    gpu_id: int
+    engine_rank: int
+    kv_head_num: int
+    #: Tokens.
+    page_size: int
+
+
 class Announcement(Protocol):
     """SGLang's ``TransferInfo`` of either backend as it is bound: what both have."""
 
@@ -162,15 +182,15 @@ class Announcements:
             )
         self._register(conn.KVArgsRegisterInfo.from_zmq(frames))
 
-    def _register(self, info: Any) -> None:
+    def _register(self, info: Any) -> None:  # another class for each backend
         """Check and keep what a decode rank registered: the backend's ``KVArgsRegisterInfo``."""
         raise NotImplementedError
 
-    def _peer(self, info: Any) -> str:
+    def _peer(self, info: Any) -> str:  # as above
         """The name under which the decode rank of an announcement registered."""
         raise NotImplementedError
 
-    def _announce(self, info: Announcement) -> None:
+    def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
         manager, peer = self._manager, self._peer(info)
         assert manager.rooms is not None
@@ -201,7 +221,7 @@ def check_registration(
     Raises:
         BadMessage: they do not; the text has the numbers.
     """
-    ours = manager.kv_args
+    ours: KVArgs = manager.kv_args
     if kv_buffers < len(ours.kv_data_ptrs):
         raise BadMessage(
             f"decode registered {kv_buffers} KV buffers, "

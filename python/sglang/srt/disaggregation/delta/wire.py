@@ -1,14 +1,14 @@
-"""The delta frame: what a decode server adds to SGLang's transfer metadata message.
+"""The delta frame, and the notifications that complete a room over NIXL.
 
-SGLang's message is a multipart of eight positional frames, and a stock prefill ignores frames after
-them. Ours is one more frame: a magic, then a msgpack map with named fields, so that fields can be
-added without breaking a peer. A changed *meaning* raises ``VERSION``, and a peer that speaks
-another version fails the room with an error that says so.
+The frame is what a decode server adds to SGLang's transfer metadata message. That is a multipart of
+eight positional frames, and a stock prefill ignores frames after them. Ours is one more: a magic,
+then a msgpack map with named fields, so that fields can be added without breaking a peer. A changed
+*meaning* raises ``VERSION``, and a peer that speaks another version fails the room with an error
+that says so.
 
-Notifications that follow NIXL transfers, from prefill to decode.
-
-Decode ranks that take metadata in a note get one for each room and writer, when everything else of
-the room is in their memory: a *writer* is a number that no other prefill rank of the room has.
+A notification goes from prefill to decode when everything else of the room is in decode's memory.
+Decode ranks that take metadata in it get one for each room and writer: a *writer* is a number that
+no other prefill rank of the room has.
 
     <room>_done_<writer>_<metadata>      a msgpack list of bytes, one for each metadata buffer
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 else:
     MooncakeKVReceiver = MooncakeKVSender = object
@@ -81,7 +82,7 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
     conclude_state: Any  # of the upstream class; named for the type checker
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
+        self, mgr: DeltaMooncakeManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
         if mgr.servers is not None and bootstrap_room is not None:
             mgr.open_progress(bootstrap_room)  # before anything of the room may arrive

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.messages import (
     MooncakeAnnouncements,
     MooncakeStatuses,
+    MooncakeTransferInfo,
     RoomProgress,
 )
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, serve_staging
@@ -124,7 +125,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
     @override
     def forget_peer(self, peer: str) -> None:
         gone = self.decode_kv_args_table.pop(peer, None)
-        self.trust(peer)
+        self.session_registered(peer)
         if gone is not None:
             self._sockets.drop(gone.endpoint, gone.dst_port)
 
@@ -148,7 +149,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     def fail_room(self, room: int, kind: Reason, text: str, *, settled: bool) -> None:
         """Fail a room here. Decode ranks of ours are told why when all has settled; where that
-        may take long (not ``settled``), and to stock ones, SGLang's own word is sent at once."""
+        may take long (not ``settled``), and to stock ones, SGLang's own status is sent at once."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         assert self.rooms is not None
@@ -157,17 +158,18 @@ class DeltaMooncakeManager(MooncakeKVManager):
             return  # they were told that it is complete
         for info in infos:
             if not info.is_dummy and not (settled and info.is_ours):
-                self.say(info, KVPoll.Failed)
+                self.send_status(info, KVPoll.Failed)
 
-    def say(self, info: Any, status: Any) -> None:
+    def send_status(self, info: MooncakeTransferInfo, status: Any) -> None:
         """Tell a decode rank how its room ended, as SGLang does; best effort."""
         try:
             self.sync_status_to_decode_endpoint(
                 info.endpoint, info.dst_port, info.room, int(status), self.writer_id
             )
-        except (OSError, ValueError) as error:  # decode finds out by its own deadline
+        except (OSError, ValueError) as error:
             logger.warning(
-                "could not tell decode rank %s how room %s ended: %s",
+                "could not tell decode rank %s how room %s ended (%s); it finds out by its own "
+                "deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
                 info.mooncake_session_id,
                 info.room,
                 error,
@@ -256,7 +258,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
             ours.engine_rank % size, size, dst_tp_rank % dst_attn_tp_size, dst_attn_tp_size, total
         )
 
-    # ---- prefill side: word to decode ranks, over sockets that never block a worker ----
+    # ---- prefill side: messages to decode ranks, over sockets that never block a worker ----
 
     @override
     def sync_status_to_decode_endpoint(
@@ -264,7 +266,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
     ) -> None:
         if self.enable_staging and status:
             # In order with the messages of stock's staging. A failure (0) has to keep no order, and
-            # may be the reader thread's word: stock's sockets are its workers' alone.
+            # may come from the reader thread: stock's sockets are its workers' alone.
             super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             return
         frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
@@ -285,7 +287,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     # ---- prefill side: transfers that failed ----
 
-    def distrust(self, info: Any) -> None:
+    def session_failed(self, info: MooncakeTransferInfo) -> None:
         """A transfer to the decode rank of ``info`` failed: no more until it registers again.
 
         One of ours registers again as soon as it learns that it is unknown here; of a stock one
@@ -299,20 +301,21 @@ class DeltaMooncakeManager(MooncakeKVManager):
                 self.decode_kv_args_table.pop(session, None)
         logger.error("transfers to decode rank %s fail until it registers again", session)
 
-    def trust(self, session: str) -> None:
-        """The decode rank has registered, again or for the first time, or is gone."""
+    def session_registered(self, session: str) -> None:
+        """The decode rank has registered, again or for the first time, or is gone: no failure of
+        its session counts any more."""
         with self.session_lock:
             self.session_failures.pop(session, None)
             self.failed_sessions.discard(session)
 
-    def is_distrusted(self, session: str) -> bool:
+    def has_failed_session(self, session: str) -> bool:
         """Whether a transfer to the decode rank failed since it registered."""
         with self.session_lock:
             return session in self.failed_sessions
 
     def leave_later(self, room: int) -> None:
         """A transfer of ``room`` failed, and others of its batch may still write: how long is not
-        known, so decode's pages stay held for as long as it would wait without a word."""
+        known, so decode's pages stay held for as long as it would wait without an answer."""
         self._unsettled.append((time.monotonic() + environment.QUARANTINE_TIMEOUT.read(), room))
 
     def _leave_due(self) -> None:
@@ -346,12 +349,12 @@ class DeltaMooncakeManager(MooncakeKVManager):
         return progress
 
     @override
-    def progress(self, room: int) -> Any:
+    def progress(self, room: int) -> RoomProgress:
         # Nothing is kept for a room that is not open.
         return self._progress.get(room) or RoomProgress()
 
     @override
-    def take_progress(self, room: int) -> Any:
+    def take_progress(self, room: int) -> RoomProgress:
         return self._progress.pop(room, None) or RoomProgress()
 
     @override

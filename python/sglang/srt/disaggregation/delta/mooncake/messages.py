@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self, override
 
@@ -23,6 +23,9 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     DeltaTransferInfo,
     check_registration,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
 
 logger = logging.getLogger(__name__)
 
@@ -104,20 +107,20 @@ class MooncakeAnnouncements(Announcements):
             item_len=None if info.enable_hisparse else info.dst_kv_item_len,
         )
         manager.decode_kv_args_table[session] = info
-        manager.trust(session)
+        manager.session_registered(session)
 
     @override
-    def _peer(self, info: Any) -> str:
+    def _peer(self, info: MooncakeTransferInfo) -> str:
         return str(info.mooncake_session_id)
 
     @override
-    def _announce(self, info: Any) -> None:
+    def _announce(self, info: MooncakeTransferInfo) -> None:
         if not info.is_dummy and info.dst_aux_index is None:
             raise BadMessage(f"room {info.room}: no metadata slot is named")
         super()._announce(info)
 
 
-def _take_staging(manager: Any, frames: list[bytes]) -> None:
+def _take_staging(manager: DeltaMooncakeManager, frames: list[bytes]) -> None:
     """A message of decode's about its staging buffer.
 
     Raises:
@@ -143,7 +146,9 @@ def _raise_watermark(context: Any, session: str, mark: tuple[int, int]) -> None:
             context.watermark_cv.notify_all()
 
 
-def _place_chunk(manager: Any, room: int, session: str, place: tuple[int, int, int, int]) -> None:
+def _place_chunk(
+    manager: DeltaMooncakeManager, room: int, session: str, place: tuple[int, int, int, int]
+) -> None:
     """Decode has reserved a place for a chunk: (chunk, offset, round, end)."""
     from sglang.srt.disaggregation.mooncake.conn import StagingTransferInfo
 
@@ -160,7 +165,7 @@ def _place_chunk(manager: Any, room: int, session: str, place: tuple[int, int, i
 class MooncakeStatuses:
     """Feeds one manager with SGLang's own kinds of messages, from the reader thread."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: DeltaMooncakeManager) -> None:
         self._manager = manager
 
     def take(self, frames: list[bytes]) -> None:

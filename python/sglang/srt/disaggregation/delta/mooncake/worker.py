@@ -1,4 +1,4 @@
-"""Sends the chunks of one queue, one after the other: KV, state, metadata, and then word of it.
+"""Sends the chunks of one queue, one after the other: KV, state, metadata, and then the status.
 
 The engine's calls return when what they moved has settled, so a room is busy exactly while its
 chunk is in here, with one exception: a call that returns an error says nothing about the other
@@ -14,13 +14,31 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.disaggregation.delta.event_log import count_sent
 from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.pages import Pages
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
+    from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo
 
 logger = logging.getLogger(__name__)
+
+
+class QueuedChunk(Protocol):
+    """SGLang's ``TransferKVChunk``: what its sender puts into a worker's queue."""
+
+    room: int
+    #: Pages on this side, and their place among the room's destination pages.
+    prefill_kv_indices: Pages
+    index_slice: slice
+    is_last_chunk: bool
+    #: With the last chunk: metadata slot, and pages of state where the model has some.
+    prefill_aux_index: int | None
+    state_indices: list[int] | None
 
 
 class ChunkError(Exception):
@@ -57,11 +75,13 @@ class SettlingExecutor:
 class ChunkWorker:
     """Used by one thread; a room's chunks all come to the same one."""
 
-    def __init__(self, manager: Any, executor: concurrent.futures.Executor) -> None:
+    def __init__(
+        self, manager: DeltaMooncakeManager, executor: concurrent.futures.Executor
+    ) -> None:
         self._manager = manager
         self._executor = SettlingExecutor(executor)
 
-    def take(self, chunk: Any) -> None:
+    def take(self, chunk: QueuedChunk) -> None:
         """Send one ``TransferKVChunk``, or fail its room. Never raises."""
         being_sent = self._manager.being_sent
         being_sent.add(chunk.room)  # before it is entered: its pages may be freed when it is not
@@ -69,13 +89,16 @@ class ChunkWorker:
             if self._manager.rooms.enter(chunk.room):
                 self._serve(chunk)
         except Exception as error:  # the thread must outlive what it meets
-            logger.exception("transfer worker, room %s", chunk.room)
+            logger.exception(
+                "room %s failed: an unexpected error in a transfer worker, which goes on",
+                chunk.room,
+            )
             self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
         finally:
             being_sent.discard(chunk.room)
             self._manager.chunk_deadlines.over(chunk.room)
 
-    def _serve(self, chunk: Any) -> None:
+    def _serve(self, chunk: QueuedChunk) -> None:
         settled = True
         try:
             self._send(chunk)
@@ -92,7 +115,7 @@ class ChunkWorker:
             else:
                 self._manager.leave_later(chunk.room)
 
-    def _send(self, chunk: Any) -> None:
+    def _send(self, chunk: QueuedChunk) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager, room = self._manager, chunk.room
@@ -104,15 +127,15 @@ class ChunkWorker:
         if not chunk.is_last_chunk or not manager.rooms.complete(room):
             return
         for info in infos:
-            manager.say(info, KVPoll.Success)
+            manager.send_status(info, KVPoll.Success)
         manager.advance(room, KVPoll.Success)
 
-    def _send_to(self, info: Any, chunk: Any) -> None:
+    def _send_to(self, info: MooncakeTransferInfo, chunk: QueuedChunk) -> None:
         """Everything of one chunk that goes to one decode rank."""
         manager, session = self._manager, info.mooncake_session_id
         manager.chunk_deadlines.sending(info.room, session)
         target = manager.decode_kv_args_table.get(session)
-        if manager.is_distrusted(session) or target is None:
+        if manager.has_failed_session(session) or target is None:
             raise ChunkError(
                 Reason.PEER_LOST,
                 f"room {info.room}: an earlier transfer to decode rank {session} failed, or it is "
@@ -135,7 +158,7 @@ class ChunkWorker:
     def _is_stopped(self, room: int) -> bool:
         return self._manager.rooms.gate.stopped(room) is not None
 
-    def _send_pages(self, info: Any, target: Any, chunk: Any) -> None:
+    def _send_pages(self, info: MooncakeTransferInfo, target: Any, chunk: QueuedChunk) -> None:
         manager, session = self._manager, info.mooncake_session_id
         source = chunk.prefill_kv_indices
         if len(source) == 0:
@@ -168,11 +191,11 @@ class ChunkWorker:
         if page_bytes:
             count_sent(info.room, session, source, destination, len(source) * page_bytes)
 
-    def _check(self, status: int, what: str, info: Any) -> None:
+    def _check(self, status: int, what: str, info: MooncakeTransferInfo) -> None:
         """Raise unless the engine's ``status`` is 0."""
         if status == 0:
             return
-        self._manager.distrust(info)
+        self._manager.session_failed(info)
         raise ChunkError(
             Reason.TRANSPORT,
             f"room {info.room}: Mooncake could not write {what} to decode rank "
@@ -187,7 +210,7 @@ class ChunkWorker:
 class GatedQueue:
     """Chunks of rooms that may still be written; a room is busy from its chunk to the next one."""
 
-    def __init__(self, queue: Any, manager: Any) -> None:
+    def __init__(self, queue: Any, manager: DeltaMooncakeManager) -> None:
         self._queue = queue
         self._manager = manager
         self._room: int | None = None
@@ -205,7 +228,7 @@ class GatedQueue:
             self._manager.being_sent.discard(chunk.room)
             self._manager.chunk_deadlines.over(chunk.room)
 
-    def put(self, chunk: Any) -> None:
+    def put(self, chunk: QueuedChunk) -> None:
         """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
         self._is_put_back = True
         self._queue.put(chunk)
@@ -228,7 +251,7 @@ class GatedQueue:
             manager.chunk_deadlines.over(room)
 
 
-def serve_staging(manager: Any, queue: Any, worker: Callable[[Any], None]) -> None:
+def serve_staging(manager: DeltaMooncakeManager, queue: Any, worker: Callable[[Any], None]) -> None:
     """Run SGLang's ``worker`` on ``queue`` for ever. It ends with an exception at the first
     unexpected thing; that fails one room, and it starts again."""
     gated = GatedQueue(queue, manager)
@@ -236,5 +259,5 @@ def serve_staging(manager: Any, queue: Any, worker: Callable[[Any], None]) -> No
         try:
             worker(gated)
         except Exception as error:
-            logger.exception("staging transfer worker")
+            logger.exception("SGLang's staging worker ended; its room fails, and it starts again")
             gated.leave(error)

@@ -1,4 +1,7 @@
-"""How NIXL moves a chunk: the backend of a prefill rank's transfer pool."""
+"""How NIXL moves a chunk: the backend of a prefill rank's transfer pool.
+
+The agent, its handles and its lists are ``Any``: NIXL's binding has no types.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ _STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
 
 
 @dataclass(eq=False)
-class _Delivery:
-    """What one post of a chunk to one peer took, for the statistics. Seconds."""
+class _Transfer:
+    """One chunk to one peer: what it took, for the statistics. Seconds."""
 
     chunk: Chunk
     peer: str
@@ -58,7 +61,7 @@ class _Posted:
 
     handle: Any
     peer: Peer
-    delivery: _Delivery
+    transfer: _Transfer
     #: NIXL reads the lists that a transfer was selected from.
     lists: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -101,29 +104,29 @@ class NixlBackend:
         load: ChunkPayload = chunk.payload
         to = load.destinations[peer]
         began = self._clock()
-        delivery = _Delivery(chunk, peer, began, ended_at=began)
+        transfer = _Transfer(chunk, peer, began, ended_at=began)
         known = self._peers.hold(peer)
         try:
-            yield from self._kv(load, to, known, delivery)
+            yield from self._kv(load, to, known, transfer)
             if chunk.is_last:
                 if load.state_pages:
-                    yield from self._state(load, to, known, delivery)
+                    yield from self._state(load, to, known, transfer)
                 if not self._is_in_note(to):
-                    yield from self._metadata(load, to, known, delivery)
+                    yield from self._metadata(load, to, known, transfer)
         except Exception as error:
             self._drop_if_disconnected(known, error)
             raise
         finally:
             self._peers.release(known)
-        delivery.ended_at = self._clock()
+        transfer.ended_at = self._clock()
         self._stats.posted(
-            build_s=delivery.build_s,
-            post_s=delivery.post_s,
-            descriptors=delivery.descriptors,
-            moved=delivery.bytes,
+            build_s=transfer.build_s,
+            post_s=transfer.post_s,
+            descriptors=transfer.descriptors,
+            moved=transfer.bytes,
         )
-        if not delivery.open:
-            self._log(delivery)  # a full hit, or a replica: there is nothing to wait for
+        if not transfer.open:
+            self._log(transfer)  # a full hit, or a replica: there is nothing to wait for
 
     def state(self, posted: _Posted) -> State:
         """NIXL raises where the peer is gone, which ends the transfer as any other error does.
@@ -136,20 +139,20 @@ class NixlBackend:
         try:
             state = _STATES[self._agent.check_xfer_state(posted.handle)]
         except Exception as error:
-            posted.delivery.is_broken = True
+            posted.transfer.is_broken = True
             self._drop_if_disconnected(posted.peer, error)
             raise
-        posted.delivery.is_broken |= state is State.ERROR
+        posted.transfer.is_broken |= state is State.ERROR
         return state
 
     def release(self, posted: _Posted) -> None:
         """Free NIXL's request, and let go of the peer."""
-        delivery = posted.delivery
-        delivery.open -= 1
-        if not delivery.is_broken:
+        transfer = posted.transfer
+        transfer.open -= 1
+        if not transfer.is_broken:
             self._read_telemetry(posted.handle)
-            if not delivery.open:
-                self._log(delivery)
+            if not transfer.open:
+                self._log(transfer)
         try:
             self._agent.release_xfer_handle(posted.handle)
         finally:
@@ -191,7 +194,7 @@ class NixlBackend:
     # ---- what is sent ----
 
     def _kv(
-        self, load: ChunkPayload, to: Destination, peer: Peer, delivery: _Delivery
+        self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer
     ) -> Iterator[_Posted]:
         if not len(load.pages):
             return
@@ -199,14 +202,14 @@ class NixlBackend:
         if not pair.source.bases:  # a replica sends it
             return
         yield from self._pages(
-            pair, load.pages, to.pages, "VRAM", peer, delivery, to.pool_pages is not None
+            pair, load.pages, to.pages, "VRAM", peer, transfer, to.pool_pages is not None
         )
-        count_sent(delivery.chunk.room, peer.name, load.pages, to.pages, delivery.bytes)
+        count_sent(transfer.chunk.room, peer.name, load.pages, to.pages, transfer.bytes)
 
     def _state(
-        self, load: ChunkPayload, to: Destination, peer: Peer, delivery: _Delivery
+        self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer
     ) -> Iterator[_Posted]:
-        room = delivery.chunk.room
+        room = transfer.chunk.room
         if len(load.state_pages) != len(to.state_pages):
             raise TransferError(
                 Reason.MISMATCH,
@@ -217,22 +220,22 @@ class NixlBackend:
             np.array(pages, np.int32) for pages in (load.state_pages, to.state_pages)
         )
         pair = self._layout.state(peer.info)
-        yield from self._pages(pair, source, destination, "VRAM", peer, delivery, False)
+        yield from self._pages(pair, source, destination, "VRAM", peer, transfer, False)
 
     def _metadata(
-        self, load: ChunkPayload, to: Destination, peer: Peer, delivery: _Delivery
+        self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer
     ) -> Iterator[_Posted]:
         slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
         pair = peer.pair("metadata", to.metadata_slots, self._layout.metadata)
         yield from self._pages(
-            pair, slots[0], slots[1], "DRAM", peer, delivery, to.metadata_slots is not None
+            pair, slots[0], slots[1], "DRAM", peer, transfer, to.metadata_slots is not None
         )
 
     # ---- how it is described and posted ----
 
     def _pages(
         self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
-        delivery: _Delivery, may_prepare: bool,
+        transfer: _Transfer, may_prepare: bool,
     ) -> Iterator[_Posted]:  # fmt: skip
         """Pages of a pair of pools, as ranges or selected from the prepared lists."""
         began = self._clock()
@@ -255,11 +258,11 @@ class NixlBackend:
             has_prepared=ours is not None and theirs is not None,
             costs=self._costs,
         )
-        delivery.descriptors += buffers * (len(runs) if form is Form.RANGES else slots)
-        delivery.bytes += slots * sum(pair.source.item_lens)
+        transfer.descriptors += buffers * (len(runs) if form is Form.RANGES else slots)
+        transfer.bytes += slots * sum(pair.source.item_lens)
         if form is Form.RANGES:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
-            yield from self._ranges(*rows, memory, peer, delivery, began)
+            yield from self._ranges(*rows, memory, peer, transfer, began)
             return
         handle = self._agent.make_prepped_xfer(
             "WRITE",
@@ -268,10 +271,10 @@ class NixlBackend:
             theirs,
             descriptors.select(pair.destination, destination),
         )
-        yield from self._start(handle, peer, delivery, began, (ours, theirs))
+        yield from self._start(handle, peer, transfer, began, (ours, theirs))
 
     def _ranges(
-        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, delivery: _Delivery, began: float
+        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, transfer: _Transfer, began: float
     ) -> Iterator[_Posted]:
         agent = self._agent
         handle = agent.initialize_xfer(
@@ -280,23 +283,23 @@ class NixlBackend:
             agent.get_xfer_descs(theirs, memory),
             peer.name,
         )
-        yield from self._start(handle, peer, delivery, began, ())
+        yield from self._start(handle, peer, transfer, began, ())
 
     def _start(
-        self, handle: Any, peer: Peer, delivery: _Delivery, began: float, lists: tuple[Any, ...]
+        self, handle: Any, peer: Peer, transfer: _Transfer, began: float, lists: tuple[Any, ...]
     ) -> Iterator[_Posted]:
         if not handle:
             raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
         built = self._clock()
-        delivery.build_s += built - began
-        posted = _Posted(handle, self._peers.share(peer), delivery, lists)
-        delivery.open += 1
+        transfer.build_s += built - began
+        posted = _Posted(handle, self._peers.share(peer), transfer, lists)
+        transfer.open += 1
         # First: what is in flight is waited for and released, also if posting raises half way.
         yield posted
         began = self._clock()
         with self._peers.posting():
             state = self._agent.transfer(handle)
-        delivery.post_s += self._clock() - began
+        transfer.post_s += self._clock() - began
         if state == "ERR":
             raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")
 
@@ -312,19 +315,23 @@ class NixlBackend:
             self._stats.transported(self._agent.get_xfer_telemetry(handle).xferDuration / 1e6)
         except Exception as error:  # whatever it is, the transfer is done
             self._has_telemetry = False
-            logger.warning("NIXL gives no telemetry (%r); it is not asked any more", error)
+            logger.warning(
+                "NIXL gives no telemetry (%r): sglang:kv_transfer_transport_seconds stays empty "
+                "until this server restarts; transfers go on",
+                error,
+            )
 
-    def _log(self, delivery: _Delivery) -> None:
-        chunk = delivery.chunk
+    def _log(self, transfer: _Transfer) -> None:
+        chunk = transfer.chunk
         count_moved(
             chunk.room,
-            delivery.peer,
+            transfer.peer,
             chunk=chunk.payload.chunk_id,
             is_last=chunk.is_last,
-            queue_s=delivery.began_at - chunk.enqueued_at,
-            build_s=delivery.build_s,
-            post_s=delivery.post_s,
-            wire_s=self._clock() - delivery.ended_at,
-            descriptors=delivery.descriptors,
-            moved=delivery.bytes,
+            queue_s=transfer.began_at - chunk.enqueued_at,
+            build_s=transfer.build_s,
+            post_s=transfer.post_s,
+            wire_s=self._clock() - transfer.ended_at,
+            descriptors=transfer.descriptors,
+            moved=transfer.bytes,
         )

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.delta.prefill.tickets import Ticket
 from sglang.srt.disaggregation.delta.wire import Notification
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
     from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender, TransferStatus
 else:
     NixlKVReceiver = NixlKVSender = TransferStatus = object
@@ -119,8 +120,8 @@ class DeltaNixlSender(NixlKVSender):
     chunk_id: int
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
-        pp_rank: int,
+        self, mgr: DeltaNixlManager, bootstrap_addr: str, bootstrap_room: int,
+        dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
         # First: a room that decode has withdrawn fails while it is being made.
         self._ticket: Ticket = mgr.tickets.open(bootstrap_room)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -18,7 +18,12 @@ from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool, check_pair
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
+from sglang.srt.disaggregation.delta.peer_messages import KVArgs
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.nixl.endpoints import NixlTransferInfo
+    from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
 #: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
@@ -51,14 +56,30 @@ class Pair:
         check_pair(self.source, self.destination)
 
 
+class Registration(Protocol):
+    """What a decode rank says of its memory: SGLang's ``KVArgsRegisterInfo`` of NIXL."""
+
+    agent_name: str
+    agent_metadata: bytes
+    #: Addresses of its buffers.
+    dst_kv_ptrs: list[int]
+    dst_aux_ptrs: list[int]
+    dst_state_data_ptrs: list[int]
+    gpu_id: int
+    decode_tp_size: int
+    decode_tp_rank: int
+    #: Bytes of a page in each of its KV buffers.
+    dst_kv_item_len: int
+
+
 class Layout:
     """Reads SGLang's ``KVArgs`` of this rank and what a decode rank registered. Keeps nothing."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: DeltaNixlManager) -> None:
         self._manager = manager
-        self._ours = manager.kv_args
+        self._ours: KVArgs = manager.kv_args
 
-    def kv(self, info: Any, slots: int | None) -> Pair:
+    def kv(self, info: Registration, slots: int | None) -> Pair:
         """KV pools, of whole pages or of some heads of every token; no buffers where this rank
         sends nothing. ``slots``: pages of the decode rank's pool, if it said so.
 
@@ -78,7 +99,7 @@ class Layout:
             info.gpu_id,
         )
 
-    def metadata(self, info: Any, slots: int | None) -> Pair:
+    def metadata(self, info: Registration, slots: int | None) -> Pair:
         """Metadata buffers; always in host memory."""
         ours = self._ours
         return self._pair(
@@ -105,7 +126,7 @@ class Layout:
             for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
         ]
 
-    def state(self, info: Any) -> Pair:
+    def state(self, info: Registration) -> Pair:
         """State of a hybrid model.
 
         Raises:
@@ -129,7 +150,7 @@ class Layout:
             source, destination, lens, ours.state_data_lens[0] // lens[0], None, info.gpu_id
         )
 
-    def _heads(self, info: Any, slots: int | None) -> Pair:
+    def _heads(self, info: Registration, slots: int | None) -> Pair:
         """The heads of every token that this rank sends to a rank of another tensor parallel size;
         no buffers where a replica sends them.
 
@@ -150,7 +171,7 @@ class Layout:
         except ValueError as error:
             raise TransferError(Reason.MISMATCH, str(error)) from error
 
-    def _slices(self, info: Any, slots: int | None, plan: heads.HeadSlice) -> Pair:
+    def _slices(self, info: Registration, slots: int | None, plan: heads.HeadSlice) -> Pair:
         ours, page = self._ours, self._ours.page_size
         lens = ours.kv_item_lens
         from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
@@ -264,7 +285,7 @@ class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
 
 def cut_chunk(
     room: int,
-    announcements: Iterable[Any],
+    announcements: Iterable[NixlTransferInfo],
     pages: Pages,
     index_slice: slice,
     chunk_id: int,

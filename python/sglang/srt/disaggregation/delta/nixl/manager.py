@@ -21,7 +21,12 @@ from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.nixl import agent, descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, cut_chunk, metadata_in_host_memory
+from sglang.srt.disaggregation.delta.nixl.layout import (
+    Layout,
+    Registration,
+    cut_chunk,
+    metadata_in_host_memory,
+)
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import (
@@ -37,6 +42,10 @@ from sglang.srt.patchset import environment
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.nixl.endpoints import (
+        DeltaTransferStatus,
+        NixlTransferInfo,
+    )
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 else:
     NixlKVManager = object
@@ -56,7 +65,7 @@ class NixlAnnouncements(Announcements):
         self.take_message(conn, frames[1:], _REGISTRATION_FRAMES)
 
     @override
-    def _register(self, info: Any) -> None:
+    def _register(self, info: Registration) -> None:
         check_registration(
             self._manager,
             kv_buffers=len(info.dst_kv_ptrs),
@@ -69,11 +78,11 @@ class NixlAnnouncements(Announcements):
         self._manager.peers.add(info)
 
     @override
-    def _peer(self, info: Any) -> str:
+    def _peer(self, info: NixlTransferInfo) -> str:
         return str(info.agent_name)
 
     @override
-    def _announce(self, info: Any) -> None:
+    def _announce(self, info: NixlTransferInfo) -> None:
         manager = self._manager
         registered = manager.decode_kv_args_table.get(info.agent_name)
         if registered is not None and info.later_prefix_len and not len(info.dst_kv_indices):
@@ -159,7 +168,7 @@ class DeltaNixlManager(NixlKVManager):
         return Peers(self.agent, self.decode_kv_args_table)
 
     @override
-    def _add_remote_peer(self, decode_kv_args: Any) -> None:
+    def _add_remote_peer(self, decode_kv_args: Registration) -> None:
         self.peers.add(decode_kv_args)
 
     @override
@@ -227,14 +236,16 @@ class DeltaNixlManager(NixlKVManager):
         return str(self.agent.name)
 
     @override
-    def progress(self, room: int) -> Any:
-        return self.transfer_statuses[room]
+    def progress(self, room: int) -> DeltaTransferStatus:
+        status: DeltaTransferStatus = self.transfer_statuses[room]
+        return status
 
     @override
-    def take_progress(self, room: int) -> Any:
+    def take_progress(self, room: int) -> DeltaTransferStatus:
         from sglang.srt.disaggregation.nixl.conn import TransferStatus
 
-        return self.transfer_statuses.pop(room, None) or TransferStatus()
+        status: DeltaTransferStatus = self.transfer_statuses.pop(room, None) or TransferStatus()
+        return status
 
     @override
     def expect_metadata(self, room: int, slot: int) -> bool:
@@ -271,8 +282,13 @@ class DeltaNixlManager(NixlKVManager):
         try:
             arrived = self.agent.get_new_notifs()
         except Exception as error:
-            # The scheduler polls: it must go on. Rooms whose notes are lost end by their deadline.
-            self._log.error("this agent", "could not read NIXL notifications: %r", error)
+            # The scheduler polls: it must go on.
+            self._log.error(
+                "this agent",
+                "could not read NIXL notifications: %r; tried again in the next step, and rooms "
+                "that miss one fail by their deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+                error,
+            )
             return
         for peer_name, messages in arrived.items():
             for raw in messages:
@@ -288,14 +304,14 @@ class DeltaNixlManager(NixlKVManager):
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
-                status: Any = deferred.progress if deferred else self.transfer_statuses[note.room]
+                status: Any = deferred.progress if deferred else self.progress(note.room)
                 if note.kind == "done" and not (deferred or self._store_metadata(status, note)):
                     status.stop(note.writer)
                     continue
                 writers = self.required_prefill_response_num_table.get(note.room, 1)
                 status.take(note, deferred.writers if deferred else writers)
 
-    def _store_metadata(self, status: Any, note: wire.Notification) -> bool:
+    def _store_metadata(self, status: DeltaTransferStatus, note: wire.Notification) -> bool:
         """Write the metadata of a note into the room's slot; once for each writer, for a room that
         is complete has no slot any more. Fails the room, and says False, where they do not fit."""
         ours, slot = self.kv_args, status.metadata_slot

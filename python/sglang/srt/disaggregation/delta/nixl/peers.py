@@ -1,4 +1,7 @@
-"""The decode ranks that NIXL knows, and the lists that were prepared for each of them."""
+"""The decode ranks that NIXL knows, and the lists that were prepared for each of them.
+
+Agents, handles and lists are ``Any``: NIXL's binding has no types.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
-from sglang.srt.disaggregation.delta.nixl.layout import Pair
+from sglang.srt.disaggregation.delta.nixl.layout import Pair, Registration
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,8 @@ class PreparedLists:
                 return self._agent.prep_xfer_dlist(self._name, rows, memory)
         except Exception as error:  # bindings raise what they like
             logger.warning(
-                "NIXL could not prepare %d buffers of %s (%r); ranges are built instead",
+                "NIXL could not prepare %d buffers of %s (%r); ranges are built instead, for each "
+                "chunk anew: slower, and nothing is wrong",
                 len(pool.bases),
                 "this rank" if self._name == OURS else f"decode rank {self._name}",
                 error,
@@ -76,8 +80,8 @@ class PreparedLists:
 class Peer:
     """One decode rank, from its registration until nobody uses it any more."""
 
-    #: What it registered: SGLang's ``KVArgsRegisterInfo``.
-    info: Any
+    #: What it registered.
+    info: Registration
     #: Of what NIXL was last told about it.
     lists: PreparedLists
 
@@ -87,7 +91,7 @@ class Peer:
         self.users = 0
         self.forgotten = True
 
-    def loaded(self, agent: Any, info: Any) -> None:
+    def loaded(self, agent: Any, info: Registration) -> None:
         """NIXL knows it from now on."""
         self.info = info
         self.lists = PreparedLists(agent, self.name)
@@ -98,7 +102,9 @@ class Peer:
         """Nobody uses it any more. Its lists go with their last reference, which is here."""
         self.lists = PreparedLists(None, self.name)
 
-    def pair(self, kind: str, slots: int | None, make: Callable[[Any, int | None], Pair]) -> Pair:
+    def pair(
+        self, kind: str, slots: int | None, make: Callable[[Registration, int | None], Pair]
+    ) -> Pair:
         """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
         known = self._pairs.get(kind)
         if known is None or known[0] != slots:
@@ -119,7 +125,7 @@ class Peers:
     """
 
     def __init__(
-        self, agent: Any, table: dict[str, Any], *, patience_s: float = PATIENCE_S
+        self, agent: Any, table: dict[str, Registration], *, patience_s: float = PATIENCE_S
     ) -> None:
         """``patience_s``: how long a change waits for the posts under way, and holds up others."""
         self._agent = agent
@@ -167,7 +173,7 @@ class Peers:
                 self._is_changing = False
                 self._lock.notify_all()
 
-    def add(self, info: Any) -> None:
+    def add(self, info: Registration) -> None:
         """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind, nor
         does a ``TimeoutError`` (see ``_changing``).
 
@@ -228,7 +234,7 @@ class Peers:
             self._remove_unused()
 
     def forget(self, name: str) -> None:
-        """It gives no sign any more: nothing new is sent to it."""
+        """It is silent, or NIXL lost its connection: nothing new is sent to it."""
         with self._lock:
             self._table.pop(name, None)
             peer = self._peers.get(name)
@@ -254,11 +260,18 @@ class Peers:
                 for peer in unused:
                     self._remove(peer)
         except TimeoutError as error:
-            logger.warning("NIXL keeps decode ranks that are gone, for now: %s", error)
+            logger.warning(
+                "NIXL still knows decode ranks that are gone (%s); they are removed with the next",
+                error,
+            )
 
     def _remove(self, peer: Peer) -> None:
         peer.drop_lists()
         try:
             self._agent.remove_remote_agent(peer.name)
         except Exception as error:  # the others are served all the same
-            logger.warning("NIXL could not forget decode rank %s: %r", peer.name, error)
+            logger.warning(
+                "NIXL could not forget decode rank %s (%r); nothing more is sent to it",
+                peer.name,
+                error,
+            )
