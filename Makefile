@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-unit test-component test-e2e test-pythons check-patchset chaos bench-agentic demo serve wheel clean
+.PHONY: help env lint format test test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -53,6 +53,9 @@ chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --ba
 
 bench-agentic: env ## a matrix of real servers under agentic traffic, one page; AGENTIC="--trace FILE ..."
 	$(PY) -m benchmark.agentic report $(AGENTIC)
+
+hazards: env ## docs/hazards.md: which tests guard against what, from their markers
+	$(PY) scripts/hazards.py
 
 check-patchset: env ## import every replaced module and see each row of the table bound
 	$(PY) -m sglang.srt.patchset --check

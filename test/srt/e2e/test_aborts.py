@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.pair import Pair
@@ -36,6 +37,7 @@ async def send_and_leave(
         )
 
 
+@pytest.mark.hazard("abort-leaves-something")
 def test_disconnected_clients(model: Path, reference: Reference, logs: Path) -> None:
     """A client may leave while its request waits for memory, is moved, or generates. Its pages
     must neither leak nor be written to after others got them: whoever stays gets the aggregated

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmark.harness import metrics, workload
 from benchmark.harness.client import Request
 from benchmark.harness.pair import Pair
 from e2e.support import EventLogs, Reference, assert_tiled, pair_config, prompt_maker, settle
 
 
+@pytest.mark.hazard("cached-tokens-twice")
 def test_second_turn_moves_only_new_pages(model: Path, reference: Reference, logs: Path) -> None:
     """Turn two must reuse turn one's prompt *and* answer: only pages that neither filled may be
     sent, the client must still see prefill's own cached tokens, and a full hit sends none."""

@@ -19,6 +19,7 @@ SECONDS = 60.0
 ARMS = (Arm("nixl", 16), Arm("mooncake", 1))
 
 
+@pytest.mark.hazard("pages-written-after-release", "abort-leaves-something")
 @pytest.mark.parametrize("number", range(len(ARMS)), ids=[arm.name for arm in ARMS])
 def test_every_request_is_accounted_for(
     model: Path, reference: Reference, logs: Path, number: int

@@ -45,6 +45,7 @@ def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
         assert pair.metrics()[1][HIT_TOKENS] > 0
 
 
+@pytest.mark.hazard("retraction-of-shared-pages")
 def test_retracted_requests_resume_from_the_tree_and_their_copies(
     model: Path, reference: Reference, logs: Path
 ) -> None:

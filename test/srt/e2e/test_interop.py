@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker, settle
@@ -51,6 +53,7 @@ def metric_names(pair: Pair) -> tuple[set[str], set[str]]:
     return set(prefill), set(decode)
 
 
+@pytest.mark.hazard("peer-ignores-prefix")
 def test_stock_and_patched_servers_serve_each_other(
     model: Path, reference: Reference, logs: Path
 ) -> None:

@@ -153,6 +153,7 @@ def scene(
         yield made
 
 
+@pytest.mark.hazard("flush-while-held")
 def test_weights_from_disk(scene: Scene) -> None:
     """The decode server used to end: SGLang asserts that it can flush. Nothing of the old weights
     may be hit, and the held pages are back, and whole, once prefill has woken."""
@@ -167,6 +168,7 @@ def test_weights_from_disk(scene: Scene) -> None:
     settle(scene.pair)
 
 
+@pytest.mark.hazard("flush-while-held")
 def test_release_and_resume_of_memory(scene: Scene) -> None:
     """The decode server used to end: SGLang asserts that it is idle. Memory that prefill may still
     write to is kept until it has stopped; the answer comes then."""
@@ -192,6 +194,7 @@ def test_release_and_resume_of_memory(scene: Scene) -> None:
     settle(scene.pair)
 
 
+@pytest.mark.hazard("flush-while-held")
 def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
     """A pause that retracts, with transfers aborted: the retracted requests go on
     from their copies, to their full length, and leave nothing of them in the tree."""

@@ -90,6 +90,7 @@ def converse(
     assert_tiled_by_rank(RankLogs.read(logs), ranks_a_room, rank_page_bytes)
 
 
+@pytest.mark.hazard("ranks-disagree-on-prefix")
 def test_two_ranks_on_both_sides(model: Path, reference: Reference, logs: Path) -> None:
     """Guards against ranks that match, admit or release differently, which would hang or mix KV."""
     converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=2, prefill_tp=2, decode_tp=2)
@@ -111,6 +112,7 @@ def test_one_prefill_rank_and_two_decode_ranks(
     converse(model, KV_HEADS, reference, logs, 1, ranks_a_room=2, decode_tp=2)
 
 
+@pytest.mark.hazard("unequal-tensor-parallelism")
 def test_two_prefill_ranks_with_a_replicated_head(
     one_head: Path, one_head_reference: Reference, logs: Path
 ) -> None:

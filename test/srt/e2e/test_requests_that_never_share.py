@@ -5,12 +5,15 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from benchmark.harness import metrics
 from benchmark.harness.client import Request
 from benchmark.harness.pair import Pair
 from e2e.support import Reference, pair_config, prompt_maker, settle
 
 
+@pytest.mark.hazard("bad-kv-in-tree", "tenants-share")
 def test_warmup_health_and_other_namespaces_never_hit(
     model: Path, reference: Reference, logs: Path
 ) -> None:

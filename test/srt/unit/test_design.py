@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +19,27 @@ PACKAGES = (
 )
 
 
-def test_every_test_that_the_table_names_exists() -> None:
-    """Guards against a table that promises tests which were renamed or removed."""
-    text = (ROOT / "docs" / "design.md").read_text()
-    named = re.findall(r"`((?:unit|component|e2e)/[\w/]+\.py)::(test_\w+)`", text)
-    assert len(named) > 50
-    missing = [
-        f"{path}::{name}"
-        for path, name in named
-        if not re.search(rf"^def {name}\(", (ROOT / "test/srt" / path).read_text(), re.MULTILINE)
-    ]
-    assert missing == []
+def test_the_page_of_hazards_is_up_to_date() -> None:
+    """Guards against a page that promises tests which were renamed or removed: ``make hazards``
+    writes it."""
+    check = [sys.executable, str(ROOT / "scripts/hazards.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_hazard_needs_a_row_and_a_test(tmp_path: Path) -> None:
+    """Guards against a marker that was misspelt, and against a hazard that nothing tests."""
+    filled = runpy.run_path(str(ROOT / "scripts/hazards.py"))["filled"]
+    (tmp_path / "test_a.py").write_text(
+        '@pytest.mark.hazard("one", "two")\n@pytest.mark.gpu\ndef test_b(): pass\n'
+    )
+    row = "| {} | goes wrong | is prevented | gone |\n"
+    assert "| is prevented | `test_a.py::test_b` |" in filled(
+        row.format("one") + row.format("two"), tmp_path
+    )
+    for names in (["one"], ["one", "two", "three"]):
+        with pytest.raises(ValueError, match="two: test_a.py::test_b|three"):
+            filled("".join(map(row.format, names)), tmp_path)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -17,6 +17,7 @@ def stored(cache: Cache) -> list[int]:
     return [node.stored for node in sorted(nodes(cache.tree), key=lambda x: x.hash_value[0])]
 
 
+@pytest.mark.hazard("staging-pages")
 def test_staging_pages_are_free_when_the_store_has_answered():
     """Freed at submission, a zero-copy store would write what the next transfer put there; freed
     at eviction of the node, they would starve the stage."""
@@ -37,6 +38,7 @@ def test_staging_pages_are_free_when_the_store_has_answered():
     check_idle(cache)
 
 
+@pytest.mark.hazard("copy-not-ordered")
 def test_a_node_may_be_evicted_while_the_store_writes_it():
     """The lock is for the copy alone: a slow store must not pin the device pool."""
     cache = Cache()
@@ -50,6 +52,7 @@ def test_a_node_may_be_evicted_while_the_store_writes_it():
     assert len(cache.store.content) == 3
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
 def test_a_prompt_larger_than_the_stage_is_cut():
     """An oversize write at the head of the queue would block everything behind it for ever."""
     cache = Cache(pages=8)
@@ -60,6 +63,7 @@ def test_a_prompt_larger_than_the_stage_is_cut():
     assert len(cache.store.content) == 22 and cache.stage.peak <= 8
 
 
+@pytest.mark.hazard("launch-per-node")
 def test_many_nodes_take_one_copy():
     """A launch for each node of each step would cost more than the copies."""
     cache = Cache(pages=64)
@@ -80,6 +84,7 @@ def test_many_nodes_take_one_copy():
     assert len(cache.store.content) == 20
 
 
+@pytest.mark.hazard("pending-writes")
 def test_the_same_node_is_queued_once():
     """Each request that passes a node presents it, and all above it, again."""
     cache = Cache()
@@ -111,6 +116,7 @@ def test_the_queue_is_bounded_and_says_what_it_dropped():
     check_idle(cache)
 
 
+@pytest.mark.hazard("pending-writes")
 def test_the_bound_itself():
     """Nothing evicts, so that the bound is what drops; twice the device pool, in tokens."""
     cache = Cache()
@@ -129,6 +135,7 @@ def test_the_bound_itself():
     check_idle(cache)
 
 
+@pytest.mark.hazard("children-without-parents")
 def test_parents_are_written_before_children():
     """A page whose prefix is missing is out of reach of every query."""
     cache = Cache(pages=8, hicache_write_policy="write_through")
@@ -147,6 +154,7 @@ def test_parents_are_written_before_children():
     assert order == expected
 
 
+@pytest.mark.hazard("children-without-parents")
 def test_a_failed_parent_cancels_what_waits_below_it():
     """Written all the same, the child would be dead weight in the store; both are written when a
     request comes by again."""
@@ -166,6 +174,7 @@ def test_a_failed_parent_cancels_what_waits_below_it():
     assert len(cache.store.content) == 9
 
 
+@pytest.mark.hazard("partial-write-counts")
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_only_leading_durable_pages_count(good: int):
     """Page number ``good`` of three fails, the one after it is written: a node counts as stored
@@ -183,6 +192,7 @@ def test_only_leading_durable_pages_count(good: int):
     check_idle(cache)
 
 
+@pytest.mark.hazard("split-while-under-way")
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 @pytest.mark.parametrize("state", ["queued", "copying", "writing", "answered", "settled"])
 def test_split_at_every_page_in_every_state(cut: int, state: str):
@@ -201,6 +211,7 @@ def test_split_at_every_page_in_every_state(cut: int, state: str):
     check_idle(cache)
 
 
+@pytest.mark.hazard("pending-writes")
 def test_one_half_of_a_split_node_is_evicted_while_queued():
     """The front half must still be written, and what was lost must not be looked for."""
     cache = Cache(pages=16)
@@ -214,6 +225,7 @@ def test_one_half_of_a_split_node_is_evicted_while_queued():
     check_idle(cache)
 
 
+@pytest.mark.hazard("pending-writes")
 def test_evicted_and_inserted_again_while_being_written():
     """The acknowledgement of the first writing must not be taken for that of the second node."""
     cache = Cache()
@@ -240,6 +252,7 @@ def test_nodes_that_wait_to_be_written_are_evicted_last():
     assert cache.held_tokens(prompt(2, 2)) == 2 * PAGE and cache.held_tokens(prompt(1, 2)) == 0
 
 
+@pytest.mark.hazard("tenants-meet-in-store")
 def test_namespaces_have_keys_of_their_own():
     """Two tenants with the same prompt must never read each other's pages, and a server without
     namespaces must find the pages of one that knows none."""
@@ -263,6 +276,7 @@ def test_namespaces_have_keys_of_their_own():
     check_idle(cache)
 
 
+@pytest.mark.hazard("stale-beliefs")
 def test_the_store_is_cleared():
     """What was stored is not any more; a write under way does not bring the belief back."""
     cache = Cache()
@@ -282,6 +296,7 @@ def test_the_store_is_cleared():
     )
 
 
+@pytest.mark.hazard("stale-beliefs")
 @pytest.mark.parametrize("state", [State.QUERYING, State.FETCHING, State.STAGED, State.DONE])
 def test_the_store_is_cleared_under_a_read(state: State):
     """What was found before would enter the tree as stored, and never be written again."""
@@ -302,6 +317,7 @@ def test_the_store_is_cleared_under_a_read(state: State):
     check_idle(cache)
 
 
+@pytest.mark.hazard("stale-beliefs")
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_a_store_that_cannot_be_cleared(how: str):
     """The scheduler does not wait for it for ever; what is known of the store is forgotten all the

@@ -36,6 +36,7 @@ def let_go(cache: Cache) -> None:
     cache.settle()
 
 
+@pytest.mark.hazard("staging-pages")
 def test_a_read_that_hangs(cache: Cache):
     """The request computes; the staging pages are not lent again before the call has returned, and
     what it then writes lands in nobody's pages."""
@@ -128,6 +129,7 @@ def hang_for_reads(cache: Cache, *prompts: list[int]) -> None:
         cache.revive()
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
 def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
     """They have all that reads may have of the stage. Requests compute at once: waiting for pages
     that nobody gives back, each would lose all the time that it may wait. Nothing is lent twice,
@@ -180,6 +182,7 @@ def test_a_read_that_waits_for_one_that_hangs():
     check_idle(cache)
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
 def test_writes_that_hang_for_ever():
     """They have all that writes may have of the stage. What waits to be written is dropped and
     counted: a server that keeps it would never be idle again, and its queue only grow."""
@@ -207,6 +210,7 @@ def test_writes_that_hang_for_ever():
     check_idle(cache)
 
 
+@pytest.mark.hazard("staging-pages")
 @pytest.mark.parametrize("method", ["batch_get_v1", "batch_set_v1"])
 def test_a_store_that_hangs_on_one_rank(method: str):
     """The other rank's call has ended, and its pages are kept all the same: given back, its stage

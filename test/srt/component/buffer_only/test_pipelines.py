@@ -33,6 +33,7 @@ def test_written_flushed_and_read_back():
     check_idle(cache)
 
 
+@pytest.mark.hazard("node-nowhere")
 def test_evicted_node_by_node_and_read_back():
     """A node without device KV is gone, a leaf as well as what is above it: nothing can match,
     load or count what neither device nor host has. The store has it, and a request gets it all."""
@@ -73,6 +74,7 @@ class Loop:
         return Scheduler._get_new_batch_prefill_raw(self, None)
 
 
+@pytest.mark.hazard("idle-server")
 @pytest.mark.parametrize("prefill_server", [False, True])
 @pytest.mark.parametrize(("waiting", "full"), [([], False), (["a request"], True)])
 def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], full: bool):
@@ -100,6 +102,7 @@ def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], ful
     check_idle(cache)
 
 
+@pytest.mark.hazard("launch-per-node")
 def test_a_long_prompt_in_chunks_is_presented_once():
     """Presented with all its ancestors after every chunk, a prompt of n chunks would cost n * n."""
     cache = Cache(tokens=200 * PAGE)
@@ -128,6 +131,7 @@ class Order:
         )
 
 
+@pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_copies_wait_for_the_forward_pass(overlap: bool):
     """Launched beside it, a write would store KV that is not computed yet, and a load overwrite

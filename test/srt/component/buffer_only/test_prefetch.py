@@ -50,6 +50,7 @@ def test_states_and_what_they_hold():
     check_idle(cache)
 
 
+@pytest.mark.hazard("host-pool-size")
 def test_allocated_by_the_hit_and_not_by_the_request():
     """A hundred pages asked for, three there: a stage of any size must not be taken by a miss."""
     cache = filled(3)
@@ -62,6 +63,7 @@ def test_allocated_by_the_hit_and_not_by_the_request():
     check(cache)
 
 
+@pytest.mark.hazard("worthless-prefetch")
 @pytest.mark.parametrize("tokens", [8 * PAGE, 8 * PAGE + 1, 9 * PAGE - 1, 9 * PAGE])
 def test_at_least_one_token_is_computed(tokens: int):
     """The next token comes from a forward pass of at least one; a fetched last page would go to
@@ -72,6 +74,7 @@ def test_at_least_one_token_is_computed(tokens: int):
     assert cache.held_tokens(PROMPT) == (tokens - 1) // PAGE * PAGE
 
 
+@pytest.mark.hazard("worthless-prefetch")
 def test_less_than_the_threshold_is_not_worth_it():
     """Neither a short prompt, nor a short hit, nor a short rest behind what the tree has."""
     cache = filled(3, settings={"prefetch_threshold": 4 * PAGE})
@@ -107,6 +110,7 @@ def test_a_hit_larger_than_the_stage_comes_in_rounds():
     check_idle(cache)
 
 
+@pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("state", list(State)[:6])
 @pytest.mark.parametrize("late", [False, True])
 def test_abort_in_every_state(state: State, late: bool):
@@ -125,6 +129,7 @@ def test_abort_in_every_state(state: State, late: bool):
     check_idle(cache)
 
 
+@pytest.mark.hazard("staging-pages")
 @pytest.mark.parametrize("state", list(State)[1:6])
 def test_same_request_id_again(state: State):
     """A retracted request asks again under its id; the first attempt's pages and answers are not
@@ -140,6 +145,7 @@ def test_same_request_id_again(state: State):
     check_idle(cache)
 
 
+@pytest.mark.hazard("flush-or-detach-under-way")
 @pytest.mark.parametrize("state", list(State)[:6])
 def test_flush_in_every_state(state: State):
     """A flush ends every read; answers that come after it free their pages and touch no node of
@@ -158,6 +164,7 @@ def test_flush_in_every_state(state: State):
     check_idle(cache)
 
 
+@pytest.mark.hazard("store-exception")
 @pytest.mark.parametrize("method", ["batch_exists", "batch_get_v1"])
 def test_a_store_that_raises_costs_a_hit(method: str):
     """And neither a thread nor a request."""
@@ -181,6 +188,7 @@ def test_a_store_that_answers_nonsense(results: Any):
     check_idle(cache)
 
 
+@pytest.mark.hazard("stale-beliefs", "holes-in-answers")
 @pytest.mark.parametrize("lost", range(8))
 @pytest.mark.parametrize("how", ["drop", "shorten", "hole"])
 def test_only_leading_pages_count(lost: int, how: str):
@@ -205,6 +213,7 @@ def test_only_leading_pages_count(lost: int, how: str):
     check_idle(cache)
 
 
+@pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize(
     "state", [State.QUERYING, State.FOUND, State.FETCHING, State.STAGED, State.DONE]
 )
@@ -226,6 +235,7 @@ def test_the_anchor_survives_eviction_and_splits(state: State):
     check_idle(cache)
 
 
+@pytest.mark.hazard("slots-freed-under-copy")
 def test_pages_on_their_way_to_the_device_are_kept():
     """Evicted before the copy has ended, the slots would be another request's when it lands; given
     back, the staging pages would be filled with something else while they are read."""
@@ -247,6 +257,7 @@ def test_pages_on_their_way_to_the_device_are_kept():
     check_idle(cache)
 
 
+@pytest.mark.hazard("slots-freed-under-copy")
 @pytest.mark.parametrize("pages", [1, 4, 6, 9])
 def test_another_request_computes_it_meanwhile(pages: int):
     """Published as well, its pages would be in the tree twice, or those of the copy be freed under
@@ -345,6 +356,7 @@ def test_the_policy_best_effort_never_waits():
     check_idle(cache)
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
 def test_nobody_waits_for_ever_for_the_stage():
     """A stage that somebody else keeps full: a request waits its time and then computes."""
     cache = filled(settings={"prefetch_timeout_ms": 1000})
@@ -365,6 +377,7 @@ def test_nobody_waits_for_ever_for_the_stage():
     check_idle(cache)
 
 
+@pytest.mark.hazard("prefix-under-prefetch")
 def test_pins_are_capped_and_go_after_a_while():
     """Prefetched prefixes of requests that are not admitted must leave the device to those that
     are: half of it, and not for ever."""
@@ -405,6 +418,7 @@ def test_a_prefix_that_alone_would_pin_too_much():
     check_idle(cache)
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
 def test_reads_and_writes_do_not_starve_each_other():
     """A stage full of writes that a slow store keeps must leave room for reads, and the reverse."""
     cache = filled()
@@ -428,6 +442,7 @@ def test_reads_and_writes_do_not_starve_each_other():
     check_idle(cache)
 
 
+@pytest.mark.hazard("copy-not-ordered")
 def test_a_batch_waits_for_the_copy():
     """The batch that is formed in the step of the publication, or in any later one before the copy
     has ended, gets the layer counter to wait for."""

@@ -33,6 +33,7 @@ def idle(ranks: Ranks) -> None:
         check_idle(cache)
 
 
+@pytest.mark.hazard("partial-write-counts")
 @pytest.mark.parametrize("good", [0, 1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_page_that_only_one_rank_could_write(ranks: Ranks, rank: int, good: int):
@@ -47,6 +48,7 @@ def test_a_page_that_only_one_rank_could_write(ranks: Ranks, rank: int, good: in
     assert ranks.each(lambda cache: nodes(cache.tree)[0].storage_backed)
 
 
+@pytest.mark.hazard("partial-write-counts")
 @pytest.mark.parametrize("good", [0, 1, 3])
 def test_of_a_latent_model_only_the_writer_knows(ranks: Ranks, good: int):
     """The ranks that write nothing would call everything stored."""
@@ -66,6 +68,7 @@ def lose(cache: Any, page: int) -> None:
     cache.store.drop(list(cache.store.content)[page])
 
 
+@pytest.mark.hazard("holes-in-answers")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("pages", [(2, 4), (4, 0), (1, 3)])
 def test_pages_that_only_one_rank_has(ranks: Ranks, pages: tuple[int, int], when: str):
@@ -85,6 +88,7 @@ def test_pages_that_only_one_rank_has(ranks: Ranks, pages: tuple[int, int], when
     idle(ranks)
 
 
+@pytest.mark.hazard("ranks-part-in-collective")
 def test_a_clock_that_runs_ahead(ranks: Ranks):
     """The slowest clock counts: one rank that gives a request up by itself would compute what the
     other one waits for."""
@@ -99,6 +103,7 @@ def test_a_clock_that_runs_ahead(ranks: Ranks):
     idle(ranks)
 
 
+@pytest.mark.hazard("ranks-part-in-collective", "launch-per-node")
 def test_one_collective_a_step(ranks: Ranks):
     """Whatever the queues hold, also when there is nothing to do; or a rank waits for ever."""
     before = len(ranks.group.log)

@@ -69,6 +69,7 @@ def test_hypothesis_finds_no_sequence_that_breaks_anything(server: type[Server])
     assert server.taken["admitted"] > 100 and server.taken["flush"] > 20
 
 
+@pytest.mark.hazard("ranks-part-in-collective")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_lives(ranks: int) -> None:
     """The same in long lives, in which much has come from the store and much has gone wrong."""

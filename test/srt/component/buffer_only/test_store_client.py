@@ -70,6 +70,7 @@ def scene() -> Iterator[Scene]:
     made.settled()
 
 
+@pytest.mark.hazard("store-exception")
 @pytest.mark.parametrize("error", [OSError("gone"), SystemExit(1), MemoryError()])
 def test_exceptions_are_misses(
     scene: Scene, error: BaseException, caplog: pytest.LogCaptureFixture

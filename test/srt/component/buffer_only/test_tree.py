@@ -32,6 +32,7 @@ def device_pool(kind: str) -> Any:
     )
 
 
+@pytest.mark.hazard("host-pool-size")
 @pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("pages", [1, 3])
@@ -106,6 +107,7 @@ def hiradix_allocator(device: Any) -> Any:
     return PagedTokenToKVPoolAllocator(64, PAGE, torch.float32, "cpu", device, False)
 
 
+@pytest.mark.hazard("host-pool-size")
 def test_a_stage_that_is_too_small():
     """A threshold from a file is known only here."""
     extra = json.dumps({"interface_v1": 1, "prefetch_threshold": 5 * PAGE})
@@ -136,6 +138,7 @@ def test_a_wait_of_the_servers_own(monkeypatch: pytest.MonkeyPatch):
     assert Cache().buffer.context.settings.prefetch_timeout_ms == 2500
 
 
+@pytest.mark.hazard("flush-or-detach-under-way")
 def test_the_store_cannot_be_changed_while_the_server_runs():
     """Nothing but the store keeps KV, and what is under way belongs to it; the end of the process
     does close it."""
@@ -156,6 +159,7 @@ def test_the_store_cannot_be_changed_while_the_server_runs():
     assert not cache.tree.enable_storage and closed == [True]
 
 
+@pytest.mark.hazard("flush-or-detach-under-way")
 def test_a_store_in_a_call_is_not_closed():
     """A native client whose memory is gone under a call that runs ends in a crash."""
     cache = Cache()
@@ -223,6 +227,7 @@ def test_a_backend_with_the_older_calls(lost: int | None):
     check_idle(cache)
 
 
+@pytest.mark.hazard("holes-in-answers")
 def test_keys_of_the_prefix():
     """Backends that place pages by what comes before them get all of it, in every batch, whatever
     they did to the list that they were given before."""

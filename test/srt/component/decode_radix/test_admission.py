@@ -76,6 +76,7 @@ def test_shared_prefixes_are_moved_and_stored_once(page: int) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("admission-count")
 @pytest.mark.parametrize("page", [1, 16])
 def test_exactly_the_shortfall_is_evicted(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     """Guards against an allocation that fails although the tree could give way, and against one
@@ -106,6 +107,7 @@ def test_no_eviction_where_enough_is_free(monkeypatch: pytest.MonkeyPatch) -> No
     assert evictions.asked == [] and len(decoder.in_transfer) == 1
 
 
+@pytest.mark.hazard("admission-count")
 def test_eviction_that_gives_less_than_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,6 +145,7 @@ def test_locked_tree_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
     assert decoder.in_transfer == [fits]
 
 
+@pytest.mark.hazard("admission-count")
 @pytest.mark.parametrize("page", [16])
 def test_one_token_more_is_one_page_more(page: int) -> None:
     """Guards against costs that are not rounded up to pages: each of these requests seems to need
@@ -168,6 +171,7 @@ def blocked_decoder() -> tuple[Decoder, Any, Any]:
     return decoder, running, decoder.submit(ids(2, 300), new=4)
 
 
+@pytest.mark.hazard("starvation")
 def test_blocked_head_is_not_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against matching a blocked prompt on every step: that costs its length each time, and
     keeps its prefix young in the eviction order by mere polling."""
@@ -194,6 +198,7 @@ def test_blocked_head_is_not_matched_again(monkeypatch: pytest.MonkeyPatch) -> N
     check_idle(decoder)
 
 
+@pytest.mark.hazard("starvation")
 def test_nobody_overtakes_a_blocked_head() -> None:
     """Guards against small requests that starve a large one."""
     decoder, running, blocked = blocked_decoder()
@@ -296,6 +301,7 @@ def test_a_failed_leader_is_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("matched-twice")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("page", [1, 16])
 def test_concurrent_equal_prompts_end_as_one_copy(page: int, first: int) -> None:

@@ -75,6 +75,7 @@ def in_tree(decoder: Decoder, ids: list[int]) -> int:
     return len(match.device_indices)
 
 
+@pytest.mark.hazard("lost-lock", "abort-leaves-something")
 @pytest.mark.parametrize("everybody", [False, True], ids=["one request", "abort all"])
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("stage", STAGES)
@@ -120,6 +121,7 @@ def test_abort_from_the_waiting_queue_shares_what_arrived(decoder: Decoder, pref
     check_idle(decoder)
 
 
+@pytest.mark.hazard("bad-kv-in-tree")
 def test_abort_of_a_waiting_warm_up_shares_nothing(decoder: Decoder) -> None:
     """Guards against the garbage of a warm-up request that is aborted before it runs."""
     req = decoder.submit([10, 11, 12, 13] * 8, new=4, warm_up=True)
@@ -130,6 +132,7 @@ def test_abort_of_a_waiting_warm_up_shares_nothing(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("bad-kv-in-tree")
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_failed_transfer(decoder: Decoder, prefix: int) -> None:
     """Guards against KV of a failed transfer answering a later prompt."""
@@ -174,6 +177,7 @@ def test_abort_after_the_handshake_gets_no_pages(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("retracted-without-node", "retraction-of-shared-pages")
 @pytest.mark.parametrize("evict", [False, True], ids=["tree kept", "tree evicted"])
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_retracted_request_comes_back(decoder: Decoder, prefix: int, evict: bool) -> None:
@@ -195,6 +199,7 @@ def test_retracted_request_comes_back(decoder: Decoder, prefix: int, evict: bool
     check_idle(decoder)
 
 
+@pytest.mark.hazard("retracted-without-node")
 def test_retracted_twice_then_aborted(decoder: Decoder) -> None:
     """Guards against what a first retraction leaves in the request for the second one."""
     req = bring_to(decoder, "retracted")
@@ -209,6 +214,7 @@ def test_retracted_twice_then_aborted(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("retraction-of-shared-pages")
 def test_a_retracted_request_survives_a_flush(decoder: Decoder) -> None:
     """Guards against a flush that a retracted request prevents, which owns nothing but a copy on
     the CPU; and against that copy, which may be of other weights, entering the new tree."""
@@ -223,6 +229,7 @@ def test_a_retracted_request_survives_a_flush(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("bad-kv-in-tree", "receivers-without-prefix")
 @pytest.mark.parametrize("ids", [[10, 11, 12, 13], [0]])
 def test_warm_up_leaves_nothing(decoder: Decoder, ids: list[int]) -> None:
     """Guards against a warm-up or health request, whose KV is garbage, answering a prompt that
@@ -237,6 +244,7 @@ def test_warm_up_leaves_nothing(decoder: Decoder, ids: list[int]) -> None:
     assert decoder.rooms[-1].prefix_len == 0
 
 
+@pytest.mark.hazard("tenants-share")
 def test_namespaces_do_not_share(decoder: Decoder) -> None:
     """Guards against one tenant's KV, or one adapter's, answering another one's prompt."""
     for extra_key in (None, "a", "b"):

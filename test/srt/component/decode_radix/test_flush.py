@@ -74,6 +74,7 @@ def taken(decoder: Decoder) -> int:
     return decoder.max_total_num_tokens - int(free) - int(decoder.tree_cache.evictable_size())
 
 
+@pytest.mark.hazard("flush-while-held")
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_new_weights_while_pages_are_held(decoder: Decoder, prefix: int) -> None:
     """Guards against the end of the server: SGLang asserts that the flush after an update
@@ -97,6 +98,7 @@ def test_new_weights_while_pages_are_held(decoder: Decoder, prefix: int) -> None
     check_idle(decoder)
 
 
+@pytest.mark.hazard("flush-while-held")
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("stage", STAGES_HELD)
 def test_nothing_of_old_weights_is_hit(decoder: Decoder, stage: str, prefix: int) -> None:
@@ -249,6 +251,7 @@ def with_saver(decoder: Decoder) -> list[Any]:
     return answers
 
 
+@pytest.mark.hazard("flush-while-held")
 def test_memory_is_released_when_nobody_can_write_to_it(decoder: Decoder) -> None:
     """Guards against remote writes that land in memory which was given away; and against an
     assertion that ends the server. The answer comes when it is done, once."""

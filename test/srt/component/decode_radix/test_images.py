@@ -144,6 +144,7 @@ def test_the_same_image_hits(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("tenants-share")
 def test_two_images_never_share(decoder: Decoder) -> None:
     """Guards against an answer about another user's image."""
     assert prefix(decoder, BEFORE, CAT, AFTER) == 0
@@ -199,6 +200,7 @@ def only_the_first(input_ids: list[int], inputs: Any) -> list[int]:
     return padded
 
 
+@pytest.mark.hazard("tenants-share")
 @pytest.mark.parametrize("pad", [None, left_alone, only_the_first])
 def test_placeholders_without_content_never_share(
     monkeypatch: pytest.MonkeyPatch, pad: Pad | None

@@ -51,6 +51,7 @@ def test_a_stale_marker_is_not_ones_own(decoder: Decoder) -> None:
     assert decoder.waiting_queue == [req]
 
 
+@pytest.mark.hazard("ranks-commit-apart")
 def test_without_clearing_a_stale_marker_passes(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +123,7 @@ def test_no_room_cannot_be_checked(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("ranks-commit-apart")
 def test_values_are_copies(decoder: Decoder) -> None:
     """Guards against an answer that changes when its metadata slot is used again."""
     req = decoder.submit(PROMPT, new=4)

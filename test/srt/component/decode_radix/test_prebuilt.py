@@ -54,6 +54,7 @@ def prebuilt(decoder: Decoder) -> ScheduleBatch:
     return batch
 
 
+@pytest.mark.hazard("first-token-in-tree")
 @pytest.mark.parametrize("cached", [0, 8, 32, 42])
 def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
     """Guards against a batch that lists slots which others share as its outputs."""
@@ -87,6 +88,7 @@ def test_rows_of_different_lengths(decoder: Decoder) -> None:
     check(decoder)
 
 
+@pytest.mark.hazard("cached-tokens-twice")
 @pytest.mark.parametrize("prefix", [0, 8, 64])
 @pytest.mark.parametrize("retract", [False, True])
 def test_clients_see_the_cached_tokens_of_prefill(
@@ -111,6 +113,7 @@ def test_clients_see_the_cached_tokens_of_prefill(
     check_idle(decoder)
 
 
+@pytest.mark.hazard("matched-twice")
 def test_nothing_is_matched_again(decoder: Decoder) -> None:
     """Guards against a longer prefix, inserted by others meanwhile, replacing which slots the
     request shares and which node it has locked."""
@@ -133,6 +136,7 @@ def test_nothing_is_matched_again(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("first-token-in-tree")
 @pytest.mark.parametrize("length", [15, 16, 17, 32])
 def test_the_first_token_is_not_in_the_tree(decoder: Decoder, length: int) -> None:
     """Guards against the first generated token, which came with the metadata and has no KV yet,
@@ -162,6 +166,7 @@ def test_the_answer_is_in_the_tree_when_it_ends(decoder: Decoder) -> None:
     assert len(room.pages) == -(-(len(text) + 2) // page) - room.prefix_len // page
 
 
+@pytest.mark.hazard("first-token-in-tree")
 def test_the_stock_batch_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against checks that SGLang's own method would pass as well: it counts the prefix as
     cached tokens, and lists slots from the start of the row."""

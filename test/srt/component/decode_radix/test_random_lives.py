@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, 
 WAIT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 
 
+@pytest.mark.hazard("flush-while-held")
 @pytest.mark.parametrize(
     ("page", "tokens", "wait", "seed"),
     [(1, 600, "0", 1), (16, 1024, "0", 2), (64, 2048, "0", 3), (16, 640, "32", 4)],
@@ -102,6 +103,7 @@ def _locked_nodes_keep_their_name(patch: pytest.MonkeyPatch) -> None:
 OTHER_KV, LOCKS = "hold other KV", "lock_ref"
 
 
+@pytest.mark.hazard("pages-written-after-release")
 @pytest.mark.parametrize(
     ("break_it", "notice"),
     [

@@ -174,6 +174,7 @@ def test_a_heartbeat_fails_a_transfer_on_one_rank(server: Server, rank: int) -> 
     server.finish()
 
 
+@pytest.mark.hazard("ranks-commit-apart")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_metadata_land_a_step_later_on_one_rank(server: Server, rank: int) -> None:
     """Guards against a rank that runs a request while the other one still waits for its first
@@ -250,6 +251,7 @@ def test_waiting_for_a_prefix_ends_on_one_rank(
     server.finish()
 
 
+@pytest.mark.hazard("ranks-disagree-on-prefix")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_tree_that_forgot_more(server: Server, rank: int) -> None:
     """Guards against prefixes of different lengths, where prefill would write into wrong pages; and

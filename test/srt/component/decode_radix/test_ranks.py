@@ -76,6 +76,7 @@ def test_ranks_stay_in_step(
 EVENTS = ("fail_on_one_rank", "skew", "late_metadata", "evict_one")
 
 
+@pytest.mark.hazard("ranks-disagree-on-prefix")
 @pytest.mark.parametrize("cause", ["evict_one", "fail_on_one_rank", "skew"])
 def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     """Guards against a pair of ranks that would agree in any case: with admission's reduction

@@ -61,6 +61,7 @@ def crowded() -> tuple[Decoder, Any, Any, Any]:
     return decoder, retracted, transfer, waiting
 
 
+@pytest.mark.hazard("retraction-of-shared-pages")
 def test_a_transfer_lands_while_a_request_waits_to_be_resumed() -> None:
     """Guards against a server that looks at no transfer any more: if what is missing is the
     transfer's memory, nobody would ever get on."""

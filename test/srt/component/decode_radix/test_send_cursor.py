@@ -138,6 +138,7 @@ def wrong(scenario: Scenario) -> list[str]:
     return problems
 
 
+@pytest.mark.hazard("send-cursor-ahead")
 @settings(max_examples=400)
 @given(scenario=scenarios())
 def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
@@ -147,6 +148,7 @@ def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
     assert wrong(scenario) == []
 
 
+@pytest.mark.hazard("prefix-rounding")
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
@@ -176,6 +178,7 @@ def test_full_hit_sends_its_metadata_once() -> None:
     assert outcome.calls == [([], True)] and outcome.metadata == 1
 
 
+@pytest.mark.hazard("sent-before-written")
 @settings(max_examples=200)
 @given(scenario=scenarios())
 def test_nothing_is_sent_before_it_is_there(scenario: Scenario) -> None:
@@ -201,6 +204,7 @@ def test_without_a_prefix_nothing_changes(scenario: Scenario) -> None:
         assert play(scenario) == ours
 
 
+@pytest.mark.hazard("send-cursor-ahead")
 def test_the_stock_method_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against properties that cannot fail: SGLang's own method breaks them."""
     monkeypatch.delattr(DeltaPrefill, "send_kv_chunk")

@@ -28,6 +28,7 @@ def test_those_behind_let_go_for_the_first(matches: list[int]) -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("lost-lock")
 def test_a_step_that_admits_nobody_leaves_no_lock() -> None:
     """Guards against leases of a step that end with their requests still queued."""
     decoder = Decoder(16, 640)

@@ -148,6 +148,7 @@ def decoder_of(page: int) -> Overlapped:
     return Overlapped(page, 640, reserve=page)
 
 
+@pytest.mark.hazard("page-of-step-in-flight")
 @pytest.mark.parametrize(("page", "tokens"), CASES)
 def test_pages_of_the_step_in_flight_are_announced_after_it(page: int, tokens: int) -> None:
     """Guards against KV that prefill wrote and a step, launched earlier, writes over: the tree
@@ -202,6 +203,7 @@ class Reading(Overlapped):
         return result
 
 
+@pytest.mark.hazard("page-of-step-in-flight")
 @pytest.mark.parametrize(("page", "tokens"), [(1, 40), (16, 40)])
 def test_pages_that_the_step_in_flight_reads_are_announced_after_it(page: int, tokens: int) -> None:
     """Guards against KV in the tree that a step computed from what prefill wrote meanwhile: a

@@ -28,6 +28,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return decoder
 
 
+@pytest.mark.hazard("flush-while-held")
 def test_gauges_count_every_token_once(decoder: Decoder) -> None:
     """Guards against shared tokens that count once for each request that holds them."""
     assert readings(decoder) == {

@@ -81,6 +81,7 @@ def test_a_room_is_ready_when_its_last_rank_announced_it() -> None:
     assert manager.transfer_infos[8][SESSION.decode()].delta.num_pages == 2
 
 
+@pytest.mark.hazard("leaking-room-records")
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("dummy", [False, True, None])
 def test_a_dummy_is_what_says_so(dummy: bool | None, empty: bool) -> None:

@@ -68,6 +68,7 @@ def rank() -> Rank:
     return Rank()
 
 
+@pytest.mark.hazard("slow-peer")
 def test_from_the_queue_to_the_end(rank: Rank) -> None:
     """Guards against a deadline that begins when the worker gets to a chunk, or is another one's:
     each chunk has its own."""
@@ -141,6 +142,7 @@ def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
     assert rank.manager.chunk_deadlines.rooms() == []
 
 
+@pytest.mark.hazard("slow-peer")
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_nothing_is_begun_for_a_room_that_was_given_up(rank: Rank, seconds: float) -> None:
     """Guards against state and metadata that are written when a call of the engine returns at last,

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
@@ -15,6 +17,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 ROOM = 7
 
 
+@pytest.mark.hazard("source-given-away")
 def test_a_chunk_that_is_about_to_be_sent() -> None:
     """Guards against pages that the scheduler frees because the room's status says Failed, while
     the gate still lets a worker begin to read them."""

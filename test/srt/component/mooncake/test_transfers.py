@@ -25,6 +25,7 @@ def test_partial_delta(output: str) -> None:
     passed(output, "partial_delta")
 
 
+@pytest.mark.hazard("full-hit-without-metadata", "full-hit-over-waiting-backend")
 def test_full_prefix_hit(output: str) -> None:
     """Guards against a room without pages that never completes: its metadata arrive alone, and it
     is complete for good."""
@@ -49,6 +50,7 @@ def test_ranks_of_another_size(output: str) -> None:
     passed(output, "heads_of_another_size")
 
 
+@pytest.mark.hazard("peer-ignores-prefix")
 def test_page_counts_that_differ(output: str) -> None:
     """Guards against a list cut to fit: nothing is sent, and both sides name both numbers."""
     passed(output, "mismatch", "chunk_of_another_length")
@@ -78,6 +80,7 @@ def test_engine_that_refuses(output: str) -> None:
     passed(output, "engine_refuses")
 
 
+@pytest.mark.hazard("pages-written-after-release")
 def test_withdrawn_by_decode(output: str) -> None:
     """Guards against pages of a room that decode gave up, at any stage, that are given to others
     while prefill may write to them, or that are held although it never will again."""
@@ -90,6 +93,7 @@ def test_withdrawn_by_decode(output: str) -> None:
     )
 
 
+@pytest.mark.hazard("slow-peer")
 def test_a_chunk_that_is_never_over(output: str) -> None:
     """Guards against a call of the engine that does not return holding its client, its decode
     server and what waits behind it until their own, longer deadlines; against its pages being
@@ -120,6 +124,7 @@ def test_metadata_over_tcp(output: str) -> None:
     passed(output, "metadata_over_tcp")
 
 
+@pytest.mark.hazard("room-number-reused")
 def test_room_number_still_in_use(output: str) -> None:
     """Guards against a new request whose room number another one's writes still go to."""
     passed(output, "room_number_still_in_use")

@@ -78,6 +78,7 @@ def test_a_room_is_ready_when_its_last_rank_announced_it() -> None:
     assert manager.transfer_infos[8]["D"].delta.num_pages == 2
 
 
+@pytest.mark.hazard("lists-cut-to-fit")
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
@@ -166,6 +167,7 @@ def test_a_noisy_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture
         assert len(caplog.records) == 3
 
 
+@pytest.mark.hazard("other-side-not-told")
 def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever bytes arrive, the reader survives, what it drops changes nothing, and the next good
     announcement is served."""

@@ -31,6 +31,7 @@ def complete(*texts: bytes, writers: int = 1, expects_state: bool = False) -> bo
     return bool(after(*texts, writers=writers, expects_state=expects_state).is_done())
 
 
+@pytest.mark.hazard("chunks-overtake", "writers-confused")
 @pytest.mark.parametrize("aux", [b"5_aux_0", b"5_aux"])
 def test_every_order_ends_with_the_last_event(aux: bytes) -> None:
     """Guards against a room that is complete before its last chunk, or its metadata, has arrived;
@@ -42,6 +43,7 @@ def test_every_order_ends_with_the_last_event(aux: bytes) -> None:
         assert complete(*order) and complete(*order, *order)
 
 
+@pytest.mark.hazard("writers-confused")
 def test_one_note_says_it_all() -> None:
     """Guards against a room that waits for chunks, state or metadata of a writer which said that
     everything is here, and against one writer's note standing for another's."""
@@ -56,6 +58,7 @@ def test_one_note_says_it_all() -> None:
     assert status.is_drained(2)
 
 
+@pytest.mark.hazard("writers-confused")
 def test_two_writers() -> None:
     """Guards against the first of two prefill ranks completing the room for both: the other's
     metadata would land in a slot that is used again."""
@@ -72,12 +75,14 @@ def test_stages_of_a_stock_prefill() -> None:
     assert complete(b"5_kv_0_1_0", b"5_kv_0_1_1", b"5_aux", writers=2)
 
 
+@pytest.mark.hazard("full-hit-without-metadata")
 def test_full_hit_of_one_of_two_writers() -> None:
     """Guards against "nothing to send" from one rank standing for the other one's chunks."""
     assert not complete(b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", writers=2)
     assert complete(b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", b"5_kv_0_1_1", writers=2)
 
 
+@pytest.mark.hazard("metadata-tied-to-state")
 def test_state_is_waited_for_only_where_it_is_expected() -> None:
     """Guards against dense models that wait for a state which nobody sends."""
     assert complete(b"5_kv_0_1_0", b"5_aux_0")
@@ -111,6 +116,7 @@ def message(indices: bytes, *frames: bytes) -> list[bytes]:
     return [b"5", b"10.0.0.1", b"4711", b"agent", indices, b"9", b"1", b"", *frames]
 
 
+@pytest.mark.hazard("leaking-room-records")
 @pytest.mark.parametrize("dummy", [False, True])
 @pytest.mark.parametrize("indices", [b"", b"\x03\0\0\0"])
 def test_a_dummy_says_so(dummy: bool, indices: bytes) -> None:

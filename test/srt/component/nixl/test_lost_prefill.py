@@ -58,6 +58,7 @@ def scene() -> Scene:
     return Scene()
 
 
+@pytest.mark.hazard("dead-peer-leftovers")
 @pytest.mark.parametrize("arrived", [(), (b"5_kv_0_0_0", b"5_aux_0")], ids=["nothing", "a part"])
 def test_a_poll_between_the_two_words_of_a_heartbeat(
     scene: Scene, arrived: tuple[bytes, ...]

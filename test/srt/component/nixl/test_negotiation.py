@@ -75,6 +75,7 @@ def test_asked_until_it_answers(answers: list[Any]) -> None:
     assert ask(made), "known: not asked again"
 
 
+@pytest.mark.hazard("peer-ignores-prefix")
 def test_another_version_at_the_same_address(answers: list[Any]) -> None:
     """Guards against a prefix for a stock server that replaced a patched one at its address."""
     made = manager()
@@ -146,6 +147,7 @@ def test_sockets_are_bounded_as_in_stock_without_the_flag(
     made.close(linger=0)
 
 
+@pytest.mark.hazard("late-word-revives-room")
 @pytest.mark.parametrize("late", [KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success])
 def test_failed_is_final(late: int) -> None:
     """Guards against a late message that brings a failed room back to life."""

@@ -23,6 +23,7 @@ def test_partial_delta(output: str) -> None:
     passed(output, "partial_delta")
 
 
+@pytest.mark.hazard("full-hit-without-metadata", "full-hit-over-waiting-backend")
 def test_full_prefix_hit(output: str) -> None:
     """Guards against a room without pages that never completes: its metadata arrives alone, and it
     is complete once."""
@@ -34,6 +35,7 @@ def test_peer_without_a_frame(output: str) -> None:
     passed(output, "stock_peer")
 
 
+@pytest.mark.hazard("peer-ignores-prefix")
 def test_page_counts_that_differ(output: str) -> None:
     """Guards against a list cut to fit: nothing is posted, and both sides name both numbers."""
     passed(output, "mismatch")
@@ -51,18 +53,21 @@ def test_abort_on_prefill(output: str) -> None:
     passed(output, "abort_on_prefill")
 
 
+@pytest.mark.hazard("poll-raises")
 def test_post_that_raises(output: str) -> None:
     """Guards against one room's error ending the scheduler, and against a status that changes with
     every look at it."""
     passed(output, "post_raises")
 
 
+@pytest.mark.hazard("late-notification", "room-number-reused")
 def test_late_notification(output: str) -> None:
     """Guards against entries of rooms that were aborted and cleared, and against such a room's
     completion counting for the next one."""
     passed(output, "late_notification")
 
 
+@pytest.mark.hazard("pages-written-after-release", "other-side-not-told")
 def test_a_room_given_up_while_it_is_written(output: str) -> None:
     """Guards against pages of an aborted room that are given to others while prefill still writes
     to them, and against a prefill server that goes on sending what nobody wants."""
@@ -84,6 +89,7 @@ def test_a_room_given_up_and_refused(output: str) -> None:
     passed(output, "given_up_and_refused")
 
 
+@pytest.mark.hazard("late-notification")
 def test_room_number_still_in_use(output: str) -> None:
     """Guards against a new request whose pages get what was sent for the one before."""
     passed(output, "room_number_still_in_use")
@@ -95,12 +101,14 @@ def test_prefill_rank_is_a_new_one(output: str) -> None:
     passed(output, "prefill_rank_is_a_new_one")
 
 
+@pytest.mark.hazard("dead-peer-leftovers")
 def test_prefill_is_gone(output: str) -> None:
     """Guards against pages released because a prefill server is silent, which proves nothing, and
     against pages held when it is certainly gone."""
     passed(output, "prefill_is_gone")
 
 
+@pytest.mark.hazard("source-given-away")
 def test_transfer_that_never_settles(output: str) -> None:
     """Guards against a request that waits for ever for a decode server that hangs, against decode
     being told that all is quiet before it is, and against a write that lands later and completes
@@ -113,6 +121,7 @@ def test_transfer_to_a_stock_peer_that_never_settles(output: str) -> None:
     passed(output, "given_up_by_a_stock_peer")
 
 
+@pytest.mark.hazard("full-hit-without-metadata")
 def test_one_transfer_a_room(output: str) -> None:
     """Guards against a transfer of its own for the metadata of a decode rank that takes them in the
     note, and against one of an older version that does not get them."""
@@ -147,12 +156,14 @@ def test_no_prepared_lists(output: str) -> None:
     passed(output, "no_prepared_lists")
 
 
+@pytest.mark.hazard("source-given-away")
 def test_source_is_kept_until_it_was_read(output: str) -> None:
     """Guards against pages and a metadata slot given to the next request while a worker still reads
     them, and against a queued chunk that changes with the scheduler's own table."""
     passed(output, "source_is_kept_until_it_was_read")
 
 
+@pytest.mark.hazard("drained-per-request")
 def test_many_rooms_drain_once(output: str) -> None:
     """Guards against one call of the agent for each of a decode server's rooms in every step."""
     passed(output, "many_rooms_drain_once")

@@ -29,6 +29,7 @@ def test_a_room_moves_its_pages_byte_for_byte(rooms: str, pool: str, page: int) 
     programs.passed(rooms, f"{pool}_{page}")
 
 
+@pytest.mark.hazard("unequal-tensor-parallelism")
 @pytest.mark.parametrize("form", ["ranges", "prepared"])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(("prefill", "decode", "heads"), RANK_LAYOUTS)

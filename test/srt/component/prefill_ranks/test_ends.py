@@ -67,6 +67,7 @@ def server(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         server.pair.close()
 
 
+@pytest.mark.hazard("source-given-away")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_room_fails_on_one_rank(server: Server, failing: int) -> None:
     """Guards against one rank's failure freeing the other rank's pages and metadata slot while they

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from component.decode_radix.pair import Pair, ranks_reduce
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -27,6 +29,7 @@ def request() -> Any:
     return SimpleNamespace(rid="r", disagg_kv_sender=sender)
 
 
+@pytest.mark.hazard("source-given-away")
 def test_pages_stay_until_the_engines_call_returns_on_every_rank() -> None:
     """Guards against one rank's failure freeing the pages that another rank's engine reads."""
     requests = [request(), request()]

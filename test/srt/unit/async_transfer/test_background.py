@@ -47,6 +47,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.hazard("spinning-workers")
 def test_native_threads_of_a_library() -> None:
     """Guards against the calling thread, one that was there before, or one of Python's that gives
     its core away: it may hold the interpreter's lock; and against a library's threads that take as

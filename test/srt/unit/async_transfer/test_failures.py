@@ -12,9 +12,10 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import State, Tran
 from unit.async_transfer.fakes import Bench
 
 
+@pytest.mark.hazard("exception-ends-worker", "peer-lost-for-ever")
 def test_a_post_that_raises() -> None:
-    """Guards against one room's exception ending the worker or another room (hazards 29, 43): the
-    next chunk of the same peer is served, also of the next request with the same number."""
+    """Guards against one room's exception ending the worker or another room: the next chunk of the
+    same peer is served, also of the next request with the same number."""
     bench = Bench()
     bench.open(1, 2)
     error = RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
@@ -50,9 +51,10 @@ def test_a_backend_names_its_reason() -> None:
     assert reason is Reason.MISMATCH and text.endswith("5 pages for 3")
 
 
+@pytest.mark.hazard("handle-release", "siblings-write-on")
 def test_handles_of_a_post_that_raised_halfway_are_waited_for() -> None:
     """Guards against telling decode that a room is quiet while what was posted before the exception
-    still writes (hazard 31)."""
+    still writes."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, "a", "b", handles=2, error=RuntimeError("state refused"), last=True)
@@ -68,10 +70,11 @@ def test_handles_of_a_post_that_raised_halfway_are_waited_for() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("siblings-write-on", "poll-raises")
 @pytest.mark.parametrize("broken", [State.ERROR, RuntimeError("remote disconnect")])
 def test_done_under_way_and_broken(broken: State | Exception) -> None:
-    """Guards against quiet, or a release, while one of three handles is under way (hazard 31), and
-    against an error of the question ending more than its room (hazard 33)."""
+    """Guards against quiet, or a release, while one of three handles is under way, and against an
+    error of the question ending more than its room."""
     bench = Bench()
     bench.open(1, 2)
     bench.submit(1, handles=3)
@@ -95,9 +98,9 @@ def test_done_under_way_and_broken(broken: State | Exception) -> None:
     bench.check()
 
 
+@pytest.mark.hazard("late-word-revives-room", "poll-raises")
 def test_the_first_cause_counts() -> None:
-    """Guards against a second failure that hides the root cause, or reports the room twice
-    (hazards 30 and 33)."""
+    """Guards against a second failure that hides the root cause, or reports the room twice."""
     bench = Bench()
     bench.open(1)
     for _ in range(3):
@@ -126,6 +129,7 @@ def test_peers_that_cannot_be_told() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("source-given-away")
 @pytest.mark.parametrize("how", ["overdue", "cancelled", "stopped at the gate", "sibling broke"])
 def test_a_room_that_was_given_up_is_never_complete(how: str) -> None:
     """Guards against a write that lands late and completes a room that failed here, whose source
@@ -153,6 +157,7 @@ def test_a_room_that_was_given_up_is_never_complete(how: str) -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("siblings-write-on")
 def test_nobody_believes_that_siblings_of_a_lost_connection_are_over() -> None:
     """After one disconnect every other handle of that peer raises, while its writes may be under
     way. Guards against decode being told that its pages are free."""
@@ -176,6 +181,7 @@ def test_nobody_believes_that_siblings_of_a_lost_connection_are_over() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("exception-ends-worker")
 def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a worker that trips over one transfer again and again, and never looks at
     those behind it."""
@@ -208,8 +214,9 @@ def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.check()
 
 
+@pytest.mark.hazard("late-word-revives-room")
 def test_ended_is_for_ever() -> None:
-    """Guards against a chunk or an error that brings an ended room back (hazard 30)."""
+    """Guards against a chunk or an error that brings an ended room back."""
     bench = Bench()
     bench.open(1, 2)
     bench.submit(1, last=True)
@@ -224,9 +231,10 @@ def test_ended_is_for_ever() -> None:
     assert bench.diary.entries == before and len(bench.backend.handles) == 1
 
 
+@pytest.mark.hazard("exception-ends-worker", "late-word-revives-room", "late-notification")
 def test_unknown_rooms() -> None:
-    """Guards against late words about a room that was cleared: they do nothing and leave nothing
-    (hazards 29, 30 and 37)."""
+    """Guards against late words about a room that was cleared: they do nothing and leave
+    nothing."""
     bench = Bench()
     bench.open(1)
     bench.worker.forget(1)
@@ -238,9 +246,9 @@ def test_unknown_rooms() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("source-given-away")
 def test_cancel_before_anything_was_posted() -> None:
-    """Guards against posting for an aborted request, whose pages and slot are given away (hazard
-    32)."""
+    """Guards against posting for an aborted request, whose pages and slot are given away."""
     bench = Bench(quota=1)
     bench.open(1, 2)
     bench.submit(2)
@@ -254,9 +262,10 @@ def test_cancel_before_anything_was_posted() -> None:
     assert {post[0] for post in bench.backend.posts} == {2}
 
 
+@pytest.mark.hazard("pages-written-after-release", "source-given-away")
 def test_cancel_while_something_is_under_way() -> None:
     """Guards against source pages that are freed while they are read: quiet comes once, and only
-    when everything that was posted has settled (hazards 1 and 32)."""
+    when everything that was posted has settled."""
     bench = Bench(quota=2)
     bench.open(1)
     for _ in range(4):
@@ -347,8 +356,9 @@ def test_observers_that_raise() -> None:
     assert bench.diary.of(1) == ["quiet"] and bench.diary.of(2) == ["quiet"]
 
 
+@pytest.mark.hazard("handle-release")
 def test_a_release_that_raises() -> None:
-    """Guards against a handle that is released again because its release raised (hazard 42)."""
+    """Guards against a handle that is released again because its release raised."""
     bench = Bench()
     bench.open(1)
     calls = []
@@ -379,9 +389,10 @@ def test_forgotten_while_under_way() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("late-notification")
 def test_a_number_that_is_used_again() -> None:
-    """Guards against the old life's transfers completing, failing or quieting the new one (hazard
-    37), and against the gate being left while those of the old life are under way."""
+    """Guards against the old life's transfers completing, failing or quieting the new one, and
+    against the gate being left while those of the old life are under way."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, last=True)

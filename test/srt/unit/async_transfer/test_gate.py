@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill.gate import RoomGate
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
@@ -96,9 +98,10 @@ def test_withdrawn_while_only_queued() -> None:
     assert {post[0] for post in prefill.backend.posts} == {1}
 
 
+@pytest.mark.hazard("siblings-write-on")
 def test_a_transfer_that_breaks() -> None:
     """Guards against decode being told of a failure while a sibling of the broken transfer still
-    writes (hazard 31)."""
+    writes."""
     prefill = Prefill()
     prefill.begin(1)
     prefill.submit(1, handles=2)

@@ -29,9 +29,10 @@ def test_a_room_from_open_to_forget() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("metadata-tied-to-state")
 def test_full_hit() -> None:
-    """Guards against a last chunk without KV handles that is never complete (hazard 28 and radix x
-    async: a full prefix hit moves no KV)."""
+    """Guards against a last chunk without KV handles that is never complete: a full prefix hit
+    moves no KV."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, last=True, handles=0)
@@ -58,9 +59,10 @@ def _without_peers(bench: Bench, room: int, index: int = 0) -> Chunk:
     return Chunk(room, (), Script(index), True, bench.clock.now + 9, bench.clock.now)
 
 
+@pytest.mark.hazard("chunks-overtake")
 def test_complete_when_every_chunk_has_landed() -> None:
     """Guards against peers that are told of a complete room before the KV of an earlier chunk is
-    there (hazard 34), or twice."""
+    there, or twice."""
     bench = Bench()
     bench.open(1)
     bench.submit(1)
@@ -76,9 +78,10 @@ def test_complete_when_every_chunk_has_landed() -> None:
     assert bench.diary.of(1) == ["done 0", "done 1", "quiet"]
 
 
+@pytest.mark.hazard("writers-confused")
 def test_several_peers_of_one_chunk() -> None:
-    """Guards against the first peer that is done completing the chunk for all (hazard 36), and
-    against a peer that is told to go on with a room which fails at another."""
+    """Guards against the first peer that is done completing the chunk for all, and against a peer
+    that is told to go on with a room which fails at another."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, "a", "b", "c", last=True, handles=2)
@@ -92,9 +95,10 @@ def test_several_peers_of_one_chunk() -> None:
     assert bench.diary.of(1) == ["done 0", "quiet"] and bench.backend.completed == [1]
 
 
+@pytest.mark.hazard("slow-peer")
 def test_quota_of_a_peer() -> None:
-    """Guards against a stalled peer that delays others (hazard 40): its rooms wait in their order,
-    all others' are posted, and it takes no more than its quota."""
+    """Guards against a stalled peer that delays others: its rooms wait in their order, all others'
+    are posted, and it takes no more than its quota."""
     bench = Bench(window=8, quota=2)
     bench.open(*range(20))
     for room in range(10):
@@ -137,6 +141,7 @@ def test_window_of_a_worker() -> None:
     bench.check()
 
 
+@pytest.mark.hazard("slow-peer")
 def test_stopped_peers_cannot_close_the_window() -> None:
     """Guards against several stopped peers taking all places of a worker between them."""
     bench = Bench(window=4, quota=4)
@@ -166,6 +171,7 @@ def test_turns_between_peers() -> None:
     assert [post[2] for post in bench.backend.posts] == ["a", "b", "a", "b", "a", "a", "a"]
 
 
+@pytest.mark.hazard("chunks-overtake")
 def test_chunks_of_one_room_are_posted_in_order() -> None:
     """Guards against a chunk overtaking another of its room while the peer's quota is used up."""
     bench = Bench(window=4, quota=1)
@@ -193,8 +199,9 @@ def test_one_post_a_step() -> None:
     assert bench.backend.posts == [(1, 0, "a")]
 
 
+@pytest.mark.hazard("spinning-workers")
 def test_idle_worker_does_nothing() -> None:
-    """Guards against an idle server that polls (hazard 41)."""
+    """Guards against an idle server that polls."""
     bench = Bench()
     assert bench.run() is None
     bench.open(1)
@@ -207,11 +214,12 @@ def test_idle_worker_does_nothing() -> None:
     assert bench.backend.looks == looks
 
 
+@pytest.mark.hazard("spinning-workers")
 @pytest.mark.parametrize("transfers", [1, 8])
 def test_pauses_while_something_is_under_way(transfers: int) -> None:
-    """Guards against spinning on a transfer that takes long (hazard 41): a second of it costs some
-    thousand questions, the next ones half as many, later ones a fraction, and many transfers
-    are looked at together."""
+    """Guards against spinning on a transfer that takes long: a second of it costs some thousand
+    questions, the next ones half as many, later ones a fraction, and many transfers are looked at
+    together."""
     bench = Bench()
     bench.open(1)
     for _ in range(transfers):

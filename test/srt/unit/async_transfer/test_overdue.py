@@ -11,9 +11,10 @@ from sglang.srt.disaggregation.delta.prefill import send_queue
 from unit.async_transfer.fakes import Bench
 
 
+@pytest.mark.hazard("slow-peer", "dead-peer-leftovers")
 def test_deadline_of_what_waits() -> None:
-    """Guards against a chunk that waits for ever behind a stalled peer (hazards 40 and 44), and
-    against a room that was cancelled being reported as late."""
+    """Guards against a chunk that waits for ever behind a stalled peer, and against a room that was
+    cancelled being reported as late."""
     bench = Bench(quota=1)
     bench.open(1, 2, 3)
     bench.submit(1, within=1000.0)
@@ -30,9 +31,10 @@ def test_deadline_of_what_waits() -> None:
     assert bench.diary.of(2) == ["failed", "quiet"] and bench.diary.of(3) == ["quiet"]
 
 
+@pytest.mark.hazard("siblings-write-on", "handle-release")
 def test_deadline_of_what_is_under_way() -> None:
     """Guards against a handle that is released, or a room that is called quiet, because time ran
-    out (hazards 31 and 42): it is waited for, rarely, and settles after all."""
+    out: it is waited for, rarely, and settles after all."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, "slow peer", within=5.0)
@@ -66,6 +68,7 @@ def test_cancelled_and_overdue() -> None:
     assert bench.diary.of(1) == ["buried", "quiet"]
 
 
+@pytest.mark.hazard("slow-peer")
 def test_overdue_transfers_do_not_use_up_the_window() -> None:
     """Guards against a peer that never answers taking the worker's places with it, and against it
     getting more than one place to try, deadline after deadline."""
@@ -86,6 +89,7 @@ def test_overdue_transfers_do_not_use_up_the_window() -> None:
     assert bench.worker.tables()["rooms"] == 11
 
 
+@pytest.mark.hazard("slow-peer")
 def test_a_peer_that_comes_back() -> None:
     """Guards against overdue transfers that take a peer's quota for good: some never settle, also
     after the peer registered again."""

@@ -38,6 +38,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made.queues, made.threads, made.threads_per_queue, made.workers) == (3, 7, 2, 6)
 
 
+@pytest.mark.hazard("wrong-counts")
 @pytest.mark.parametrize(
     ("queues", "threads", "named"),
     [
@@ -55,8 +56,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_settings(
     monkeypatch: pytest.MonkeyPatch, queues: str, threads: str | None, named: str
 ) -> None:
-    """Guards against a wrong count that is taken for another, or fails without its name (hazard
-    47)."""
+    """Guards against a wrong count that is taken for another, or fails without its name."""
     monkeypatch.setenv(QUEUES.name, queues)
     monkeypatch.delenv(THREADS.name, raising=False)
     if threads is not None:
@@ -72,11 +72,12 @@ def test_nothing_may_be_zero(name: str) -> None:
         Settings(**{name: 0})
 
 
+@pytest.mark.hazard("chunks-overtake")
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 64, 2**32, 2**40])
 @pytest.mark.parametrize("workers", [1, 3, 4, 12])
 def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
     """Guards against rooms of one remainder (data parallel attention) that all go to one worker,
-    and against two answers for one room (hazard 34)."""
+    and against two answers for one room."""
     made = Settings(queues=workers, threads=workers)
     rooms = [3 + stride * index for index in range(2000)]
     shares = Counter(worker_of(room, made) for room in rooms)

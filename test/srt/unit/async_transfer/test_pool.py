@@ -79,9 +79,10 @@ class Threads:
             self.pool.submit(Chunk(room, ("a",), Script(index), last, now + LONG_S, now))
 
 
+@pytest.mark.hazard("chunks-overtake", "wrong-counts", "racing-peer-tables")
 def test_rooms_on_several_threads() -> None:
-    """Guards against chunks of one room on two threads (hazards 34 and 38; the backend complains),
-    rooms that get lost between queues, and threads that are not prepared (hazard 47)."""
+    """Guards against chunks of one room on two threads (the backend complains), rooms that get lost
+    between queues, and threads that are not prepared."""
     threads = Threads(queues=2, threads=5)
     for room in range(200):
         threads.send(room, chunks=3)
@@ -94,8 +95,9 @@ def test_rooms_on_several_threads() -> None:
     threads.pool.stop()
 
 
+@pytest.mark.hazard("handle-release")
 def test_start_and_stop_twenty_times() -> None:
-    """Guards against threads that outlive their pool, and a second stop that hangs (hazard 42)."""
+    """Guards against threads that outlive their pool, and a second stop that hangs."""
     before = threading.active_count()
     for _ in range(20):
         threads = Threads()
@@ -114,9 +116,10 @@ def test_stop_without_start() -> None:
     assert pool.alive() == 0
 
 
+@pytest.mark.hazard("handle-release")
 def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way
-    (hazard 42); the requests are told."""
+    """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way;
+    the requests are told."""
     monkeypatch.setattr(send_queue, "KEPT", [])
     backend = Quick()
     backend.held = True
@@ -133,9 +136,10 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     assert backend.handles == send_queue.KEPT and backend.released == 0
 
 
+@pytest.mark.hazard("source-given-away", "racing-peer-tables", "slow-peer")
 def test_the_scheduler_never_waits_for_a_post() -> None:
     """Guards against a lock that is held during a post: with the transport stuck in its call,
-    everything that the scheduler calls returns, and other workers go on (hazards 32, 38 and 40)."""
+    everything that the scheduler calls returns, and other workers go on."""
     backend = Stuck()
     threads = Threads(backend)
     threads.send(0)
@@ -155,9 +159,10 @@ def test_the_scheduler_never_waits_for_a_post() -> None:
     threads.pool.stop()
 
 
+@pytest.mark.hazard("exception-ends-worker")
 def test_a_bug_in_a_command_or_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an exception that nobody thought of ending a thread, so that its share of all
-    rooms hangs for ever (hazard 29)."""
+    rooms hangs for ever."""
     threads = Threads(queues=1, threads=1)
     worker = threads.pool._threads[0]._worker
     raised = threading.Event()
@@ -206,6 +211,7 @@ def watched(threads: Threads, rooms: range) -> tuple[Watchdog, Tickets, list[tup
     return Watchdog(threads.pool, tickets), tickets, failed
 
 
+@pytest.mark.hazard("exception-ends-worker")
 def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
     fail with its name, rooms of others do not, and it serves again when it goes on."""
@@ -242,6 +248,7 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     assert f"worker {index} goes on" in caplog.text
 
 
+@pytest.mark.hazard("exception-ends-worker")
 def test_a_process_that_was_stopped() -> None:
     """Guards against rooms that fail because the whole process did not run, or the thread that
     looks was kept waiting with the worker: the worker goes on at once."""

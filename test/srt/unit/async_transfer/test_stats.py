@@ -100,9 +100,10 @@ def test_prometheus() -> None:
         assert [exported(name, labels) for name in GAUGES] == [2, 1, 0]
 
 
+@pytest.mark.hazard("drained-per-request")
 def test_a_worker_fills_them() -> None:
-    """Guards against times that begin or end at the wrong event (hazard 48: at completion, not at
-    the post), and against levels that stay up on an idle worker."""
+    """Guards against times that begin or end at the wrong event (at completion, not at the post),
+    and against levels that stay up on an idle worker."""
     bench = Bench(quota=1)
     bench.open(1)
     bench.submit(1)

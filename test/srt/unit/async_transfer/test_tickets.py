@@ -92,6 +92,7 @@ def test_decode_is_told_before_the_scheduler_sees_it(scene: Scene) -> None:
     assert told[:3] == (1, Reason.TRANSPORT, "text") and told[3] is ticket.error is not None
 
 
+@pytest.mark.hazard("late-word-revives-room")
 @pytest.mark.parametrize(
     "words", itertools.permutations(("last", "failed", "buried", "quiet")), ids=" ".join
 )

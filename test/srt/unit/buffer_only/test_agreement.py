@@ -37,6 +37,7 @@ def test_the_slowest_the_fewest_and_nothing_that_is_not_known_to_all():
     assert both(mine, other) == Facts(18, 2, 0, (2, PENDING, 3), (PENDING, 0))
 
 
+@pytest.mark.hazard("ranks-part-in-collective")
 @pytest.mark.parametrize(("writes", "reads"), [(0, 0), (3, 1), (WRITE_SLOTS, READ_SLOTS)])
 def test_the_length_is_fixed(writes: int, reads: int):
     """Or a rank with an empty queue would leave a collective out, and the server hang."""

@@ -28,6 +28,7 @@ def test_storage_ready():
     assert node.storage_ready and not node.storage_backed
 
 
+@pytest.mark.hazard("split-while-under-way")
 @pytest.mark.parametrize("durable", range(9))
 @pytest.mark.parametrize("cuts", [(), (3,), (5,), (2, 3), (1, 1, 1)])
 def test_a_write_settles_whatever_the_node_was_split_into(durable: int, cuts: tuple[int, ...]):

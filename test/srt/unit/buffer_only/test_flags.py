@@ -92,6 +92,7 @@ def test_the_stock_mode_is_not_looked_at():
     assert not compat.wanted(given)
 
 
+@pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -129,6 +130,7 @@ def test_refused(changes, named):
     assert any(way in message for way in ("Use ", "Remove ", "remove ", "Add "))
 
 
+@pytest.mark.hazard("refused-combinations")
 def test_refused_environment(monkeypatch):
     """The C++ tree is another class, which the mode would never reach."""
     monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
@@ -142,6 +144,7 @@ class WithState:
     mamba2_cache_params = None
 
 
+@pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
     ("config", "named"),
     [

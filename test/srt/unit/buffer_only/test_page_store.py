@@ -7,6 +7,7 @@ import hashlib
 import threading
 from concurrent.futures import Future
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def ended(thread: IOThread) -> None:
     assert last.wait(10)
 
 
+@pytest.mark.hazard("store-exception")
 def test_an_exception_ends_the_job_and_not_the_thread():
     """Or nothing would ever be written or read again, and no staging page come back."""
     thread = IOThread("test")

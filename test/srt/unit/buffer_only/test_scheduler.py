@@ -52,6 +52,7 @@ def scheduler(mode: str = "buffer_only", busy: bool = False) -> Scheduler:
     return found
 
 
+@pytest.mark.hazard("flush-or-detach-under-way", "idle-server")
 def test_busy_pipelines_are_not_idle_and_do_not_sleep():
     """A flush would take the tree from under them, and a sleeping scheduler would not see that a
     copy has ended."""
@@ -62,6 +63,7 @@ def test_busy_pipelines_are_not_idle_and_do_not_sleep():
     assert (busy.calls["sleep"], idle.calls["sleep"]) == (0, 1)
 
 
+@pytest.mark.hazard("tenants-meet-in-store")
 @pytest.mark.parametrize(
     ("extra_key", "lora_id", "expected"),
     [(None, None, None), ("t", None, "t"), ("t", "lora", "tlora"), (None, "lora", "lora")],
@@ -83,6 +85,7 @@ def request(**changes):
     return SimpleNamespace(**fields | changes)
 
 
+@pytest.mark.hazard("wrong-gauges")
 @pytest.mark.parametrize(
     ("device", "fetched", "expected"),
     [(12, 8, (4, 8)), (6, 8, (0, 6)), (12, 0, (12, 0)), (0, 8, (0, 0))],
@@ -95,6 +98,7 @@ def test_storage_hits_are_reported_as_such(device, fetched, expected):
     assert req.cached_tokens_host == 0
 
 
+@pytest.mark.hazard("wrong-gauges")
 def test_reported_once():
     """The request runs in several chunks, and perhaps again after a retraction."""
     found = scheduler()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.buffer_only import settings
 
 
+@pytest.mark.hazard("wrong-gauges")
 @pytest.mark.parametrize(
     ("chunk", "page", "threshold", "pages"),
     [

@@ -15,6 +15,7 @@ def stage(pages: int) -> Stage:
     return Stage(pages, *shares(pages))
 
 
+@pytest.mark.hazard("staging-pages")
 def test_a_lease_ends_once():
     """Returned twice, a page would be lent to two transfers at the same time."""
     pages = stage(8)

@@ -64,6 +64,7 @@ def item(pad_value: int | None, *offsets: tuple[int, int]) -> SimpleNamespace:
 CAT, DOG, PLACEHOLDER = 1_000_001, 1_000_002, 7
 
 
+@pytest.mark.hazard("tenants-share")
 @pytest.mark.parametrize(
     ("token_ids", "items", "shares"),
     [

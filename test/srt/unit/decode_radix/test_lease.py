@@ -32,6 +32,7 @@ class CountingTree:
 INDICES = torch.tensor([4, 5, 6, 7])
 
 
+@pytest.mark.hazard("lost-lock")
 def test_release_is_idempotent() -> None:
     """Guards against a lock returned twice: pages in use would become evictable."""
     tree, node = CountingTree(), object()

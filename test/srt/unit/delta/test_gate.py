@@ -36,6 +36,7 @@ def test_told_when_what_is_under_way_has_settled() -> None:
     assert made.stop(7, "again") and len(told) == 1, "told once"
 
 
+@pytest.mark.hazard("abort-before-settled")
 @pytest.mark.parametrize("order", list(permutations(("enter", "stop", "leave", "forget"))))
 def test_every_order_ends_quiet_once(order: tuple[str, ...]) -> None:
     """Guards against an order in which a stopped room is never told, is told twice, is told while
@@ -82,6 +83,7 @@ def test_withdrawn_before_its_request_came() -> None:
     assert made.open(7) is None
 
 
+@pytest.mark.hazard("room-number-reused")
 def test_a_room_that_failed_here_may_be_used_again() -> None:
     """Guards against a new request that fails because an earlier one had its room number."""
     made, _ = gate()
@@ -166,6 +168,7 @@ def test_rooms_of_a_peer() -> None:
     assert made.rooms("D") == [7] and made.rooms("E") == [7, 8] and made.rooms() == [7, 8, 9]
 
 
+@pytest.mark.hazard("source-given-away")
 def test_complete_or_given_up() -> None:
     """Guards against a room that is both: decode would take one that failed here, or have its pages
     back and then a completion."""
@@ -369,6 +372,7 @@ TestGateModel = GateModel.TestCase
 TestGateModel.settings = settings(max_examples=200, stateful_step_count=40)
 
 
+@pytest.mark.hazard("leaking-room-records")
 def test_unknown_rooms_change_nothing() -> None:
     """Guards against an entry for a room that nobody announced and no request has."""
     made, told = gate()

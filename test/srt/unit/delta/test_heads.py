@@ -29,6 +29,7 @@ def pools(size: int, total: int, page: int, buffers: int, head_bytes: int) -> np
     return np.zeros((size, buffers, POOL_PAGES, page, heads, head_bytes), np.uint8)
 
 
+@pytest.mark.hazard("unequal-tensor-parallelism")
 @given(
     layout=st.sampled_from(LAYOUTS),
     page=st.sampled_from([1, 4, 16]),

@@ -71,6 +71,7 @@ def test_a_failure_counts_once(side: Side) -> None:
     assert STATS.failures[Reason.TRANSPORT] == before[Reason.TRANSPORT]
 
 
+@pytest.mark.hazard("other-side-not-told")
 def test_all_ranks_are_told_by_the_writer(side: Side) -> None:
     """Guards against one of two decode ranks that holds its pages for their whole bound, and
     against an answer in another rank's name, which would count for that one."""
@@ -85,6 +86,7 @@ def test_all_ranks_are_told_by_the_writer(side: Side) -> None:
     assert side.manager.transfer_infos == {}
 
 
+@pytest.mark.hazard("abort-before-settled")
 def test_decode_hears_of_it_when_the_write_has_settled(side: Side) -> None:
     """Guards against pages that decode gives to others while they are written."""
     side.request()
@@ -168,6 +170,7 @@ def test_withdrawn_after_the_request_left(side: Side) -> None:
     assert len(side.stopped()) == 1 and side.manager.request_status == {}
 
 
+@pytest.mark.hazard("other-side-not-told")
 def test_withdrawn_while_its_request_arrives(side: Side) -> None:
     """Guards against a request that finds its room open between the two steps of a withdrawal, and
     then waits for ever: its room is stopped, and nothing says that it failed."""
@@ -255,6 +258,7 @@ def advance(side: Side, seconds: float, *, turns: bool = True) -> list[str]:
     return silent
 
 
+@pytest.mark.hazard("dead-peer-leftovers")
 def test_a_decode_rank_that_falls_silent(side: Side) -> None:
     """Guards against rooms of a decode server that died which wait for ever, against another one's
     rooms failing with them, and against a rank that never pinged (stock) being forgotten."""
@@ -308,6 +312,7 @@ def test_a_process_that_was_slow(side: Side) -> None:
     assert advance(side, 300) == [] and side.manager.request_status[ROOM] != KVPoll.Failed
 
 
+@pytest.mark.hazard("other-side-not-told")
 def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
     """Guards against a request that is taken in between the look at the clock and the end of its
     room: the room is stopped, nobody says that it failed, and it waits for ever."""
@@ -345,6 +350,7 @@ def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     assert "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT" in (side.rooms.gate.open(7) or "")
 
 
+@pytest.mark.hazard("other-side-not-told")
 def test_a_scheduler_that_is_busy_with_one_thing(side: Side) -> None:
     """It compiles a kernel, loads an adapter or new weights, and the reader's thread runs on.
     Guards against rooms that it finds failed although their requests had come, or come a second

@@ -71,6 +71,7 @@ def assert_restored(api: Any) -> None:
     assert api.nixlBind.nixlAgentConfig is AgentConfig
 
 
+@pytest.mark.hazard("racing-peer-tables")
 @pytest.mark.parametrize(("given", "delay"), [(None, 1000), ("0", 0), ("250", 250)])
 def test_what_is_asked_for(
     api: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, delay: int
@@ -108,6 +109,7 @@ def test_restored_after_an_error(api: Any) -> None:
     assert_restored(api)
 
 
+@pytest.mark.hazard("wrong-counts")
 def test_an_older_nixl(api: Any) -> None:
     """Guards against workers on an agent that is not safe for them; the text says what to do."""
     del api.nixl_thread_sync_t
@@ -117,6 +119,7 @@ def test_an_older_nixl(api: Any) -> None:
     assert_restored(api)
 
 
+@pytest.mark.hazard("wrong-counts")
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5"])
 def test_a_wrong_pause(api: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """Guards against a typing error that is taken for the default."""

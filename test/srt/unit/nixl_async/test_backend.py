@@ -59,6 +59,7 @@ def assert_moved(bench: Bench, **chunk: Any) -> list[Any]:
     return [each.handle for each in posted]
 
 
+@pytest.mark.hazard("metadata-tied-to-state", "lists-cut-to-fit", "false-runs")
 @pytest.mark.usefixtures("prefers_lists")
 @pytest.mark.parametrize("lists", ["strided", "long", "none", "stock peer"])
 @pytest.mark.parametrize("is_last", [False, True])
@@ -204,6 +205,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> For
     return chosen
 
 
+@pytest.mark.hazard("drained-per-request")
 def test_numbers_of_a_delivery(form: Form) -> None:
     """Guards against a descriptor for each page where neighbours can be merged, against counting
     pages that decode already had or descriptors that were not sent, and against taking time on the
@@ -241,6 +243,7 @@ def test_every_chunk_is_in_the_event_log(
     assert numbers["is_last"] and (numbers["moved"] > 0) == (bool(PAGES[pages][0]) or not in_note)
 
 
+@pytest.mark.hazard("lists-cut-to-fit")
 @pytest.mark.parametrize("has_sizes", [True, False])
 @pytest.mark.parametrize(
     ("chunk", "text"),

@@ -57,6 +57,7 @@ def clear_up(bench: Bench, posted: list[Any]) -> None:
     bench.check()
 
 
+@pytest.mark.hazard("exception-ends-worker", "siblings-write-on")
 @pytest.mark.parametrize("call", ["get_xfer_descs", "make", "transfer"])
 @pytest.mark.parametrize("nth", [0, 1, 2])
 def test_a_call_that_raises(bench: Bench, call: str, nth: int) -> None:
@@ -134,6 +135,7 @@ def test_an_unknown_peer(bench: Bench) -> None:
     assert posted == [] and bench.agent.handles == []
 
 
+@pytest.mark.hazard("handle-release")
 def test_forgotten_while_it_is_posted_to(bench: Bench) -> None:
     """Guards against a transfer that NIXL has made and that is never released, because the peer was
     forgotten by another thread in between; and against removing a peer that is being posted to."""
@@ -152,6 +154,7 @@ def test_forgotten_while_it_is_posted_to(bench: Bench) -> None:
     assert bench.agent.peers == {} and bench.table == {}
 
 
+@pytest.mark.hazard("peer-lost-for-ever")
 @pytest.mark.parametrize("noticed_by", ["state", "transfer", "make", "send_notif"])
 def test_a_lost_peer_may_register_again(bench: Bench, noticed_by: str) -> None:
     """Guards against a decode rank that is served no more after its connection broke once: it must
@@ -192,6 +195,7 @@ def test_a_lost_peer_may_register_again(bench: Bench, noticed_by: str) -> None:
     bench.check()
 
 
+@pytest.mark.hazard("peer-lost-for-ever")
 def test_only_a_disconnection_loses_a_peer(bench: Bench) -> None:
     """Guards against forgetting a peer, and failing all its rooms, because one transfer failed."""
     posted, _ = post(bench)
@@ -207,6 +211,7 @@ def test_only_a_disconnection_loses_a_peer(bench: Bench) -> None:
     bench.check()
 
 
+@pytest.mark.hazard("drained-per-request")
 def test_telemetry_that_raises(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Guards against telemetry that fails a transfer, or that complains about every one."""
     bench.agent.before["get_xfer_telemetry"] = lambda: 1 / 0

@@ -41,6 +41,7 @@ def test_the_place_of_a_chunk(count: int, start: int, data: st.DataObject) -> No
     assert made.destinations["a"].pages.tolist() == pages[start : start + count]
 
 
+@pytest.mark.hazard("lists-cut-to-fit")
 @pytest.mark.parametrize("listed", [0, 1, 2, 4])
 @pytest.mark.parametrize("good_first", [True, False])
 def test_a_rank_that_listed_another_number(listed: int, good_first: bool) -> None:
@@ -92,6 +93,7 @@ def test_two_ranks() -> None:
     }
 
 
+@pytest.mark.hazard("source-given-away")
 def test_nothing_is_alive() -> None:
     """Guards against a chunk in a queue that changes when the scheduler gives its pages to another
     request."""

@@ -76,6 +76,7 @@ def moves_of(sources: Rows, destinations: Rows) -> dict[int, int]:
     return moved
 
 
+@pytest.mark.hazard("foreign-geometry", "false-runs")
 @given(
     item_lens=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4).map(tuple),
     slots=st.integers(1, 24),
@@ -87,8 +88,8 @@ def test_both_forms_move_the_same_bytes(
     item_lens: tuple[int, ...], slots: int, more_slots: int, base: int, data: st.DataObject
 ) -> None:
     """Guards against bytes that are missing, twice, or at a wrong place: with unsorted and repeated
-    pages (hazard 46), buffers of several lengths, another number of slots on the other side (hazard
-    45), and addresses that a signed number cannot hold."""
+    pages, buffers of several lengths, another number of slots on the other side, and addresses that
+    a signed number cannot hold."""
     source = pool(item_lens, slots, base, device=1)
     destination = pool(item_lens, slots + more_slots, base, device=2)
     check_pair(source, destination)
@@ -205,6 +206,7 @@ def test_limits_of_slices() -> None:
         Pool((2**64 - 59,), (4,), 8, 0, Heads(1, 1, 4, (8,)))
 
 
+@pytest.mark.hazard("false-runs")
 @given(st.data())
 def test_runs_are_as_long_as_they_can_be(data: st.DataObject) -> None:
     """Guards against merging where only one side rises, and against not merging where both do."""
@@ -236,8 +238,9 @@ def test_falling_pages_of_every_type(dtype: type[np.integer]) -> None:
     assert runs.sources.tolist() == [2**31 - 1, 0, 1]
 
 
+@pytest.mark.hazard("peer-ignores-prefix", "lists-cut-to-fit")
 def test_different_numbers_of_pages() -> None:
-    """Guards against a list that is cut, or repeated by broadcasting (hazards 3 and 39)."""
+    """Guards against a list that is cut, or repeated by broadcasting."""
     for ours, theirs in ((5, 3), (3, 5), (1, 3), (3, 1), (0, 1)):
         with pytest.raises(ValueError, match=f"{ours} pages .* {theirs}"):
             runs_of(np.arange(ours), np.arange(theirs))
@@ -264,12 +267,12 @@ def test_the_short_form_lists_the_same(item_lens: tuple[int, ...], slots: int, b
     assert [tuple(row) for row in prepared(some).tolist()] == long
 
 
+@pytest.mark.hazard("foreign-geometry")
 @example(buffers=2, slots=2**30, page=2**30 - 1)
 @example(buffers=2**11, slots=2**20, page=2**20 - 1)
 @given(buffers=st.integers(1, 128), slots=st.integers(1, 2**26), page=st.integers(0, 2**26 - 1))
 def test_selectors_near_their_limit(buffers: int, slots: int, page: int) -> None:
-    """Guards against selectors that wrap around in large pools (hazard 45): they are right or
-    refused."""
+    """Guards against selectors that wrap around in large pools: they are right or refused."""
     some = Pool((0,) * buffers, (1,) * buffers, slots, 0)
     last = (buffers - 1) * slots + page
     if buffers * slots > 2**31:
@@ -334,9 +337,10 @@ def test_the_last_byte_of_the_address_space() -> None:
     assert prepared(top)[-1].tolist() == [2**64 - 8, 8, 0]
 
 
+@pytest.mark.hazard("lists-cut-to-fit")
 def test_pools_that_do_not_fit() -> None:
-    """Guards against writing slots of one size to slots of another, or leaving buffers out (hazard
-    39); another number of slots is fine."""
+    """Guards against writing slots of one size to slots of another, or leaving buffers out; another
+    number of slots is fine."""
     ours = pool((8, 16), 4, 0)
     check_pair(ours, pool((8, 16), 99, HIGH))
     for item_lens in ((8,), (8, 16, 16), (16, 8), (8, 8)):

@@ -28,6 +28,7 @@ def polls_while_failing(rank: PrefillRank, sender: Any) -> list[Any]:
     return polls
 
 
+@pytest.mark.hazard("source-given-away")
 def test_a_chunk_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against pages that are freed while they are read, because the room's status said that
     it failed before its ticket did."""

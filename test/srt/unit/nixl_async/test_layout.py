@@ -42,6 +42,7 @@ def test_kv(is_mla: bool, slots: int | None) -> None:
     assert scene.layout.kv(scene.info, slots).destination.device == 6
 
 
+@pytest.mark.hazard("foreign-geometry")
 @pytest.mark.parametrize("start_layer", [0, 2, 4])
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_a_pipeline_stage(is_mla: bool, start_layer: int) -> None:

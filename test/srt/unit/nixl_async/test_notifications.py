@@ -86,6 +86,7 @@ def test_a_note_with_metadata(room: int, writer: int, parts: list[bytes]) -> Non
     assert note == Notification(room, "done", writer=writer, metadata=tuple(parts))
 
 
+@pytest.mark.hazard("writers-confused")
 @given(room=NUMBERS, chunk=NUMBERS, last=st.booleans(), stage=NUMBERS, writer=NUMBERS)
 def test_the_writer_takes_the_place_of_the_stage(
     room: int, chunk: int, last: bool, stage: int, writer: int

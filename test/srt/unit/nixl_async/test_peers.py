@@ -53,6 +53,7 @@ def scene() -> Scene:
     return Scene()
 
 
+@pytest.mark.hazard("racing-peer-tables")
 def test_published_when_nixl_has_taken_it(scene: Scene) -> None:
     """Guards against a room that starts for a peer which NIXL does not know yet."""
     seen: list[Any] = []
@@ -89,6 +90,7 @@ def test_registered_twice(scene: Scene) -> None:
     scene.check()
 
 
+@pytest.mark.hazard("racing-peer-tables")
 def test_forgotten_while_something_is_under_way(scene: Scene) -> None:
     """Guards against pulling a peer away from under a transfer, and against starting another one
     meanwhile."""
@@ -107,6 +109,7 @@ def test_forgotten_while_something_is_under_way(scene: Scene) -> None:
     assert scene.agent.calls["remove_remote_agent"] == 1
 
 
+@pytest.mark.hazard("peer-lost-for-ever")
 def test_back_while_something_is_under_way(scene: Scene) -> None:
     """Guards against a peer that is removed as the last word about it, although it is back; and
     against lists of its former connection."""
@@ -162,6 +165,7 @@ def test_a_stranger(scene: Scene) -> None:
     scene.check()
 
 
+@pytest.mark.hazard("racing-peer-tables")
 @pytest.mark.parametrize("rounds", [300])
 def test_threads(scene: Scene, rounds: int) -> None:
     """Guards against a count of users that goes wrong between the reader and the workers: below
@@ -194,6 +198,7 @@ def test_threads(scene: Scene, rounds: int) -> None:
     assert scene.table == {}
 
 
+@pytest.mark.hazard("racing-peer-tables")
 def test_peers_change_between_posts(scene: Scene) -> None:
     """Guards against a change of NIXL's peers that waits for a post inside NIXL, where a release by
     a third thread waits for both with the interpreter's lock; against a post that begins meanwhile;
@@ -251,6 +256,7 @@ def test_peers_change_between_posts(scene: Scene) -> None:
     assert sorted(scene.agent.peers) == ["d", "f"]
 
 
+@pytest.mark.hazard("racing-peer-tables")
 def test_a_post_that_hangs() -> None:
     """Guards against a change of NIXL's peers that waits for ever for a post that hangs: it holds
     up the posts of all other workers meanwhile, and the reader thread, on which the watchdog is."""
@@ -351,6 +357,7 @@ def test_pools_that_selectors_cannot_name() -> None:
     assert agent.calls["prep_xfer_dlist"] == 0
 
 
+@pytest.mark.hazard("foreign-geometry")
 def test_a_second_pool_of_one_kind() -> None:
     """Guards against selecting from a list of another pool, and against a peer that has new lists
     made for each of its announcements."""

@@ -208,6 +208,7 @@ class Life:
         self.free += room.source
 
 
+@pytest.mark.hazard("source-given-away")
 @pytest.mark.parametrize("seed", range(5))
 def test_two_hundred_rooms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Guards against everything that only meets in a crowd: pages given away while they are read or

@@ -138,6 +138,7 @@ def test_ranks_that_announce_different_prefixes(monkeypatch: pytest.MonkeyPatch)
     rank.check()
 
 
+@pytest.mark.hazard("poll-raises")
 def test_the_cause_is_chained(rank: PrefillRank) -> None:
     """Guards against a log that says that something failed, but not where."""
     sender = started(rank)
@@ -172,6 +173,7 @@ def test_a_later_error_is_no_cause(rank: PrefillRank) -> None:
     rank.check()
 
 
+@pytest.mark.hazard("poll-raises")
 def test_an_error_on_the_worker_that_meets_an_abort(rank: PrefillRank) -> None:
     """Guards against an exception chained to a failure that it did not cause: the worker finds out
     after the abort, and before it is told of it."""
@@ -218,6 +220,7 @@ def test_it_failed_on_another_rank(rank: PrefillRank) -> None:
     rank.check()
 
 
+@pytest.mark.hazard("late-word-revives-room")
 def test_given_up_while_it_is_sent(rank: PrefillRank) -> None:
     """Guards against success of a chunk that goes to nobody: the reader's thread has just dropped
     the room's announcements, and the workers have not heard of it."""
@@ -241,6 +244,7 @@ def test_given_up_while_it_is_sent(rank: PrefillRank) -> None:
     rank.check()
 
 
+@pytest.mark.hazard("source-given-away")
 def test_pages_are_not_freed_while_they_are_queued(rank: PrefillRank) -> None:
     """Guards against source pages and a metadata slot that go to another request while a chunk of
     the aborted one is still in a queue."""
@@ -257,6 +261,7 @@ def test_pages_are_not_freed_while_they_are_queued(rank: PrefillRank) -> None:
     rank.check()
 
 
+@pytest.mark.hazard("siblings-write-on")
 def test_a_transfer_that_never_settles(rank: PrefillRank) -> None:
     """Guards against a request that waits for ever, and against telling decode that nothing is
     written any more while it is; the text names the rank."""
@@ -275,6 +280,7 @@ def test_a_transfer_that_never_settles(rank: PrefillRank) -> None:
     rank.check()
 
 
+@pytest.mark.hazard("peer-lost-for-ever")
 def test_a_decode_rank_that_comes_back(rank: PrefillRank) -> None:
     """Guards against rooms that hang when their decode rank goes away, and against a rank that is
     not served after it came back."""
@@ -388,6 +394,7 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
     return problems
 
 
+@pytest.mark.hazard("poll-raises")
 @pytest.mark.parametrize("cause", [None, *CAUSES])
 def test_every_order(rank: PrefillRank, cause: str | None) -> None:
     """Guards against an order of chunks, failures and endings in which a request ends while its
@@ -396,6 +403,7 @@ def test_every_order(rank: PrefillRank, cause: str | None) -> None:
         assert live(rank, room, order) == [], order
 
 
+@pytest.mark.hazard("late-word-revives-room")
 @pytest.mark.parametrize("causes", itertools.combinations(CAUSES, 2), ids="-".join)
 def test_two_causes(rank: PrefillRank, causes: tuple[str, str]) -> None:
     """Guards against a second cause that takes the place of the first, or undoes it."""

@@ -47,6 +47,7 @@ def test_accepted(page_size, backend):
     )
 
 
+@pytest.mark.hazard("offload-manager", "receivers-without-prefix", "radix-beside-hicache")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -95,6 +96,7 @@ def test_environment_settings(monkeypatch, name, value, refused):
         compat.check_decode_radix_args(args())
 
 
+@pytest.mark.hazard("flag-ineffective")
 def test_explicit_disable_radix_cache():
     """Asking for both is a mistake; neither may win silently."""
     compat.check_explicit_disable(args())
@@ -102,6 +104,7 @@ def test_explicit_disable_radix_cache():
         compat.check_explicit_disable(args(disable_radix_cache=True))
 
 
+@pytest.mark.hazard("flag-ineffective")
 def test_a_tree_that_sglang_turned_off():
     """SGLang disables the tree for some models with only a log line: that must not go unseen."""
     compat.check_still_enabled(args())
@@ -135,6 +138,7 @@ def model(hf_config=None, **changes):
     )
 
 
+@pytest.mark.hazard("state-beyond-prefix", "unfit-models")
 @pytest.mark.parametrize(
     ("config", "named"),
     [
