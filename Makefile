@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
+.PHONY: help env lint format test test-fast test-nightly test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -35,6 +35,12 @@ serve: env ## the same pair, left running for your own requests
 	$(PY) -m benchmark.demo --serve
 
 test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs
+
+test-fast: env ## what needs neither torch nor SGLang, seconds: after every edit
+	$(PYTEST) $(TWO) --fast -q -r fE test/srt/unit
+
+test-nightly: env ## controls ("without it, it breaks") and fuzzers in their long form
+	$(PYTEST) $(TWO) --nightly test/srt/unit test/srt/component
 
 test-unit: env ## no engine, a minute or two
 	$(PYTEST) $(TWO) test/srt/unit

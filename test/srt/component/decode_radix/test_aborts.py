@@ -92,6 +92,7 @@ def test_tokens_come_before_the_end(resumed: bool, monkeypatch: pytest.MonkeyPat
     check_idle(decoder)
 
 
+@pytest.mark.nightly
 def test_without_it_the_end_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a test that would pass in any case."""
     monkeypatch.setattr(aborts, "end_streaming", lambda scheduler, request: None)

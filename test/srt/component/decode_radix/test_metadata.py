@@ -52,6 +52,7 @@ def test_a_stale_marker_is_not_ones_own(decoder: Decoder) -> None:
 
 
 @pytest.mark.hazard("ranks-commit-apart")
+@pytest.mark.nightly
 def test_without_clearing_a_stale_marker_passes(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_the_answer_is_in_the_tree_when_it_ends(decoder: Decoder) -> None:
 
 
 @pytest.mark.hazard("first-token-in-tree")
+@pytest.mark.nightly
 def test_the_stock_batch_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against checks that SGLang's own method would pass as well: it counts the prefix as
     cached tokens, and lists slots from the start of the row."""

@@ -104,6 +104,7 @@ OTHER_KV, LOCKS = "hold other KV", "lock_ref"
 
 
 @pytest.mark.hazard("pages-written-after-release")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("break_it", "notice"),
     [
@@ -135,6 +136,7 @@ def test_the_check_notices(
             Life(Decoder(16, 640, rows=6), seed).run(300, seed)
 
 
+@pytest.mark.nightly
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
     assert prealloc_module.restore_private is tree_module.restore_private

@@ -77,6 +77,7 @@ EVENTS = ("fail_on_one_rank", "skew", "late_metadata", "evict_one")
 
 
 @pytest.mark.hazard("ranks-disagree-on-prefix")
+@pytest.mark.nightly
 @pytest.mark.parametrize("cause", ["evict_one", "fail_on_one_rank", "skew"])
 def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     """Guards against a pair of ranks that would agree in any case: with admission's reduction
@@ -87,6 +88,7 @@ def test_without_agreement_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: 
             live(seed, 1000, without=tuple(event for event in EVENTS if event != cause))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cause", ["fail_on_one_rank", "late_metadata"])
 def test_without_a_common_poll_they_diverge(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     """Guards against the same of transfers: each rank's own polls make the ranks part."""

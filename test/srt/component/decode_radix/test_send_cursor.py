@@ -12,6 +12,7 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+from effort import tries
 from sglang.srt.disaggregation.delta.pages import page_count, page_floor
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
@@ -139,7 +140,7 @@ def wrong(scenario: Scenario) -> list[str]:
 
 
 @pytest.mark.hazard("send-cursor-ahead")
-@settings(max_examples=400)
+@settings(max_examples=tries(200))
 @given(scenario=scenarios())
 def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
     """Guards against a cursor that moves before the chunk is known to be needed, and so sends
@@ -179,7 +180,7 @@ def test_full_hit_sends_its_metadata_once() -> None:
 
 
 @pytest.mark.hazard("sent-before-written")
-@settings(max_examples=200)
+@settings(max_examples=tries(100))
 @given(scenario=scenarios())
 def test_nothing_is_sent_before_it_is_there(scenario: Scenario) -> None:
     """Guards against pages sent ahead of the forward pass that fills them, which would move what
@@ -193,7 +194,7 @@ def test_nothing_is_sent_before_it_is_there(scenario: Scenario) -> None:
         assert had_metadata == is_last
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(50))
 @given(scenario=scenarios())
 def test_without_a_prefix_nothing_changes(scenario: Scenario) -> None:
     """Guards against other behaviour for stock decode servers: same calls as the stock method."""
@@ -205,6 +206,7 @@ def test_without_a_prefix_nothing_changes(scenario: Scenario) -> None:
 
 
 @pytest.mark.hazard("send-cursor-ahead")
+@pytest.mark.nightly
 def test_the_stock_method_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against properties that cannot fail: SGLang's own method breaks them."""
     monkeypatch.delattr(DeltaPrefill, "send_kv_chunk")

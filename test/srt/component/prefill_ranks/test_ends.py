@@ -152,6 +152,7 @@ def test_a_step_costs_what_sglangs_does(server: Server) -> None:
     server.finish()
 
 
+@pytest.mark.nightly
 def test_with_sglangs_own_queue_decode_gets_other_bytes(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from benchmark.agentic.capacity.sim.jobs import Job, SharedPrefixes, from_trace
 from benchmark.agentic.capacity.sim.outcome import outcome
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig
 from benchmark.traces.record import Record
+from effort import tries
 
 ENDLESS = 10**9
 
@@ -81,7 +82,7 @@ def empty(run: Run) -> bool:
     return all(pool.private == 0 and pool.locks == 0 for pool in pools)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     pool=st.sampled_from([80, 120, 300, 1000]),
@@ -119,7 +120,7 @@ def test_every_request_ends_once_and_no_pool_overflows(
         assert radix or not job.decode_hit
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=tries(30), deadline=None)
 @given(seed=st.integers(0, 10**6), radix=st.booleans(), gentle=st.booleans())
 def test_pool_holds_exactly_what_its_requests_hold(seed: int, radix: bool, gentle: bool) -> None:
     """Whenever a decode worker has settled, private tokens are the sum over its requests."""

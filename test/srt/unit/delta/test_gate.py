@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from effort import tries
 from sglang.srt.disaggregation.delta.prefill.gate import RoomGate
 from unit.delta.fakes import Clock
 
@@ -369,7 +370,7 @@ class GateModel(RuleBasedStateMachine):
 
 
 TestGateModel = GateModel.TestCase
-TestGateModel.settings = settings(max_examples=200, stateful_step_count=40)
+TestGateModel.settings = settings(max_examples=tries(200), stateful_step_count=40)
 
 
 @pytest.mark.hazard("leaking-room-records")

@@ -20,6 +20,9 @@ from models.arithmetic import (
 from models.eval_tiny_arith import FOLDER
 from models.train_tiny_arith import TEST_SET
 
+# Of the generator alone, which makes the shipped model; servers only read what it made.
+pytestmark = pytest.mark.nightly
+
 SPLITS: tuple[Split, Split] = ("train", "test")
 
 

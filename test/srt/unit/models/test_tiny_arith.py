@@ -95,6 +95,7 @@ def test_generated_ids_are_a_prefix_of_the_next_prompt(model: Any) -> None:
     assert encode(prompt(asked[0], answer, asked[1]))[: len(ids)] == ids
 
 
+@pytest.mark.nightly
 def test_answers_held_out_questions(model: Any) -> None:
     """Guards against weights that were broken or half trained when they were saved."""
     asked = list(itertools.islice(problems("test", seed=4), 20))
@@ -103,6 +104,7 @@ def test_answers_held_out_questions(model: Any) -> None:
     assert right >= 17
 
 
+@pytest.mark.nightly
 def test_training_text_is_what_the_chat_template_writes() -> None:
     """Guards against training on another chat format than servers will send."""
     segments = chat_segments(random.Random(0), turns=3)
@@ -117,6 +119,7 @@ def _contents(texts: list[str]) -> list[str]:
     return [text for text in cut if text != "\n"][:-1]
 
 
+@pytest.mark.nightly
 def test_tokenizer_is_what_the_script_makes() -> None:
     """Guards against a shipped tokenizer that nobody can make again."""
     made = make_tokenizer(seed=0)

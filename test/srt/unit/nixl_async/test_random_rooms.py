@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.wire import parse
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
@@ -209,7 +210,8 @@ class Life:
 
 
 @pytest.mark.hazard("source-given-away")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(tries(5)))
 def test_two_hundred_rooms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Guards against everything that only meets in a crowd: pages given away while they are read or
     written, rooms that wait for each other, causes that get lost, and entries that stay."""

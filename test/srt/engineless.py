@@ -1,0 +1,46 @@
+"""An interpreter in which torch and SGLang do not exist: a test that imports one is skipped.
+
+Our own modules are importable below ``sglang``, as long as they import nothing of SGLang's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+OURS = Path(__file__).parents[2] / "python" / "sglang"
+HEAVY = ("torch", "transformers", "triton", "nixl", "mooncake", "sgl_kernel")
+
+
+class _Skips(MetaPathFinder):
+    """Ends the import of a module, and with it the test or the test file, as skipped.
+
+    Not an ImportError, which libraries catch to do without.
+    """
+
+    def __init__(self, *roots: str) -> None:
+        self._roots = roots
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
+        if name.split(".")[0] in self._roots:
+            raise pytest.skip.Exception(f"needs {name}", allow_module_level=True)
+
+
+def hide() -> None:
+    """From here on; to be called before anything imports SGLang."""
+    assert not {"torch", "sglang"} & set(sys.modules), "imported already"
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if "patchset" not in type(finder).__module__
+    ]
+    package = ModuleType("sglang")
+    package.__path__ = [str(OURS)]
+    sys.modules["sglang"] = package
+    sys.meta_path.insert(0, _Skips(*HEAVY))
+    sys.meta_path.append(_Skips("sglang"))  # asked when nobody else knows the module
