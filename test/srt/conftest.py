@@ -3,7 +3,8 @@
 =============  ==========================================================================
 ``pytest``     all but tests marked ``nightly``; fuzzers in their short form
 ``--nightly``  only those, and the fuzzers in their long form, with new examples each time
-``--fast``     only what imports neither torch nor SGLang, whose names do not exist there
+``--fast``     only what imports neither torch nor SGLang, whose names do not exist there, and
+               is not ``slow``; of fuzzers a glimpse
 =============  ==========================================================================
 """
 
@@ -24,6 +25,7 @@ if not glob.glob("/dev/nvidia[0-9]*"):
 
 # In CI the same examples in every run. No deadline: its two cores are shared.
 settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("fast", derandomize=True, deadline=None, max_examples=10)
 settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 
 
@@ -35,9 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported."""
-    settings.load_profile("nightly" if config.getoption("nightly") else "ci")
     if config.getoption("fast"):
+        settings.load_profile("fast")
         engineless.hide()
+    else:
+        settings.load_profile("nightly" if config.getoption("nightly") else "ci")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,7 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nightly = config.getoption("nightly")
     taken: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
-        if nightly:
+        if config.getoption("fast"):
+            is_taken = item.get_closest_marker("slow") is None
+        elif nightly:
             is_fuzzer = item.get_closest_marker("fuzz") is not None
             is_taken = is_fuzzer or is_hypothesis_test(getattr(item, "obj", None))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,7 @@ def hide() -> None:
         finder for finder in sys.meta_path if "patchset" not in type(finder).__module__
     ]
     package = ModuleType("sglang")
+    package.__spec__ = ModuleSpec("sglang", None, is_package=True)
     package.__path__ = [str(OURS)]
     sys.modules["sglang"] = package
     sys.meta_path.insert(0, _Skips(*HEAVY))

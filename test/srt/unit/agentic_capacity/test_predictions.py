@@ -15,6 +15,8 @@ from benchmark.agentic.capacity import simulate as simulate_cli
 from benchmark.agentic.capacity.calibrate import Prefilled, Stepped
 from benchmark.agentic.capacity.sim.fit import scaled
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_pull_requests_benchmark_from_its_stock_arm() -> None:
     """The scales were fitted to the stock arm; the radix arm follows from them."""

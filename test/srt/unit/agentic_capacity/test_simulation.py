@@ -18,6 +18,8 @@ from benchmark.agentic.capacity.sim.prefill import PrefillConfig
 from benchmark.traces.record import Record
 from effort import tries
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = 10**9
 
 

@@ -20,6 +20,8 @@ from benchmark.harness.arm import Traffic
 from benchmark.traces.generate import conversations
 from benchmark.traces.read import write
 
+pytestmark = pytest.mark.slow
+
 CLASSES = Classes()
 ENVIRONMENT = {"date": "2026-01-01", "machine": "a machine", "sglang": "1", "commit": "c0ffee"}
 

@@ -10,6 +10,7 @@ from benchmark.agentic.router.prefixes import PrefixIndex
 from benchmark.agentic.router.schedule import NoWorker, Pins, Scheduler
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL, Charge, Worker
+from effort import tries
 
 
 def ask(ids: list[int], session: str | None = None, max_new_tokens: int = 8) -> Ask:
@@ -158,10 +159,10 @@ def test_a_worker_restarted_between_two_checks_has_an_empty_index_too() -> None:
 
 
 def test_no_state_grows_with_finished_sessions() -> None:
-    """Guards the bounds of the session table and the indices, over 100,000 sessions."""
+    """Guards the bounds of the session table and the indices, over many sessions."""
     made = scheduler(max_sessions=1000)
     template = ask([0] * 32)
-    for number in range(100_000):
+    for number in range(tries(20_000)):
         session = f"s{number}"
         base = number * 8
         fresh = type(template)(

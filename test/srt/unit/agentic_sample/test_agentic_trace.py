@@ -17,6 +17,8 @@ from benchmark.traces.read import read
 from benchmark.traces.record import Record, check
 from benchmark.traces.sessions import annotate
 
+pytestmark = pytest.mark.slow
+
 RECORDS = list(agentic(30_000, seed=3))
 
 

@@ -14,6 +14,8 @@ from benchmark.agentic.sample.survey import survey
 from benchmark.traces.read import read, write
 from benchmark.traces.record import Record
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -14,6 +14,8 @@ from chaos.run import Account, Chaos
 from chaos.tally import Outcome
 from unit.chaos.fake_pair import FakeMaster, FakePair, incarnation
 
+pytestmark = pytest.mark.slow
+
 BANK = Bank(tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4))
 SENDS = tuple(
     Send(0.02 * i, i, i % 8, Leave(How.DISCONNECT, 0.05) if i == 3 else None) for i in range(12)

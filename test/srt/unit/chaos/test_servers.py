@@ -17,6 +17,8 @@ from benchmark.harness.watchdog import group_members
 from chaos import store
 from chaos.servers import ENV, Servers, chaos_config
 
+pytestmark = pytest.mark.slow
+
 SERVER = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -201,7 +201,7 @@ def test_decode_could_not_be_told() -> None:
     assert told == [(7, "no note", ["info"])]
 
 
-@pytest.mark.parametrize("rounds", [300])
+@pytest.mark.parametrize("rounds", [tries(300)])
 def test_threads_complete_or_give_up(rounds: int) -> None:
     """A worker completes while the reader's thread gives the room up, as ``PrefillRooms.fail``
     does. Guards against both, or neither, being the outcome."""
@@ -226,7 +226,7 @@ def test_threads_complete_or_give_up(rounds: int) -> None:
         assert barred == [not completed]
 
 
-@pytest.mark.parametrize(("stops", "rounds"), [(1, 300), (3, 300)])
+@pytest.mark.parametrize(("stops", "rounds"), [(1, tries(300)), (3, tries(300))])
 def test_threads(stops: int, rounds: int) -> None:
     """The scheduler enters and leaves while the reader thread stops. Guards against a room that is
     told while something is under way, not at all, or twice."""

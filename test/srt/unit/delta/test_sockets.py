@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
+import sglang.srt.utils.network  # noqa: F401  what every thread's first message imports
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.control import PeerSockets
 

@@ -14,6 +14,8 @@ from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerFailed
 from benchmark.harness.servers import ServerConfig
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(http.server.__file__)
 
 

@@ -28,6 +28,8 @@ from benchmark.hicache_buffer_only.tiers import Hits
 from benchmark.traces.read import write
 from benchmark.traces.record import Record, check
 
+pytestmark = pytest.mark.slow
+
 
 def test_arms_differ_in_memory_alone() -> None:
     """Another pool, chunk or policy in one arm would be measured instead of the mode."""

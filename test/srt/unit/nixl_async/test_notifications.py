@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from effort import tries
 from sglang.srt.disaggregation.delta.wire import (
     MOST_METADATA,
     Notification,
@@ -103,7 +104,8 @@ def test_the_writer_takes_the_place_of_the_stage(
         assert text.split("_", 4)[:2] == [str(room), kind]
 
 
-def test_two_hundred_thousand_broken_texts() -> None:
+@pytest.mark.fuzz
+def test_broken_texts_are_refused_or_give_possible_numbers() -> None:
     """Whatever bytes arrive, parsing either says that they are wrong or gives numbers that can be:
     none negative, and a kind that is known."""
     rng = random.Random(0)
@@ -112,7 +114,7 @@ def test_two_hundred_thousand_broken_texts() -> None:
     pieces = [b"_", b"-", b"+1", b" ", b"9" * 30, b"9" * 5000, b"kv", b"aux", b"\xff", b"\0", b"\n"]
     pieces += ["\N{ARABIC-INDIC DIGIT FIVE}".encode(), b"1e3", b"0x1", b"None", b"nan"]
     accepted = 0
-    for _ in range(200_000):
+    for _ in range(tries(50_000)):
         text = bytearray(rng.choice(good))
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(text) + 1)
@@ -135,4 +137,4 @@ def test_two_hundred_thousand_broken_texts() -> None:
         assert min(note.room, note.chunk, note.writer or 0) >= 0
         assert note.kind in ("kv", "aux", "state", "done")
         assert note.writer is not None or note.kind == "aux"
-    assert 10_000 < accepted < 190_000, "the mutations are neither harmless nor hopeless"
+    assert 0.05 < accepted / tries(50_000) < 0.95, "the mutations are neither harmless nor hopeless"

@@ -7,6 +7,8 @@ import pytest
 from sglang.srt.patchset import GROUPS
 from sglang.srt.patchset.status import closure
 
+pytestmark = pytest.mark.slow
+
 DISABLE = "SGLANG_PATCHSET_DISABLE"
 #: What an engine, an object made before the second target is imported, and the options do.
 REPORT = """

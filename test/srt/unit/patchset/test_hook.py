@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPORT = """
 from sglang.srt.consumer import Engine, Options
 print(Engine().run(), Options(colour="blue").checked)

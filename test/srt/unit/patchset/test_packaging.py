@@ -16,6 +16,8 @@ from sglang.srt.patchset.base_version import installed_version
 
 from .conftest import clean_environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 DISTRIBUTION = "sglang_disagg_patchset"
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

@@ -8,6 +8,8 @@ from sglang.srt.patchset import GROUPS, TABLE, Replacement
 from sglang.srt.patchset.__main__ import render
 from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus, State
 
+pytestmark = pytest.mark.slow
+
 MAIN = "import runpy; runpy.run_module('sglang.srt.patchset', run_name='__main__', alter_sys=True)"
 CHECK = "import sys; sys.argv.append('--check'); " + MAIN
 

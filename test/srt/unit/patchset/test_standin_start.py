@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STANDIN = "sglang/srt/hardware_backend/cpu_standin"
 
 
