@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-fast test-nightly test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
+.PHONY: help env lint format test test-fast test-nightly test-durations test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -59,6 +59,12 @@ chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --ba
 
 bench-agentic: env ## a matrix of real servers under agentic traffic, one page; AGENTIC="--trace FILE ..."
 	$(PY) -m benchmark.agentic report $(AGENTIC)
+
+test-durations: env ## how long each layer takes here; for CONTRIBUTING.md, on a machine that does nothing else
+	@for layer in lint test-fast test-unit test-component test-e2e test-nightly; do \
+		began=$$(date +%s); $(MAKE) --no-print-directory $$layer >/dev/null 2>&1; status=$$?; \
+		echo "$$layer: $$(( $$(date +%s) - began )) s (status $$status)"; \
+	done
 
 hazards: env ## docs/hazards.md: which tests guard against what, from their markers
 	$(PY) scripts/hazards.py
