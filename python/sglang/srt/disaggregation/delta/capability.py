@@ -61,7 +61,10 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         )
     except requests.RequestException as error:
         logger.error(
-            "could not ask prefill server %s for its capabilities: %s", bootstrap_addr, error
+            "could not ask prefill server %s for its capabilities (%s): its requests wait, and it "
+            "is asked again; look whether it is up",
+            bootstrap_addr,
+            error,
         )
         return None
     if response.status_code == 404:
@@ -73,13 +76,22 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         return STOCK
     if response.status_code != 200:
         logger.error(
-            "prefill server %s answered %s for %s", bootstrap_addr, response.status_code, ROUTE
+            "prefill server %s answered %s for %s: its requests wait, and it is asked again; look "
+            "into its log",
+            bootstrap_addr,
+            response.status_code,
+            ROUTE,
         )
         return None
     try:
         capabilities = msgspec.json.decode(response.content, type=Capabilities)
     except _UNREADABLE as error:
-        logger.error("prefill server %s sent unreadable capabilities: %s", bootstrap_addr, error)
+        logger.error(
+            "prefill server %s sent unreadable capabilities (%s): whole prompts will be moved from "
+            "it; look which version it runs",
+            bootstrap_addr,
+            error,
+        )
         return STOCK
     if not capabilities.takes_delta:
         logger.warning(

@@ -110,100 +110,97 @@ def declare(
     return tuple(Metric(name, kind, side, text, labels, buckets) for name, text in texts.items())
 
 
-_DECODE_COUNTERS = declare(
-    "counter",
-    "decode",
-    {
-        "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
-        "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
-        "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
-    },
-)
-_PREFILL_COUNTERS = declare(
-    "counter",
-    "prefill",
-    {
-        "kv_transfer_sent_bytes": "KV bytes that prefill posted to decode servers",
-        "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
-        "kv_transfer_stuck_workers": "Transfer workers that were found stuck or dead",
-    },
-)
-_FAILED = declare(
-    "counter",
-    "both",
-    {"kv_transfer_failed": "Rooms that failed on this server, by reason"},
-    labels=("reason",),
-)
-_REFUSED = declare(
-    "counter",
-    "decode",
-    {
-        "decode_admission_refused": (
-            "Requests that were not admitted at once, by reason; once a request and reason"
-        )
-    },
-    labels=("reason",),
-)
-_DECODE_GAUGES = declare(
-    "gauge",
-    "decode",
-    {
-        "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix tree",
-        "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock on",
-        "decode_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
-        "decode_quarantined_tokens": "Tokens of aborted transfers that prefill may still write to",
-    },
-)
-#: These and the histograms: with NIXL only. A *transfer* is one chunk to one peer.
-_TRANSFER_GAUGES = declare(
-    "gauge",
-    "prefill",
-    {
-        "kv_transfer_waiting": "Transfers that wait in the queues, the most since the last export",
-        "kv_transfer_in_flight": "Transfers under way, the most since the last export",
-        "kv_transfer_overdue": "Transfers under way that missed their deadline",
-    },
-)
-_TRANSFER_SECONDS = declare(
-    "histogram",
-    "prefill",
-    {
-        "kv_transfer_queue_seconds": "From submission until a transfer is posted",
-        "kv_transfer_build_seconds": "Making the descriptors of a transfer",
-        "kv_transfer_post_seconds": "The transport's calls that start a transfer",
-        "kv_transfer_wire_seconds": "From the end of the post until a transfer settled",
-        "kv_transfer_transport_seconds": "A transfer as the transport timed it",
-    },
-    buckets=SECONDS,
-)
-_TRANSFER_SIZES = (
-    Metric(
-        "kv_transfer_descriptors",
+_DECLARED = (
+    *declare(
+        "counter",
+        "decode",
+        {
+            "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
+            "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
+            "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
+        },
+    ),
+    *declare(
+        "counter",
+        "prefill",
+        {
+            "kv_transfer_sent_bytes": "KV bytes that prefill posted to decode servers",
+            "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
+            "kv_transfer_stuck_workers": "Transfer workers that were found stuck or dead",
+        },
+    ),
+    *declare(
+        "counter",
+        "both",
+        {"kv_transfer_failed": "Rooms that failed on this server, by reason"},
+        labels=("reason",),
+    ),
+    *declare(
+        "counter",
+        "decode",
+        {
+            "decode_admission_refused": "Requests that were not admitted at once, by reason; once "
+            "a request and reason"
+        },
+        labels=("reason",),
+    ),
+    *declare(
+        "gauge",
+        "decode",
+        {
+            "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix "
+            "tree",
+            "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock "
+            "on",
+            "decode_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
+            "decode_quarantined_tokens": "Tokens of aborted transfers that prefill may still write "
+            "to",
+        },
+    ),
+    # With NIXL only, from here on. A *transfer* is one chunk to one peer.
+    *declare(
+        "gauge",
+        "prefill",
+        {
+            "kv_transfer_waiting": "Transfers that wait in the queues, the most since the last "
+            "export",
+            "kv_transfer_in_flight": "Transfers under way, the most since the last export",
+            "kv_transfer_overdue": "Transfers under way that missed their deadline",
+        },
+    ),
+    *declare(
         "histogram",
         "prefill",
-        "Descriptors of a transfer",
+        {
+            "kv_transfer_queue_seconds": "From submission until a transfer is posted",
+            "kv_transfer_build_seconds": "Making the descriptors of a transfer",
+            "kv_transfer_post_seconds": "The transport's calls that start a transfer",
+            "kv_transfer_wire_seconds": "From the end of the post until a transfer settled",
+            "kv_transfer_transport_seconds": "A transfer as the transport timed it",
+        },
+        buckets=SECONDS,
+    ),
+    *declare(
+        "histogram",
+        "prefill",
+        {"kv_transfer_descriptors": "Descriptors of a transfer"},
         buckets=DESCRIPTORS,
     ),
-    Metric("kv_transfer_bytes", "histogram", "prefill", "Bytes of a transfer", buckets=BYTES),
+    *declare("histogram", "prefill", {"kv_transfer_bytes": "Bytes of a transfer"}, buckets=BYTES),
 )
-_TRANSFER_HISTOGRAMS = (*_TRANSFER_SECONDS, *_TRANSFER_SIZES)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
 
-#: All of them, by name.
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        *_DECODE_COUNTERS,
-        *_PREFILL_COUNTERS,
-        *_FAILED,
-        *_REFUSED,
-        *_DECODE_GAUGES,
-        *_TRANSFER_GAUGES,
-        *_TRANSFER_HISTOGRAMS,
-    )
-}
-DECODE_COUNTERS = tuple(metric.name for metric in _DECODE_COUNTERS)
-PREFILL_COUNTERS = tuple(metric.name for metric in _PREFILL_COUNTERS)
-DECODE_GAUGES = tuple(metric.name for metric in _DECODE_GAUGES)
+
+def _names(kind: str, side: str) -> tuple[str, ...]:
+    """Those of one kind and side that have no labels of their own."""
+    return tuple(m.name for m in _DECLARED if (m.kind, m.side, m.labels) == (kind, side, ()))
+
+
+DECODE_COUNTERS = _names("counter", "decode")
+PREFILL_COUNTERS = _names("counter", "prefill")
+DECODE_GAUGES = _names("gauge", "decode")
+_TRANSFER_GAUGES = _names("gauge", "prefill")
+_TRANSFER_HISTOGRAMS = _names("histogram", "prefill")
 
 
 # ---- counting ----
@@ -294,9 +291,7 @@ class AsyncTransferStats:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._histograms = {
-            metric.name: Histogram(metric.buckets) for metric in _TRANSFER_HISTOGRAMS
-        }
+        self._histograms = {name: Histogram(METRICS[name].buckets) for name in _TRANSFER_HISTOGRAMS}
         self._exported: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
         #: By worker: waiting, in flight, overdue.
@@ -311,8 +306,8 @@ class AsyncTransferStats:
     def bind(self, labels: Mapping[str, Any]) -> None:
         """Mirror everything to Prometheus under ``labels`` from now on. (Failures are counted
         there by the delta layer.)"""
-        self._gauges = {metric.name: metric.child(labels) for metric in _TRANSFER_GAUGES}
-        self._exported = {metric.name: metric.child(labels) for metric in _TRANSFER_HISTOGRAMS}
+        self._gauges = {name: METRICS[name].child(labels) for name in _TRANSFER_GAUGES}
+        self._exported = {name: METRICS[name].child(labels) for name in _TRANSFER_HISTOGRAMS}
 
     # ---- for the backend ----
 
