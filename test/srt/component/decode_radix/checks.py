@@ -10,7 +10,6 @@ import torch
 from component.decode_radix import kv
 from component.decode_radix.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
-from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.pages import page_count
@@ -18,7 +17,7 @@ from sglang.srt.disaggregation.delta.pages import page_count
 
 def holders(decoder: Any) -> list[Any]:
     """Requests that own pages and a lock."""
-    return [*readers(decoder), *deferred_requests(decoder.disagg_decode_transfer_queue)]
+    return [*readers(decoder), *decoder.disagg_decode_transfer_queue.deferred_requests]
 
 
 def readers(decoder: Any) -> list[Any]:
@@ -63,7 +62,7 @@ def _claims(decoder: Any) -> list[str]:
         queue._budget.claims,
         [req for req in decoder.running_batch.reqs if not req.finished()],
         [*decoder.in_transfer, *decoder.waiting_queue],
-        deferred_requests(decoder.disagg_decode_transfer_queue),
+        decoder.disagg_decode_transfer_queue.deferred_requests,
         decoder.max_total_num_tokens,
     )
 

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode import claims
 from sglang.srt.disaggregation.delta.decode.claims import Claims
-from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
-from sglang.srt.disaggregation.delta.decode.record import Refusal, expected_length, final_length
+from sglang.srt.disaggregation.delta.decode.record import (
+    Claim,
+    Refusal,
+    entering,
+    entry_cost,
+    expected_length,
+    final_length,
+)
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import alone
 from sglang.srt.patchset import environment
@@ -48,6 +53,14 @@ class Limits(NamedTuple):
             log_after=environment.WAIT_LOG.read(),
             window=page_ceil(environment.PREFIX_WAIT_TOKENS.read(), page),
         )
+
+
+class PoolState(NamedTuple):
+    """The pool in tokens: ``free`` counts the evictable, ``reserved`` is promised."""
+
+    free: int
+    protected: int
+    reserved: int
 
 
 class DecodeBudget:
@@ -104,11 +117,11 @@ class DecodeBudget:
 
     def cost(self, candidate: Candidate, prefix: int) -> int:
         """What admitting it takes beyond a locked ``prefix``, in tokens."""
-        claim = claims.Claim(candidate.length, final_length(candidate.req))
+        claim = Claim(candidate.length, final_length(candidate.req))
         if candidate.resumes:
-            return claims.entry_cost(prefix, claim, self._cap, self._page)
+            return entry_cost(prefix, claim, self._cap, self._page)
         cap = self.claims.entry_cap
-        return claims.entry_cost(prefix, claims.entering(claim), cap, self._page)
+        return entry_cost(prefix, entering(claim), cap, self._page)
 
     def describe(self) -> str:
         """The pool in words, for a request that waits."""
@@ -116,16 +129,16 @@ class DecodeBudget:
         evictable = self._tree.evictable_size()
         deferred = sum(
             page_ceil(req.kv_allocated_len, self._page) - req.cache_protected_len
-            for req in deferred_requests(self._queue.transfer_queue)
+            for req in self._queue.transfer_queue.deferred_requests
         )
         return (
             f"{pool.free - evictable} free, {evictable} evictable, {pool.protected} protected, "
             f"{pool.reserved} reserved, {deferred} of ended transfers that prefill may still write"
         )
 
-    def pool(self) -> claims.PoolState:
+    def pool(self) -> PoolState:
         """The pool as it is now."""
-        return claims.PoolState(
+        return PoolState(
             free=self._allocator.available_size() + self._tree.evictable_size(),
             protected=self._tree.protected_size(),
             reserved=self.claims.reserved,

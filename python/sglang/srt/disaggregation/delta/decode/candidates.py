@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits
-from sglang.srt.disaggregation.delta.decode.claims import PoolState
+from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits, PoolState
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     KnownPrefix,

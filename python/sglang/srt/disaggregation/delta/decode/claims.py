@@ -23,47 +23,17 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.delta.decode.record import expected_length, final_length
+from sglang.srt.disaggregation.delta.decode.record import (
+    Claim,
+    entering,
+    expected_length,
+    final_length,
+    growth,
+)
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.protocols import Req
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One request's claim on the pool: ``allocated`` tokens now, ``final`` when it has ended."""
-
-    allocated: int
-    final: int
-
-
-class PoolState(NamedTuple):
-    """The pool in tokens: ``free`` counts the evictable, ``reserved`` is promised."""
-
-    free: int
-    protected: int
-    reserved: int
-
-
-def growth(claim: Claim, cap: int, page: int) -> int:
-    """New pages, in tokens, that the next ``cap`` generated tokens of a request can need."""
-    upto = min(max(claim.final, claim.allocated), claim.allocated + cap)
-    return page_ceil(upto, page) - page_ceil(claim.allocated, page)
-
-
-def entering(claim: Claim) -> Claim:
-    """The claim of a request that does not run yet: half of what it may still generate."""
-    return Claim(claim.allocated, claim.allocated + (claim.final - claim.allocated + 1) // 2)
-
-
-def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
-    """What admitting one request takes: its delta pages and its own reserve.
-
-    ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
-    lease); ``claim.allocated`` tokens must be there to start.
-    """
-    return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)
 
 
 class Track(NamedTuple):

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +121,3 @@ class DeferredFree:
             req.kv_allocated_len - req.cache_protected_len,
         )
         return True
-
-
-def deferred_requests(queue: Any) -> Sequence[Req]:
-    """Requests of a decode transfer queue whose free is deferred; none for a stock queue.
-
-    They were answered, and still own pages, a row, a metadata slot and a lock.
-    """
-    return [deferred.entry.req for deferred in getattr(queue, "deferred", ())]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
@@ -34,18 +33,10 @@ class DecodeFlush(Scheduler):
     #: A request to release memory that waits until nothing owns any.
     _waiting_release: Any = None
 
-    @property
-    def _radix_on_decode(self) -> bool:
-        args = self.server_args
-        return bool(
-            args.disaggregation_mode == "decode"
-            and getattr(args, "disaggregation_decode_enable_radix_cache", False)
-        )
-
-    @property
-    def _deferred(self) -> Sequence[Req]:
-        """Requests that were answered, and whose pages prefill may still write to."""
-        return deferred_requests(getattr(self, "disagg_decode_transfer_queue", None))
+    #: Whether this is a decode server with the flag.
+    _radix_on_decode: bool
+    #: Requests that were answered, and whose pages prefill may still write to.
+    _deferred: Sequence[Req]
 
     # ---- flushes ----
 

@@ -186,6 +186,16 @@ def give_up(scheduler: Any, entry: QueueEntry, message: str, status: HTTPStatus)
     scheduler.stream_output([req], req.return_logprob)
 
 
+def fail(queue: Any, entry: QueueEntry, what: str) -> None:
+    """End a request whose room failed; ``what`` began and did not end well."""
+    req = entry.req
+    records = getattr(queue.kv_manager, "failure_records", {})
+    why = records.get(req.bootstrap_room, "it was aborted, or failed on another rank")
+    place = f"rank={queue.tp_rank}, bootstrap_room={req.bootstrap_room}"
+    message = f"{what} {req.rid} ({place}): {why}"
+    give_up(queue.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
 @dataclass
 class _Attempts:
     """How often a server could not be asked for its topology, and when it is asked again."""
@@ -219,6 +229,29 @@ class Handshakes:
         self._queue.pending_reqs = waiting
         for address in self._attempts.keys() - pending.keys():
             del self._attempts[address]  # whoever asked went away
+
+    def finish(self) -> list[QueueEntry]:
+        """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+        queue = self._queue
+        pending = [entry for entry in queue.queue if not entry.waiting_for_input]
+        if not pending:
+            return []
+        polls = poll_and_all_reduce([entry.kv_receiver for entry in pending], queue.gloo_group)
+        failed = []
+        for entry, poll in zip(pending, polls, strict=True):
+            if poll == KVPoll.Failed:
+                fail(queue, entry, "Decode handshake failed for request")
+                if queue.scheduler.enable_metrics:
+                    queue.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
+                failed.append(entry)
+            elif poll == KVPoll.WaitingForInput:
+                entry.waiting_for_input = True
+                record_of(entry.req).wait.since = queue.clock()
+                entry.req.time_stats.set_bootstrap_done_time()
+        return failed
 
     def _in_time(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
         """Fail those that have waited for longer than a transfer may take."""

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode.claims import Claim, entering, growth
-from sglang.srt.disaggregation.delta.decode.record import expected_length, final_length
+from sglang.srt.disaggregation.delta.decode.record import (
+    Claim,
+    entering,
+    expected_length,
+    final_length,
+    growth,
+)
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:

@@ -21,7 +21,12 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode import candidates as line
 from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits
 from sglang.srt.disaggregation.delta.decode.candidates import AgreedSteps, Candidate
-from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr, give_up
+from sglang.srt.disaggregation.delta.decode.handshakes import (
+    Handshakes,
+    bootstrap_addr,
+    fail,
+    give_up,
+)
 from sglang.srt.disaggregation.delta.decode.prefix_tree import restore_private
 from sglang.srt.disaggregation.delta.decode.record import (
     PrefixKey,
@@ -126,7 +131,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if not self.shares_prefixes:
             return super().pop_preallocated(rids_to_check)
         self._resolve_pending_reqs()
-        failed = self._finish_handshakes()
+        failed = self._handshakes.finish()
+        self._leave(failed)
         admitted: list[QueueEntry] = []
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
@@ -195,29 +201,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     # ---- who leaves without pages ----
 
-    def _finish_handshakes(self) -> list[QueueEntry]:
-        """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.utils import poll_and_all_reduce
-
-        pending = [entry for entry in self.queue if not entry.waiting_for_input]
-        if not pending:
-            return []
-        polls = poll_and_all_reduce([entry.kv_receiver for entry in pending], self.gloo_group)
-        failed = []
-        for entry, poll in zip(pending, polls, strict=True):
-            if poll == KVPoll.Failed:
-                self._give_up(entry, "Decode handshake failed for request")
-                if self.scheduler.enable_metrics:
-                    self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
-                failed.append(entry)
-            elif poll == KVPoll.WaitingForInput:
-                entry.waiting_for_input = True
-                record_of(entry.req).wait.since = self.clock()
-                entry.req.time_stats.set_bootstrap_done_time()
-        self._leave(failed)
-        return failed
-
     def _answer(self, ready: list[QueueEntry], agreed: Agreed) -> list[QueueEntry]:
         """Tell the clients of requests that failed, were aborted or waited for too long."""
         gone: list[QueueEntry] = []
@@ -226,7 +209,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         for entry, state in zip(ready, agreed.states, strict=True):
             req = entry.req
             if state == State.FAILED:
-                self._give_up(entry, "Aborted while it waited for decode memory: request")
+                fail(self, entry, "Aborted while it waited for decode memory: request")
             elif state == State.EXPIRED:
                 waited = self.clock() - (record_of(req).wait.since or 0.0)
                 message = (
@@ -241,14 +224,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
             gone.append(entry)
         self._leave(gone)
         return gone
-
-    def _give_up(self, entry: QueueEntry, what: str) -> None:
-        req = entry.req
-        records = getattr(self.kv_manager, "failure_records", {})
-        why = records.get(req.bootstrap_room, "it was aborted, or failed on another rank")
-        place = f"rank={self.tp_rank}, bootstrap_room={req.bootstrap_room}"
-        message = f"{what} {req.rid} ({place}): {why}"
-        give_up(self.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     # ---- admission ----
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.protocols import Req
 
@@ -43,7 +45,8 @@ REASONS = {
 class Wait:
     """One wait for decode memory, after the handshake or after a retraction.
 
-    Written by the prealloc queue alone. Timeouts, log lines and the metrics of refusals read it.
+    It begins when the handshake is done (``Handshakes``) or with the retraction; why it lasts is
+    written by the prealloc queue alone. Timeouts, log lines and the metrics of refusals read it.
     Times are seconds of the queue's clock.
     """
 
@@ -161,7 +164,7 @@ def may_insert(req: Req) -> bool:
     return may_match(req) and record_of(req).committed
 
 
-# ---- how long it can become ----
+# ---- how long it can become, and what it may still take of the pool ----
 
 
 def final_length(req: Req) -> int:
@@ -181,3 +184,31 @@ def expected_length(req: Req, allocated: int) -> int:
     prompt = len(req.origin_input_ids)
     clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
     return int(prompt + min(req.sampling_params.max_new_tokens, clip))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One request's claim on the pool: ``allocated`` tokens now, ``final`` when it has ended."""
+
+    allocated: int
+    final: int
+
+
+def growth(claim: Claim, cap: int, page: int) -> int:
+    """New pages, in tokens, that the next ``cap`` generated tokens of a request can need."""
+    upto = min(max(claim.final, claim.allocated), claim.allocated + cap)
+    return page_ceil(upto, page) - page_ceil(claim.allocated, page)
+
+
+def entering(claim: Claim) -> Claim:
+    """The claim of a request that does not run yet: half of what it may still generate."""
+    return Claim(claim.allocated, claim.allocated + (claim.final - claim.allocated + 1) // 2)
+
+
+def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
+    """What admitting one request takes: its delta pages and its own reserve.
+
+    ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
+    lease); ``claim.allocated`` tokens must be there to start.
+    """
+    return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.admission import Limits
-from sglang.srt.disaggregation.delta.decode.deferred_free import deferred_requests
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.metrics import (
@@ -104,7 +103,7 @@ class DecodeMetrics:
 def readings(scheduler: Any) -> dict[str, int]:
     """The value of each gauge now. Every token of the pool is counted in one of them at most."""
     tree, transfers = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
-    deferred = deferred_requests(transfers)
+    deferred = transfers.deferred_requests
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     in_transfer = [entry.req for entry in transfers.queue]
     locking = [*in_transfer, *scheduler.waiting_queue, *running, *deferred]
@@ -151,6 +150,19 @@ class DisaggScheduler(DecodeFlush):
     _checked: tuple[Any, ...] | None = None
     _leftover_since: float | None = None
     _namespace: str | None = None
+
+    @property
+    def _radix_on_decode(self) -> bool:  # type: ignore[override]
+        args = self.server_args
+        return bool(
+            args.disaggregation_mode == "decode"
+            and getattr(args, "disaggregation_decode_enable_radix_cache", False)
+        )
+
+    @property
+    def _deferred(self) -> Sequence[Req]:  # type: ignore[override]
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        return queue.deferred_requests if queue is not None else ()
 
     @override
     def handle_generate_request(self, recv_req: Any) -> None:

@@ -223,8 +223,13 @@ class RadixTransferQueue(DecodeTransferQueue):
 
     @cached_property
     def deferred(self) -> list[DeferredFree]:
-        """Requests whose transfer ended early and whose pages prefill may still write to."""
+        """Transfers that ended early and whose pages prefill may still write to."""
         return []
+
+    @property
+    def deferred_requests(self) -> list[Req]:
+        """They were answered, and still own pages, a row, a metadata slot and a lock."""
+        return [deferred.entry.req for deferred in self.deferred]
 
     @override
     def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
