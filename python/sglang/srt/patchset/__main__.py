@@ -71,6 +71,9 @@ def _render_group(state: GroupState, inert: bool) -> list[str]:
         lines.append(f"           for  {item.row.why}")
         if item.reason:
             lines.append(f"           {item.reason}")
+    for each in group.exchanges:
+        lines.append(f"  exchange {each.module}:{', '.join(each.names)}")
+        lines.append(f"           for  {each.why}")
     return lines
 
 

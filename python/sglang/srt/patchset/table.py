@@ -1,4 +1,5 @@
-"""The replacement table: every SGLang class that this patch set replaces, and nothing else.
+"""The replacement table: every SGLang class that this patch set replaces, and nothing else but the
+few names that it exchanges for a moment.
 
 Rows belong to *groups*, one a feature: all rows of a group are bound or none, and each group can be
 switched off by its name (:mod:`sglang.srt.patchset.attach`).
@@ -44,6 +45,16 @@ class Replacement:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """``names`` of ``module`` that stand for something else while one object is made there: for
+    classes that are looked up in the middle of a method (:mod:`sglang.srt.patchset.exchange`)."""
+
+    module: str
+    names: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class Group:
     """Rows that are bound together or not at all: one feature.
 
@@ -58,6 +69,7 @@ class Group:
     rows: tuple[Replacement, ...]
     needs: tuple[str, ...] = ()
     obstacle: str = ""
+    exchanges: tuple[Exchange, ...] = ()
 
 
 _DISAGG = "sglang.srt.disaggregation"
@@ -278,10 +290,28 @@ GROUPS: tuple[Group, ...] = (
         _NIXL_ASYNC,
         needs=("delta",),
         obstacle=f"{_DISAGG}.delta.nixl.requirements:obstacle",
+        exchanges=(
+            Exchange(
+                module="nixl._api",
+                names=("nixl_agent", "nixl_agent_config", "nixlBind.nixlAgentConfig"),
+                why="the manager's agent is safe for several threads, and sleeps while idle",
+            ),
+        ),
     ),
     Group("mooncake_delta", "the delta protocol over Mooncake", _MOONCAKE_DELTA, needs=("delta",)),
     Group("decode_radix", "decode-side radix cache", _DECODE_RADIX, needs=("delta",)),
-    Group("buffer_only", "buffer-only host memory for HiCache", _BUFFER_ONLY),
+    Group(
+        "buffer_only",
+        "buffer-only host memory for HiCache",
+        _BUFFER_ONLY,
+        exchanges=(
+            Exchange(
+                module=f"{_CACHE}.storage.hf3fs.storage_hf3fs",
+                names=("HiCacheHF3FS",),
+                why="it makes itself by this name, whatever class it is asked for",
+            ),
+        ),
+    ),
 )
 
 TABLE: tuple[Replacement, ...] = tuple(row for group in GROUPS for row in group.rows)

@@ -60,6 +60,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Any:
     package: Any = ModuleType("nixl")
     package._api = api
     monkeypatch.setitem(sys.modules, "nixl", package)
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
     monkeypatch.setitem(sys.modules, "fake_nixl_api", api)
     monkeypatch.delenv(PROGRESS_DELAY, raising=False)
     return api

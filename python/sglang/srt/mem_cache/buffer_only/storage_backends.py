@@ -8,9 +8,7 @@ backend's module may need a client library that most machines do not have.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +16,7 @@ from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.patchset.combine import combine
+from sglang.srt.patchset.exchange import exchanged
 from sglang.srt.patchset.guard import mismatches
 
 if TYPE_CHECKING:
@@ -248,7 +247,9 @@ class PartsFactory(StorageBackendFactory):
                 backend_name, backend_class, storage_config, mem_pool_host
             )
         combined = _with_parts(backend_name, backend_class)
-        with _bound(backend_class, combined):
+        # HF3FS makes its backend by this name, and not from the class that it is asked for.
+        own = {backend_class.__name__: combined} if backend_name == "hf3fs" else {}
+        with exchanged("buffer_only", backend_class.__module__, own):
             return super()._create_builtin_backend(
                 backend_name, combined, storage_config, mem_pool_host
             )
@@ -273,14 +274,3 @@ def _with_parts(name: str, stock: type) -> type:
             f"{'; '.join(problems)}"
         )
     return combine(stock, mixin)
-
-
-@contextmanager
-def _bound(stock: type, combined: type) -> Iterator[None]:
-    """The backend's own module knows the class by its name: HF3FS makes its backend so."""
-    module = sys.modules[stock.__module__]
-    setattr(module, stock.__name__, combined)
-    try:
-        yield
-    finally:
-        setattr(module, stock.__name__, stock)

@@ -1,20 +1,20 @@
 """How SGLang's NIXL agent is made: safe for several threads, and asleep while nothing arrives.
 
-SGLang makes its agent in the middle of a constructor, from classes that it looks up there. So these
-are exchanged meanwhile, and nothing else is.
+SGLang makes its agent in the middle of a constructor, from classes that it looks up there. They are
+exchanged meanwhile, and listed in ``patchset/table.py``.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import standing_back
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.exchange import exchanged
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +51,16 @@ def attuned(workers: int = 0) -> Iterator[None]:
             "asynchronous NIXL transfer needs a NIXL with thread synchronisation modes "
             "(nixl_thread_sync_t, in 1.5); install the version in constraints.txt"
         )
-    delay_us = environment.NIXL_PROGRESS_DELAY.read()
-    config, agent = _api.nixl_agent_config, _api.nixl_agent
-    _api.nixl_agent_config = functools.partial(
-        config, sync_mode=modes.NIXL_THREAD_SYNC_RW, capture_telemetry=True
-    )
-    _api.nixl_agent = _sending(agent, workers + 1) if workers else agent
-    try:
-        with _progress_delay(agent, delay_us), standing_back():
-            yield
-    finally:
-        _api.nixl_agent_config, _api.nixl_agent = config, agent
+    names = {
+        "nixl_agent_config": functools.partial(
+            _api.nixl_agent_config, sync_mode=modes.NIXL_THREAD_SYNC_RW, capture_telemetry=True
+        ),
+        **_with_delay(_api, environment.NIXL_PROGRESS_DELAY),
+    }
+    if workers:
+        names["nixl_agent"] = _sending(_api.nixl_agent, workers + 1)
+    with exchanged("nixl_async", "nixl._api", names), standing_back():
+        yield
 
 
 def _sending(agent: Any, workers: int) -> Any:
@@ -77,24 +76,16 @@ def _sending(agent: Any, workers: int) -> Any:
     return Agent
 
 
-@contextmanager
-def _progress_delay(agent: Any, delay_us: int) -> Iterator[None]:
+def _with_delay(api: Any, delay: environment.Variable[int]) -> dict[str, Any]:
     """The binding's settings, with ``pthrDelay`` as we want it: Python callers cannot give it."""
-    binding = getattr(sys.modules[agent.__module__], "nixlBind", None)
-    stock: Any = getattr(binding, "nixlAgentConfig", None)
+    delay_us = delay.read()
+    stock: Any = getattr(getattr(api, "nixlBind", None), "nixlAgentConfig", None)
     if stock is None or not hasattr(stock, "pthrDelay"):
-        name = environment.NIXL_PROGRESS_DELAY.name
-        logger.warning("this NIXL does not take %s; its progress thread spins", name)
-        yield
-        return
+        logger.warning("this NIXL does not take %s; its progress thread spins", delay.name)
+        return {}
 
     class Delayed(stock):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, delay_us if name == "pthrDelay" else value)
 
-    assert binding is not None
-    binding.nixlAgentConfig = Delayed
-    try:
-        yield
-    finally:
-        binding.nixlAgentConfig = stock
+    return {"nixlBind.nixlAgentConfig": Delayed}

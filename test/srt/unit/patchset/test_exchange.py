@@ -1,0 +1,126 @@
+"""Names of other packages that are exchanged while one object is made."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.patchset import exchange
+from sglang.srt.patchset.exchange import exchanged
+from sglang.srt.patchset.status import GroupState, GroupStatus
+from sglang.srt.patchset.table import Exchange, Group
+
+SOURCES = Path(exchange.__file__).parents[1]
+LISTED = Exchange("engines", ("Engine", "inner.Part"), "test")
+OURS: dict[str, Any] = {"Engine": "ours", "inner.Part": "our part"}
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of somebody else's."""
+    module: Any = ModuleType("engines")
+    module.Engine, module.inner = "stock", SimpleNamespace(Part="stock part")
+    monkeypatch.setitem(sys.modules, "engines", module)
+    return module
+
+
+def attach(monkeypatch: pytest.MonkeyPatch, status: GroupStatus) -> None:
+    """The only group is ``feature``."""
+    group = Group("feature", "test", (), exchanges=(LISTED,))
+    now = SimpleNamespace(groups=(GroupState(group, status, "", ()),))
+    monkeypatch.setattr(exchange, "state", lambda: now)
+
+
+def names(engines: Any) -> tuple[str, str]:
+    return engines.Engine, engines.inner.Part
+
+
+STOCK = ("stock", "stock part")
+
+
+@pytest.mark.parametrize("status", [GroupStatus.ATTACHED, GroupStatus.PENDING])
+def test_names_are_put_back(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus
+) -> None:
+    """Guards against NIXL or a store that stays changed for whoever else uses it in this process,
+    also after an error."""
+    attach(monkeypatch, status)
+    with exchanged("feature", "engines", OURS):
+        assert names(engines) == ("ours", "our part")
+    assert names(engines) == STOCK
+    with pytest.raises(ZeroDivisionError), exchanged("feature", "engines", OURS):
+        raise ZeroDivisionError
+    assert names(engines) == STOCK
+
+
+@pytest.mark.parametrize("status", [GroupStatus.OFF, GroupStatus.STOCK])
+def test_a_group_that_is_not_attached_exchanges_nothing(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus
+) -> None:
+    """Guards against a feature that was switched off and still changes what SGLang makes."""
+    attach(monkeypatch, status)
+    with exchanged("feature", "engines", OURS):
+        assert names(engines) == STOCK
+
+
+@pytest.mark.parametrize(("module", "name"), [("engines", "Other"), ("others", "Engine")])
+def test_only_what_the_table_lists(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    """Guards against a name that is exchanged and that the report does not show."""
+    attach(monkeypatch, GroupStatus.ATTACHED)
+    with (
+        pytest.raises(LookupError, match=f"{module}:{name}"),
+        exchanged("feature", module, {**OURS, name: 1}),
+    ):
+        pass
+    assert names(engines) == STOCK
+
+
+#: Attachment itself, and the stand-in, which changes SGLang for tests.
+ATTACHING = ("patchset", "hardware_backend")
+
+
+def reaching(tree: ast.AST) -> Iterator[str]:
+    """Assignments to names of imported modules, and to what is looked up in ``sys.modules``."""
+    imported = {
+        (name.asname or name.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in node.names
+    }
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = [each for each in node.targets if isinstance(each, ast.Attribute)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = node.args[:1]
+        for target in targets:
+            owner = ast.unparse(target)
+            if owner.partition(".")[0] in imported or "sys.modules" in owner:
+                yield f"line {target.lineno}: {owner}"
+
+
+def test_nobody_else_reaches_into_modules() -> None:
+    """Guards against a change of SGLang or NIXL that no table shows and no switch takes back."""
+    reached = {
+        str(path.relative_to(SOURCES)): found
+        for path in SOURCES.rglob("*.py")
+        if path.relative_to(SOURCES).parts[0] not in ATTACHING
+        and (found := list(reaching(ast.parse(path.read_text()))))
+    }
+    assert reached == {}
+
+
+def test_reaching_is_found() -> None:
+    """Guards against a search that finds nothing, whatever there is."""
+    code = (
+        "from nixl import _api\nimport sys\n_api.a = 1\nsetattr(sys.modules['x'], 'b', 2)\no.c = 3"
+    )
+    assert len(list(reaching(ast.parse(code)))) == 2
