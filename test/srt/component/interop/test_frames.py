@@ -31,10 +31,10 @@ class Prefill:
         self.manager.kv_args.page_size = PAGE
         self.manager.__dict__.update(fields)
         read = (NixlAnnouncements if backend == "nixl" else MooncakeAnnouncements)(self.manager)
-        self.reader = MessageReader(self.manager.rooms.take, read.take)
+        self.reader = MessageReader(self.manager.decode_ranks.take, read.take)
         self.reader.handle(REGISTERED[backend])
-        self.manager.rooms.gate.open(ROOM)
         self.manager.update_status(ROOM, KVPoll.Bootstrapping)
+        self.room, _ = self.manager.rooms.claim(ROOM)
 
     def announced(self, what: str) -> Any:
         """Its announcement arrives; what the manager keeps of it."""
@@ -48,7 +48,7 @@ class Prefill:
         conn: Any = nixl_conn if self.backend == "nixl" else mooncake_conn
         kind = conn.NixlKVSender if self.backend == "nixl" else conn.MooncakeKVSender
         sender = kind.__new__(kind)
-        sender.kv_mgr, sender.bootstrap_room = self.manager, ROOM
+        sender.kv_mgr, sender.bootstrap_room, sender._room = self.manager, ROOM, self.room
         sender.init(prompt_pages, 0)
         return sender
 
@@ -83,7 +83,7 @@ def test_a_prefix_that_does_not_fit(backend: str) -> None:
     prefill.sender(prompt_pages=5)
     assert "2 destination pages" in prefill.manager.failure_records[ROOM]
     prefill.manager.rooms.fail(ROOM, Reason.MISMATCH, "again")
-    assert prefill.manager.rooms._sockets.sent == []
+    assert prefill.manager.decode_ranks._sockets.sent == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

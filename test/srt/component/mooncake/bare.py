@@ -64,7 +64,6 @@ def bare(mode: Any) -> Any:
         bootstrap_timeout=300,
         enable_staging=False,
         is_dummy_cp_rank=False,
-        being_sent=set(),
         chunk_deadlines=ChunkDeadlines(120.0),
         _unsettled=[],
         failure_lock=threading.Lock(),
@@ -75,7 +74,7 @@ def bare(mode: Any) -> Any:
         addr_to_rooms_tracker=defaultdict(set),
     )
     manager.start_delta(mode, manager.server_args)
-    (manager.rooms or manager.servers)._sockets = Sockets()
+    (manager.decode_ranks or manager.servers)._sockets = Sockets()
     return manager
 
 

@@ -11,11 +11,11 @@ from component.mooncake.pair import ADDRESS, LIMIT_S, pages, until
 from component.mooncake.scene import (
     DECODE,
     DONE,
-    GATE,
     LOST,
     PAGE_BYTES,
     PAIR,
     PREFILL,
+    ROOMS,
     reason,
     sent,
 )
@@ -90,8 +90,10 @@ def dummy() -> None:
         receiver.abort()
         deferred = receiver.defer_free()  # asks the dummy, too
         assert reason(receiver)
-        until(lambda: GATE._ended.get(sender.bootstrap_room), "withdrawal")
-        PREFILL.rooms._sockets.send("127.0.0.1", DECODE.rank_port, _pong())  # after an answer
+        until(lambda: ROOMS._ended.get(sender.bootstrap_room), "withdrawal")
+        PREFILL.decode_ranks._sockets.send(
+            "127.0.0.1", DECODE.rank_port, _pong()
+        )  # after an answer
         until(lambda: DECODE.servers._ranks[ADDRESS][_rank()] == 0, "pong")
         assert not deferred.is_drained(), "a rank that writes nothing spoke for the one that writes"
         deferred.stop_following()

@@ -8,10 +8,10 @@ from component.mooncake.pair import ADDRESS, LIMIT_S, pages, until
 from component.mooncake.scene import (
     DECODE,
     DONE,
-    GATE,
     LOST,
     PAIR,
     PREFILL,
+    ROOMS,
     Brake,
     engine,
     reason,
@@ -238,7 +238,7 @@ def withdrawn_before_the_request_came() -> None:
     room = PAIR.next_room()
     receiver = PAIR.receiver(room)
     receiver.withdraw("the client went away")
-    until(lambda: GATE._ended.get(room), "withdrawal")
+    until(lambda: ROOMS._ended.get(room), "withdrawal")
     sender = PAIR.sender(room)
     assert sender.poll() == KVPoll.Failed
     assert "decode gave it up: the client went away" in reason(sender)
@@ -289,8 +289,8 @@ def decode_rank_that_went_silent() -> None:
     sender, receiver = PAIR.room()
     receiver.announce(pages(4), 5, prefix_len=0)
     PAIR.announced(sender)
-    rooms = PREFILL.rooms
-    rooms._heard[DECODE.peer_name] = rooms._clock() - rooms._peer_s
+    ranks = PREFILL.decode_ranks
+    ranks._heard[DECODE.peer_name] = ranks._clock() - ranks._timeout_s
     PREFILL._tick()
     assert PREFILL.decode_kv_args_table == {}
     assert PAIR.finish(sender, receiver) == LOST and "gave no sign" in reason(sender)

@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.mooncake.conn import KVTransferError
 
 PAIR = Pair()
 PREFILL, DECODE = PAIR.prefill.manager, PAIR.decode.manager
-GATE = PREFILL.rooms.gate
+ROOMS = PREFILL.rooms
 DONE = (KVPoll.Success, KVPoll.Success)
 LOST = (KVPoll.Failed, KVPoll.Failed)
 PAGE_BYTES = sum(PREFILL.kv_args.kv_item_lens)

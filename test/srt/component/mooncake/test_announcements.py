@@ -53,7 +53,7 @@ def announcement(
 
 def reader_of(manager: Any) -> MessageReader:
     """What the manager's reading thread runs."""
-    return MessageReader(manager.rooms.take, MooncakeAnnouncements(manager).take)
+    return MessageReader(manager.decode_ranks.take, MooncakeAnnouncements(manager).take)
 
 
 def state(manager: Any) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def state(manager: Any) -> tuple[Any, ...]:
         list(manager.decode_kv_args_table),
         {room: list(infos) for room, infos in manager.transfer_infos.items()},
         dict(manager.request_status),
-        manager.rooms.gate.rooms(),
+        manager.rooms.numbers(),
     )
 
 
@@ -157,7 +157,7 @@ def test_a_room_of_a_peer_that_never_registered(ours: bool) -> None:
     manager = prefill()
     reader_of(manager).handle(announcement(ours=ours))
     assert state(manager) == ([], {}, {}, [])
-    sent = manager.rooms._sockets.sent
+    sent = manager.decode_ranks._sockets.sent
     assert [(host, port, m.room, m.unknown_peer) for host, port, m in sent] == (
         [("10.0.0.2", 4000, 7, True)] if ours else []
     )
@@ -202,7 +202,7 @@ def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) ->
             dropped += 1
             raise
 
-    reader = MessageReader(manager.rooms.take, take)
+    reader = MessageReader(manager.decode_ranks.take, take)
     reader.handle(registration())
     kinds = (
         registration(),

@@ -39,10 +39,10 @@ class Rank:
                 delta=object() if ours else None, delta_error=None, endpoint="10.0.0.2",
                 dst_port=4000,
             )  # fmt: skip
-            self.manager.rooms.gate.open(room)
+            self.manager.rooms.claim(room)
             self.manager.update_status(room, KVPoll.WaitingForInput)
             self.manager.transfer_infos[room] = {SESSION: info}
-            self.manager.rooms.gate.announce(room, SESSION, info)
+            self.manager.rooms.announce(room, SESSION, info)
 
     def send(self, room: int) -> None:
         self.manager.add_transfer_request(room, None, slice(0, 1), False)
@@ -91,7 +91,7 @@ def test_from_the_queue_to_the_end(rank: Rank) -> None:
         assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text
     rank.manager._tick()
     assert rank.said == [], "a patched decode rank is told by the gate, once"
-    sent = [message.room for _, _, message in rank.manager.rooms._sockets.sent]
+    sent = [message.room for _, _, message in rank.manager.decode_ranks._sockets.sent]
     assert sent == [1, 2]
 
 
@@ -104,10 +104,10 @@ def test_in_a_call_of_the_engine(rank: Rank, ours: bool) -> None:
     rank.take(60.0)
     assert f"to decode rank {SESSION} was not over after 10 s" in rank.failed()[1]
     assert rank.said == [(1, KVPoll.Failed)]
-    sent = [message.room for _, _, message in rank.manager.rooms._sockets.sent]
+    sent = [message.room for _, _, message in rank.manager.decode_ranks._sockets.sent]
     assert sent == ([1] if ours else []), "when the call has returned"
     assert rank.manager.request_status[2] == KVPoll.WaitingForInput
-    assert rank.manager.chunk_deadlines.rooms() == [] and not rank.manager.being_sent
+    assert rank.manager.chunk_deadlines.rooms() == [] and not rank.manager.rooms.is_under_way(1)
 
 
 def test_what_has_ended_otherwise(rank: Rank) -> None:
@@ -158,6 +158,6 @@ def test_nothing_is_begun_for_a_room_that_was_given_up(rank: Rank, seconds: floa
     rank.take(seconds)
     if seconds:
         assert written == [] and rank.said == [(1, KVPoll.Failed)]
-        assert [message.room for _, _, message in rank.manager.rooms._sockets.sent] == [1]
+        assert [message.room for _, _, message in rank.manager.decode_ranks._sockets.sent] == [1]
     else:
         assert written == ["state", "metadata"] and rank.said == [(1, KVPoll.Success)]

@@ -20,12 +20,13 @@ ROOM = 7
 @pytest.mark.hazard("source-given-away")
 def test_a_chunk_that_is_about_to_be_sent() -> None:
     """Guards against pages that the scheduler frees because the room's status says Failed, while
-    the gate still lets a worker begin to read them."""
+    the room table still lets a worker begin to read them."""
     manager = prefill()
-    manager.rooms.gate.open(ROOM)
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     sender: Any = MooncakeKVSender.__new__(MooncakeKVSender)
-    sender.__dict__.update(kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None)
+    sender.__dict__.update(
+        kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None, _room=manager.rooms.claim(ROOM)[0]
+    )
     worker = ChunkWorker(manager, ThreadPoolExecutor(1))
     served, polls = [], []
     worker._serve = served.append  # type: ignore[method-assign]
@@ -34,10 +35,10 @@ def test_a_chunk_that_is_about_to_be_sent() -> None:
     def fail_and_poll(room: int, text: str) -> bool:
         was_known = fail(room, text)
         polls.append(sender.poll())
-        worker.take(SimpleNamespace(room=ROOM, is_last_chunk=True))
         return bool(was_known)
 
     manager.fail_known = fail_and_poll
-    manager.rooms.take(control.Withdraw(ROOM, "D", "10.0.0.1", 4000, "no reason"))
+    manager.decode_ranks.take(control.Withdraw(ROOM, "D", "10.0.0.1", 4000, "no reason"))
+    worker.take(SimpleNamespace(room=ROOM, is_last_chunk=True))
     assert polls == [KVPoll.Failed] and served == []
     assert "no reason" in manager.failure_records[ROOM]

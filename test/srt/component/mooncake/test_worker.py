@@ -12,6 +12,7 @@ import pytest
 from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.worker import (
     ChunkWorker,
     SettlingExecutor,
@@ -25,8 +26,8 @@ def chunk(room: int) -> Any:
 
 
 def test_all_layers_settle_before_a_chunk_is_done() -> None:
-    """Guards against a room called quiet while layers that stock does not wait for, after the first
-    one failed, are still being written."""
+    """Guards against a room called drained while layers are still written: stock does not wait
+    for those after the first that failed."""
     release, ended = threading.Event(), []
     executor = SettlingExecutor(ThreadPoolExecutor(2))
     executor.submit(lambda: 1 / 0)
@@ -40,33 +41,33 @@ def test_a_worker_outlives_what_it_cannot_even_report() -> None:
     """Guards against a thread that ends, and with it every later transfer of its queue."""
     manager = prefill()
     worker = ChunkWorker(manager, ThreadPoolExecutor(1))
-    manager.rooms.gate.open(7)
+    manager.rooms.claim(7)
     manager.update_status(7, KVPoll.WaitingForInput)
-    manager.rooms.gate.destinations = lambda room: 1 / 0
+    manager.rooms.destinations = lambda room: 1 / 0
     worker.take(chunk(7))  # neither what it has to do nor whom to tell can be known
-    assert manager.being_sent == set()
     assert manager.request_status == {7: KVPoll.Failed}
-    assert manager.rooms.gate.stop(7, "over"), "it was left busy"
+    assert not manager.rooms.is_under_way(7), "it was left busy"
 
 
 def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a room that stays busy for ever after the engine refused a write, against one
-    that is called quiet at once, and against a server that takes it for a leak meanwhile."""
+    that is called drained at once, and against a server that takes it for a leak meanwhile."""
     manager = prefill()
-    open_rooms(manager, 7)
+    (room,) = open_rooms(manager, 7)
     assert manager.rooms.enter(7)
-    manager.rooms.gate.stop(7, "refused")
+    manager.rooms.fail(7, Reason.TRANSPORT, "refused")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1000")
     manager.leave_later(7)
     manager.forget_status(7)
-    manager.rooms.gate.forget(7)
+    assert room.is_over, "its request waits for nothing"
+    manager.rooms.forget(room)
     manager._tick()
-    assert manager.rooms.gate.rooms() == [7] and not any(manager.open_rooms().values())
+    assert manager.rooms.numbers() == [7] and not any(manager.open_rooms().values())
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0")
     manager._unsettled.clear()
     manager.leave_later(7)
     manager._tick()
-    assert manager.rooms.gate.rooms() == []
+    assert manager.rooms.numbers() == []
 
 
 class Stop(BaseException):
@@ -91,30 +92,30 @@ def serve(manager: Any, rooms: list[int], worker: Any) -> None:
         serve_staging(manager, queue, worker)
 
 
-def open_rooms(manager: Any, *rooms: int) -> None:
+def open_rooms(manager: Any, *rooms: int) -> list[Any]:
     """Requests that are ready to be sent."""
     for room in rooms:
-        manager.rooms.gate.open(room)
         manager.update_status(room, KVPoll.WaitingForInput)
+    return [manager.rooms.claim(room)[0] for room in rooms]
 
 
 def test_the_staging_worker_is_behind_the_gate() -> None:
-    """Guards against rooms called quiet while SGLang's own worker for staging buffers is at them,
+    """Guards against rooms called drained while SGLang's own worker for staging buffers is at them,
     and against chunks that it sends for a room that was stopped."""
     manager = prefill()
     open_rooms(manager, 1, 2, 3)
-    manager.rooms.gate.stop(2, "withdrawn")
+    manager.rooms.fail(2, Reason.ABORTED, "withdrawn")
     seen: list[tuple[int, bool]] = []
 
     def worker(queue: Any) -> None:
         while True:
             room = queue.get().room
-            seen.append((room, manager.rooms.gate.stop(room, "later")))
+            manager.rooms.fail(room, Reason.ABORTED, "later")
+            seen.append((room, manager.rooms.is_under_way(room)))
 
     serve(manager, [1, 2, 3], worker)
-    assert seen == [(1, False), (3, False)], "quiet while it was at it"
-    assert all(manager.rooms.gate.stop(room, "again") for room in (1, 3))
-    assert manager.being_sent == set()
+    assert seen == [(1, True), (3, True)], "drained while it was at it"
+    assert not any(manager.rooms.is_under_way(room) for room in (1, 3))
 
 
 def test_a_chunk_that_decode_has_no_place_for_comes_again() -> None:
@@ -129,7 +130,7 @@ def test_a_chunk_that_decode_has_no_place_for_comes_again() -> None:
             served.append(queue.get().room)
 
     serve(manager, [1], worker)
-    assert served == [1] and manager.rooms.gate.stop(1, "over")
+    assert served == [1] and not manager.rooms.is_under_way(1)
 
 
 def test_the_staging_worker_starts_again() -> None:
@@ -151,7 +152,7 @@ def test_the_staging_worker_starts_again() -> None:
 
     serve(manager, [1, 2, 3], worker)
     assert served == [1, 2, 3]
-    assert manager.rooms.gate.stopped(1) == "room 1: Transfer thread failed"
-    assert manager.rooms.gate.stopped(2) == "session failed"
-    assert manager.rooms.gate.stopped(3) is None
+    assert manager.rooms.stopped(1) == "room 1: Transfer thread failed"
+    assert manager.rooms.stopped(2) == "session failed"
+    assert manager.rooms.stopped(3) is None
     assert manager.request_status == {1: 0, 2: 0, 3: KVPoll.WaitingForInput}

@@ -64,13 +64,15 @@ def bare(mode: Any) -> Any:
         addr_to_rooms_tracker=defaultdict(set),
     )
     manager.start_delta(mode, manager.server_args)
-    (manager.rooms or manager.servers)._sockets = Sockets()
+    (manager.decode_ranks or manager.servers)._sockets = Sockets()
     return manager
 
 
 def prefill() -> Any:
-    """A prefill rank's manager."""
-    return bare(DisaggregationMode.PREFILL)
+    """A prefill rank's manager, whose transfer workers have nothing to drop."""
+    manager = bare(DisaggregationMode.PREFILL)
+    manager.transfers = SimpleNamespace(cancel=lambda room, kind: None)
+    return manager
 
 
 def decode(*rooms: int, writers: int = 1) -> Any:

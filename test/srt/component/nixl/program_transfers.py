@@ -294,8 +294,8 @@ def withdrawn_before_the_request_came() -> None:
     room = PAIR.next_room()
     receiver = PAIR.receiver(room)
     receiver.withdraw("the client went away")
-    gate = PAIR.prefill.manager.rooms.gate
-    until(lambda: gate._ended.get(room), "withdrawal")
+    rooms = PAIR.prefill.manager.rooms
+    until(lambda: rooms._ended.get(room), "withdrawal")
     sender = PAIR.sender(room)
     assert sender.poll() == KVPoll.Failed
     assert "decode gave it up: the client went away" in reason(sender)
@@ -367,14 +367,14 @@ def prefill_is_gone() -> None:
     kept = dict(manager.connection_pool), dict(manager.prefill_info_table)
     manager.servers.lost(ADDRESS, False, "silent")
     assert receiver.poll() == KVPoll.Failed
-    PAIR.prefill.manager.rooms.gate.enter(sender.bootstrap_room)  # it never answers
+    PAIR.prefill.manager.rooms.enter(sender.bootstrap_room)  # it never answers
     deferred = receiver.defer_free()
     assert f"lost prefill server {ADDRESS}: silent" in reason(receiver)
     assert not deferred.is_drained(), "silence is no proof"
     manager.servers.lost(ADDRESS, True, "refused")
     assert deferred.is_drained()
     deferred.stop_following()
-    PAIR.prefill.manager.rooms.gate.leave(sender.bootstrap_room)
+    PAIR.prefill.manager.rooms.leave(sender.bootstrap_room)
     sender.abort()
     assert sender.poll() == KVPoll.Failed and reason(sender)
     manager.connection_pool.update(kept[0])
@@ -388,7 +388,7 @@ def transfer_that_never_settles() -> None:
     receiver.announce(pages(4), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(1, 3)
-    gate = PAIR.prefill.manager.rooms.gate
+    rooms = PAIR.prefill.manager.rooms
     manager = PAIR.prefill.manager
     allowed, manager.transfer_s = manager.transfer_s, 0.2
     kept = [layer[30].clone() for layer in PAIR.prefill.kv]
@@ -398,14 +398,14 @@ def transfer_that_never_settles() -> None:
             until(lambda: sender.poll() == KVPoll.Failed, "deadline")
             text = reason(sender)
             assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and "decode" in text, text
-            assert gate.rooms(), "what is under way is waited for"
+            assert rooms.numbers(), "what is under way is waited for"
             for layer in PAIR.prefill.kv:
                 layer[30] = -1  # the scheduler gave the page to another request
             PAIR.prefill.aux[3] = -1
             assert receiver.poll() not in DONE + LOST, "decode is not told before it is over"
     finally:
         manager.transfer_s = allowed
-    until(lambda: not gate.rooms(), "settled")
+    until(lambda: not rooms.numbers(), "settled")
     until(lambda: receiver.poll() in DONE + LOST, "notice")
     for layer, was in zip(PAIR.prefill.kv, kept, strict=True):
         layer[30] = was
@@ -421,7 +421,7 @@ def given_up_by_a_stock_peer() -> None:
     sender.init(1, 3)
     manager = PAIR.prefill.manager
     allowed, manager.transfer_s = manager.transfer_s, 0.2
-    gate = manager.rooms.gate
+    rooms = manager.rooms
     try:
         with agent_that(check_xfer_state=lambda handle: "PROC"):
             sender.send(pages(30))
@@ -429,7 +429,7 @@ def given_up_by_a_stock_peer() -> None:
             assert reason(sender)
     finally:
         manager.transfer_s = allowed
-    until(lambda: not gate.rooms(), "settled")
+    until(lambda: not rooms.numbers(), "settled")
     until(lambda: PAIR.arrived([30], [1]), "it has landed")
     with counted("send_notif") as calls:
         PAIR.wipe()
@@ -445,15 +445,15 @@ def decode_is_gone() -> None:
     receiver.announce(pages(4, 5), 5, prefix_len=0)
     PAIR.announced(sender)
     sender.init(2, 3)
-    gate = PAIR.prefill.manager.rooms.gate
+    rooms = PAIR.prefill.manager.rooms
     with doubt_of(1.0), agent_that(check_xfer_state=raises):
         sender.send(pages(30, 31))
         until(lambda: sender.poll() == KVPoll.Failed, "failure")
         text = reason(sender)
         assert "to decode was broken off by the transport: ZeroDivisionError" in text, text
-        assert gate.rooms() and receiver.poll() not in DONE + LOST, "it is not told at once"
+        assert rooms.numbers() and receiver.poll() not in DONE + LOST, "it is not told at once"
     until(lambda: receiver.poll() in DONE + LOST, "notice")
-    assert "broken off" in reason(receiver) and not gate.rooms()
+    assert "broken off" in reason(receiver) and not rooms.numbers()
 
 
 def one_transfer_a_room() -> None:

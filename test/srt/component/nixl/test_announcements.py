@@ -15,6 +15,7 @@ from component.nixl.bare import decode, prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.logs import INTERVAL_S
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements, _refuse
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
@@ -50,7 +51,7 @@ def announcement(
 
 def reader_of(manager: Any) -> MessageReader:
     """What a prefill manager's reading thread runs."""
-    return MessageReader(manager.rooms.take, NixlAnnouncements(manager).take)
+    return MessageReader(manager.decode_ranks.take, NixlAnnouncements(manager).take)
 
 
 def state(manager: Any) -> tuple[Any, ...]:
@@ -59,7 +60,7 @@ def state(manager: Any) -> tuple[Any, ...]:
         list(manager.decode_kv_args_table),
         {room: list(infos) for room, infos in manager.transfer_infos.items()},
         dict(manager.request_status),
-        manager.rooms.gate.rooms(),
+        manager.rooms.numbers(),
     )
 
 
@@ -132,7 +133,7 @@ def test_a_room_of_a_peer_that_never_registered(ours: bool) -> None:
     manager = prefill()
     reader_of(manager).handle(announcement(ours=ours))
     assert state(manager) == ([], {}, {}, [])
-    sent = manager.rooms._sockets.sent
+    sent = manager.decode_ranks._sockets.sent
     assert [(host, port, m.room, m.unknown_peer) for host, port, m in sent] == (
         [("10.0.0.2", 4000, 7, True)] if ours else []
     )
@@ -144,10 +145,10 @@ def test_a_room_that_ended_before_it_was_announced_is_answered() -> None:
     manager = prefill()
     reader = reader_of(manager)
     reader.handle(registration())
-    manager.rooms.gate.open(7)
-    manager.rooms.gate.stop(7, "aborted")
+    manager.rooms.claim(7)
+    manager.rooms.fail(7, Reason.ABORTED, "aborted")
     reader.handle(announcement(room=7))
-    ((_, _, message),) = manager.rooms._sockets.sent
+    ((_, _, message),) = manager.decode_ranks._sockets.sent
     assert (message.room, message.reason) == (7, "aborted") and manager.transfer_infos == {}
 
 
@@ -155,7 +156,7 @@ def test_a_noisy_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture
     """A port scanner must not fill the disk, and another peer's trouble must still be seen."""
     now = 0.0
     manager = prefill()
-    reader = MessageReader(manager.rooms.take, NixlAnnouncements(manager).take, lambda: now)
+    reader = MessageReader(manager.decode_ranks.take, NixlAnnouncements(manager).take, lambda: now)
     other = [b"x", b"7", b"10.0.0.3", b"1"]
     with caplog.at_level(logging.ERROR, LOGGER):
         for _ in range(1000):
@@ -191,7 +192,7 @@ def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) ->
             dropped += 1
             raise
 
-    reader = MessageReader(manager.rooms.take, take)
+    reader = MessageReader(manager.decode_ranks.take, take)
     reader.handle(registration())
     kinds = (
         registration(),

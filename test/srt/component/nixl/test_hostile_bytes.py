@@ -79,7 +79,7 @@ def wrong_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
 
 def tables(manager: Any) -> tuple[Any, ...]:
     """Everything that a message may change on a rank."""
-    gate = manager.rooms.gate if manager.rooms is not None else None
+    rooms, ranks = manager.rooms, manager.decode_ranks
     return (
         dict(manager.request_status),
         dict(manager.failure_records),
@@ -88,8 +88,8 @@ def tables(manager: Any) -> tuple[Any, ...]:
         dict(manager.prefill_info_table),
         dict(manager.connection_pool),
         copy.deepcopy(dict(manager.transfer_statuses)),
-        None if gate is None else {r: copy.copy(it.__dict__) for r, it in gate._rooms.items()},
-        None if gate is None else dict(manager.rooms._heard),
+        None if rooms is None else {r: copy.copy(it.__dict__) for r, it in rooms._rooms.items()},
+        None if ranks is None else dict(ranks._heard),
         None if manager.servers is None else copy.deepcopy(dict(manager.servers._ranks)),
         None if manager.servers is None else dict(manager.servers._deferred),
     )
@@ -123,8 +123,8 @@ def complained(caplog: pytest.LogCaptureFixture) -> int:
 def forget_rooms(manager: Any) -> None:
     """Keep the tables small, so that comparing them stays fast."""
     manager.transfer_infos.clear()
-    manager.rooms.gate._rooms.clear()
-    manager.rooms._sockets.sent.clear()
+    manager.rooms._rooms.clear()
+    manager.decode_ranks._sockets.sent.clear()
 
 
 def test_a_hundred_thousand_wrong_values_to_prefill(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +132,7 @@ def test_a_hundred_thousand_wrong_values_to_prefill(caplog: pytest.LogCaptureFix
     digits, bytes of odd length, a string for a number) which ends the reader's thread, is half
     taken, or is logged so often that it fills the disk."""
     rng, manager, now = random.Random(1), prefill(), 0.0
-    take_control = Checked(manager, manager.rooms.take)
+    take_control = Checked(manager, manager.decode_ranks.take)
     take_other = Checked(manager, NixlAnnouncements(manager).take)
     reader = MessageReader(take_control, take_other, lambda: now)
     reader.handle(registration())
@@ -160,9 +160,9 @@ def test_a_hundred_thousand_wrong_values_to_prefill(caplog: pytest.LogCaptureFix
     assert take_other.refused > 20_000 and take_other.taken > 500
     assert complained(caplog) <= logs._REMEMBERED_KEYS + 1, "time stood still"
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
-    assert manager.request_status == {} and len(manager.rooms.gate._ended) <= 4096
+    assert manager.request_status == {} and len(manager.rooms._ended) <= 4096
     forget_rooms(manager)
-    manager.rooms.gate._ended.clear()
+    manager.rooms._ended.clear()
     manager.update_status(123456789, KVPoll.Bootstrapping)
     reader.handle(announcement(room=123456789))
     assert manager.request_status == {123456789: KVPoll.WaitingForInput}

@@ -20,11 +20,11 @@ ROOM = 7
 def request() -> Any:
     """A request in flight on one rank, which a worker is just sending."""
     manager = prefill()
-    manager.rooms.gate.open(ROOM)
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     sender: Any = MooncakeKVSender.__new__(MooncakeKVSender)
-    sender.__dict__.update(kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None)
-    manager.being_sent.add(ROOM)
+    sender.__dict__.update(
+        kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None, _room=manager.rooms.claim(ROOM)[0]
+    )
     assert manager.rooms.enter(ROOM)
     return SimpleNamespace(rid="r", disagg_kv_sender=sender)
 
@@ -41,12 +41,12 @@ def test_pages_stay_until_the_engines_call_returns_on_every_rank() -> None:
             return pair.call(lambda rank: ended([requests[rank]], [pair.groups[rank]]))
 
         assert turn() == [[], []]
-        ours.being_sent.discard(ROOM)
         ours.rooms.fail(ROOM, Reason.TRANSPORT, "broken")
+        ours.rooms.leave(ROOM)
         for _ in range(3):
             assert turn() == [[], []]
-        assert theirs.rooms.gate.stopped(ROOM) == "it failed on another rank of this server"
-        assert theirs.rooms.gate.destinations(ROOM) == [] and not theirs.rooms.enter(ROOM)
-        theirs.being_sent.discard(ROOM)
+        assert theirs.rooms.stopped(ROOM) == "it failed on another rank of this server"
+        assert theirs.rooms.destinations(ROOM) == [] and not theirs.rooms.enter(ROOM)
+        theirs.rooms.leave(ROOM)
         assert turn() == [["r"], ["r"]]
         pair.close()

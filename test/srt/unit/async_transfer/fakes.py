@@ -1,4 +1,4 @@
-"""A scripted backend, a gate and an observer that check what they are told, and a clock."""
+"""A scripted backend and room table that check what they are told, a worker on them, a clock."""
 
 from __future__ import annotations
 
@@ -133,14 +133,16 @@ class ScriptedBackend:
 
 
 @dataclass
-class FakeGate:
-    """Counts like ``RoomGate``: busy from ``enter`` to ``leave``."""
+class FakeRooms:
+    """A room table that knows no states: it counts what is under way by number, from ``enter`` to
+    ``leave``, and writes down what it is told."""
 
     stopped: set[int] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)
     busy: set[int] = field(default_factory=set)
     misuse: list[str] = field(default_factory=list)
     backend: ScriptedBackend | None = None
+    entries: list[tuple[Any, ...]] = field(default_factory=list)
 
     def enter(self, room: int) -> bool:
         if room in self.stopped:
@@ -164,13 +166,6 @@ class FakeGate:
             self.misuse.append(f"room {room} is left while something is under way")
         self.busy.discard(room)
 
-
-@dataclass
-class Diary:
-    """An observer that writes everything down."""
-
-    entries: list[tuple[Any, ...]] = field(default_factory=list)
-
     def chunk_done(self, chunk: Chunk) -> None:
         self.entries.append(("done", chunk.room, chunk.payload.index))
 
@@ -179,11 +174,12 @@ class Diary:
     ) -> None:
         self.entries.append(("failed", room, reason, text, error))
 
-    def room_buried(self, room: int) -> None:
-        self.entries.append(("buried", room))
+    def room_overdue(self, room: int) -> None:
+        self.entries.append(("overdue", room))
 
-    def room_quiet(self, room: int) -> None:
-        self.entries.append(("quiet", room))
+    def drained(self, room: int) -> None:
+        """``WatchedWorker`` has nothing more to do for a life of ``room``."""
+        self.entries.append(("drained", room))
 
     def of(self, room: int) -> list[Any]:
         """What was told of ``room``: names of entries, with the index for chunks."""
@@ -199,17 +195,30 @@ class Diary:
         return entry[2], entry[3]
 
 
+class WatchedWorker(Worker):
+    """Says when a life of a room has ended on it and nothing of it is under way."""
+
+    def __init__(self, backend: Any, rooms: Any, *arguments: Any) -> None:
+        super().__init__(backend, rooms, *arguments)
+        self._drained: set[Any] = set()
+
+    def _say_if_overdue(self, room: Any) -> None:
+        super()._say_if_overdue(room)
+        if room.ended and not room.posted and not room.forgotten and room not in self._drained:
+            self._drained.add(room)
+            self._table.drained(room.number)  # type: ignore[attr-defined]
+
+
 class Bench:
     """One worker with everything around it, and rooms whose chunks are numbered."""
 
     def __init__(self, **settings: int) -> None:
         self.clock = Clock()
         self.backend = ScriptedBackend()
-        self.gate = FakeGate(backend=self.backend)
-        self.diary = Diary()
+        self.rooms = FakeRooms(backend=self.backend)
         self.stats = AsyncTransferStats(clock=self.clock)
-        self.worker = Worker(
-            self.backend, self.diary, self.gate, Settings(**settings), self.stats, 0, self.clock
+        self.worker = WatchedWorker(
+            self.backend, self.rooms, Settings(**settings), self.stats, 0, self.clock
         )
         self._indices: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
@@ -259,13 +268,13 @@ class Bench:
 
     def check(self) -> None:
         """Nobody was misused."""
-        assert self.backend.misuse == [] and self.gate.misuse == []
+        assert self.backend.misuse == [] and self.rooms.misuse == []
 
     def check_empty(self) -> None:
         """Nothing is left, and every handle was released once."""
         self.check()
         assert not any(self.worker.tables().values()), self.worker.tables()
-        assert self.gate.busy == set()
+        assert self.rooms.busy == set()
         assert Counter(handle.releases for handle in self.backend.handles) == Counter(
             {1: len(self.backend.handles)} if self.backend.handles else {}
         )

@@ -23,19 +23,19 @@ def test_a_post_that_raises() -> None:
     bench.submit(1, last=True)
     bench.submit(2, last=True)
     bench.run()
-    reason, text = bench.diary.failure(1)
+    reason, text = bench.rooms.failure(1)
     assert reason is Reason.TRANSPORT
     assert "room 1" in text and "to a " in text and "REMOTE_DISCONNECT" in text
-    assert bench.diary.entries[0][4] is error
-    assert bench.diary.of(1) == ["failed", "quiet"]
+    assert bench.rooms.entries[0][4] is error
+    assert bench.rooms.of(1) == ["failed", "drained"]
     bench.settle()
-    assert bench.diary.of(2) == ["done 0", "quiet"]
+    assert bench.rooms.of(2) == ["done 0", "drained"]
     bench.worker.forget(1)
     bench.open(1)
     bench.submit(1, last=True)
     bench.run()
     bench.settle()
-    assert bench.diary.of(1)[2:] == ["done 2", "quiet"]
+    assert bench.rooms.of(1)[2:] == ["done 2", "drained"]
     bench.worker.forget(1)
     bench.worker.forget(2)
     bench.check_empty()
@@ -47,7 +47,7 @@ def test_a_backend_names_its_reason() -> None:
     bench.open(1)
     bench.submit(1, error=TransferError(Reason.MISMATCH, "5 pages for 3"))
     bench.run()
-    reason, text = bench.diary.failure(1)
+    reason, text = bench.rooms.failure(1)
     assert reason is Reason.MISMATCH and text.endswith("5 pages for 3")
 
 
@@ -59,13 +59,13 @@ def test_handles_of_a_post_that_raised_halfway_are_waited_for() -> None:
     bench.open(1)
     bench.submit(1, "a", "b", handles=2, error=RuntimeError("state refused"), last=True)
     bench.run(1.0)
-    assert bench.diary.of(1) == ["failed"] and bench.gate.busy == {1}
+    assert bench.rooms.of(1) == ["failed"] and bench.rooms.busy == {1}
     assert [post[2] for post in bench.backend.posts] == ["a"]
     bench.backend.handles[0].state = State.DONE
     bench.run(1.0)
-    assert bench.diary.of(1) == ["failed"] and bench.backend.released == 0
+    assert bench.rooms.of(1) == ["failed"] and bench.backend.released == 0
     bench.settle()
-    assert bench.diary.of(1) == ["failed", "quiet"] and bench.gate.busy == set()
+    assert bench.rooms.of(1) == ["failed", "drained"] and bench.rooms.busy == set()
     bench.worker.forget(1)
     bench.check_empty()
 
@@ -83,18 +83,18 @@ def test_done_under_way_and_broken(broken: State | Exception) -> None:
     done, under_way, error = bench.backend.handles[:3]
     done.state, error.state = State.DONE, broken
     bench.run(1.0)
-    assert bench.diary.of(1) == ["failed"] and bench.gate.busy == {1, 2}
-    assert bench.diary.failure(1)[0] is Reason.TRANSPORT
+    assert bench.rooms.of(1) == ["failed"] and bench.rooms.busy == {1, 2}
+    assert bench.rooms.failure(1)[0] is Reason.TRANSPORT
     assert bench.backend.released == 0
     under_way.state = State.DONE
     bench.run(1.0)
     # What the transport broke off may still land: nobody is told that it is quiet.
-    assert bench.diary.of(1) == ["failed", "buried"] and bench.backend.released == 0
-    assert 1 in bench.gate.busy and bench.gate.completed == set()
+    assert bench.rooms.of(1) == ["failed", "overdue"] and bench.backend.released == 0
+    assert 1 in bench.rooms.busy and bench.rooms.completed == set()
     bench.let_doubt_pass()
-    assert bench.diary.of(1) == ["failed", "buried", "quiet"] and bench.backend.released == 3
+    assert bench.rooms.of(1) == ["failed", "overdue", "drained"] and bench.backend.released == 3
     bench.settle()
-    assert bench.diary.of(2) == ["done 0", "quiet"]
+    assert bench.rooms.of(2) == ["done 0", "drained"]
     bench.check()
 
 
@@ -111,8 +111,8 @@ def test_the_first_cause_counts() -> None:
     bench.settle(1, State.ERROR)
     bench.worker.cancel(1, Reason.ABORTED)
     bench.run(200)
-    assert bench.diary.of(1) == ["failed", "buried", "quiet"]
-    assert "the cause" in bench.diary.failure(1)[1]
+    assert bench.rooms.of(1) == ["failed", "overdue", "drained"]
+    assert "the cause" in bench.rooms.failure(1)[1]
 
 
 def test_peers_that_cannot_be_told() -> None:
@@ -123,8 +123,8 @@ def test_peers_that_cannot_be_told() -> None:
     bench.submit(1, last=True, complete_error=RuntimeError("no note"))
     bench.run()
     bench.settle()
-    assert bench.diary.of(1) == ["failed", "quiet"] and bench.gate.completed == set()
-    assert "a could not be told that it is complete: RuntimeError" in bench.diary.failure(1)[1]
+    assert bench.rooms.of(1) == ["failed", "drained"] and bench.rooms.completed == set()
+    assert "a could not be told that it is complete: RuntimeError" in bench.rooms.failure(1)[1]
     bench.worker.forget(1)
     bench.check_empty()
 
@@ -144,14 +144,14 @@ def test_a_room_that_was_given_up_is_never_complete(how: str) -> None:
     elif how == "cancelled":
         bench.worker.cancel(1, Reason.ABORTED)
     elif how == "stopped at the gate":
-        bench.gate.stopped.add(1)
+        bench.rooms.stopped.add(1)
     else:
         first.state = State.ERROR
         bench.run(1)
     bench.settle()
     bench.let_doubt_pass()
-    assert bench.backend.completed == [] and bench.gate.completed == set()
-    assert bench.diary.of(1)[-1] == "quiet" and "done 0" not in bench.diary.of(1)
+    assert bench.backend.completed == [] and bench.rooms.completed == set()
+    assert bench.rooms.of(1)[-1] == "drained" and "done 0" not in bench.rooms.of(1)
     assert second.releases == 1
     bench.worker.forget(1)
     bench.check_empty()
@@ -172,10 +172,10 @@ def test_nobody_believes_that_siblings_of_a_lost_connection_are_over() -> None:
         handle.state = RuntimeError(error)
     bench.run(Settings.doubt_s - 1)
     for room in (1, 2):
-        assert bench.diary.of(room) == ["failed", "buried"], "the request goes; decode waits"
-    assert bench.gate.busy == {1, 2} and bench.backend.released == 0
+        assert bench.rooms.of(room) == ["failed", "overdue"], "the request goes; decode waits"
+    assert bench.rooms.busy == {1, 2} and bench.backend.released == 0
     bench.run(2)
-    assert bench.gate.busy == set() and bench.backend.released == 2
+    assert bench.rooms.busy == set() and bench.backend.released == 2
     bench.worker.forget(1)
     bench.worker.forget(2)
     bench.check_empty()
@@ -200,14 +200,14 @@ def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench.worker, "_look", trips)
     bench.settle()
-    reason, text = bench.diary.failure(1)
+    reason, text = bench.rooms.failure(1)
     assert reason is Reason.INTERNAL and "a bug in transfer worker 0: AssertionError" in text
-    assert bench.diary.of(1) == ["failed", "buried"] and bench.diary.of(2) == ["done 0", "quiet"]
-    assert bench.backend.completed == [2] and bench.gate.busy == {1}, "it may still be written"
+    assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.of(2) == ["done 0", "drained"]
+    assert bench.backend.completed == [2] and bench.rooms.busy == {1}, "it may still be written"
     bench.submit(3, last=True)
     bench.run()
     bench.settle()
-    assert bench.diary.of(3) == ["done 0", "quiet"]
+    assert bench.rooms.of(3) == ["done 0", "drained"]
     assert bench.worker.tables() | {"rooms": 0, "under_way": 0} == dict.fromkeys(
         bench.worker.tables(), 0
     )
@@ -223,12 +223,12 @@ def test_ended_is_for_ever() -> None:
     bench.worker.cancel(2, Reason.ABORTED)
     bench.run()
     bench.settle()
-    before = list(bench.diary.entries)
+    before = list(bench.rooms.entries)
     for room in (1, 2):
         bench.submit(room)
         bench.worker.cancel(room, Reason.ABORTED)
     bench.run(500)
-    assert bench.diary.entries == before and len(bench.backend.handles) == 1
+    assert bench.rooms.entries == before and len(bench.backend.handles) == 1
 
 
 @pytest.mark.hazard("exception-ends-worker", "late-word-revives-room", "late-notification")
@@ -242,7 +242,7 @@ def test_unknown_rooms() -> None:
     bench.worker.cancel(1, Reason.ABORTED)
     bench.worker.forget(1)
     assert bench.run() is None
-    assert bench.diary.entries == [] and bench.backend.posts == []
+    assert bench.rooms.entries == [] and bench.backend.posts == []
     bench.check_empty()
 
 
@@ -257,7 +257,7 @@ def test_cancel_before_anything_was_posted() -> None:
     bench.submit(1, last=True)
     bench.run()
     bench.worker.cancel(1, Reason.ABORTED)
-    assert bench.diary.of(1) == ["quiet"]
+    assert bench.rooms.of(1) == ["drained"]
     bench.settle()
     assert {post[0] for post in bench.backend.posts} == {2}
 
@@ -274,10 +274,10 @@ def test_cancel_while_something_is_under_way() -> None:
     assert len(bench.backend.handles) == 4
     bench.worker.cancel(1, Reason.ABORTED)
     for handle in bench.backend.handles:
-        assert bench.diary.of(1) == [] and bench.gate.busy == {1}
+        assert bench.rooms.of(1) == [] and bench.rooms.busy == {1}
         handle.state = State.DONE
         bench.run(0.1)
-    assert bench.diary.of(1) == ["quiet"] and bench.gate.busy == set()
+    assert bench.rooms.of(1) == ["drained"] and bench.rooms.busy == set()
     assert len(bench.backend.handles) == 4
     bench.worker.forget(1)
     bench.check_empty()
@@ -294,9 +294,9 @@ def test_a_landed_chunk_of_a_room_that_ends() -> None:
     bench.backend.handles[1].state = State.DONE
     bench.run(0.1)
     bench.worker.cancel(1, Reason.ABORTED)
-    assert bench.diary.of(1) == []
+    assert bench.rooms.of(1) == []
     bench.settle()
-    assert bench.diary.of(1) == ["quiet"]
+    assert bench.rooms.of(1) == ["drained"]
     bench.worker.forget(1)
     bench.check_empty()
 
@@ -310,9 +310,9 @@ def test_the_gate_stops_a_room() -> None:
     bench.submit(1, last=True)
     bench.submit(2, last=True)
     bench.run()
-    bench.gate.stopped.update({1, 2})
+    bench.rooms.stopped.update({1, 2})
     bench.settle()
-    assert bench.diary.of(1) == ["done 0", "quiet"] and bench.diary.of(2) == ["quiet"]
+    assert bench.rooms.of(1) == ["done 0", "drained"] and bench.rooms.of(2) == ["drained"]
     assert len(bench.backend.posts) == 1 and bench.backend.completed == []
     bench.worker.forget(1)
     bench.worker.forget(2)
@@ -329,13 +329,13 @@ def test_a_gate_that_raises(lands: bool) -> None:
         raise RuntimeError("gate")
 
     if not lands:
-        bench.gate.enter = broken  # type: ignore[method-assign]
+        bench.rooms.enter = broken  # type: ignore[method-assign]
     bench.submit(1, last=True)
     bench.run()
-    bench.gate.complete = broken  # type: ignore[method-assign]
+    bench.rooms.complete = broken  # type: ignore[method-assign]
     bench.settle()
     assert bench.backend.completed == []
-    assert bench.diary.of(1) == ["failed", "quiet"]
+    assert bench.rooms.of(1) == ["failed", "drained"]
     bench.worker.forget(1)
     bench.check_empty()
 
@@ -348,12 +348,12 @@ def test_observers_that_raise() -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("observer")
 
-    bench.diary.chunk_done = bench.diary.room_failed = broken  # type: ignore[method-assign]
+    bench.rooms.chunk_done = bench.rooms.room_failed = broken  # type: ignore[method-assign]
     bench.submit(1, last=True)
     bench.submit(2, error=RuntimeError("post"))
     bench.run()
     bench.settle()
-    assert bench.diary.of(1) == ["quiet"] and bench.diary.of(2) == ["quiet"]
+    assert bench.rooms.of(1) == ["drained"] and bench.rooms.of(2) == ["drained"]
 
 
 @pytest.mark.hazard("handle-release")
@@ -371,7 +371,7 @@ def test_a_release_that_raises() -> None:
     bench.submit(1, handles=2, last=True)
     bench.run()
     bench.settle()
-    assert calls == bench.backend.handles and bench.diary.of(1) == ["done 0", "quiet"]
+    assert calls == bench.backend.handles and bench.rooms.of(1) == ["done 0", "drained"]
 
 
 def test_forgotten_while_under_way() -> None:
@@ -383,9 +383,9 @@ def test_forgotten_while_under_way() -> None:
     bench.submit(1, last=True)
     bench.run()
     bench.worker.forget(1)
-    assert bench.gate.busy == {1}
+    assert bench.rooms.busy == {1}
     bench.settle()
-    assert bench.diary.entries == []
+    assert bench.rooms.entries == []
     bench.check_empty()
 
 
@@ -405,11 +405,11 @@ def test_a_number_that_is_used_again() -> None:
     new = bench.backend.handles[1]
     new.state = State.DONE
     bench.run(0.1)
-    assert bench.diary.of(1) == ["done 1", "quiet"] and bench.gate.busy == {1}
+    assert bench.rooms.of(1) == ["done 1", "drained"] and bench.rooms.busy == {1}
     old.state = State.ERROR
     bench.run(0.1)
     bench.let_doubt_pass()
-    assert bench.diary.of(1) == ["done 1", "quiet"] and bench.gate.busy == set()
+    assert bench.rooms.of(1) == ["done 1", "drained"] and bench.rooms.busy == set()
     bench.worker.forget(1)
     bench.check_empty()
 
@@ -428,7 +428,7 @@ def test_an_open_room_is_opened_once() -> None:
     bench.submit(1, last=True)
     bench.run()
     bench.settle()
-    assert bench.diary.of(1) == ["done 1", "quiet"]
+    assert bench.rooms.of(1) == ["done 1", "drained"]
 
 
 def test_chunks_cannot_change() -> None:
@@ -449,10 +449,10 @@ def test_stop() -> None:
     bench.worker.stop()
     bench.open(3)
     bench.submit(3)
-    assert bench.diary.of(1) == ["failed"] and bench.diary.of(2) == ["failed", "quiet"]
+    assert bench.rooms.of(1) == ["failed"] and bench.rooms.of(2) == ["failed", "drained"]
     assert bench.worker.busy
     bench.settle()
-    assert not bench.worker.busy and bench.diary.of(1) == ["failed", "quiet"]
+    assert not bench.worker.busy and bench.rooms.of(1) == ["failed", "drained"]
     assert len(bench.backend.posts) == 1 and bench.worker.give_up() == 0
 
 

@@ -20,10 +20,10 @@ def test_a_room_from_open_to_forget() -> None:
     bench.submit(7, last=True)
     bench.run()
     assert bench.backend.posts == [(7, 0, "a"), (7, 1, "a")]
-    assert bench.diary.of(7) == [] and bench.gate.busy == {7} and bench.backend.completed == []
+    assert bench.rooms.of(7) == [] and bench.rooms.busy == {7} and bench.backend.completed == []
     bench.settle()
     assert bench.backend.completed == [7]
-    assert bench.diary.of(7) == ["done 0", "done 1", "quiet"] and bench.gate.busy == set()
+    assert bench.rooms.of(7) == ["done 0", "done 1", "drained"] and bench.rooms.busy == set()
     assert bench.run() is None
     bench.worker.forget(7)
     bench.check_empty()
@@ -37,7 +37,7 @@ def test_full_hit() -> None:
     bench.open(1)
     bench.submit(1, last=True, handles=0)
     bench.run()
-    assert bench.diary.of(1) == ["done 0", "quiet"] and bench.backend.completed == [1]
+    assert bench.rooms.of(1) == ["done 0", "drained"] and bench.backend.completed == [1]
 
 
 def test_no_peers() -> None:
@@ -46,13 +46,13 @@ def test_no_peers() -> None:
     bench = Bench()
     bench.open(1, 2)
     bench.worker.submit(_without_peers(bench, 1))
-    assert bench.diary.of(1) == ["done 0", "quiet"]
+    assert bench.rooms.of(1) == ["done 0", "drained"]
     bench.submit(2)
     bench.worker.submit(_without_peers(bench, 2, index=1))
-    assert bench.diary.of(2) == []
+    assert bench.rooms.of(2) == []
     bench.run()
     bench.settle()
-    assert bench.diary.of(2) == ["done 0", "done 1", "quiet"]
+    assert bench.rooms.of(2) == ["done 0", "done 1", "drained"]
 
 
 def _without_peers(bench: Bench, room: int, index: int = 0) -> Chunk:
@@ -71,11 +71,11 @@ def test_complete_when_every_chunk_has_landed() -> None:
     first, second = bench.backend.handles
     second.state = State.DONE
     bench.run(0.1)
-    assert bench.backend.completed == [] and bench.diary.of(1) == []
+    assert bench.backend.completed == [] and bench.rooms.of(1) == []
     first.state = State.DONE
     bench.run(0.1)
-    assert bench.backend.completed == [1] and bench.gate.completed == {1}
-    assert bench.diary.of(1) == ["done 0", "done 1", "quiet"]
+    assert bench.backend.completed == [1] and bench.rooms.completed == {1}
+    assert bench.rooms.of(1) == ["done 0", "done 1", "drained"]
 
 
 @pytest.mark.hazard("writers-confused")
@@ -87,12 +87,12 @@ def test_several_peers_of_one_chunk() -> None:
     bench.submit(1, "a", "b", "c", last=True, handles=2)
     bench.run()
     for peer in "abc":
-        assert bench.diary.of(1) == []
+        assert bench.rooms.of(1) == []
         for handle in bench.backend.open_handles(peer=peer):
-            assert bench.diary.of(1) == [] and bench.backend.completed == []
+            assert bench.rooms.of(1) == [] and bench.backend.completed == []
             handle.state = State.DONE
             bench.run(0.1)
-    assert bench.diary.of(1) == ["done 0", "quiet"] and bench.backend.completed == [1]
+    assert bench.rooms.of(1) == ["done 0", "drained"] and bench.backend.completed == [1]
 
 
 @pytest.mark.hazard("slow-peer")
@@ -113,13 +113,13 @@ def test_quota_of_a_peer() -> None:
             done += 1
         bench.run(0.01)
     assert done == 10
-    assert all(bench.diary.of(10 + room) == ["done 0", "quiet"] for room in range(10))
+    assert all(bench.rooms.of(10 + room) == ["done 0", "drained"] for room in range(10))
     assert len(bench.backend.open_handles(peer="stalled")) == 2
     bench.run(121)
     for room in range(10):
-        reason, text = bench.diary.failure(room)
+        reason, text = bench.rooms.failure(room)
         assert reason == "timeout" and "stalled" in text and "TRANSFER_TIMEOUT" in text
-    assert all(bench.diary.of(10 + room) == ["done 0", "quiet"] for room in range(10))
+    assert all(bench.rooms.of(10 + room) == ["done 0", "drained"] for room in range(10))
 
 
 def test_window_of_a_worker() -> None:
@@ -156,7 +156,7 @@ def test_stopped_peers_cannot_close_the_window() -> None:
         bench.run()
         assert len(bench.backend.open_handles(peer="healthy")) == 1
         bench.settle(3)
-    assert bench.diary.of(3) == [f"done {index}" for index in range(5)]
+    assert bench.rooms.of(3) == [f"done {index}" for index in range(5)]
 
 
 def test_turns_between_peers() -> None:
@@ -184,7 +184,7 @@ def test_chunks_of_one_room_are_posted_in_order() -> None:
     for room, peer in ((1, "a"), (1, "b"), (2, "a")):
         order = [p[1] for p in bench.backend.posts if p[0] == room and p[2] == peer]
         assert order == list(range(6))
-    assert bench.diary.of(1) == [f"done {index}" for index in range(6)]
+    assert bench.rooms.of(1) == [f"done {index}" for index in range(6)]
 
 
 def test_one_post_a_step() -> None:
@@ -263,5 +263,5 @@ def test_short_transfers_are_noticed_soon() -> None:
         wait = bench.run()
         assert wait is None or wait <= max(50e-6, took / 16) * 1.001
         bench.run(max(50e-6, took / 16))
-        assert bench.diary.of(1) == ["done 0", "quiet"], took
+        assert bench.rooms.of(1) == ["done 0", "drained"], took
         assert bench.clock.now - start <= took + max(50e-6, took / 16) * 1.001

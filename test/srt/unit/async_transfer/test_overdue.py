@@ -23,12 +23,12 @@ def test_deadline_of_what_waits() -> None:
     bench.submit(3, within=5.0)
     bench.worker.cancel(3, Reason.ABORTED)
     bench.run(4.9)
-    assert bench.diary.of(2) == []
+    assert bench.rooms.of(2) == []
     bench.run(0.2)
-    reason, text = bench.diary.failure(2)
+    reason, text = bench.rooms.failure(2)
     assert reason is Reason.TIMEOUT
     assert text.startswith("room 2: a chunk was not delivered to a (queued) within 5.0 s")
-    assert bench.diary.of(2) == ["failed", "quiet"] and bench.diary.of(3) == ["quiet"]
+    assert bench.rooms.of(2) == ["failed", "drained"] and bench.rooms.of(3) == ["drained"]
 
 
 @pytest.mark.hazard("siblings-write-on", "handle-release")
@@ -39,14 +39,14 @@ def test_deadline_of_what_is_under_way() -> None:
     bench.open(1)
     bench.submit(1, "slow peer", within=5.0)
     bench.run(6)
-    assert bench.diary.of(1) == ["failed", "buried"]
-    assert "slow peer (posted)" in bench.diary.failure(1)[1]
+    assert bench.rooms.of(1) == ["failed", "overdue"]
+    assert "slow peer (posted)" in bench.rooms.failure(1)[1]
     looks = bench.backend.looks
     bench.run(100)
     assert 480 <= bench.backend.looks - looks <= 490 and bench.backend.released == 0
-    assert bench.gate.busy == {1}
+    assert bench.rooms.busy == {1}
     bench.settle()
-    assert bench.diary.of(1) == ["failed", "buried", "quiet"] and bench.gate.busy == set()
+    assert bench.rooms.of(1) == ["failed", "overdue", "drained"] and bench.rooms.busy == set()
     bench.worker.forget(1)
     bench.check_empty()
 
@@ -61,11 +61,11 @@ def test_cancelled_and_overdue() -> None:
     bench.run()
     bench.worker.cancel(1, Reason.ABORTED)
     bench.run(6)
-    assert bench.diary.of(1) == []  # the second one has time left
+    assert bench.rooms.of(1) == []  # the second one has time left
     bench.run(4)
-    assert bench.diary.of(1) == ["buried"]
+    assert bench.rooms.of(1) == ["overdue"]
     bench.settle()
-    assert bench.diary.of(1) == ["buried", "quiet"]
+    assert bench.rooms.of(1) == ["overdue", "drained"]
 
 
 @pytest.mark.hazard("slow-peer")
@@ -109,7 +109,7 @@ def test_a_peer_that_comes_back() -> None:
     assert len(bench.backend.handles) == 17, "it is back: its whole quota"
     for room in rooms:
         bench.settle(room)
-    assert all(bench.diary.of(room) == ["done 0", "quiet"] for room in rooms)
+    assert all(bench.rooms.of(room) == ["done 0", "drained"] for room in rooms)
     bench.settle()
     for room in range(28):
         bench.worker.forget(room)
@@ -132,8 +132,8 @@ def test_a_full_graveyard(
     assert bench.worker.tables()["graveyard"] == 2
     assert [bench.backend.handles[0]] == send_queue.KEPT
     bench.settle()
-    assert bench.diary.of(1) == ["failed", "buried"] and bench.gate.busy == {1}
-    assert bench.diary.of(2) == bench.diary.of(3) == ["failed", "buried", "quiet"]
+    assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.busy == {1}
+    assert bench.rooms.of(2) == bench.rooms.of(3) == ["failed", "overdue", "drained"]
     assert [handle.releases for handle in bench.backend.handles] == [0, 1, 1]
     assert bench.worker.tables()["peers"] == 0
     bench.check()
@@ -149,4 +149,4 @@ def test_after_a_suspension() -> None:
     bench.backend.settle()
     bench.clock.now += 100
     bench.run()
-    assert bench.diary.of(1) == ["done 0", "quiet"]
+    assert bench.rooms.of(1) == ["done 0", "drained"]

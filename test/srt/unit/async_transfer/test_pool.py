@@ -6,16 +6,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from sglang.srt.disaggregation.delta.config import Settings, worker_of
 from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.prefill import send_queue
-from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
+from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
+from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
-from unit.async_transfer.fakes import Diary, FakeGate, Handle, Script, ScriptedBackend
+from unit.async_transfer.fakes import (
+    FakeRooms,
+    Handle,
+    Script,
+    ScriptedBackend,
+    WatchedWorker,
+)
 
 #: No test waits so long unless it fails.
 LONG_S = 30.0
@@ -33,16 +40,25 @@ class Quick(ScriptedBackend):
             yield handle
 
 
-class Bell(Diary):
+class Bell(FakeRooms):
     """Lets a test wait for what it is told."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.quiet: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.over: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def room_quiet(self, room: int) -> None:
-        super().room_quiet(room)
-        self.quiet.put(room)
+    def drained(self, room: int) -> None:
+        super().drained(room)
+        self.over.put(room)
+
+
+class WatchedPool(TransferPool):
+    """Its workers say when a room is over on them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer_pool, "Worker", WatchedWorker)
+            super().__init__(*arguments, **options)
 
 
 class Threads:
@@ -59,10 +75,9 @@ class Threads:
         self.bell = Bell()
         self.settings = Settings(**settings)
         self.prepared: list[int] = []
-        self.pool = TransferPool(
+        self.pool = WatchedPool(
             self.backend,
             self.bell,
-            FakeGate(),
             self.settings,
             AsyncTransferStats(),
             prepare_thread=lambda: self.prepared.append(threading.get_ident()),
@@ -86,10 +101,10 @@ def test_rooms_on_several_threads() -> None:
     threads = Threads(queues=2, threads=5)
     for room in range(200):
         threads.send(room, chunks=3)
-    quiet = {threads.bell.quiet.get(timeout=LONG_S) for _ in range(200)}
+    quiet = {threads.bell.over.get(timeout=LONG_S) for _ in range(200)}
     assert quiet == set(range(200)) and threads.backend.misuse == []
     for room in range(200):
-        assert threads.bell.of(room) == ["done 0", "done 1", "done 2", "quiet"]
+        assert threads.bell.of(room) == ["done 0", "done 1", "done 2", "drained"]
     assert len(set(threads.prepared)) == threads.settings.workers == 4
     assert set(threads.backend._threads.values()) == set(threads.prepared)
     threads.pool.stop()
@@ -105,13 +120,13 @@ def test_start_and_stop_twenty_times() -> None:
         threads.pool.stop()
         threads.pool.stop()
         assert threads.pool.alive() == 0
-        assert threads.bell.of(1) == ["done 0", "quiet"] or threads.bell.of(1)[0] == "failed"
+        assert threads.bell.of(1) == ["done 0", "drained"] or threads.bell.of(1)[0] == "failed"
     assert threading.active_count() == before
 
 
 def test_stop_without_start() -> None:
     """Guards against a server that fails early and then hangs or raises in its clean-up."""
-    pool = TransferPool(Quick(), Diary(), FakeGate(), Settings(), AsyncTransferStats())
+    pool = TransferPool(Quick(), FakeRooms(), Settings(), AsyncTransferStats())
     pool.stop()
     assert pool.alive() == 0
 
@@ -149,12 +164,12 @@ def test_the_scheduler_never_waits_for_a_post() -> None:
     other = next(room for room, worker in enumerate(workers) if worker != workers[0])
     threads.send(same)
     threads.send(other)
-    assert threads.bell.quiet.get(timeout=LONG_S) == other
+    assert threads.bell.over.get(timeout=LONG_S) == other
     threads.pool.cancel(same, Reason.ABORTED)
     threads.pool.cancel(0, Reason.ABORTED)
     assert threads.bell.of(0) == threads.bell.of(same) == []
     backend.go_on.set()
-    assert {threads.bell.quiet.get(timeout=LONG_S) for _ in range(2)} == {0, same}
+    assert {threads.bell.over.get(timeout=LONG_S) for _ in range(2)} == {0, same}
     assert same not in {post[0] for post in threads.backend.posts}
     threads.pool.stop()
 
@@ -176,7 +191,7 @@ def test_a_bug_in_a_command_or_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "step", broken)
     threads.pool._put(1, lambda worker: worker.no_such_method())  # type: ignore[attr-defined]
     threads.send(1)
-    assert threads.bell.quiet.get(timeout=LONG_S) == 1 and raised.is_set()
+    assert threads.bell.over.get(timeout=LONG_S) == 1 and raised.is_set()
     assert threads.pool.alive() == 1
     threads.pool.stop()
 
@@ -195,20 +210,30 @@ class Stuck(Quick):
         yield from super().post(chunk, peer)
 
 
-def watched(threads: Threads, rooms: range) -> tuple[Watchdog, Tickets, list[tuple[int, str]]]:
-    """A watchdog over a pool, with tickets of these rooms and what it fails."""
-    failed: list[tuple[int, str]] = []
+class Failed(list[tuple[int, str]]):
+    """The listener of a room table: the rooms that failed, and why."""
 
-    def fail(room: int, reason: Reason, text: str) -> bool:
-        assert reason is Reason.INTERNAL
-        failed.append((room, text))
-        tickets.stop(room)
-        return True
+    def fail_known(self, room: int, text: str) -> bool:
+        if room not in dict(self):
+            self.append((room, text))
+        return False
 
-    tickets = Tickets(fail)
-    for room in rooms:
-        tickets.open(room)
-    return Watchdog(threads.pool, tickets), tickets, failed
+    def room_stopped(self, room: int, kind: Reason) -> None:
+        assert kind is Reason.INTERNAL
+
+    def room_drained(self, room: int, reason: str, announcements: list[object]) -> None:
+        pass
+
+    def room_delivered(self, room: int) -> None:
+        raise AssertionError(room)
+
+
+def watched(threads: Threads, numbers: range) -> tuple[Watchdog, RoomTable, list[Room], Failed]:
+    """A watchdog over a pool, with requests of these rooms and what it fails."""
+    failed = Failed()
+    table = RoomTable(failed)
+    rooms = [table.claim(number)[0] for number in numbers]
+    return Watchdog(threads.pool, table), table, rooms, failed
 
 
 @pytest.mark.hazard("exception-ends-worker")
@@ -218,8 +243,8 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     now = [0.0]
     backend = Stuck()
     threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
-    rooms = range(20)
-    watchdog, tickets, failed = watched(threads, rooms)
+    watchdog, table, rooms, failed = watched(threads, range(20))
+    assert table.enter(0), "its worker is about to hang with a write of it"
     threads.send(0)
     assert backend.entered.wait(LONG_S)
     watchdog.tick()
@@ -229,7 +254,7 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     counted = STATS.totals["kv_transfer_stuck_workers"]
     now[0] += threads.settings.stuck_s / 2 + 1
     index = worker_of(0, threads.settings)
-    theirs = [room for room in rooms if worker_of(room, threads.settings) == index]
+    theirs = [number for number in range(20) if worker_of(number, threads.settings) == index]
     for _ in range(3):
         watchdog.tick()
     assert [room for room, _ in failed] == theirs and len(theirs) < len(rooms)
@@ -237,12 +262,14 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     name = f"kv-transfer-{index}"
     assert all(f"transfer worker {name} hangs in a call" in text for _, text in failed)
     assert caplog.text.count(f"{name} hangs in a call of the transport since 31 s") == 1
-    assert [room for room in rooms if tickets._tickets[room].is_over] == theirs
-    late = tickets.open(100 + next(r for r in rooms if threads.pool.worker_of(100 + r) == index))
+    assert [room.number for room in rooms if room.is_over] == theirs
+    late, _ = table.claim(
+        100 + next(r for r in range(20) if worker_of(100 + r, threads.settings) == index)
+    )
     watchdog.tick()
     assert late.is_over, "one that came since then"
     backend.go_on.set()
-    assert threads.bell.quiet.get(timeout=LONG_S) == 0
+    assert threads.bell.over.get(timeout=LONG_S) == 0
     threads.pool.stop()
     watchdog.tick()
     assert f"worker {index} goes on" in caplog.text
@@ -255,19 +282,19 @@ def test_a_process_that_was_stopped() -> None:
     now = [0.0]
     backend = Stuck()
     threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
-    watchdog, tickets, failed = watched(threads, range(20))
+    watchdog, _, rooms, failed = watched(threads, range(20))
     threads.send(0)
     assert backend.entered.wait(LONG_S)
     watchdog.tick()
     now[0] += 3600
     watchdog.tick()  # first
     backend.go_on.set()
-    assert threads.bell.quiet.get(timeout=LONG_S) == 0
+    assert threads.bell.over.get(timeout=LONG_S) == 0
     deadline = time.monotonic() + LONG_S
     while threads.pool.troubles():
         assert time.monotonic() < deadline
     watchdog.tick()
-    assert failed == [] and not any(ticket.is_over for ticket in tickets._tickets.values())
+    assert failed == [] and not any(room.is_over for room in rooms)
     threads.pool.stop()
 
 
@@ -305,7 +332,7 @@ def test_an_idle_worker_is_not_stuck() -> None:
     now = [0.0]
     threads = Threads(clock=lambda: time.monotonic() + now[0])
     threads.send(1)
-    assert threads.bell.quiet.get(timeout=LONG_S) == 1
+    assert threads.bell.over.get(timeout=LONG_S) == 1
     deadline = time.monotonic() + LONG_S
     while any(each._busy_since is not None for each in threads.pool._threads):
         assert time.monotonic() < deadline

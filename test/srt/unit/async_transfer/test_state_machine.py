@@ -43,8 +43,8 @@ class Lives(RuleBasedStateMachine):
         if self.alive[room] is not None:
             return
         self.bench.open(room)
-        self.bench.gate.stopped.discard(room)
-        self.alive[room] = len(self.bench.diary.of(room))
+        self.bench.rooms.stopped.discard(room)
+        self.alive[room] = len(self.bench.rooms.of(room))
         self.completions[room] = len(self.bench.backend.completed)
         self.silent.pop(room, None)
         self.cancelled.discard(room)
@@ -79,13 +79,13 @@ class Lives(RuleBasedStateMachine):
 
     @rule(room=ROOMS)
     def stop_at_the_gate(self, room: int) -> None:
-        self.bench.gate.stopped.add(room)
+        self.bench.rooms.stopped.add(room)
 
     @rule(room=ROOMS)
     def forget(self, room: int) -> None:
         self.bench.worker.forget(room)
         self.alive[room] = None
-        self.silent.setdefault(room, len(self.bench.diary.of(room)))
+        self.silent.setdefault(room, len(self.bench.rooms.of(room)))
 
     # ---- what the transport does ----
 
@@ -123,7 +123,7 @@ class Lives(RuleBasedStateMachine):
         busy = {handle.peer for handle in self.bench.backend.handles if not handle.releases}
         posted = set(self.bench.backend.posts)
         for room, chunks in self.submitted.items():
-            if self.alive[room] is None or self._ended(room) or room in self.bench.gate.stopped:
+            if self.alive[room] is None or self._ended(room) or room in self.bench.rooms.stopped:
                 continue
             for index, peers in chunks:
                 for peer in peers:
@@ -131,12 +131,12 @@ class Lives(RuleBasedStateMachine):
 
     def _ended(self, room: int) -> bool:
         told = self._told(room)
-        return room in self.cancelled or "quiet" in told or "failed" in told
+        return room in self.cancelled or "drained" in told or "failed" in told
 
     def _told(self, room: int) -> list[str]:
         start = self.alive[room]
         assert start is not None
-        return self.bench.diary.of(room)[start:]
+        return self.bench.rooms.of(room)[start:]
 
     @invariant()
     def nobody_is_misused(self) -> None:
@@ -186,12 +186,12 @@ class Lives(RuleBasedStateMachine):
             chunks = [entry for entry in told if entry.startswith("done")]
             indices = [index for index, _ in self.submitted[room]]
             assert chunks == [f"done {index}" for index in indices[: len(chunks)]]
-            for once in ("failed", "buried", "quiet"):
+            for once in ("failed", "overdue", "drained"):
                 assert told.count(once) <= 1
-            if "quiet" in told:
-                assert told[-1] == "quiet"
+            if "drained" in told:
+                assert told[-1] == "drained"
             if room in self.had_last and len(chunks) == len(indices):
-                assert told[-1] == "quiet" and "failed" not in told
+                assert told[-1] == "drained" and "failed" not in told
 
     @invariant()
     def quiet_if_and_only_if_nothing_is_under_way(self) -> None:
@@ -203,7 +203,7 @@ class Lives(RuleBasedStateMachine):
                 handle.room == room and handle.index in posts and not handle.releases
                 for handle in self.bench.backend.handles
             )
-            if "quiet" in self._told(room):
+            if "drained" in self._told(room):
                 assert not under_way
             elif self._ended(room):
                 assert under_way
@@ -212,7 +212,7 @@ class Lives(RuleBasedStateMachine):
     def silence_after_forget(self) -> None:
         for room, entries in self.silent.items():
             if self.alive[room] is None:
-                assert len(self.bench.diary.of(room)) == entries
+                assert len(self.bench.rooms.of(room)) == entries
 
     def teardown(self) -> None:
         """When everything settles and every room is forgotten, nothing is left."""
@@ -227,7 +227,7 @@ class Lives(RuleBasedStateMachine):
         self.bench.let_doubt_pass()
         for room in range(6):
             if self.alive[room] is not None:
-                assert self._told(room)[-1] == "quiet"
+                assert self._told(room)[-1] == "drained"
             self.bench.worker.forget(room)
         self.bench.run(1.0)
         self.bench.check_empty()

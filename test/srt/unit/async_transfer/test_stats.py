@@ -139,5 +139,5 @@ def test_errors_of_the_telemetry_fail_nothing(
             bench.stats.posted(build_s=0, post_s=0, descriptors=0, moved=0)
         bench.run()
         bench.settle()
-    assert bench.diary.of(1)[-1] == "quiet" and "failed" not in bench.diary.of(1)
+    assert bench.rooms.of(1)[-1] == "drained" and "failed" not in bench.rooms.of(1)
     assert len(caplog.records) == 3

@@ -95,7 +95,7 @@ class Manager(DeltaManager, StockManager):
     def __init__(self) -> None:
         StockManager.__init__(self)
         self._status_lock = threading.Lock()
-        self.rooms = self.servers = None
+        self.rooms = self.servers = self.decode_ranks = None
         self.progresses: dict[int, Progress] = defaultdict(Progress)
         self.dropped: list[tuple[str, int]] = []
         self.collected = 0
@@ -120,7 +120,7 @@ class Manager(DeltaManager, StockManager):
 def announcement(
     room: int, *, host: str = "10.0.0.1", dummy: bool = False, stock: bool = False, **fields: Any
 ) -> Any:
-    """A decode rank's announcement, as far as ``PrefillRooms`` looks at it."""
+    """A decode rank's announcement, as far as ``DecodeRanks`` looks at it."""
     frame = wire.DeltaFrame(decode_prefix_len=0, num_pages=0, is_dummy=dummy)
     info = SimpleNamespace(
         room=room,

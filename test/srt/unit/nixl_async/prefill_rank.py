@@ -103,7 +103,7 @@ class PrefillRank:
         )
         self.manager.rooms._clock = self.clock
         self.manager.rooms._ticked_at = self.clock()
-        self.sockets = self.manager.rooms._sockets = Sockets(self.agent)
+        self.sockets = self.manager.decode_ranks._sockets = Sockets(self.agent)
         patch.setattr(
             layout_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
         )
@@ -163,7 +163,7 @@ class PrefillRank:
 
     def withdraw(self, room: int, peer: str = "decode") -> None:
         """Decode gives the room up."""
-        self.manager.rooms.take(control.Withdraw(room, peer, "10.0.0.2", 4000, "no reason"))
+        self.manager.decode_ranks.take(control.Withdraw(room, peer, "10.0.0.2", 4000, "no reason"))
 
     def tick(self, seconds: float) -> None:
         """Time passes, and the workers look at what is due."""

@@ -12,6 +12,7 @@ import pytest
 
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.prefill.room_table import State
 from sglang.srt.disaggregation.delta.wire import parse
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank, failure_of
@@ -163,9 +164,9 @@ class Life:
                 self.ends["success"] += 1
             elif state == KVPoll.Failed:
                 under_way = self.rank.agent.under_way(room=room.number)
-                is_buried = room.sender._ticket.buried
-                assert not under_way or is_buried, f"room {room.number} ended early"
-                self.ends["buried" if under_way else "failed"] += 1
+                is_overdue = room.sender._room.state is State.OVERDUE
+                assert not under_way or is_overdue, f"room {room.number} ended early"
+                self.ends["overdue" if under_way else "failed"] += 1
                 assert self.notes(room.number) <= len(room.target) - 1, "decode would go on with it"
                 self.rooms.remove(room)
                 self.free += room.source

@@ -11,6 +11,7 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.room_table import State
 from unit.nixl_async.fakes import nixlRemoteDisconnectError
 from unit.nixl_async.prefill_rank import ENDS, TRANSFER_TIMEOUT_S, PrefillRank, failure_of
 
@@ -181,8 +182,8 @@ def test_an_error_on_the_worker_that_meets_an_abort(rank: PrefillRank) -> None:
     sender.send(pages(5))
     rank.tick(0.25)
     rank.settle(BROKEN)
-    cancel, late = rank.manager.rooms.on_failure, []
-    rank.manager.rooms.on_failure = lambda *failure: late.append(failure)
+    cancel, late = rank.manager.room_stopped, []
+    rank.manager.room_stopped = lambda *failure: late.append(failure)
     sender.abort()
     rank.tick(0.25)
     for failure in late:
@@ -225,8 +226,8 @@ def test_given_up_while_it_is_sent(rank: PrefillRank) -> None:
     """Guards against success of a chunk that goes to nobody: the reader's thread has just dropped
     the room's announcements, and the workers have not heard of it."""
     sender = started(rank)
-    add, cancel, late = rank.manager.add_transfer_request, rank.manager.rooms.on_failure, []
-    rank.manager.rooms.on_failure = lambda *failure: late.append(failure)
+    add, cancel, late = rank.manager.add_transfer_request, rank.manager.room_stopped, []
+    rank.manager.room_stopped = lambda *failure: late.append(failure)
 
     def given_up(*chunk: Any) -> Any:
         rank.withdraw(ROOM)
@@ -251,7 +252,7 @@ def test_pages_are_not_freed_while_they_are_queued(rank: PrefillRank) -> None:
     sender = started(rank)
     sender.send(pages(5, 6))
     sender.abort()
-    assert [sender.poll() for _ in range(3)] == [KVPoll.Transferring] * 3
+    assert sender.poll() == KVPoll.Failed, "nothing of it is posted any more"
     rank.pool.run()
     assert sender.poll() == KVPoll.Failed and rank.agent.handles == []
     del rank.manager.__dict__["transfers"]  # nothing more of it is even queued
@@ -335,7 +336,7 @@ def live(rank: PrefillRank, room: int, order: tuple[str, ...]) -> list[str]:
         state = sender.poll()
         if seen and seen[-1] in ENDS and state != seen[-1]:
             problems.append(f"{seen[-1]} became {state} with {event}")
-        is_held = rank.agent.under_way(room=room) and not sender._ticket.buried
+        is_held = rank.agent.under_way(room=room) and sender._room.state is not State.OVERDUE
         if state == KVPoll.Failed and is_held:
             problems.append(f"failed at {event} while something is under way")
         delivered = [h for h in rank.agent.handles if h.room == room and h.state == "DONE"]

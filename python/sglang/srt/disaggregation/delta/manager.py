@@ -20,8 +20,10 @@ from sglang.srt.disaggregation.delta import capability, config
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.event_log import log_announced
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
-from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
+from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, RoomTable
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ class DeltaManager(CommonKVManager):
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         self._status_lock = threading.Lock()
-        self.rooms: PrefillRooms | None = None
+        self.rooms: RoomTable | None = None
+        self.decode_ranks: DecodeRanks | None = None
         self.servers: PrefillServers | None = None
         if not self.moves_deltas:
             return
@@ -90,7 +93,8 @@ class DeltaManager(CommonKVManager):
         if is_prefill or getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
             config.check()  # wrong values are refused at start
         if is_prefill:
-            self.rooms = PrefillRooms(self)
+            self.rooms = RoomTable(self)
+            self.decode_ranks = DecodeRanks(self, self.rooms)
         elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
             self._receivers().drops_dead_sockets = True
             self.servers = PrefillServers(self, super().try_ensure_parallel_info)
@@ -103,7 +107,7 @@ class DeltaManager(CommonKVManager):
         """Read this rank's socket on a thread of its own: control messages are for its rooms
         (prefill) or servers (decode), SGLang's own kinds for ``take_other``. ``tick`` is called
         every second or so."""
-        side = self.rooms if self.rooms is not None else self.servers
+        side = self.decode_ranks if self.decode_ranks is not None else self.servers
         assert side is not None
         reader = MessageReader(side.take, take_other)
         threading.Thread(
@@ -112,8 +116,8 @@ class DeltaManager(CommonKVManager):
 
     def forget_silent_peers(self) -> None:
         """Prefill, every second or so: drop the decode ranks that gave no sign for too long."""
-        assert self.rooms is not None
-        for peer in self.rooms.tick():
+        assert self.decode_ranks is not None
+        for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
                 "decode rank %s (%s) silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT): failed "
@@ -219,6 +223,23 @@ class DeltaManager(CommonKVManager):
             self.request_status.pop(room, None)
             self.failure_records.pop(room, None)
 
+    # ---- prefill.room_table.Listener ----
+
+    def room_delivered(self, room: int) -> None:
+        """Decode has all of ``room``."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.advance(room, KVPoll.Success)
+
+    def room_stopped(self, room: int, kind: Reason) -> None:
+        """``room`` failed; a backend with queues of its own drops what is in them."""
+
+    def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
+        """Nothing of ``room`` is under way: its decode ranks may have their pages back."""
+        assert self.decode_ranks is not None
+        self.transfer_infos.pop(room, None)
+        self.decode_ranks.tell(room, reason, announcements)
+
     def start_if_announced(self, room: int) -> bool:
         """A room starts when its request is here and all its decode ranks have announced it,
         whichever comes last; whether the latter have. Prefill only."""
@@ -250,9 +271,9 @@ class DeltaManager(CommonKVManager):
         }
         if self.rooms is not None:
             # Announced before their request is here: that is not a leftover (and has a deadline).
-            early = set(self.rooms.gate.unclaimed())
-            tables["gate"] = self.rooms.gate.rooms()
-            for name in ("gate", "transfer_infos"):
+            early = set(self.rooms.unclaimed())
+            tables["rooms"] = self.rooms.numbers()
+            for name in ("rooms", "transfer_infos"):
                 tables[name] = [room for room in tables[name] if room not in early]
         if self.servers is not None:
             tables["deferred"] = self.servers.deferred_rooms()

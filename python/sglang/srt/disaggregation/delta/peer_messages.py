@@ -193,10 +193,10 @@ class Announcements:
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
         manager, peer = self._manager, self._peer(info)
-        assert manager.rooms is not None
+        assert manager.rooms is not None and manager.decode_ranks is not None
         check_announcement(info)
         if peer not in manager.decode_kv_args_table:
-            manager.rooms.refuse_stranger(info)
+            manager.decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
         manager.transfer_infos.setdefault(info.room, {})[peer] = info
         # Where it ended here already, decode was just told and the entry is gone.

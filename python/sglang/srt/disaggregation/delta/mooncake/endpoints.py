@@ -45,9 +45,9 @@ class DeltaMooncakeSender(MooncakeKVSender):
         self.fail_if_unannounced()
         status = manager.request_status.get(room, KVPoll.Failed)
         if status == KVPoll.Failed:
-            # Another thread may be about to stop it: no worker may begin with it from here on.
-            manager.rooms.gate.stop(room, manager.failure_of(room))
-            if room in manager.being_sent:
+            if not self._room.is_stopped:  # stock's staging worker only sets the status
+                manager.rooms.fail(room, Reason.TRANSPORT, manager.failure_of(room))
+            if not self._room.is_over:
                 return KVPoll.Transferring  # it still reads pages, which must not be freed
         if status in (KVPoll.Failed, KVPoll.Success):
             self.conclude_state = status

@@ -109,8 +109,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self.failed_sessions: set[str] = set()
         self.session_lock = threading.Lock()
         self._sockets = PeerSockets()
-        #: Rooms that a worker is at.
-        self.being_sent: set[int] = set()
         #: Rooms with writes that may still be under way: until when they count as such.
         self._unsettled: list[tuple[float, int]] = []
         #: Until when the chunks in the queues, and in calls of the engine, have to be over.
@@ -153,7 +151,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         assert self.rooms is not None
-        infos = self.rooms.gate.destinations(room)
+        infos = self.rooms.destinations(room)
         if not self.rooms.fail(room, kind, text):
             return  # they were told that it is complete
         for info in infos:
@@ -185,7 +183,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
         for room, peer in self.chunk_deadlines.take_overdue():
             if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
                 continue
-            infos = self.rooms.gate.destinations(room)
+            infos = self.rooms.destinations(room)
             waits_for = ", ".join(info.mooncake_session_id for info in infos if not info.is_dummy)
             what = (
                 f"a transfer to decode rank {peer} was not over"
@@ -315,7 +313,10 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     def leave_later(self, room: int) -> None:
         """A transfer of ``room`` failed, and others of its batch may still write: how long is not
-        known, so decode's pages stay held for as long as it would wait without an answer."""
+        known, so decode's pages stay held for as long as it would wait without an answer. The
+        request goes: decode is never told that the room is complete."""
+        assert self.rooms is not None
+        self.rooms.room_overdue(room)
         self._unsettled.append((time.monotonic() + environment.QUARANTINE_TIMEOUT.read(), room))
 
     def _leave_due(self) -> None:
@@ -325,7 +326,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
         due = [entry for entry in list(self._unsettled) if entry[0] <= now]
         for entry in due:
             self._unsettled.remove(entry)
-            self.rooms.gate.leave(entry[1])
+            self.rooms.leave(entry[1])
 
     # ---- decode side ----
 
@@ -362,6 +363,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         tables: dict[str, list[int]] = super().open_rooms()
         # Rooms whose failed transfers are waited for are no leftover: that has an end.
         waited_for = {room for _, room in list(getattr(self, "_unsettled", ()))}
-        if "gate" in tables:
-            tables["gate"] = [room for room in tables["gate"] if room not in waited_for]
+        if "rooms" in tables:
+            tables["rooms"] = [room for room in tables["rooms"] if room not in waited_for]
         return tables | {"progress": sorted(getattr(self, "_progress", ()))}

@@ -5,7 +5,7 @@ chunk is in here, with one exception: a call that returns an error says nothing 
 writes of its batch.
 
 SGLang's staging buffers gather head slices on the GPU, and their worker is SGLang's own. It is fed
-from a queue that enters and leaves the gate around every chunk, so that rooms end early as with our
+from a queue that enters and leaves the room around every chunk, so that rooms end early as with our
 worker.
 """
 
@@ -83,8 +83,6 @@ class ChunkWorker:
 
     def take(self, chunk: QueuedChunk) -> None:
         """Send one ``TransferKVChunk``, or fail its room. Never raises."""
-        being_sent = self._manager.being_sent
-        being_sent.add(chunk.room)  # before it is entered: its pages may be freed when it is not
         try:
             if self._manager.rooms.enter(chunk.room):
                 self._serve(chunk)
@@ -95,7 +93,6 @@ class ChunkWorker:
             )
             self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
         finally:
-            being_sent.discard(chunk.room)
             self._manager.chunk_deadlines.over(chunk.room)
 
     def _serve(self, chunk: QueuedChunk) -> None:
@@ -111,7 +108,7 @@ class ChunkWorker:
         finally:
             self._executor.settle()
             if settled:
-                self._manager.rooms.gate.leave(chunk.room)
+                self._manager.rooms.leave(chunk.room)
             else:
                 self._manager.leave_later(chunk.room)
 
@@ -119,7 +116,7 @@ class ChunkWorker:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager, room = self._manager, chunk.room
-        infos = [info for info in manager.rooms.gate.destinations(room) if not info.is_dummy]
+        infos = [info for info in manager.rooms.destinations(room) if not info.is_dummy]
         for info in infos:
             if self._is_stopped(room):
                 return
@@ -128,7 +125,7 @@ class ChunkWorker:
             return
         for info in infos:
             manager.send_status(info, KVPoll.Success)
-        manager.advance(room, KVPoll.Success)
+        manager.rooms.deliver(room)
 
     def _send_to(self, info: MooncakeTransferInfo, chunk: QueuedChunk) -> None:
         """Everything of one chunk that goes to one decode rank."""
@@ -156,7 +153,7 @@ class ChunkWorker:
         self._check(status, "metadata", info)
 
     def _is_stopped(self, room: int) -> bool:
-        return self._manager.rooms.gate.stopped(room) is not None
+        return self._manager.rooms.stopped(room) is not None
 
     def _send_pages(self, info: MooncakeTransferInfo, target: Any, chunk: QueuedChunk) -> None:
         manager, session = self._manager, info.mooncake_session_id
@@ -221,11 +218,9 @@ class GatedQueue:
         self.leave(None)
         while True:
             chunk = self._queue.get()
-            self._manager.being_sent.add(chunk.room)
             if self._manager.rooms.enter(chunk.room):
                 self._room = chunk.room
                 return chunk
-            self._manager.being_sent.discard(chunk.room)
             self._manager.chunk_deadlines.over(chunk.room)
 
     def put(self, chunk: QueuedChunk) -> None:
@@ -245,8 +240,7 @@ class GatedQueue:
         elif is_failed(manager.request_status.get(room)):
             text = manager.failure_records.get(room, f"room {room}: a transfer failed")
             manager.rooms.fail(room, Reason.TRANSPORT, text)
-        manager.rooms.gate.leave(room)
-        manager.being_sent.discard(room)
+        manager.rooms.leave(room)
         if not is_put_back:
             manager.chunk_deadlines.over(room)
 

@@ -14,7 +14,6 @@ from sglang.srt.disaggregation.delta.event_log import log_arrived
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.peer_messages import DeltaTransferInfo
-from sglang.srt.disaggregation.delta.prefill.tickets import Ticket
 from sglang.srt.disaggregation.delta.wire import Notification
 
 if TYPE_CHECKING:
@@ -124,8 +123,9 @@ class DeltaNixlSender(NixlKVSender):
         dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
         # First: a room that decode has withdrawn fails while it is being made.
-        self._ticket: Ticket = mgr.tickets.open(bootstrap_room)
         mgr.transfers.open(bootstrap_room)
+        #: Another rank of the context parallel group sends all of it, and this one is done.
+        self._is_left_out = False
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
 
     @override
@@ -143,7 +143,7 @@ class DeltaNixlSender(NixlKVSender):
 
             kv_indices, part = filter_kv_indices_for_cp_rank(manager, kv_indices, part)
         elif manager.is_dummy_cp_rank:  # another rank of the context parallel group sends all
-            self._ticket.delivered |= is_last
+            self._is_left_out |= is_last
             self.has_sent |= is_last
             return
         try:
@@ -159,28 +159,20 @@ class DeltaNixlSender(NixlKVSender):
 
     @override
     def poll(self) -> Any:
-        ticket = self._ticket
-        if ticket.delivered:
+        room = self._room  # without a lock: the scheduler asks of every request, in every step
+        if room.delivered or self._is_left_out:
             return KVPoll.Success  # also if it was stopped after that: decode has it
-        if not ticket.stopped:
-            if self.has_sent:  # the scheduler asks this of every request, in every step
+        if not room.is_stopped:
+            if self.has_sent:
                 return KVPoll.WaitingForInput
             self.fail_if_unannounced()
-        # Its status says that a room failed a moment before its ticket does.
-        status = KVPoll.Failed if ticket.stopped else self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Failed:
-            # While its pages are read, they must not be freed. (Where nothing was queued, nothing
-            # is read; and the bootstrap queue takes any other answer for "go on".)
-            is_over = ticket.is_over or not self.chunk_id
-            return KVPoll.Failed if is_over else KVPoll.Transferring
+        if room.is_stopped:
+            # While its pages are read, they must not be freed.
+            return KVPoll.Failed if room.is_over else KVPoll.Transferring
+        status = self.kv_mgr.check_status(self.bootstrap_room)
         if status == KVPoll.Bootstrapping and self._is_initialised:
             return KVPoll.WaitingForInput
         return status
-
-    @property
-    @override
-    def is_stopped(self) -> bool:
-        return self._ticket.stopped
 
     @property
     def _is_initialised(self) -> bool:
@@ -190,15 +182,13 @@ class DeltaNixlSender(NixlKVSender):
     @override
     def failure_exception(self) -> None:
         self.fail_with_others()  # unless it failed here
-        reason = self.kv_mgr.failure_of(self.bootstrap_room)
-        cause = self._ticket.cause_of(reason)
+        reason, cause = self.kv_mgr.failure_of(self.bootstrap_room), self._room.error
         self.clear()
         raise RuntimeError(reason) from cause
 
     def clear(self) -> None:
         """Forget the room: called by the scheduler once the request left the in-flight queue."""
         self.kv_mgr.transfers.forget(self.bootstrap_room)
-        self.kv_mgr.tickets.close(self.bootstrap_room, self._ticket)
         self.forget()
 
 

@@ -34,7 +34,6 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     check_registration,
 )
-from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
 from sglang.srt.patchset import environment
@@ -133,34 +132,24 @@ class DeltaNixlManager(NixlKVManager):
         )
         self.transfers = TransferPool(
             backend,
-            self.tickets,
             self.rooms,
             config.from_environment(),
             self.transfer_stats,
             prepare_thread=self._prepare_thread,
         )
-        self.watchdog = Watchdog(self.transfers, self.tickets)
-        self.rooms.on_failure = self._stop_room
+        self.watchdog = Watchdog(self.transfers, self.rooms)
         self.transfers.start()
         atexit.register(self.transfers.stop, _DRAIN_S)
 
-    def _stop_room(self, room: int, reason: Reason) -> None:
-        self.tickets.stop(room)
-        self.transfers.cancel(room, reason)
+    @override
+    def room_stopped(self, room: int, kind: Reason) -> None:
+        self.transfers.cancel(room, kind)
 
     def _prepare_thread(self) -> None:
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.set_device(self.kv_args.gpu_id)
-
-    @cached_property
-    def tickets(self) -> Tickets:
-        """What is known of the transfers of this prefill rank's rooms."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        assert self.rooms is not None
-        return Tickets(self.rooms.fail, lambda room: self.advance(room, KVPoll.Success))
 
     @cached_property
     def peers(self) -> Peers:
@@ -176,7 +165,7 @@ class DeltaNixlManager(NixlKVManager):
         self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
         chunk_id: int, aux_index: int | None = None, state_indices: Sequence[int] | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Queue one chunk. Nothing is handed out: what becomes of it is in the room's ticket.
+        """Queue one chunk. Nothing is handed out: what becomes of it is in the room table.
 
         Raises:
             DeltaMismatch: a decode rank listed another number of pages for it, or none is known:
@@ -330,13 +319,6 @@ class DeltaNixlManager(NixlKVManager):
         for base, part in zip(ours.aux_data_ptrs, note.metadata, strict=True):
             ctypes.memmove(base + slot * len(part), part, len(part))
         return True
-
-    @override
-    def open_rooms(self) -> dict[str, list[int]]:
-        tables: dict[str, list[int]] = super().open_rooms()
-        if self.rooms is not None:
-            tables["transfer_tickets"] = self.tickets.rooms()
-        return tables
 
     @cached_property
     def _log(self) -> RateLimitedLog:

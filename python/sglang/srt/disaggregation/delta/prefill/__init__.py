@@ -2,10 +2,8 @@
 
 ``scheduler``         the thin overrides of the prefill scheduler
 ``sender``            prefill's end of a room, as the scheduler knows it
-``gate``              which rooms may still be written for, complete or given up
-``rooms``             who announced a room, and who is told when it ends early
-``tickets``           what the scheduler sees of a room
-``listeners``         decode ranks that never ping
+``room_table``        the owner of a room: who may write, complete or given up, what may be freed
+``decode_ranks``      what decode ranks ask and are told, and whether they live
 ``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
 ``transfer_worker``   the state machine of one thread, driven by ``step(now)``
 ``send_queue``        its parts: records, who is next, what is due, what never settled

@@ -66,7 +66,7 @@ class PrefillStages(SchedulerPPMixin):
 
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
+    from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 else:
     SchedulerDisaggregationPrefillMixin = object
@@ -101,9 +101,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         sender.send(page_indices(row, start, end, page), None)
 
     @property
-    def _rooms(self) -> PrefillRooms | None:
+    def _rooms(self) -> RoomTable | None:
         """This rank's rooms; None on a backend of SGLang's that knows no delta."""
-        rooms: PrefillRooms | None = getattr(
+        rooms: RoomTable | None = getattr(
             self.disagg_prefill_bootstrap_queue.kv_manager, "rooms", None
         )
         return rooms

@@ -59,9 +59,8 @@ class Room:
     completed: bool = False
     #: Nothing more is posted. Never taken back.
     ended: bool = False
-    said_buried: bool = False
-    said_quiet: bool = False
-    #: The observer is told nothing more.
+    said_overdue: bool = False
+    #: The room table is told nothing more.
     forgotten: bool = False
 
     @property

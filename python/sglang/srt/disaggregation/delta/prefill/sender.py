@@ -11,6 +11,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, plan_delta
+from sglang.srt.disaggregation.delta.prefill.room_table import Room
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVSender
@@ -30,6 +31,7 @@ class DeltaSender(CommonKVSender):
 
     #: Tokens that decode holds and that are not sent; None where SGLang's own sender is at work.
     decode_prefix_len: int | None = None
+    _room: Room
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
@@ -39,10 +41,9 @@ class DeltaSender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
         if mgr.rooms is None:
             return  # a backend of SGLang's that knows no delta
-        gate = mgr.rooms.gate
-        withdrawn = gate.open(bootstrap_room) or gate.stopped(bootstrap_room)
-        if withdrawn is not None:
-            self.fail(Reason.ABORTED, withdrawn)
+        self._room, refused = mgr.rooms.claim(bootstrap_room)
+        if refused is not None:
+            self.fail(Reason.ABORTED, refused)
         mgr.start_if_announced(bootstrap_room)
 
     @override
@@ -68,7 +69,7 @@ class DeltaSender(CommonKVSender):
 
     def _destinations(self) -> list[_Destination]:
         found = []
-        for info in self.kv_mgr.rooms.gate.destinations(self.bootstrap_room):
+        for info in self.kv_mgr.rooms.destinations(self.bootstrap_room):
             if info.delta_error:
                 raise wire.DeltaFrameError(f"room {self.bootstrap_room}: {info.delta_error}")
             is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
@@ -81,7 +82,7 @@ class DeltaSender(CommonKVSender):
     @property
     def is_stopped(self) -> bool:
         """Failed, aborted or withdrawn: nothing more is to be posted."""
-        return self.kv_mgr.rooms.gate.stopped(self.bootstrap_room) is not None
+        return self._room.is_stopped
 
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are told once what was posted has settled."""
@@ -118,6 +119,6 @@ class DeltaSender(CommonKVSender):
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
+        manager.rooms.forget(self._room)
         manager.forget_status(room)
         manager.transfer_infos.pop(room, None)
-        manager.rooms.gate.forget(room)

@@ -1,6 +1,6 @@
-"""What is put into a queue: one chunk of one room, for all the peers that get something of it.
+"""What transfer workers are given and attached to: chunks, how their bytes move, and their rooms.
 
-What the workers are attached to: how bytes move, who may write, and who is told.
+A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class Backend(Protocol):
 
     def complete(self, chunk: Chunk) -> None:
         """Tell all peers of a room's last chunk that everything of the room is with them. Called
-        once for a room, when all its handles are ``DONE`` and the gate said yes; returns without
+        once for a room, when all its handles are ``DONE`` and its room said yes; returns without
         waiting for anybody. An exception fails the room, as one of ``post`` does."""
 
 
-class Gate(Protocol):
-    """Who may write, and what is complete: ``PrefillRooms`` has these with this meaning."""
+class Rooms(Protocol):
+    """Who may write, what is complete, and who is told: ``RoomTable`` is one. Called on the room's
+    worker, without locks; exceptions cost the room, and no other one."""
 
     def enter(self, room: int) -> bool:
         """Called before every post. False: the room was stopped; nothing of it is posted again."""
@@ -90,10 +91,6 @@ class Gate(Protocol):
     def take_back(self, room: int) -> None:
         """A peer could not be told: the room fails after all."""
 
-
-class Observer(Protocol):
-    """Who is told. Called on the room's worker, without locks; exceptions are logged."""
-
     def chunk_done(self, chunk: Chunk) -> None:
         """It is with all its peers, and so is every earlier chunk of the room. After the last
         chunk the room has ended well."""
@@ -105,13 +102,8 @@ class Observer(Protocol):
         What was posted may still be under way. ``error``: the backend's exception, if it was one.
         """
 
-    def room_buried(self, room: int) -> None:
+    def room_overdue(self, room: int) -> None:
         """The room has ended, and what is still under way of it missed its deadline or was broken
-        off: it may take for ever, so that the request should not wait for ``room_quiet``. Its
-        source pages may be used again: whatever is written from them now, no peer is ever told
-        that the room is complete. At most once."""
-
-    def room_quiet(self, room: int) -> None:
-        """The room has ended, and nothing of it is under way: its source pages and its metadata
-        slot are not read any more. Called exactly once for a room that ends, unless it is
-        forgotten first."""
+        off: it may take for ever, so that the request should not wait for ``leave``. Its source
+        pages may be used again: whatever is written from them now, no peer is ever told that the
+        room is complete. At most once."""

@@ -17,13 +17,8 @@ from collections.abc import Callable, Iterator
 
 from sglang.srt.disaggregation.delta.config import Settings, worker_of
 from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
-from sglang.srt.disaggregation.delta.prefill.tickets import Tickets
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
-    Backend,
-    Chunk,
-    Gate,
-    Observer,
-)
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Rooms
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -179,8 +174,7 @@ class TransferPool:
     def __init__(
         self,
         backend: Backend,
-        observer: Observer,
-        gate: Gate,
+        rooms: Rooms,
         settings: Settings,
         stats: AsyncTransferStats,
         *,
@@ -196,7 +190,7 @@ class TransferPool:
         self._stopped = False
         self._threads = [
             _Thread(
-                Worker(backend, observer, gate, settings, stats, index, clock),
+                Worker(backend, rooms, settings, stats, index, clock),
                 f"{name}-{index}",
                 prepare_thread,
                 clock,
@@ -218,8 +212,8 @@ class TransferPool:
         self._put(chunk.room, lambda worker: worker.submit(chunk))
 
     def cancel(self, room: int, reason: Reason) -> None:
-        """End a room; the observer is told when it is quiet, but not that it failed. A room that is
-        not open or has ended is left alone."""
+        """End a room that the table has given up: it is not told so. A room that is not open or has
+        ended is left alone."""
         self._put(room, lambda worker: worker.cancel(room, reason))
 
     def forget(self, room: int) -> None:
@@ -273,9 +267,9 @@ class TransferPool:
 class Watchdog:
     """Of one transfer pool, asked every second or so by a thread that is none of its workers."""
 
-    def __init__(self, pool: TransferPool, tickets: Tickets) -> None:
+    def __init__(self, pool: TransferPool, rooms: RoomTable) -> None:
         self._pool = pool
-        self._tickets = tickets
+        self._rooms = rooms
         #: Workers in trouble, by index.
         self._known: dict[int, str] = {}
         #: Those that seemed to be at the last look.
@@ -284,7 +278,7 @@ class Watchdog:
     def tick(self) -> None:
         """Fail the rooms of workers in trouble, those that came since the last time included.
 
-        A worker that wakes up finds its rooms stopped at the gate: it posts nothing more for them,
+        A worker that wakes up finds its rooms stopped: it posts nothing more for them,
         and their peers are never told that they are complete. So the scheduler need not wait for
         what it may have under way.
 
@@ -307,8 +301,8 @@ class Watchdog:
         self._known = troubles
         if not troubles:
             return
-        for room in self._tickets.rooms():
+        for room in self._rooms.claimed():
             why = troubles.get(self._pool.worker_of(room))
             if why is not None:
                 text = f"room {room}: transfer worker {why}"
-                self._tickets.abandon(room, Reason.INTERNAL, text)
+                self._rooms.abandon(room, Reason.INTERNAL, text)

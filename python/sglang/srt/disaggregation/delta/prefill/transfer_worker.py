@@ -26,8 +26,7 @@ from sglang.srt.disaggregation.delta.prefill.send_queue import (
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
-    Gate,
-    Observer,
+    Rooms,
     State,
     TransferError,
 )
@@ -47,8 +46,7 @@ class Worker:
     def __init__(
         self,
         backend: Backend,
-        observer: Observer,
-        gate: Gate,
+        rooms: Rooms,
         settings: Settings,
         stats: AsyncTransferStats,
         index: int = 0,
@@ -57,8 +55,7 @@ class Worker:
         """``index`` names the worker in the statistics. ``clock`` measures posts; it and the
         ``now`` of ``step`` and the chunks' times are one clock, in seconds."""
         self._backend = backend
-        self._observer = observer
-        self._gate = gate
+        self._table = rooms
         self._stats = stats
         self._index = index
         self._clock = clock
@@ -223,7 +220,7 @@ class Worker:
         elif now < parcel.settles_at:
             parcel.look_at = parcel.settles_at
             self._bury(parcel)
-            self._say_how_it_ended(parcel.room)
+            self._say_if_overdue(parcel.room)
         else:
             self._settled(parcel, now)
 
@@ -250,10 +247,10 @@ class Worker:
         self._under_way[room.number] -= 1
         if not self._under_way[room.number]:
             del self._under_way[room.number]
-            self._call(self._gate.leave, room.number)
+            self._call(self._table.leave, room.number)
         if room.ended:
             self._tidy(shipment)
-            self._say_how_it_ended(room)
+            self._say_if_overdue(room)
         else:
             self._deliver(room)
 
@@ -274,7 +271,7 @@ class Worker:
             given_up = self._graveyard.add(parcel)
             if given_up is not None:
                 self._give_up(given_up)
-        self._say_how_it_ended(room)
+        self._say_if_overdue(room)
 
     def _bury(self, parcel: Parcel) -> None:
         """Its room, which has failed, does not wait for it any more."""
@@ -304,14 +301,14 @@ class Worker:
                     self._graveyard.discard(parcel)
                     self._give_up(parcel)
             self._deadlines.discard(shipment)
-            self._say_how_it_ended(room)
+            self._say_if_overdue(room)
 
     # ---- a room's way ----
 
     def _enter(self, room: Room) -> bool:
         """Ask the gate. What it raises fails the room."""
         try:
-            return self._gate.enter(room.number)
+            return self._table.enter(room.number)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return False
@@ -323,7 +320,7 @@ class Worker:
             return
         chunk = room.shipments[-1].chunk
         try:
-            room.completed = self._gate.complete(room.number)
+            room.completed = self._table.complete(room.number)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return
@@ -333,7 +330,7 @@ class Worker:
         try:
             self._backend.complete(chunk)
         except Exception as error:
-            self._call(self._gate.take_back, room.number)
+            self._call(self._table.take_back, room.number)
             peers = ", ".join(chunk.peers)
             text = f"room {room.number}: {peers} could not be told that it is complete"
             self._fail_because(room, text, error)
@@ -343,7 +340,7 @@ class Worker:
         while room.shipments and not room.shipments[0].parcels and not room.ended:
             shipment = room.shipments.popleft()
             self._deadlines.discard(shipment)
-            self._tell(room, self._observer.chunk_done, shipment.chunk)
+            self._tell(room, self._table.chunk_done, shipment.chunk)
             if shipment.chunk.is_last:
                 self._end(room)
 
@@ -362,7 +359,7 @@ class Worker:
         if room.ended:
             return
         self._stats.failed(reason)
-        self._tell(room, self._observer.room_failed, room.number, reason, text, error)
+        self._tell(room, self._table.room_failed, room.number, reason, text, error)
         self._end(room)
 
     def _end(self, room: Room) -> None:
@@ -378,19 +375,16 @@ class Worker:
                     shipment.parcels.remove(parcel)
             self._tidy(shipment)
         room.shipments.clear()
-        self._say_how_it_ended(room)
+        self._say_if_overdue(room)
 
     def _tidy(self, shipment: Shipment) -> None:
         if not shipment.parcels:
             self._deadlines.discard(shipment)
 
-    def _say_how_it_ended(self, room: Room) -> None:
-        if not room.posted and not room.said_quiet:
-            room.said_quiet = True
-            self._tell(room, self._observer.room_quiet, room.number)
-        elif room.posted and room.buried == room.posted and not room.said_buried:
-            room.said_buried = True
-            self._tell(room, self._observer.room_buried, room.number)
+    def _say_if_overdue(self, room: Room) -> None:
+        if room.posted and room.buried == room.posted and not room.said_overdue:
+            room.said_overdue = True
+            self._tell(room, self._table.room_overdue, room.number)
 
     # ---- calls to others ----
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.disaggregation.delta.prefill import listeners
-from sglang.srt.disaggregation.delta.prefill.listeners import Listeners
-from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.prefill import decode_ranks
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from unit.delta.fakes import Clock, Manager
 
 PATIENCE_S = 120.0
@@ -24,29 +24,29 @@ class Scene:
     """Ranks at ports, of which some are open."""
 
     def __init__(self) -> None:
-        self.clock, self.open, self.looked = Clock(), {1, 2}, 0
+        self.clock, self.open, self.probed = Clock(), {1, 2}, 0
         self.registered: dict[str, Any] = {"old": rank(1), "other": rank(2)}
         self.pinging: set[str] = set()
         self.pending: list[Callable[[], None]] = []
         self.is_slow = False
-        self.listeners = Listeners(PATIENCE_S, self.clock, self._answers, self._start)
+        self.probes = Probes(PATIENCE_S, self.clock, self._answers, self._start)
 
     def _answers(self, host: str, port: int) -> bool:
-        self.looked += 1
+        self.probed += 1
         return port in self.open
 
-    def _start(self, look: Callable[[], None]) -> None:
+    def _start(self, probe: Callable[[], None]) -> None:
         if self.is_slow:
-            self.pending.append(look)
+            self.pending.append(probe)
         else:
-            look()
+            probe()
 
     def run(self, seconds: float) -> list[str]:
         """Time passes, with a tick every second; who was found gone."""
         found = []
         for _ in range(int(seconds)):
             self.clock.now += 1
-            found += self.listeners.gone(self.registered, self.pinging)
+            found += self.probes.gone(self.registered, self.pinging)
         return found
 
 
@@ -59,7 +59,7 @@ def test_a_rank_at_whose_port_nobody_listens() -> None:
     assert scene.run(PATIENCE_S - 31) == []
     assert scene.run(62) == ["old"]
     del scene.registered["old"]
-    assert scene.run(1000) == [] and list(scene.listeners._unanswered) == ["other"]
+    assert scene.run(1000) == [] and list(scene.probes._unanswered) == ["other"]
 
 
 def test_a_rank_that_never_answered() -> None:
@@ -81,7 +81,7 @@ def test_one_answer_is_enough() -> None:
 
 
 def test_a_rank_that_registered_again() -> None:
-    """Guards against looks at the rank that had its name before."""
+    """Guards against probes of the rank that had its name before."""
     scene = Scene()
     scene.run(100)
     scene.open.clear()
@@ -90,12 +90,12 @@ def test_a_rank_that_registered_again() -> None:
     assert scene.run(1000) == []
 
 
-def test_ranks_that_ping_are_not_looked_at() -> None:
+def test_ranks_that_ping_are_not_probed() -> None:
     """They have a sign of their own, which says more: the port of a frozen process answers."""
     scene = Scene()
     scene.open.clear()
     scene.pinging = {"old", "other"}
-    assert scene.run(1000) == [] and scene.looked == 0
+    assert scene.run(1000) == [] and scene.probed == 0
 
 
 def test_a_process_that_did_not_run() -> None:
@@ -104,43 +104,43 @@ def test_a_process_that_did_not_run() -> None:
     scene.run(100)
     scene.open.clear()
     scene.clock.now += 10_000
-    assert scene.listeners.gone(scene.registered, ()) == []
+    assert scene.probes.gone(scene.registered, ()) == []
     assert scene.run(60) == []
 
 
-def test_a_look_that_takes_long() -> None:
+def test_a_round_that_takes_long() -> None:
     """Guards against a reader thread that waits for addresses that do not answer, and against a
-    second look beside the first."""
+    second round beside the first."""
     scene = Scene()
     scene.is_slow = True
     scene.run(1000)
-    assert len(scene.pending) == 1 and scene.looked == 0
+    assert len(scene.pending) == 1 and scene.probed == 0
     scene.pending.pop()()
     scene.run(31)
-    assert len(scene.pending) == 1 and scene.looked == 2
+    assert len(scene.pending) == 1 and scene.probed == 2
 
 
 def test_a_real_port() -> None:
-    """Guards against a look that takes an open port for a closed one, or raises."""
+    """Guards against a probe that takes an open port for a closed one, or raises."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert listeners._answers("127.0.0.1", port)
-    assert not listeners._answers("127.0.0.1", port)
-    assert not listeners._answers("no such host.invalid", 1)
+        assert decode_ranks._answers("127.0.0.1", port)
+    assert not decode_ranks._answers("127.0.0.1", port)
+    assert not decode_ranks._answers("no such host.invalid", 1)
 
 
 def test_prefill_forgets_it() -> None:
-    """Guards against a look whose result nobody uses: its rooms fail, and the backend is told."""
+    """Guards against a probe whose result nobody uses: its rooms fail, and the backend is told."""
     scene, manager = Scene(), Manager()
     manager.decode_kv_args_table = scene.registered
-    rooms = PrefillRooms(manager, scene.clock, scene.listeners)
-    manager.rooms = rooms
+    manager.rooms = RoomTable(manager, scene.clock)
+    ranks = manager.decode_ranks = DecodeRanks(manager, manager.rooms, scene.clock, scene.probes)
     silent: list[str] = []
     for seconds in range(200):
         if seconds == 60:
             scene.open.remove(1)
         scene.clock.now += 1
-        for peer in rooms.tick():
+        for peer in ranks.tick():
             silent.append(peer)
             del scene.registered[peer]
     assert silent == ["old"]

@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.prefill.listeners import Listeners
-from sglang.srt.disaggregation.delta.prefill.rooms import PrefillRooms
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
+from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
 from unit.delta.fakes import Clock, Manager, Sockets, announcement
 
 ROOM = 7
@@ -24,16 +24,25 @@ class Side:
 
     def __init__(self) -> None:
         self.clock, self.manager = Clock(), Manager()
-        listeners = Listeners(120, self.clock, lambda host, port: True, lambda look: look())
-        self.rooms = PrefillRooms(self.manager, self.clock, listeners)
-        self.manager.rooms = self.rooms
-        self.rooms._sockets = self.sockets = Sockets()  # type: ignore[assignment]
+        self.rooms = self.manager.rooms = RoomTable(self.manager, self.clock)
+        probes = Probes(120, self.clock, lambda host, port: True, lambda probe: probe())
+        self.ranks = DecodeRanks(self.manager, self.rooms, self.clock, probes)
+        self.manager.decode_ranks = self.ranks
+        self.ranks._sockets = self.sockets = Sockets()  # type: ignore[assignment]
+        self.held: dict[int, Room] = {}
         self.manager.decode_kv_args_table["D"] = REGISTERED
 
     def request(self, room: int = ROOM) -> None:
-        """The request of a room arrives here."""
+        """The request of a room arrives here, as ``DeltaSender`` takes it."""
         self.manager.update_status(room, KVPoll.Bootstrapping)
-        self.rooms.gate.open(room)
+        self.held[room], refused = self.rooms.claim(room)
+        if refused is not None:
+            self.rooms.fail(room, Reason.ABORTED, refused)
+
+    def forget(self, room: int = ROOM) -> None:
+        """The request of a room is done with."""
+        self.rooms.forget(self.held.pop(room))
+        self.manager.forget_status(room)
 
     def announce(self, room: int = ROOM, peer: str = "D", **fields: Any) -> bool:
         """A decode rank announces a room."""
@@ -44,7 +53,7 @@ class Side:
     def withdraw(self, room: int = ROOM, **fields: Any) -> None:
         """A decode rank gives a room up."""
         fields = {"peer": "D", "host": "10.0.0.1", "port": 4000, "reason": "bored"} | fields
-        self.rooms.take(control.Withdraw(room, **fields))
+        self.ranks.take(control.Withdraw(room, **fields))
 
     def stopped(self) -> list[tuple[str, int, str]]:
         """Who was told of which room, and why, since the last look."""
@@ -95,7 +104,7 @@ def test_decode_hears_of_it_when_the_write_has_settled(side: Side) -> None:
     side.withdraw()
     side.rooms.fail(ROOM, Reason.TRANSPORT, "broken")
     assert side.stopped() == [] and not side.rooms.enter(ROOM)
-    side.rooms.gate.leave(ROOM)
+    side.rooms.leave(ROOM)
     assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
 
 
@@ -128,7 +137,7 @@ def test_who_does_not_write_or_would_not_understand_is_not_told(
     side.announce(**fields)
     side.rooms.fail(ROOM, Reason.ABORTED, "aborted")
     assert not side.announce(**fields), "also where it announces too late"
-    side.rooms.refuse_stranger(announcement(ROOM, **fields))
+    side.ranks.refuse_stranger(announcement(ROOM, **fields))
     assert side.stopped() == []
 
 
@@ -146,7 +155,7 @@ def test_withdrawn_before_anybody_knew_it(side: Side) -> None:
     side.withdraw()
     assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
     assert side.manager.request_status == {} and side.manager.failure_records == {}
-    assert side.rooms.gate.open(ROOM) == "decode gave it up: bored"
+    assert side.rooms.claim(ROOM)[1] == "decode gave it up: bored"
 
 
 def test_withdrawn_while_open(side: Side) -> None:
@@ -164,30 +173,25 @@ def test_withdrawn_after_the_request_left(side: Side) -> None:
     was sent, and nothing is under way."""
     side.request()
     side.announce()
-    side.manager.forget_status(ROOM)
-    side.rooms.gate.forget(ROOM)
+    side.forget()
     side.withdraw()
     assert len(side.stopped()) == 1 and side.manager.request_status == {}
 
 
 @pytest.mark.hazard("other-side-not-told")
-def test_withdrawn_while_its_request_arrives(side: Side) -> None:
-    """Guards against a request that finds its room open between the two steps of a withdrawal, and
-    then waits for ever: its room is stopped, and nothing says that it failed."""
+@pytest.mark.parametrize("claims", ["before", "after"])
+def test_withdrawn_while_its_request_arrives(side: Side, claims: str) -> None:
+    """Its sender sets SGLang's status first and claims the room then. Guards against a request that
+    finds its room open in the middle of a withdrawal, and then waits for ever: its room is stopped,
+    and nothing says that it failed."""
     side.announce()
-    fail, calls = side.manager.fail_known, 0
-
-    def fail_before_it_comes(room: int, text: str) -> bool:
-        nonlocal calls
-        calls += 1
-        was_known = fail(room, text)
-        if calls == 1:
-            side.request()
-        return was_known
-
-    side.manager.fail_known = fail_before_it_comes  # type: ignore[method-assign]
+    side.manager.update_status(ROOM, KVPoll.Bootstrapping)
+    if claims == "before":
+        side.request()
     side.withdraw()
-    assert not side.rooms.enter(ROOM)
+    if claims == "after":
+        side.request()
+    assert side.held[ROOM].is_over and not side.rooms.enter(ROOM)
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
     assert side.manager.failure_records == {ROOM: "decode gave it up: bored"}
     assert len(side.stopped()) == 1
@@ -202,8 +206,7 @@ def test_withdrawn_twice_and_again_late(side: Side) -> None:
         side.withdraw()
     assert STATS.failures[Reason.ABORTED] == before + 1
     side.stopped()
-    side.manager.forget_status(ROOM)
-    side.rooms.gate.forget(ROOM)
+    side.forget()
     side.withdraw()
     assert len(side.stopped()) == 1
 
@@ -220,7 +223,7 @@ def test_another_room_is_not_touched(side: Side) -> None:
 def test_a_stranger_is_told_to_connect_again(side: Side) -> None:
     """A decode rank that knew the prefill server before it was restarted. Guards against its
     waiting for a rank that cannot write to it."""
-    side.rooms.refuse_stranger(announcement(ROOM))
+    side.ranks.refuse_stranger(announcement(ROOM))
     ((_, _, message),) = side.sockets.take()
     assert message.unknown_peer and message.room == ROOM
 
@@ -229,7 +232,7 @@ def test_a_stranger_is_told_to_connect_again(side: Side) -> None:
 def test_pings_are_answered(side: Side, peer: str) -> None:
     """Guards against a live rank that counts as dead, and against a restarted one that seems to
     know its peers."""
-    side.rooms.take(control.Ping("10.5.5.5:77", peer, "10.0.0.1", 4000))
+    side.ranks.take(control.Ping("10.5.5.5:77", peer, "10.0.0.1", 4000))
     assert side.sockets.take() == [("10.0.0.1", 4000, control.Pong("10.5.5.5:77", peer == "D"))]
 
 
@@ -237,12 +240,12 @@ def test_pings_are_answered(side: Side, peer: str) -> None:
 def test_messages_for_decode(side: Side, message: control.Message) -> None:
     """Guards against a decode rank's port and a prefill rank's being mixed up in silence."""
     with pytest.raises(control.ControlError):
-        side.rooms.take(message)
+        side.ranks.take(message)
 
 
 def ping(side: Side, peer: str = "D") -> None:
     """A sign of life."""
-    side.rooms.take(control.Ping("a:1", peer, "10.0.0.1", 4000))
+    side.ranks.take(control.Ping("a:1", peer, "10.0.0.1", 4000))
 
 
 def advance(side: Side, seconds: float, *, turns: bool = True) -> list[str]:
@@ -254,7 +257,7 @@ def advance(side: Side, seconds: float, *, turns: bool = True) -> list[str]:
         side.clock.now = min(side.clock.now + 1, end)
         if turns:
             side.rooms.scheduler_time.turn()
-        silent += side.rooms.tick()
+        silent += side.ranks.tick()
     return silent
 
 
@@ -285,7 +288,7 @@ def test_a_stranger_that_pings_leaves_nothing(side: Side) -> None:
     """Guards against a table that any sender of pings can grow."""
     for number in range(100):
         ping(side, f"stranger {number}")
-    assert side.rooms._heard == {}
+    assert side.ranks._heard == {}
 
 
 @pytest.mark.parametrize("noticed_by", ["tick", "enter"])
@@ -297,7 +300,7 @@ def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
     side.request(8)  # not announced yet: nobody's pages
     side.clock.now += 30  # half of the quarantine bound
     if noticed_by == "tick":
-        side.rooms.tick()
+        side.ranks.tick()
     assert not side.rooms.enter(ROOM) and side.rooms.enter(8)
     assert "did not run for 30 s" in side.manager.failure_records[ROOM]
     assert [room for _, room, _ in side.stopped()] == [ROOM]
@@ -308,7 +311,7 @@ def test_a_process_that_was_slow(side: Side) -> None:
     side.request()
     side.announce()
     side.clock.now += 29
-    assert side.rooms.enter(ROOM) and side.rooms.tick() == []
+    assert side.rooms.enter(ROOM) and side.ranks.tick() == []
     assert advance(side, 300) == [] and side.manager.request_status[ROOM] != KVPoll.Failed
 
 
@@ -317,9 +320,11 @@ def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
     """Guards against a request that is taken in between the look at the clock and the end of its
     room: the room is stopped, nobody says that it failed, and it waits for ever."""
     told: list[tuple[int, Reason]] = []
-    side.rooms.on_failure = lambda room, kind: told.append((room, kind))
+    side.manager.room_stopped = (  # type: ignore[method-assign]
+        lambda room, kind: told.append((room, kind))
+    )
     side.announce()
-    unclaimed = side.rooms.gate.unclaimed
+    unclaimed = side.rooms.unclaimed
 
     def found(for_s: float = 0.0) -> list[int]:
         rooms = unclaimed(for_s)
@@ -327,7 +332,7 @@ def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
             side.request()
         return rooms
 
-    side.rooms.gate.unclaimed = found  # type: ignore[method-assign]
+    side.rooms.unclaimed = found  # type: ignore[method-assign]
     advance(side, 30)
     assert [room for _, room, _ in side.stopped()] == [ROOM] and not side.rooms.enter(ROOM)
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
@@ -345,9 +350,9 @@ def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     assert side.stopped() == []
     advance(side, 1)
     assert [room for _, room, _ in side.stopped()] == [7]
-    assert side.rooms.gate.rooms() == [8] and list(side.manager.transfer_infos) == [8]
+    assert side.rooms.numbers() == [8] and list(side.manager.transfer_infos) == [8]
     assert side.manager.open_rooms()["request_status"] == [8]
-    assert "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT" in (side.rooms.gate.open(7) or "")
+    assert "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT" in (side.rooms.claim(7)[1] or "")
 
 
 @pytest.mark.hazard("other-side-not-told")
@@ -360,10 +365,10 @@ def test_a_scheduler_that_is_busy_with_one_thing(side: Side) -> None:
     side.announce(8)
     advance(side, 100, turns=False)
     side.rooms.scheduler_time.turn()
-    assert side.stopped() == [] and side.rooms.gate.open(7) is None
+    assert side.stopped() == [] and side.rooms.claim(7)[1] is None
     advance(side, 2)
-    assert side.stopped() == [] and side.rooms.gate.open(8) is None
-    assert side.rooms.gate.destinations(7) and side.rooms.enter(8)
+    assert side.stopped() == [] and side.rooms.claim(8)[1] is None
+    assert side.rooms.destinations(7) and side.rooms.enter(8)
 
 
 def test_a_busy_scheduler_still_ends_what_nobody_asked_for(side: Side) -> None:

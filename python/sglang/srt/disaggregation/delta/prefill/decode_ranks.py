@@ -1,0 +1,228 @@
+"""The decode ranks that a prefill rank knows: what they ask, what they are told, whether they live.
+
+Those of servers with the radix cache ping. Others (stock ones too) say nothing when they end, and a
+restarted one registers under a new name; what a prefill rank keeps of a decode rank (its pools'
+addresses, NIXL's connection, prepared lists) would stay for ever. Whether such a rank still exists
+shows at the port to which prefill's messages would go: it is probed from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Container, Mapping
+from typing import Protocol
+
+from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta.control import PeerSockets
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, RoomTable
+from sglang.srt.patchset import environment
+
+logger = logging.getLogger(__name__)
+
+#: Probes in a row without an answer, over which the whole timeout is spread. Counted, not timed: a
+#: prefill process that did not run for a while has not probed.
+_PROBES = 4
+_CONNECT_S = 1.0
+
+
+class Registered(Protocol):
+    """What a decode rank registered: SGLang's ``KVArgsRegisterInfo``, as far as it is used here."""
+
+    endpoint: str
+    dst_port: int
+
+
+class Manager(Protocol):
+    """What is used of the prefill rank's manager."""
+
+    decode_kv_args_table: dict[str, Registered]
+
+    @property
+    def writer_id(self) -> int:
+        """Tells this prefill rank from the others that write for one decode rank."""
+
+
+class Probes:
+    """Finds ranks that never ping and are gone; ``gone`` is called by the reader thread."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        answers: Callable[[str, int], bool] | None = None,
+        start: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """``answers``: whether anybody listens at an address; ``start``: runs a round of probes."""
+        self._interval_s = timeout_s / _PROBES
+        self._clock = clock
+        self._answers = answers or _answers
+        self._start = start or _in_background
+        self._next_at = clock() + self._interval_s
+        #: By name, of ranks that have answered: what they registered, and the probes in a row since
+        #: then. (NIXL needs no way to that port, so that a rank behind a firewall never answers.)
+        self._unanswered: dict[str, tuple[Registered, int]] = {}
+        self._results: dict[str, tuple[Registered, bool]] | None = None
+        self._is_probing = False
+
+    def gone(self, registered: Mapping[str, Registered], pinging: Container[str]) -> list[str]:
+        """Ranks of ``registered`` (by name) at whose port somebody has answered, and nobody for the
+        whole timeout; those that ping are not probed. Never waits."""
+        results, self._results = self._results, None
+        lost = []
+        for name, (info, answered) in (results or {}).items():
+            known, count = self._unanswered.get(name, (None, 0))
+            if registered.get(name) is not info or name in pinging:
+                self._unanswered.pop(name, None)
+            elif answered:
+                self._unanswered[name] = info, 0
+            elif known is info:
+                self._unanswered[name] = info, count + 1
+                if count + 1 >= _PROBES:
+                    del self._unanswered[name]
+                    lost.append(name)
+        for name in self._unanswered.keys() - registered.keys():
+            del self._unanswered[name]
+        now = self._clock()
+        if not self._is_probing and now >= self._next_at:
+            self._next_at = now + self._interval_s
+            wanted = {name: info for name, info in list(registered.items()) if name not in pinging}
+            if wanted:
+                self._is_probing = True
+                self._start(lambda: self._probe(wanted))
+        return lost
+
+    def _probe(self, wanted: dict[str, Registered]) -> None:
+        results = {}
+        try:
+            for name, info in wanted.items():
+                results[name] = info, self._answers(info.endpoint, int(info.dst_port))
+        except Exception:
+            logger.exception("probing decode ranks that do not ping; the next round is as usual")
+        self._results, self._is_probing = results, False
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _in_background(probe: Callable[[], None]) -> None:
+    threading.Thread(target=probe, name="pd-probes", daemon=True).start()
+
+
+class DecodeRanks:
+    """One for each prefill rank. Used by the thread that reads messages; ``tell`` by any."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        rooms: RoomTable,
+        clock: Callable[[], float] = time.monotonic,
+        probes: Probes | None = None,
+    ) -> None:
+        self._manager = manager
+        self._rooms = rooms
+        self._clock = clock
+        self._sockets = PeerSockets()
+        #: When each decode rank that pings was last heard of, by the name it registered under.
+        self._heard: dict[str, float] = {}
+        self._timeout_s = environment.PEER_TIMEOUT.read()
+        self._probes = probes or Probes(self._timeout_s, clock)
+
+    # ---- to decode ranks ----
+
+    def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
+        """Nothing is written for ``room``, now and later: they may have their pages back."""
+        for info in announcements:
+            self._send(info, control.Stopped(room, self._manager.writer_id, reason))
+
+    def refuse_stranger(self, info: Announcement) -> None:
+        """A decode rank that is not registered here announced a room: it must connect again."""
+        self._send(
+            info,
+            control.Stopped(
+                info.room,
+                self._manager.writer_id,
+                "this prefill rank does not know the decode rank (was it restarted?)",
+                unknown_peer=True,
+            ),
+        )
+
+    def _send(self, info: Announcement, message: control.Stopped) -> None:
+        """Best effort: a peer that cannot be told finds out by its own deadline."""
+        is_ours = info.delta is not None or info.delta_error is not None
+        is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
+        if not is_ours or is_dummy:
+            return  # a stock peer would not understand; a dummy's pages are not written from here
+        try:
+            self._sockets.send(info.endpoint, info.dst_port, message)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "could not tell decode rank %s:%s that room %s ended (%s): it frees the room's "
+                "pages after its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+                info.endpoint,
+                info.dst_port,
+                info.room,
+                error,
+            )
+
+    # ---- from decode ranks ----
+
+    def take(self, message: control.Message) -> None:
+        """A control message arrived.
+
+        Raises:
+            ControlError: it is not one for a prefill rank.
+            OSError, ValueError: its sender cannot be answered.
+        """
+        if isinstance(message, control.Ping):
+            known = message.peer in self._manager.decode_kv_args_table
+            if known:
+                self._heard[message.peer] = self._clock()
+            self._sockets.send(message.host, message.port, control.Pong(message.to, known))
+        elif isinstance(message, control.Withdraw):
+            self._withdraw(message)
+        else:
+            raise control.ControlError(f"a {type(message).__name__} is not for a prefill rank")
+
+    def _withdraw(self, message: control.Withdraw) -> None:
+        rooms, room, text = self._rooms, message.room, f"decode gave it up: {message.reason}"
+        # Told with the room's other decode ranks, once: a second message could meet a new request
+        # of that number. Of a room that is complete the completion itself is the answer.
+        is_told = rooms.stopped(room) is None and room in rooms.numbers(message.peer)
+        rooms.fail(room, Reason.ABORTED, text)
+        if message.wants_answer and not is_told and not rooms.is_under_way(room):
+            # Nothing is known of the room any more, or it ended before: nothing is under way.
+            self._sockets.send(
+                message.host,
+                message.port,
+                control.Stopped(room, self._manager.writer_id, text),
+            )
+
+    # ---- liveness ----
+
+    def tick(self) -> list[str]:
+        """Called every second or so by the reader thread. Decode ranks to drop: they used to ping,
+        and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``, or never did and nobody listens at
+        their port for as long; their rooms fail."""
+        self._rooms.tick()
+        now = self._clock()
+        lost = [peer for peer, at in list(self._heard.items()) if now - at >= self._timeout_s]
+        for peer in lost:
+            del self._heard[peer]
+        lost += self._probes.gone(self._manager.decode_kv_args_table, self._heard)
+        for peer in lost:
+            for room in self._rooms.numbers(peer):
+                self._rooms.fail(
+                    room,
+                    Reason.PEER_LOST,
+                    f"decode rank {peer} gave no sign in {self._timeout_s} s",
+                )
+        return lost

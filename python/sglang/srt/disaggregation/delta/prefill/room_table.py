@@ -1,0 +1,467 @@
+"""The owner of a prefill rank's rooms: one state machine for each, under one lock.
+
+A room is one request's transfer to its decode ranks, under a number that the client chose. A write
+to decode's pages cannot be taken back by decode, so decode keeps the pages of a room that ended
+early until prefill says that it writes no more; and prefill must not use the source pages again
+while a write reads them. Both are decided here, and nowhere else:
+
+- Nothing is posted for a room unless ``enter`` said yes. A room is *under way* from then until
+  ``leave``: when nothing that was posted under its number is under way any more.
+- Complete or given up is one step, taken once: after ``complete`` no failure changes the room, and
+  after a failure ``complete`` is never granted, whatever still lands.
+- A room that was given up is *drained* when nothing of it is under way. Only then are its decode
+  ranks told, and only then (or when its writes are overdue, so that waiting for them has no end:
+  decode is never told that such a room is complete) may its request and its pages go.
+
+``TRANSITIONS`` has every step that there is; docs/rooms.md draws it. The scheduler reads the
+``Room`` that ``claim`` gave it without the lock. Nobody is called with the lock held but
+``Listener.fail_known``, which sets SGLang's own status of the room in the same step.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from sglang.srt.patchset import environment
+
+logger = logging.getLogger(__name__)
+
+#: What a decode rank sent: SGLang's ``TransferInfo`` of the backend, opaque here.
+Announcement: TypeAlias = Any
+
+#: Rooms that were given up are remembered so far back, for decode ranks and requests that are late.
+_REMEMBERED = 4096
+#: What one turn of the scheduler's loop counts at most, seconds. An idle one sleeps no longer.
+TURN_S = 1.0
+
+
+class State(enum.Enum):
+    """Of a room."""
+
+    #: Decode ranks listed their pages; its request has not come.
+    ANNOUNCED = "announced"
+    #: Its request is here, and nothing of it is under way.
+    CLAIMED = "claimed"
+    #: Writes are under way.
+    SENDING = "sending"
+    #: Every write has settled; its worker is telling decode so, and has not left it.
+    COMPLETING = "completing"
+    #: Every write has settled, and its worker has left it.
+    COMPLETE = "complete"
+    #: Given up, while writes are under way.
+    STOPPED = "stopped"
+    #: Given up, and the writes under way missed their deadline: its request does not wait for them.
+    OVERDUE = "overdue"
+    #: Given up, and nothing is under way.
+    DRAINED = "drained"
+    #: Its request is gone, while writes are under way.
+    LINGERING = "lingering"
+    #: Not in the table: never seen, or over.
+    ENDED = "ended"
+
+
+class Event(enum.Enum):
+    """What may happen to a room."""
+
+    #: A decode rank listed its pages.
+    ANNOUNCE = "announce"
+    #: Its request came.
+    CLAIM = "claim"
+    #: A worker is about to post a write.
+    ENTER = "enter"
+    #: A worker: nothing of it is under way.
+    LEAVE = "leave"
+    #: A worker: every write has settled.
+    COMPLETE = "complete"
+    #: A worker: decode could not be told that it is complete; a failure follows.
+    TAKE_BACK = "take back"
+    #: It failed, was aborted or withdrawn.
+    STOP = "stop"
+    #: A worker: what is under way missed its deadline or was broken off.
+    OVERDUE = "overdue"
+    #: The scheduler is done with its request.
+    FORGET = "forget"
+
+
+#: Every step that there is. An event that is not listed for a state changes nothing.
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.ENDED, Event.ANNOUNCE): State.ANNOUNCED,
+    (State.ENDED, Event.CLAIM): State.CLAIMED,
+    (State.ANNOUNCED, Event.CLAIM): State.CLAIMED,
+    (State.ANNOUNCED, Event.STOP): State.ENDED,
+    (State.CLAIMED, Event.ENTER): State.SENDING,
+    (State.CLAIMED, Event.COMPLETE): State.COMPLETE,
+    (State.CLAIMED, Event.STOP): State.DRAINED,
+    (State.CLAIMED, Event.FORGET): State.ENDED,
+    (State.SENDING, Event.ENTER): State.SENDING,
+    (State.SENDING, Event.LEAVE): State.CLAIMED,
+    (State.SENDING, Event.COMPLETE): State.COMPLETING,
+    (State.SENDING, Event.STOP): State.STOPPED,
+    (State.SENDING, Event.FORGET): State.LINGERING,
+    (State.COMPLETING, Event.LEAVE): State.COMPLETE,
+    (State.COMPLETING, Event.TAKE_BACK): State.SENDING,
+    (State.COMPLETING, Event.FORGET): State.LINGERING,
+    (State.COMPLETE, Event.TAKE_BACK): State.CLAIMED,
+    (State.COMPLETE, Event.FORGET): State.ENDED,
+    (State.STOPPED, Event.OVERDUE): State.OVERDUE,
+    (State.STOPPED, Event.LEAVE): State.DRAINED,
+    (State.STOPPED, Event.FORGET): State.LINGERING,
+    (State.OVERDUE, Event.LEAVE): State.DRAINED,
+    (State.OVERDUE, Event.FORGET): State.LINGERING,
+    (State.DRAINED, Event.FORGET): State.ENDED,
+    (State.LINGERING, Event.STOP): State.LINGERING,
+    (State.LINGERING, Event.LEAVE): State.ENDED,
+}
+
+_UNDER_WAY = {State.SENDING, State.COMPLETING, State.STOPPED, State.OVERDUE, State.LINGERING}
+_COMPLETE = {State.COMPLETING, State.COMPLETE}
+_GONE = {State.LINGERING, State.ENDED}
+#: Its request may go, and with it the source pages and the metadata slot.
+_OVER = {State.OVERDUE, State.DRAINED} | _GONE
+
+
+@dataclass(eq=False)
+class Room:
+    """One life of a room number. Written by the table, read by anybody without its lock."""
+
+    number: int
+    state: State = State.ENDED
+    #: By decode rank.
+    announcements: dict[str, Announcement] = field(default_factory=dict)
+    #: When the first of them came, in the scheduler's time.
+    announced_at: float = 0.0
+    #: Why it was given up: there before its state says so. The first failure counts.
+    reason: str | None = None
+    #: What the transport raised, where that is why.
+    error: BaseException | None = None
+    #: All its decode ranks were told that it is complete.
+    delivered: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing more of it is to be sent, because it was given up or is gone."""
+        return self.state is State.STOPPED or self.state in _OVER
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was given up and its request may end: nothing reads its pages, or what still
+        reads them is of no use to anybody."""
+        return self.state in _OVER
+
+
+class Listener(Protocol):
+    """Who is told of rooms: the rank's manager. Called on the thread that made it so."""
+
+    def fail_known(self, room: int, text: str) -> bool:
+        """Set SGLang's status to failed, for a request that is here and has not ended; whether it
+        was one. Called with the table's lock held: must not wait, nor call the table."""
+
+    def room_delivered(self, room: int) -> None:
+        """Decode has all of it; comes before ``Room.delivered``."""
+
+    def room_stopped(self, room: int, kind: Reason) -> None:
+        """It failed: whoever has chunks of it in a queue drops them. May come more than once."""
+
+    def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
+        """It was given up, and nothing is written for it now and later: these decode ranks may
+        have their pages back. Each is told once."""
+
+
+class SchedulerTime:
+    """Counts seconds of the scheduler's turns: it stands still while the scheduler does one long
+    thing. Written by its thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turned_at = clock()
+        self._seconds = 0.0
+
+    def turn(self) -> None:
+        """The scheduler has taken the requests that had come to it."""
+        now = self._clock()
+        self._seconds += min(now - self._turned_at, TURN_S)
+        self._turned_at = now
+
+    def seconds(self) -> float:
+        """Seconds so far. A turn that is under way does not count yet."""
+        return self._seconds
+
+
+class RoomTable:
+    """One for each prefill rank. Used by the scheduler, transfer workers and the reader thread."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        clock: Callable[[], float] = time.monotonic,
+        remembered: int = _REMEMBERED,
+    ) -> None:
+        self._listener = listener
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rooms: dict[int, Room] = {}
+        #: Why rooms were given up that are over, and whether their request had come.
+        self._ended: OrderedDict[int, tuple[str, bool]] = OrderedDict()
+        self._limit = remembered
+        self._claim_s = environment.CLAIM_TIMEOUT.read()
+        self._lease_s = max(environment.QUARANTINE_TIMEOUT.read() / 2, 1.0)
+        self._ticked_at = clock()
+        #: How long an announcement waits for its request: a scheduler that compiles or loads
+        #: something takes no requests, and rooms must not be over when it looks again.
+        self.scheduler_time = SchedulerTime(clock)
+
+    def _move(self, room: Room, event: Event) -> bool:
+        """Take one step of ``TRANSITIONS``; False, and nothing changes, where there is none."""
+        before, after = room.state, TRANSITIONS.get((room.state, event))
+        if after is None:
+            return False
+        room.state = after
+        if before is State.ENDED:
+            self._rooms[room.number] = room
+        elif after is State.ENDED:
+            del self._rooms[room.number]
+            if room.reason is not None:
+                self._remember(room.number, room.reason, before is not State.ANNOUNCED)
+        return True
+
+    def _remember(self, number: int, reason: str, had_request: bool) -> None:
+        self._ended[number] = reason, had_request
+        while len(self._ended) > self._limit:
+            self._ended.popitem(last=False)
+
+    # ---- the scheduler ----
+
+    def claim(self, number: int) -> tuple[Room, str | None]:
+        """The request of a room is here: its room, and why it must fail at once, or None.
+
+        Decode may withdraw a room before its request gets here. A number that failed here before is
+        one that a new request uses again; but not while a write of the earlier one is under way.
+        """
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None:
+                reason, had_request = self._ended.pop(number, ("", True))
+                room = Room(number)
+                self._move(room, Event.CLAIM)
+                return room, None if had_request else reason
+            if room.reason is not None or room.state in _GONE:
+                reason = room.reason or f"room {number}: an earlier transfer still uses its number"
+                return Room(number, State.DRAINED, reason=reason), reason
+            self._move(room, Event.CLAIM)
+            return room, None
+
+    def forget(self, room: Room) -> None:
+        """The request of ``room`` is done with. What is under way is still waited for."""
+        with self._lock:
+            if self._rooms.get(room.number) is room:
+                if room.state in _COMPLETE:
+                    room.announcements.clear()  # they have been told
+                self._move(room, Event.FORGET)
+
+    # ---- anybody ----
+
+    def fail(
+        self, number: int, kind: Reason, text: str, error: BaseException | None = None
+    ) -> bool:
+        """Give one room up: nothing more is posted for it, and its decode ranks are told when what
+        was posted has settled. The first failure of a room counts; later ones change nothing. False
+        if the room is complete: decode is being told so, and no failure changes that."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and room.state in _COMPLETE:
+                return False
+            told = self._stop(number, room, text, error)
+            is_here = self._listener.fail_known(number, text)
+        if is_here:
+            STATS.failed(kind)
+            log = logger.info if kind is Reason.ABORTED else logger.error
+            log("KV transfer of room %s failed: %s", number, text)
+        if told is not None:
+            self._listener.room_drained(number, text, told)
+        self._listener.room_stopped(number, kind)
+        return True
+
+    def _stop(
+        self, number: int, room: Room | None, reason: str, error: BaseException | None
+    ) -> list[Announcement] | None:
+        """Whom to tell that it is drained; None where it is not, or was before."""
+        if room is None:
+            if number not in self._ended:
+                self._remember(number, reason, had_request=False)
+            return []
+        if room.reason is not None:
+            return None
+        room.reason, room.error = reason, error
+        self._move(room, Event.STOP)
+        return None if room.state in _UNDER_WAY else list(room.announcements.values())
+
+    def abandon(self, number: int, kind: Reason, text: str) -> None:
+        """Its worker does not go on: fail it, and let its request go."""
+        with self._lock:
+            room = self._rooms.get(number)
+        if room is None or room.delivered or room.is_over:
+            return
+        if not room.is_stopped:
+            self.room_failed(number, kind, text, None)
+        self.room_overdue(number)
+
+    # ---- decode ranks ----
+
+    def announce(self, number: int, peer: str, announcement: Announcement) -> bool:
+        """A decode rank listed its pages. False if they will not be filled, which it is told.
+
+        A decode rank may announce a room after it failed here: it is told at once. But where
+        something is under way, maybe to these very pages, it is told when that has settled.
+        """
+        with self._lock:
+            room = self._rooms.get(number)
+            refused = self._ended[number][0] if room is None and number in self._ended else None
+            if room is not None and room.state is State.DRAINED:
+                refused = room.reason
+            if refused is None:
+                if room is None:
+                    room = Room(number, announced_at=self.scheduler_time.seconds())
+                    self._move(room, Event.ANNOUNCE)
+                room.announcements[peer] = announcement
+                return True
+        self._listener.room_drained(number, refused, [announcement])
+        return False
+
+    # ---- transfer workers: ``transfer_backend.Rooms`` ----
+
+    def enter(self, number: int) -> bool:
+        """Whether a write may be posted now; if so, ``leave`` follows once it has settled."""
+        self._check_suspension()
+        with self._lock:
+            room = self._rooms.get(number)
+            return room is not None and self._move(room, Event.ENTER)
+
+    def leave(self, number: int) -> None:
+        """Nothing that was posted under this number is under way. Changes nothing when nothing was
+        posted."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or not self._move(room, Event.LEAVE) or room.reason is None:
+                return
+            announcements = list(room.announcements.values())
+        self._listener.room_drained(number, room.reason, announcements)
+
+    def complete(self, number: int) -> bool:
+        """Every write of the room has settled: whether decode may be told so. If so nothing can
+        fail it any more but ``take_back``."""
+        with self._lock:
+            room = self._rooms.get(number)
+            return room is not None and self._move(room, Event.COMPLETE)
+
+    def take_back(self, number: int) -> None:
+        """Decode could not be told that the room is complete: it may fail after all."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None:
+                self._move(room, Event.TAKE_BACK)
+
+    def chunk_done(self, chunk: Chunk) -> None:
+        """A chunk is with all its peers; after the last one so is the room."""
+        if chunk.is_last:
+            self.deliver(chunk.room)
+
+    def deliver(self, number: int) -> None:
+        """Decode was told that the room is complete."""
+        with self._lock:
+            room = self._rooms.get(number)
+        if room is not None and room.state in _COMPLETE:
+            self._listener.room_delivered(number)
+            room.delivered = True
+
+    def room_failed(
+        self, number: int, kind: Reason, text: str, error: BaseException | None
+    ) -> None:
+        """Its worker gave it up; unless decode has all of it."""
+        if not self.fail(number, kind, text, error):
+            self.deliver(number)
+
+    def room_overdue(self, number: int) -> None:
+        """Its request is let go, although something is under way."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None:
+                self._move(room, Event.OVERDUE)
+
+    # ---- questions ----
+
+    def destinations(self, number: int) -> list[Announcement]:
+        """What the decode ranks of a room announced so far."""
+        with self._lock:
+            room = self._rooms.get(number)
+            return list(room.announcements.values()) if room else []
+
+    def stopped(self, number: int) -> str | None:
+        """Why nothing more is posted for a room; None while it is open or unknown."""
+        with self._lock:
+            room = self._rooms.get(number)
+            return room.reason if room is not None else None
+
+    def is_under_way(self, number: int) -> bool:
+        """Whether something that was posted for a room may still land."""
+        with self._lock:
+            room = self._rooms.get(number)
+            return room is not None and room.state in _UNDER_WAY
+
+    def numbers(self, peer: str | None = None) -> list[int]:
+        """Rooms in the table, or those of them that ``peer`` announced."""
+        with self._lock:
+            return [
+                number
+                for number, room in self._rooms.items()
+                if peer is None or peer in room.announcements
+            ]
+
+    def claimed(self) -> list[int]:
+        """Rooms whose request is here."""
+        with self._lock:
+            gone = _GONE | {State.ANNOUNCED}
+            return [number for number, room in self._rooms.items() if room.state not in gone]
+
+    def unclaimed(self, for_s: float = 0.0) -> list[int]:
+        """Rooms that were announced so many seconds ago and whose request did not come."""
+        now = self.scheduler_time.seconds()
+        with self._lock:
+            return [
+                number
+                for number, room in self._rooms.items()
+                if room.state is State.ANNOUNCED and now - room.announced_at >= for_s
+            ]
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        """Called every second or so by the reader thread: fail rooms whose request never came."""
+        self._check_suspension()
+        self._ticked_at = self._clock()
+        for number in self.unclaimed(self._claim_s):
+            self.fail(  # its request may just be coming
+                number,
+                Reason.TIMEOUT,
+                f"no request for it reached this prefill rank within {self._claim_s:.0f} s of its "
+                f"scheduler's turns (SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
+            )
+
+    def _check_suspension(self) -> None:
+        """If this process did not run for long, decode may have given its pages to others."""
+        gap = self._clock() - self._ticked_at
+        if gap < self._lease_s:
+            return
+        for number in self.numbers():
+            if self.destinations(number):
+                self.fail(
+                    number, Reason.PEER_LOST, f"this prefill process did not run for {gap:.0f} s"
+                )
