@@ -25,7 +25,6 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.buffer_only.agreement import alone
 from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
@@ -69,7 +68,7 @@ class Cache:
         store: ScriptedStore | None = None,
         pages: int | None = 16,
         tokens: int = 40 * PAGE,
-        reduce_min: Callable[[list[int]], list[int]] = alone,
+        reduce_min: Callable[[list[int]], list[int]] = list,
         rank: int = 0,
         threads: Any = ManualThread,
         settings: dict[str, Any] | None = None,

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from component.buffer_only.cache import PAGE, Cache
-from sglang.srt.mem_cache.buffer_only.agreement import READ_SLOTS, WRITE_SLOTS
+from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, PREFETCH_SLOTS
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 
@@ -97,7 +97,7 @@ def _check_stage(cache: Cache) -> None:
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
         assert stage.used(direction) <= share.ceiling
-    assert len(backups.running) <= WRITE_SLOTS and len(prefetches.running) <= READ_SLOTS
+    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches.running) <= PREFETCH_SLOTS
     pinned = prefetches._pinned_with(None)
     assert pinned <= cache.buffer.context.settings.pinned_tokens
 

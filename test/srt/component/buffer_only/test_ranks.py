@@ -10,7 +10,7 @@ import pytest
 from component.buffer_only.cache import PAGE, prompt
 from component.buffer_only.checks import check_idle, nodes
 from component.buffer_only.ranks import Ranks
-from sglang.srt.mem_cache.buffer_only.agreement import RanksDiverged
+from sglang.srt.disaggregation.delta.rank_agreement import RanksDiverged
 
 PROMPT = prompt(1, 5)
 

@@ -13,11 +13,14 @@ from component.decode_radix.checks import check, check_idle
 from component.decode_radix.decoder import Decoder
 from component.decode_radix.pair import Pair, ranks_reduce
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.rank_agreement import RanksDiverged
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 WAIT_TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT"
 TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
+#: Values of one admission step: two of the checksum, room for 64 states and offers, 6 of the pool.
+ADMISSION = 2 + 64 + 64 + 6
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages
 
 
@@ -114,11 +117,19 @@ def test_one_reduction_admits_many(server: Server) -> None:
     server.tick()
     queued = len(server.decoders[0].queued)
     assert queued == 12
-    # Handshakes; 20 states, 8 offers and 6 numbers of the pool; transfers.
-    assert server.pair.collectives() == [20, 34, 8]
+    assert server.pair.collectives() == [20, ADMISSION, 8], "handshakes, admission, transfers"
     server.tick()
-    assert server.pair.collectives() == [12 + 8 + 6, 16]
+    assert server.pair.collectives() == [ADMISSION, 16]
     server.finish()
+
+
+def test_another_request_on_one_rank_ends_the_server(server: Server) -> None:
+    """Guards against ranks that go on with different requests in one place: each would put its own
+    into pages that the others have given to another one."""
+    number = server.submit(PROMPT, new=1)
+    server.req(1, number).rid = "another"
+    with pytest.raises(RanksDiverged, match="--disaggregation-decode-enable-radix-cache"):
+        server.tick()
 
 
 def test_retracted_requests_cost_one_more(server: Server) -> None:
@@ -134,7 +145,7 @@ def test_retracted_requests_cost_one_more(server: Server) -> None:
     assert len(server.decoders[0].disagg_decode_prealloc_queue.retracted_queue) == 1
     server.pair.collectives()
     server.tick()
-    assert server.pair.collectives() == [7]
+    assert server.pair.collectives() == [ADMISSION]
     server.finish()
 
 

@@ -1,27 +1,47 @@
-"""Agreement between the ranks of one server.
+"""What the ranks of one server agree on in a scheduler step: one MIN over one vector of integers.
 
-What the ranks of one decode server agree on before they admit anybody: one small reduction.
-
-Ranks see different things: a heartbeat fails a room on one of them, their clocks differ, and each
-evicts by its own clock, so that one tree holds less than another. If any of that decided alone, the
-ranks would admit different requests, and the next collective would hang the server. So each rank
-puts what it sees into a ballot, the smallest of every value counts, and everything that is decided
+Queues, requests and staging pages are the same on all ranks, because all ranks do the same in each
+step. Other things only one rank can know: a heartbeat that fails a room, its clock, what its tree
+has evicted, a copy that has ended, what the store answered. If any of that decided alone, the ranks
+would admit or free different things, and the next collective would hang the server. So each rank
+puts what it sees into a *vote*, the smallest of every value counts, and everything that is decided
 in the step is decided from that.
+
+With each vote goes a checksum of what must be equal already. Ranks whose checksums differ end the
+server: they would go on with different pages.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
-import torch
-import torch.distributed as dist
+#: The elementwise minimum of a vector over the ranks; as long on all of them.
+Reduce = Callable[[list[int]], list[int]]
+
+
+class RanksDiverged(RuntimeError):
+    """The ranks of one server did different things, which must not happen."""
+
+
+@dataclass
+class Checksum:
+    """Of all that a rank has noted, in order."""
+
+    value: int = 0
+
+    def note(self, *what: object) -> None:
+        """Something that must be the same on all ranks, at this place in the order."""
+        self.value = zlib.crc32(repr(what).encode(), self.value)
 
 
 def alone(group: Any) -> bool:
     """Whether ``group`` has one rank."""
+    import torch.distributed as dist
+
     return bool(dist.get_world_size(group) == 1)
 
 
@@ -31,11 +51,68 @@ def minimum(values: list[int], group: Any) -> list[int]:
     Every rank must call it with equally many values, so callers decide *whether* to call it from
     things that are equal on all ranks.
     """
+    import torch
+    import torch.distributed as dist
+
     if alone(group):
         return values
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
-    return [int(value) for value in tensor]
+    smallest: list[int] = tensor.tolist()
+    return smallest
+
+
+def over(group: Any) -> Reduce:
+    """The reduction over a ``torch.distributed`` CPU group."""
+    return lambda values: minimum(values, group)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one rank sees, or what all have agreed on: integers, and sequences of integers that are
+    equally long on all ranks."""
+
+    #: What has happened when checksums differ, and what to do.
+    diverged: ClassVar[str]
+
+
+AnyVote = TypeVar("AnyVote", bound=Vote)
+
+#: Sequences without a bound of their own are padded to a multiple of this: ranks that differ by a
+#: few requests still reduce vectors of one length, and find out.
+_BLOCK = 64
+
+
+def agree(vote: AnyVote, checksum: Checksum, reduce_min: Reduce) -> AnyVote:
+    """The smallest of every value over the ranks; each of them must call this in the same step.
+
+    Raises:
+        RanksDiverged: the ranks' checksums are not equal.
+        ValueError: a sequence is longer than its ``slots``.
+    """
+    vector, places = [checksum.value, -checksum.value], {}
+    for each in fields(vote):
+        value = getattr(vote, each.name)
+        places[each.name] = len(vector)
+        if isinstance(value, int):
+            vector.append(value)
+            continue
+        slots = each.metadata.get("slots", (len(value) // _BLOCK + 1) * _BLOCK)
+        if len(value) > slots:
+            raise ValueError(f"{len(value)} values for {each.name}, at most {slots} may be")
+        vector += [*map(int, value), *[0] * (slots - len(value))]
+    smallest = reduce_min(vector)
+    if smallest[0] != -smallest[1]:
+        raise RanksDiverged(vote.diverged)
+    found: dict[str, Any] = {}
+    for name, at in places.items():
+        value = getattr(vote, name)
+        single = isinstance(value, int)
+        found[name] = smallest[at] if single else tuple(smallest[at : at + len(value)])
+    return replace(vote, **found)
+
+
+# ---- admission on a decode server ----
 
 
 class State(enum.IntEnum):
@@ -62,13 +139,13 @@ class Offer(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Ballot:
-    """What one rank sees at the start of a step, or what all of them agreed on.
+class AdmissionVote(Vote):
+    """At the start of an admission step.
 
     ``states`` has a value for each request whose handshake is done, ``offers`` one for each
-    candidate; both lists are equally long on all ranks. ``rows`` and ``slots`` are free request
-    rows and metadata slots; ``free`` (with the evictable) and ``protected`` are tokens, counted
-    before any lease of this step.
+    candidate. ``rows`` and ``slots`` are free request rows and metadata slots; ``free`` (with the
+    evictable) and ``protected`` are tokens, counted before any lease of this step, and stand there
+    once more negated, which gives the largest of the ranks.
     """
 
     states: Sequence[int]
@@ -77,39 +154,45 @@ class Ballot:
     slots: int
     free: int
     protected: int
+    minus_free: int
+    minus_protected: int
+
+    diverged = (
+        "--disaggregation-decode-enable-radix-cache: the ranks of this server have different "
+        "requests in line, so that they would admit different ones. Restart it, and please report "
+        "it with the logs of all ranks."
+    )
+
+    @property
+    def pools_differ(self) -> bool:
+        """Whether the ranks' pools are not equally full: harmless here, but it must not happen."""
+        return (self.free, self.protected) != (-self.minus_free, -self.minus_protected)
+
+
+# ---- transfers between stage and store on a server with buffer-only HiCache ----
+
+#: A store job that has not ended on some rank. Less than any number of pages, so that MIN keeps it.
+PENDING = -1
+#: Transfers that the vector has room for: its length is the same whatever the queues hold. A
+#: prefetch may leave pages behind that an overdue call of the store still uses: half are for these.
+BACKUP_SLOTS, PREFETCH_SLOTS = 16, 64
 
 
 @dataclass(frozen=True)
-class Agreed(Ballot):
-    """The smallest of every value over the ranks."""
+class TransferVote(Vote):
+    """In every step, so that no rank can wait for a collective that another one left out."""
 
-    #: The ranks' pools are not equally full. Harmless for what follows, but it must not happen.
-    pools_differ: bool
+    #: Since the cache was built; the slowest rank's is everybody's time.
+    clock_ms: int
+    #: Leading device-to-stage and stage-to-device copies that have ended.
+    backup_copies: int
+    load_back_copies: int
+    #: For each backup in order, its durable pages, or ``PENDING``; the same for each prefetch.
+    backups: Sequence[int] = field(default=(), metadata={"slots": BACKUP_SLOTS})
+    prefetches: Sequence[int] = field(default=(), metadata={"slots": PREFETCH_SLOTS})
 
-
-def agree(ballot: Ballot, group: Any) -> Agreed:
-    """One collective over ``group``; every rank of it must call this in the same step."""
-    states, offers = len(ballot.states), len(ballot.offers)
-    low = minimum(
-        [
-            *map(int, ballot.states),
-            *map(int, ballot.offers),
-            ballot.rows,
-            ballot.slots,
-            ballot.free,
-            ballot.protected,
-            -ballot.free,
-            -ballot.protected,
-        ],
-        group,
-    )
-    rows, slots, free, protected, most_free, most_protected = low[states + offers :]
-    return Agreed(
-        states=low[:states],
-        offers=low[states : states + offers],
-        rows=rows,
-        slots=slots,
-        free=free,
-        protected=protected,
-        pools_differ=(free, protected) != (-most_free, -most_protected),
+    diverged = (
+        "--hicache-host-memory-mode buffer_only: the ranks of this server have started different "
+        "transfers between device and store, so that their caches are no longer the same. Restart "
+        "it, and please report it with the logs of all ranks."
     )

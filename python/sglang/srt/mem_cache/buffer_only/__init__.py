@@ -6,7 +6,6 @@ leaves the device leaves the tree.
 
 ``settings``    sizes of the stage and its shares (pure), limits, and where they come from
 ``stage``       the staging pages: who has which; copies between device and stage
-``agreement``   what the ranks of one server agree on in a step, in one reduction: pure
 
 ``page_parts``        the parts of a page (K and V; a latent; latent and index), keys and memory
 ``storage_backends``  what storage backends of a stage share, and the factory that makes them

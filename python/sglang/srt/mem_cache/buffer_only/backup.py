@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.buffer_only.agreement import PENDING, WRITE_SLOTS, Facts
+from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, PENDING, TransferVote
 from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, Job, page_hashes, store_keys
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
 
@@ -273,14 +273,14 @@ class Backups:
         """Copies that have ended, and what is known of each backup, on this rank."""
         return self._copies.ended(), tuple(backup.outcome for backup in self._running)
 
-    def apply(self, agreed: Facts) -> None:
+    def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks."""
-        for backup, durable in zip(list(self._running), agreed.writes, strict=True):
+        for backup, durable in zip(list(self._running), agreed.backups, strict=True):
             if durable != PENDING:
                 self._answered(backup, durable)
             elif backup.overdue:
                 self._context.strand(backup.staging)
-        for backup in self._copies.pop(agreed.written):
+        for backup in self._copies.pop(agreed.backup_copies):
             self._unlock(backup)
             self._write(backup)
 
@@ -289,7 +289,7 @@ class Backups:
         if self._stuck():
             self.queue.clear(STUCK)
         started = []
-        while len(self._running) < WRITE_SLOTS:
+        while len(self._running) < BACKUP_SLOTS:
             pages = min(self._most_pages, self._context.stage.capacity(Direction.BACKUP))
             segments = self._next_segments(pages)
             if not segments:
@@ -326,7 +326,7 @@ class Backups:
         """Whether nothing can be written until an overdue call returns."""
         stranded = sum(backup.staging.stranded for backup in self._running)
         capacity = self._context.stage.eventual_capacity(Direction.BACKUP)
-        return stranded >= WRITE_SLOTS or not capacity
+        return stranded >= BACKUP_SLOTS or not capacity
 
     def _next_segments(self, pages: int) -> list[Segment]:
         """At most ``pages`` pages from the head of the queue; they count as launched."""
@@ -362,7 +362,7 @@ class Backups:
         staging = context.stage.allocate(Direction.BACKUP, len(keys))
         assert staging is not None, "there was capacity for it"
         backup = Backup(tuple(segments), keys, self._keys_before(segments[0]), staging)
-        context.ledger.note("write", len(keys), keys[0], keys[-1])
+        context.checksum.note("write", len(keys), keys[0], keys[-1])
         self._running.append(backup)
         return backup
 

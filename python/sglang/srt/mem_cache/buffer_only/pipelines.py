@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.buffer_only.agreement import Facts, Ledger, Reduce, agree
+from sglang.srt.disaggregation.delta.rank_agreement import Checksum, Reduce, TransferVote, agree
 from sglang.srt.mem_cache.buffer_only.backup import Backups
 from sglang.srt.mem_cache.buffer_only.page_store import IOThread, PageStore, path_keys
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetches
@@ -33,7 +33,8 @@ class Context:
     settings: Settings
     #: Another rank writes for this one (models whose ranks all hold the same KV).
     skip_backup: bool = False
-    ledger: Ledger = field(default_factory=Ledger)
+    #: Of all transfers that were started.
+    checksum: Checksum = field(default_factory=Checksum)
     #: What was done so far: see ``metrics.COUNTERS``.
     counters: Counter[str] = field(default_factory=Counter)
     #: Agreed time in milliseconds, as of the last step.
@@ -95,11 +96,11 @@ class Pipelines:
 
     def step(self) -> None:
         """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""
-        written, writes = self.backups.vote()
-        loaded, reads = self.prefetches.vote()
+        backup_copies, backups = self.backups.vote()
+        load_back_copies, prefetches = self.prefetches.vote()
         now_ms = int((self._clock() - self._born) * 1000)
-        facts = Facts(now_ms, written, loaded, writes, reads)
-        agreed = agree(facts, self.context.ledger, self._reduce_min)
+        vote = TransferVote(now_ms, backup_copies, load_back_copies, backups, prefetches)
+        agreed = agree(vote, self.context.checksum, self._reduce_min)
         self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)
         self.backups.apply(agreed)
         self.prefetches.apply(agreed)

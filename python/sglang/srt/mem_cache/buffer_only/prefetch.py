@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.buffer_only.agreement import PENDING, READ_SLOTS, Facts
+from sglang.srt.disaggregation.delta.rank_agreement import PENDING, PREFETCH_SLOTS, TransferVote
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks, Pin
 from sglang.srt.mem_cache.buffer_only.page_store import Found, Job, page_hashes, search
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import Key, Node
 
 #: Prefetches that may have begun; each may leave another one behind.
-MAX_RUNNING = READ_SLOTS // 2
+MAX_RUNNING = PREFETCH_SLOTS // 2
 
 
 class State(enum.Enum):
@@ -173,10 +173,10 @@ class Prefetches:
         """Copies that have ended, and what is known of each prefetch, on this rank."""
         return self.load_backs.ended(), tuple(prefetch.outcome for prefetch in self._running)
 
-    def apply(self, agreed: Facts) -> None:
+    def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks, and on time that has run out."""
-        self.load_backs.finish(agreed.loaded)
-        for prefetch, pages in zip(list(self._running), agreed.reads, strict=True):
+        self.load_backs.finish(agreed.load_back_copies)
+        for prefetch, pages in zip(list(self._running), agreed.prefetches, strict=True):
             if pages == PENDING:
                 if prefetch.state is State.OVERDUE and prefetch.staging is not None:
                     self._context.strand(prefetch.staging)
@@ -245,7 +245,7 @@ class Prefetches:
         prefetch.pin, prefetch.begin = Pin(context.tree, anchor), begin
         prefetch.prefix_keys = context.prefix_keys(anchor)
         last_hash = page_hashes(anchor, context.page_size)[-1] if begin else None
-        context.ledger.note("query", prefetch.rid, begin)
+        context.checksum.note("query", prefetch.rid, begin)
         self._running.append(prefetch)
         self._enter(prefetch, State.QUERYING)
         work = search(
@@ -287,7 +287,7 @@ class Prefetches:
         assert staging is not None, "there was capacity for it"
         keys, prefix_keys = prefetch.keys[:pages], prefetch.prefix_keys
         slots = slots_of(staging.pages, context.page_size)
-        context.ledger.note("fetch", prefetch.rid, pages)
+        context.checksum.note("fetch", prefetch.rid, pages)
         self._enter(prefetch, State.FETCHING)
         prefetch.job = self._fetch_thread.submit(
             lambda job: context.store.read(keys, slots, prefix_keys, job)

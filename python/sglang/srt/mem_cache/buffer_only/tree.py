@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.agreement import Reduce, alone, group_min
 from sglang.srt.mem_cache.buffer_only.backup import split_marks
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
@@ -69,7 +69,7 @@ class BufferOnlyTree(HiRadixCache):
             pages = self.token_to_kv_pool_host.page_num
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
-        self.buffer = Pipelines(self._build_context(pages), self._reduction())
+        self.buffer = Pipelines(self._build_context(pages), over(self.tp_group))
         self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
@@ -102,9 +102,6 @@ class BufferOnlyTree(HiRadixCache):
         direct = controller.zero_copy or getattr(backend, "page_values", ())
         store = backend if direct else FlatStore(backend, pool)
         return StoreClient(store, controller.storage_backend_type)
-
-    def _reduction(self) -> Reduce:
-        return group_min(self.tp_group) if self.tp_world_size > 1 else alone
 
     # ---- backup ----
 

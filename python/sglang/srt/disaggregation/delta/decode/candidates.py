@@ -31,11 +31,13 @@ from sglang.srt.disaggregation.delta.decode.record import (
 )
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import (
-    Agreed,
-    Ballot,
+    AdmissionVote,
+    Checksum,
     Offer,
     State,
     agree,
+    alone,
+    over,
 )
 
 if TYPE_CHECKING:
@@ -292,7 +294,7 @@ class AgreedSteps:
         arriving: set[PrefixKey],
         *,
         slots_needed: bool = True,
-    ) -> Iterator[tuple[Agreed, list[Candidate]]]:
+    ) -> Iterator[tuple[AdmissionVote, list[Candidate]]]:
         """What the ranks agree on, and who may be tried, with leases; takes the leases back.
 
         ``ready``: entries without pages whose handshake is done; ``first``: the candidates. Both
@@ -316,9 +318,12 @@ class AgreedSteps:
                 offers = take_leases(first, plan)
             finally:
                 plan.close()
-            agreed = agree(
-                Ballot(states, offers, rows, slots, pool.free, pool.protected), queue.gloo_group
-            )
+            free, protected = pool.free, pool.protected
+            vote = AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected)
+            checksum = Checksum()
+            if not alone(queue.gloo_group):
+                checksum.note([entry.req.rid for entry in ready], [one.req.rid for one in first])
+            agreed = agree(vote, checksum, over(queue.gloo_group))
             if agreed.pools_differ:
                 self._log_difference(agreed, pool)
             budget.surplus = pool.free - agreed.free
@@ -329,7 +334,7 @@ class AgreedSteps:
         finally:
             release(first)
 
-    def _log_difference(self, agreed: Agreed, pool: PoolState) -> None:
+    def _log_difference(self, agreed: AdmissionVote, pool: PoolState) -> None:
         now: float = self._queue.clock()
         if self._logged_at is not None and now - self._logged_at < LOG_EVERY_S:
             return

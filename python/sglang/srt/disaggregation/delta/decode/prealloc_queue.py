@@ -37,7 +37,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
 )
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
 from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.disaggregation.delta.rank_agreement import Agreed, State
+from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, State
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     # ---- who leaves without pages ----
 
-    def _answer(self, ready: list[QueueEntry], agreed: Agreed) -> list[QueueEntry]:
+    def _answer(self, ready: list[QueueEntry], agreed: AdmissionVote) -> list[QueueEntry]:
         """Tell the clients of requests that failed, were aborted or waited for too long."""
         gone: list[QueueEntry] = []
         if min(agreed.states, default=State.FINE) > State.EXPIRED:
@@ -247,7 +247,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             return False
         return candidate.resumes or bool(self.kv_manager.peer_takes_delta(bootstrap_addr(req)))
 
-    def _end_waits(self, ready: list[QueueEntry], agreed: Agreed) -> None:
+    def _end_waits(self, ready: list[QueueEntry], agreed: AdmissionVote) -> None:
         """Who waited long enough for another request's prefix is tried from the next step on."""
         if State.WAITED_ENOUGH not in agreed.states:
             return
@@ -259,7 +259,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self,
         candidates: list[Candidate],
         arriving: set[PrefixKey],
-        agreed: Agreed,
+        agreed: AdmissionVote,
         admitted: list[QueueEntry],
     ) -> Candidate | None:
         """Add who gets pages to ``admitted``; return the first one that does not, with its refusal.
@@ -296,7 +296,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
         announce(self, entry, slots)
 
     @staticmethod
-    def _no_place(agreed: Agreed, taken: int, *, slots_needed: bool = True) -> Refusal | None:
+    def _no_place(
+        agreed: AdmissionVote, taken: int, *, slots_needed: bool = True
+    ) -> Refusal | None:
         """Why no request can get in after ``taken`` others did in this step, whatever its size."""
         if agreed.rows <= taken:
             return Refusal("no_request_row")
@@ -332,7 +334,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     # ---- retracted requests ----
 
     def _resume(
-        self, candidates: list[Candidate], agreed: Agreed, back: list[Req]
+        self, candidates: list[Candidate], agreed: AdmissionVote, back: list[Req]
     ) -> Candidate | None:
         """Give retracted requests their memory back: from the tree, the rest from their copies."""
         for at, candidate in enumerate(candidates):
@@ -354,7 +356,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self,
         first: list[Candidate],
         tried: list[Candidate],
-        agreed: Agreed,
+        agreed: AdmissionVote,
         stopped: Candidate | None,
     ) -> None:
         """Keep why the first one that did not get in, did not. ``stopped``: it, if it was tried."""
