@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.candidates import Candidate
+    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.prefix_tree import KnownPrefix, PrefixLease
     from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req
 
@@ -66,7 +67,7 @@ class PoolState(NamedTuple):
 class DecodeBudget:
     """Counts, evicts, and allocates for the prealloc queue; owns the claims on the pool."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: RadixPreallocQueue) -> None:
         """``queue``: the prealloc queue."""
         self._queue = queue
         self._tree = queue.tree_cache

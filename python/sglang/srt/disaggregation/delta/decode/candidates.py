@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits, PoolState
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.prefix_tree import (
+    DecodeRadixTree,
     KnownPrefix,
     PrefixLease,
     unlocked_tokens,
@@ -41,7 +42,8 @@ from sglang.srt.disaggregation.delta.rank_agreement import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req, TreeNode
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,9 @@ LOG_EVERY_S = 30.0
 # little is lost.
 
 
-def prefix_key(prefill: str, req: Req, node: Any, prefix: int, window: int) -> PrefixKey | None:
+def prefix_key(
+    prefill: str, req: Req, node: TreeNode, prefix: int, window: int
+) -> PrefixKey | None:
     """Where in the tree ``req`` will add KV, and which; None if less than ``window`` tokens.
 
     The node that a match ended at keeps its identity when others split the path above it, so two
@@ -128,7 +132,7 @@ class Candidate:
         """Whether others pass it while the KV of ``key`` arrives."""
         return key in arriving and not record_of(self.req).wait.prefix_timed_out
 
-    def take(self, tree: Any) -> None:
+    def take(self, tree: DecodeRadixTree) -> None:
         """Match it, and lock what the tree holds of it."""
         if self.shares:
             self.lease = PrefixLease.take(tree, self.token_ids, self.req.extra_key)
@@ -148,7 +152,7 @@ class StoppedMatch:
         #: The request itself, not its name: clients may use a name again for another prompt.
         self._last: tuple[Req, bool, KnownPrefix] | None = None
 
-    def recall(self, tree: Any, candidate: Candidate) -> KnownPrefix | None:
+    def recall(self, tree: DecodeRadixTree, candidate: Candidate) -> KnownPrefix | None:
         """Where the match of ``candidate`` ends, if that is known."""
         if self._last is None:
             return None
@@ -156,7 +160,7 @@ class StoppedMatch:
         same = req is candidate.req and shared == candidate.shares
         return known if same and known.holds(tree) else None
 
-    def note(self, tree: Any, candidate: Candidate) -> None:
+    def note(self, tree: DecodeRadixTree, candidate: Candidate) -> None:
         """``candidate`` was looked at, and does not get in now."""
         if candidate.lease is not None:
             ids, key = candidate.token_ids, candidate.req.extra_key
@@ -172,7 +176,7 @@ class StepPlan:
         budget: DecodeBudget,
         stopped: StoppedMatch,
         may_share: Callable[[Candidate], bool],
-        tree: Any,
+        tree: DecodeRadixTree,
         places: int,
         arriving: set[PrefixKey],
         window: int,
@@ -246,7 +250,9 @@ def take_leases(candidates: Sequence[Candidate], plan: StepPlan) -> list[int]:
     return [candidate.offer for candidate in candidates]
 
 
-def settle(tree: Any, candidates: Sequence[Candidate], agreed: Sequence[int]) -> list[Candidate]:
+def settle(
+    tree: DecodeRadixTree, candidates: Sequence[Candidate], agreed: Sequence[int]
+) -> list[Candidate]:
     """Those that may be tried, with leases of the length that the ranks agreed on.
 
     Everybody from the first stop on lets go of its lease.
@@ -278,7 +284,10 @@ class AgreedSteps:
     """Starts the steps of one prealloc queue, with one collective each."""
 
     def __init__(
-        self, queue: Any, budget: DecodeBudget, may_share: Callable[[Candidate], bool]
+        self,
+        queue: RadixPreallocQueue,
+        budget: DecodeBudget,
+        may_share: Callable[[Candidate], bool],
     ) -> None:
         """``queue``: the prealloc queue."""
         self._queue, self._budget, self._may_share = queue, budget, may_share

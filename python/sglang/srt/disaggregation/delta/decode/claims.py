@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.delta.decode.record import (
     Claim,
@@ -33,7 +33,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
 
 
 class Track(NamedTuple):
@@ -126,7 +126,7 @@ class Stage(Enum):
     ENTERING = auto()
     RUNNING = auto()
     #: It was given up; prefill may still write to its pages. It needs no more than them.
-    HELD = auto()
+    DEFERRED = auto()
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class Holding:
 
     req: Req
     #: The deepest tree node that it shares.
-    node: Any
+    node: TreeNode
     shared: int
     allocated: int
     stage: Stage
@@ -201,7 +201,7 @@ class Claims:
 
     # ---- what happens to a request ----
 
-    def entered(self, req: Req, node: Any, shared: int, allocated: int) -> None:
+    def entered(self, req: Req, node: TreeNode, shared: int, allocated: int) -> None:
         """``req`` holds ``allocated`` tokens; the tree shares ``shared`` of them, to ``node``."""
         holding = Holding(req, node, shared, allocated, Stage.ENTERING)
         claim = entering(Claim(allocated, final_length(req)))
@@ -233,11 +233,11 @@ class Claims:
         self._running[id(req)] = holding
         self._expect(holding)
 
-    def held(self, req: Req) -> None:
-        """The transfer of ``req`` was given up; its pages are not free yet."""
+    def deferred(self, req: Req) -> None:
+        """The transfer of ``req`` was given up, and the free of its pages is deferred."""
         holding = self._holdings[id(req)]
         self._no_longer_entering(holding)
-        holding.stage = Stage.HELD
+        holding.stage = Stage.DEFERRED
 
     def left(self, req: Req) -> None:
         """``req`` holds nothing any more. Nothing happens if it did not before."""
@@ -256,7 +256,7 @@ class Claims:
             if self._witness is holding:
                 self._witness = None
 
-    def split(self, upper: Any, lower: Any) -> None:
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """The tree put ``upper`` above ``lower``; together they are what ``lower`` was."""
         count = self._pins.get(lower.id)
         if count is not None:
@@ -279,11 +279,13 @@ class Claims:
         """Tokens of requests that cannot be retracted, in the tree and outside."""
         return self._pinned
 
-    def unpinned(self, node: Any) -> int:
+    def unpinned(self, node: TreeNode | None) -> int:
         """Tokens from ``node`` up that would be pinned with it."""
         return _below(node, self._pins)
 
-    def everyone_can_finish(self, node: Any, private: int, need: int, total: int) -> bool:
+    def everyone_can_finish(
+        self, node: TreeNode | None, private: int, need: int, total: int
+    ) -> bool:
         """Whether every request could still end, the running ones but itself retracted, after one
         more has entered: with ``private`` tokens of its own below ``node``, and in ``need`` of so
         many more.
@@ -371,7 +373,7 @@ class Claims:
                 self._expect(holding)
 
 
-def _below(node: Any, *covers: Container[int]) -> int:
+def _below(node: TreeNode | None, *covers: Container[int]) -> int:
     """Tokens from ``node`` up to the first node with an id in one of ``covers``, or the root."""
     tokens: int = 0
     while (
@@ -384,7 +386,7 @@ def _below(node: Any, *covers: Container[int]) -> int:
     return tokens
 
 
-def _ids(node: Any) -> set[int]:
+def _ids(node: TreeNode | None) -> set[int]:
     """The nodes from ``node`` up to below the root."""
     found = set()
     while node is not None and node.parent is not None:

@@ -139,7 +139,10 @@ class DecodeFlush(Scheduler):
         waiting, self._waiting_release = self._waiting_release, None
         if waiting is None:
             return super().resume_memory_occupation(recv_req)
-        logger.warning("memory is to be resumed before it was released: it is kept")
+        logger.warning(
+            "memory is to be resumed before it could be released (transfers or requests own "
+            "pages): it was never released, both calls are answered, and the server goes on"
+        )
         self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
         return ResumeMemoryOccupationReqOutput()
 

@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.delta.decode.record import record_of
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class Connections:
 
     def __init__(
         self,
-        manager: Any,
+        manager: DeltaManager,
         executor: Executor,
         ask_rooms: AskRooms | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -168,7 +171,9 @@ def _address(host: str, port: int) -> str:
 _DEADLINE = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
 
 
-def give_up(scheduler: Any, entry: QueueEntry, message: str, status: HTTPStatus) -> None:
+def give_up(
+    scheduler: DisaggScheduler, entry: QueueEntry, message: str, status: HTTPStatus
+) -> None:
     """End a request of the prealloc queue; the caller takes it out of the lists.
 
     The client is answered once, prefill is told not to wait for the announcement, and the receiver
@@ -186,7 +191,7 @@ def give_up(scheduler: Any, entry: QueueEntry, message: str, status: HTTPStatus)
     scheduler.stream_output([req], req.return_logprob)
 
 
-def fail(queue: Any, entry: QueueEntry, what: str) -> None:
+def fail(queue: RadixPreallocQueue, entry: QueueEntry, what: str) -> None:
     """End a request whose room failed; ``what`` began and did not end well."""
     req = entry.req
     records = getattr(queue.kv_manager, "failure_records", {})
@@ -212,7 +217,7 @@ class Handshakes:
     (``Connections``).
     """
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: RadixPreallocQueue) -> None:
         """``queue``: the prealloc queue."""
         self._queue = queue
         self._attempts: dict[str, _Attempts] = {}

@@ -24,14 +24,17 @@ from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.claims import Claims
-    from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
+    from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 
 class InvariantError(AssertionError):
     """Something is leaked, owned twice, or counted wrong."""
 
 
-def tree_nodes(tree: Any) -> Iterator[Any]:
+def tree_nodes(tree: DecodeRadixTree) -> Iterator[TreeNode]:
     """All nodes but the root."""
     stack = list(tree.root_node.children.values())
     while stack:
@@ -40,7 +43,7 @@ def tree_nodes(tree: Any) -> Iterator[Any]:
         stack.extend(node.children.values())
 
 
-def path(tree: Any, node: Any) -> list[Any]:
+def path(tree: DecodeRadixTree, node: TreeNode) -> list[TreeNode]:
     """Nodes from below the root down to ``node``."""
     found = []
     while node is not tree.root_node:
@@ -49,7 +52,7 @@ def path(tree: Any, node: Any) -> list[Any]:
     return found[::-1]
 
 
-def tree_problems(tree: Any, holders: Iterable[Req]) -> list[str]:
+def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
     """``holders``: requests that own a lock through ``last_node``, each once."""
     problems = []
     locks = Counter(node.id for req in holders for node in path(tree, req.last_node))
@@ -77,7 +80,7 @@ def tree_problems(tree: Any, holders: Iterable[Req]) -> list[str]:
 
 
 def pool_problems(
-    tree: Any, allocator: Any, rows: torch.Tensor, holders: list[Req], total: int
+    tree: DecodeRadixTree, allocator: Any, rows: torch.Tensor, holders: list[Req], total: int
 ) -> list[str]:
     """Every page is free, in the tree, or private to one request: exactly one of them.
 
@@ -158,14 +161,14 @@ def _claim(req: Req) -> Claim:
     return Claim(req.kv_allocated_len, final_length(req))
 
 
-def _up(node: Any) -> Iterator[Any]:
+def _up(node: TreeNode) -> Iterator[TreeNode]:
     """``node`` and all above it, without the root."""
     while node is not None and node.parent is not None:
         yield node
         node = node.parent
 
 
-def idle_problems(scheduler: Any) -> list[str]:
+def idle_problems(scheduler: DisaggScheduler) -> list[str]:
     """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     pool = scheduler.req_to_token_pool
@@ -187,7 +190,7 @@ def idle_problems(scheduler: Any) -> list[str]:
     return problems
 
 
-def idle_rooms(manager: Any) -> list[str]:
+def idle_rooms(manager: DeltaManager) -> list[str]:
     """Per-room tables of an idle server's transfer manager that are not empty.
 
     On a prefill server a room may be announced just before its request arrives, so there they must

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 
@@ -24,6 +24,9 @@ from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.decode.handshakes import Connections
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
@@ -113,7 +116,7 @@ class PrefillServers:
     """One for each decode rank with the radix cache on. Used by the scheduler thread, the reader
     thread and the heartbeat thread."""
 
-    def __init__(self, manager: Any, ask: Callable[[str], bool]) -> None:
+    def __init__(self, manager: DeltaManager, ask: Callable[[str], bool]) -> None:
         """``manager``: the rank's ``DeltaManager``; ``ask``: SGLang's own blocking question for a
         server's topology."""
         self._manager = manager

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
         ScheduleBatchDisaggregationDecodeMixin,
     )
-    from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req, Rows
+    from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req, Rows, TreeNode
     from sglang.srt.mem_cache.radix_cache import RadixCache
 else:
     RadixCache = ScheduleBatchDisaggregationDecodeMixin = object
@@ -33,10 +33,10 @@ class PrefixLease:
 
     ``indices`` are the pool slots of the prefix (1-D int64, on the pool's device), a whole number
     of pages, since a paged tree matches whole pages only. The lock covers the path to ``node``.
-    A lease on the root is empty and harmless.
+    A lease on the root holds nothing.
     """
 
-    def __init__(self, tree: Any, node: Any, indices: torch.Tensor) -> None:
+    def __init__(self, tree: DecodeRadixTree, node: TreeNode, indices: torch.Tensor) -> None:
         self._tree = tree
         self._held = True
         self.node = node
@@ -44,12 +44,14 @@ class PrefixLease:
         tree.inc_lock_ref(node)
 
     @classmethod
-    def empty(cls, tree: Any) -> PrefixLease:
+    def empty(cls, tree: DecodeRadixTree) -> PrefixLease:
         """A lease on nothing, for requests that must not share."""
         return cls(tree, tree.root_node, torch.empty(0, dtype=torch.int64, device=tree.device))
 
     @classmethod
-    def take(cls, tree: Any, token_ids: list[int], extra_key: str | None) -> PrefixLease:
+    def take(
+        cls, tree: DecodeRadixTree, token_ids: list[int], extra_key: str | None
+    ) -> PrefixLease:
         """Match and lock the longest cached prefix of ``token_ids``.
 
         The key is built as ``Req.init_next_round_input`` builds it, so that LoRA, cache salt and
@@ -101,17 +103,19 @@ class KnownPrefix:
     """Where the match of a prompt ended, with no lock on it. It would end there again as long as
     this ``holds``, which costs a page and not the prompt."""
 
-    root: Any
+    root: TreeNode
     #: The tree's; a flush may leave nodes in their places.
     generation: int
-    node: Any
+    node: TreeNode
     #: Tokens of the prefix.
     length: int
     #: The key of the child that a longer match would go on to; None where the prompt ends.
-    following: Any
+    following: Any  # a key of SGLang's in one of two forms
 
     @classmethod
-    def of(cls, tree: Any, lease: PrefixLease, token_ids: list[int], extra_key: str | None) -> Any:
+    def of(
+        cls, tree: DecodeRadixTree, lease: PrefixLease, token_ids: list[int], extra_key: str | None
+    ) -> KnownPrefix:
         """Where the match ended that gave ``lease``."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -121,7 +125,7 @@ class KnownPrefix:
             following = tree.get_child_key_fn(RadixKey(page, extra_key))
         return cls(tree.root_node, tree.generation, lease.node, lease.length, following)
 
-    def holds(self, tree: Any) -> bool:
+    def holds(self, tree: DecodeRadixTree) -> bool:
         """Whether the node is still in the tree (a split leaves a node the end of its path), and
         nothing that the prompt goes on with was inserted below it."""
         node = self.node
@@ -133,7 +137,7 @@ class KnownPrefix:
                 return False
         return self.following is None or self.following not in node.children
 
-    def lock(self, tree: Any) -> PrefixLease:
+    def lock(self, tree: DecodeRadixTree) -> PrefixLease:
         """The lease that a match would give; no token is compared."""
         values, node = [], self.node
         while node is not self.root:
@@ -144,7 +148,7 @@ class KnownPrefix:
         return PrefixLease(tree, self.node, torch.cat(values[::-1]))
 
 
-def unlocked_tokens(node: Any) -> int:
+def unlocked_tokens(node: TreeNode) -> int:
     """Tokens from ``node`` up that a lock on it would take out of what can be evicted."""
     tokens: int = 0
     while node.parent is not None and node.lock_ref == 0:
@@ -214,7 +218,7 @@ class DecodeRadixTree(RadixCache):
         self.generation += 1
         self._record_all_cleared_event()
 
-    def _nodes(self) -> Iterator[Any]:
+    def _nodes(self) -> Iterator[TreeNode]:
         """All nodes but the root, parents first."""
         stack = list(self.root_node.children.values())
         while stack:
@@ -222,7 +226,7 @@ class DecodeRadixTree(RadixCache):
             stack.extend(node.children.values())
             yield node
 
-    def _rename(self, node: Any) -> None:
+    def _rename(self, node: TreeNode) -> None:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         key, siblings = node.key, node.parent.children
@@ -231,7 +235,7 @@ class DecodeRadixTree(RadixCache):
         siblings[self.get_child_key_fn(node.key)] = node
 
     @override
-    def _record_remove_event(self, node: Any) -> None:
+    def _record_remove_event(self, node: TreeNode) -> None:
         # Listeners know pages by their tokens, and were told that all of these are gone. A page of
         # the same tokens may have been stored since.
         if not isinstance(node.key.extra_key, Retired):
@@ -255,7 +259,7 @@ class DecodeRadixTree(RadixCache):
         return super().evict(params)
 
     @override
-    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+    def _split_node(self, key: Any, child: TreeNode, split_len: int) -> Any:
         upper = super()._split_node(key, child, split_len)
         if self.claims is not None:
             self.claims.split(upper, child)

@@ -1,7 +1,6 @@
 """What the decode side uses of SGLang's objects, for the type checker and the reader.
 
-SGLang itself is ``Any`` to mypy. A tree node stays ``Any``: its parent, its children and its locks
-belong to SGLang's tree, which is all that reads them.
+SGLang itself is ``Any`` to mypy, and our mixins inherit what they do not name from it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+
+class TreeNode(Protocol):
+    """A node of the radix tree."""
+
+    id: int
+    key: Any  # SGLang's RadixKey: token ids with their extra_key
+    #: Slots of the key's tokens (1-D int64).
+    value: torch.Tensor
+    #: None for the root alone; of our own walks each stops there.
+    parent: Any  # a TreeNode; "or None" would have to be asserted in every walk
+    children: dict[Any, TreeNode]  # by the key's first page, in SGLang's form
+    lock_ref: int
 
 
 class Req(Protocol):
@@ -39,8 +51,8 @@ class Req(Protocol):
     kv_committed_len: int
     #: Leading tokens whose slots belong to the tree, and the node that it locks for them.
     cache_protected_len: int
-    last_node: Any
-    last_host_node: Any
+    last_node: TreeNode
+    last_host_node: TreeNode
     prefix_indices: torch.Tensor
     #: A retracted request's KV: a list a layer of chunks.
     kv_cache_cpu: list[list[Any]]

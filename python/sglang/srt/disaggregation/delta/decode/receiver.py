@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
 else:
     CommonKVReceiver = object
 
@@ -43,7 +44,7 @@ class DeltaReceiver(CommonKVReceiver):
     _epoch = 0
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
+        self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if self._servers is not None and self._servers.deferred(bootstrap_room) is not None:

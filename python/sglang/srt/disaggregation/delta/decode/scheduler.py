@@ -34,7 +34,7 @@ else:
 logger = logging.getLogger(__name__)
 
 
-def end_streaming(scheduler: Any, recv_req: Any) -> None:
+def end_streaming(scheduler: DisaggScheduler, recv_req: Any) -> None:
     """Decode: end aborted requests that wait but have sent tokens before they were retracted.
 
     SGLang tells the tokenizer of such an abort directly. That can overtake tokens which are still
@@ -88,7 +88,7 @@ class DecodeMetrics:
         if self._labels:
             METRICS["decode_admission_refused"].child(self._labels, reason=reason).inc()
 
-    def update(self, scheduler: Any) -> None:
+    def update(self, scheduler: DisaggScheduler) -> None:
         """Set the gauges, at most once in ``EVERY_S``; called in every scheduling step."""
         if not self._gauges:
             return
@@ -100,7 +100,7 @@ class DecodeMetrics:
             self._gauges[name].set(value)
 
 
-def readings(scheduler: Any) -> dict[str, int]:
+def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     """The value of each gauge now. Every token of the pool is counted in one of them at most."""
     tree, transfers = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
     deferred = transfers.deferred_requests

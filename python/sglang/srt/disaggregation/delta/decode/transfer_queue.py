@@ -27,12 +27,14 @@ from sglang.srt.disaggregation.delta.metrics import STATS
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeTransferQueue
+    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.protocols import (
         MetadataBuffers,
         QueueEntry,
         Req,
         SlotAllocator,
     )
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 else:
     DecodeTransferQueue = object
 
@@ -69,7 +71,7 @@ class StepWrites:
     announcement waits within one turn of the loop, and only where pages really meet.
     """
 
-    def __init__(self, scheduler: Any, page: int) -> None:
+    def __init__(self, scheduler: DisaggScheduler, page: int) -> None:
         """``scheduler``: SGLang's; only its queue of results is read."""
         self._scheduler = scheduler
         self._page = page
@@ -110,7 +112,7 @@ class StepWrites:
         return self._pages
 
 
-def announce(queue: Any, entry: QueueEntry, slots: torch.Tensor) -> None:
+def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) -> None:
     """Tell prefill which pages to fill; from here on they belong to the transfer.
 
     Later in the same turn of the loop where the step in flight may write to them. ``queue``: the
@@ -300,7 +302,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         # Also where this rank's room is drained: another's may not be, and all free together.
         deferred.keep(entry)
         self.deferred.append(deferred)
-        self.tree_cache.claims.held(req)
+        self.tree_cache.claims.deferred(req)
 
     @staticmethod
     def _defer_free(entry: QueueEntry) -> DeferredFree:
