@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.delta.prefill.room_table import (
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from unit.delta.fakes import Clock
 
-PAGE = Path(__file__).parents[4] / "docs/rooms.md"
+PAGE = Path(__file__).parents[4] / "docs/design.md"
 ERROR = ZeroDivisionError("the transport's")
 
 

@@ -13,7 +13,7 @@ while a write reads them. Both are decided here, and nowhere else:
   ranks told, and only then (or when its writes are overdue, so that waiting for them has no end:
   decode is never told that such a room is complete) may its request and its pages go.
 
-``TRANSITIONS`` has every step that there is; docs/rooms.md draws it. The scheduler reads the
+``TRANSITIONS`` has every step that there is; docs/design.md draws it. The scheduler reads the
 ``Room`` that ``claim`` gave it without the lock. Nobody is called with the lock held but
 ``Listener.fail_known``, which sets SGLang's own status of the room in the same step.
 """
