@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.buffer_only.settings import check_size, physical_pages
 
 if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.buffer_only.upstream import DevicePool, HostPool
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache as _Pool
 
 else:
@@ -68,7 +69,7 @@ def staging() -> bool:
 class _Sized:
     """A device pool that claims another size: SGLang derives the host pool's size from it."""
 
-    def __init__(self, pool: Any, size: int) -> None:
+    def __init__(self, pool: DevicePool, size: int) -> None:
         self._pool = pool
         self.size = size
 
@@ -76,7 +77,9 @@ class _Sized:
         return getattr(self._pool, name)
 
 
-def _sized(pool: Any, page_size: int, ratio: float, gigabytes: float) -> tuple[Any, float, float]:
+def _sized(
+    pool: DevicePool, page_size: int, ratio: float, gigabytes: float
+) -> tuple[DevicePool | _Sized, float, float]:
     """``pool``, or a view of it, with a ratio and a size from which SGLang computes the wanted
     number of host pages."""
     wanted = _WANTED.get()
@@ -88,7 +91,7 @@ def _sized(pool: Any, page_size: int, ratio: float, gigabytes: float) -> tuple[A
     return _Sized(pool, (physical_pages(wanted.pages, pool.layer_num) - 1) * page_size), 1.0, 0
 
 
-def _check(host: Any) -> None:
+def _check(host: HostPool) -> None:
     """Before memory is taken: the page-first layouts want at least a page a layer."""
     wanted = _WANTED.get()
     if wanted is not None and wanted.gigabytes:
@@ -96,7 +99,7 @@ def _check(host: Any) -> None:
         check_size(wanted.gigabytes, host.page_num, host.page_size, needed)
 
 
-def _finish(host: Any, device_pool: Any) -> None:
+def _finish(host: HostPool, device_pool: DevicePool) -> None:
     wanted = _WANTED.get()
     if wanted is None:
         return
@@ -117,7 +120,7 @@ class StagePoolMHA(_Pool):
 
     @override
     def __init__(
-        self, device_pool: Any, host_to_device_ratio: float, host_size: int, page_size: int,
+        self, device_pool: DevicePool, host_to_device_ratio: float, host_size: int, page_size: int,
         layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
     ) -> None:  # fmt: skip
         super().__init__(
@@ -141,7 +144,7 @@ class StagePoolMLA(_Pool):
 
     @override
     def __init__(
-        self, device_pool: Any, host_to_device_ratio: float, host_size: int, page_size: int,
+        self, device_pool: DevicePool, host_to_device_ratio: float, host_size: int, page_size: int,
         layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
         override_kv_cache_dim: int | None = None,
     ) -> None:  # fmt: skip

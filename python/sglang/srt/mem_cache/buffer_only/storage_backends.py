@@ -20,6 +20,7 @@ from sglang.srt.patchset.exchange import exchanged
 from sglang.srt.patchset.guard import mismatches
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.upstream import HostPool
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 else:
@@ -42,9 +43,9 @@ class PartStore(HiCacheStorage):
     page_values: tuple[page_parts.Value, ...] = ()
     #: Called for every value that was shorter in the store than it must be.
     on_short: Callable[[], None] | None = None
-    part_pool: Any = None
+    part_pool: HostPool
 
-    def keep(self, pool: Any, values: Sequence[page_parts.Value]) -> None:
+    def keep(self, pool: HostPool, values: Sequence[page_parts.Value]) -> None:
         """Take over if ``pool`` is a stage."""
         self.part_pool = pool
         self.page_values = tuple(values)
@@ -149,7 +150,7 @@ class PartStore(HiCacheStorage):
         return count == value.size
 
     @staticmethod
-    def _same_length(results: Sequence[Any], asked: Sequence[Any]) -> None:
+    def _same_length(results: Sequence[object], asked: Sequence[object]) -> None:
         if len(results) != len(asked):
             raise StoreError(f"{len(results)} results for {len(asked)} values")
 
@@ -160,9 +161,12 @@ def is_stage(pool: Any) -> bool:
 
 
 class FlatStore:
-    """The ``_v1`` calls on a backend that has only the older ones, which move flat pages."""
+    """The ``_v1`` calls on a backend that has only the older ones, which move flat pages.
 
-    def __init__(self, backend: Any, host_pool: Any) -> None:
+    ``backend``: whatever SGLang's factory or the operator's own class made.
+    """
+
+    def __init__(self, backend: Any, host_pool: HostPool) -> None:
         self._backend = backend
         self._pool = host_pool
 
@@ -255,7 +259,7 @@ class PartsFactory(StorageBackendFactory):
             )
 
 
-def _refuse_lost_parts(name: str, pool: Any) -> None:
+def _refuse_lost_parts(name: str, pool: HostPool) -> None:
     extra = [part.label for part in page_parts.describe(pool) if part.extra]
     if extra and name not in MIXINS:
         raise ValueError(

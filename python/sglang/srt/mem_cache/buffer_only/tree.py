@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node, Stream
+    from sglang.srt.mem_cache.buffer_only.upstream import Controller, Key, Node, Stream
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 else:
     HiRadixCache = object
@@ -97,9 +97,9 @@ class BufferOnlyTree(HiRadixCache):
             skip_backup=controller.backup_skip,
         )
 
-    def _store_client(self, controller: Any) -> StoreClient:
+    def _store_client(self, controller: Controller) -> StoreClient:
         backend, pool = controller.storage_backend, self.token_to_kv_pool_host
-        direct = controller.zero_copy or getattr(backend, "page_values", ())
+        direct = controller.zero_copy or bool(getattr(backend, "page_values", ()))
         store = backend if direct else FlatStore(backend, pool)
         return StoreClient(store, controller.storage_backend_type)
 
@@ -135,7 +135,7 @@ class BufferOnlyTree(HiRadixCache):
 
     # ---- prefetch ----
 
-    def request_prefetch(self, rid: str, key: Any) -> None:
+    def request_prefetch(self, rid: str, key: Key) -> None:
         """Prefetch the part of ``key`` (a ``RadixKey``) that the store has and the tree has not.
 
         At least one token of the prompt is always left to compute.

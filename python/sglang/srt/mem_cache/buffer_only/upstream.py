@@ -81,6 +81,35 @@ class Tree(Protocol):
     def _record_store_event(self, node: Node) -> None: ...
 
 
+class DevicePool(Protocol):
+    """``KVCache``; ``size`` in tokens."""
+
+    size: int
+    layer_num: int
+
+
+class HostPool(Protocol):
+    """``HostKVCache``; ``size`` in tokens, ``kv_buffer`` as its layout has it."""
+
+    device_pool: DevicePool
+    layout: str
+    page_size: int
+    page_num: int
+    layer_num: int
+    head_num: int
+    size: int
+    size_per_token: int
+    kv_buffer: torch.Tensor
+    #: Set by ``host_pool``.
+    is_stage: bool
+
+    def get_data_page(self, index: int) -> torch.Tensor: ...
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor: ...
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None: ...
+
+
 class Backend(Protocol):
     """``HiCacheStorage`` with the calls that move pages of the host pool."""
 
@@ -122,6 +151,12 @@ class Controller(Protocol):
     load_queue: list[Any]
     ack_write_queue: list[Any]
     ack_load_queue: list[Any]
+    storage_backend: Any  # HiCacheStorage of any kind, also one without the calls of ``Backend``
+    storage_backend_type: str
+    prefetch_threshold: int
+    backup_skip: bool
+    #: Of ``host_pool.StageController``.
+    zero_copy: bool
 
     def start_writing(self) -> None: ...
 
