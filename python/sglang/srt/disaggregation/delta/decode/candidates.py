@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     Refusal,
     record_of,
 )
+from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import (
     AdmissionVote,
@@ -292,7 +293,7 @@ class AgreedSteps:
         """``queue``: the prealloc queue."""
         self._queue, self._budget, self._may_share = queue, budget, may_share
         self._stopped = StoppedMatch()
-        self._logged_at: float | None = None
+        self._log = RateLimitedLog(logger, LOG_EVERY_S, lambda: self._queue.clock())
 
     @contextmanager
     def step(
@@ -344,11 +345,8 @@ class AgreedSteps:
             release(first)
 
     def _log_difference(self, agreed: AdmissionVote, pool: PoolState) -> None:
-        now: float = self._queue.clock()
-        if self._logged_at is not None and now - self._logged_at < LOG_EVERY_S:
-            return
-        self._logged_at = now
-        logger.error(
+        self._log.error(
+            "pools",
             "the KV pools of this server's ranks differ: here %d tokens are free and %d protected, "
             "at least one rank has %d and %d. Admission goes by the smallest; pages leak on a rank "
             "if this does not pass, which SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 shows when idle",
