@@ -289,7 +289,7 @@ GROUPS: tuple[Group, ...] = (
         "asynchronous NIXL transfer",
         _NIXL_ASYNC,
         needs=("delta",),
-        obstacle=f"{_DISAGG}.delta.nixl.requirements:obstacle",
+        obstacle=f"{_DISAGG}.delta.nixl.agent:obstacle",
         exchanges=(
             Exchange(
                 module="nixl._api",

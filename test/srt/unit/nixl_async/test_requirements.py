@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from sglang.srt.disaggregation.delta.nixl import requirements
-from sglang.srt.disaggregation.delta.nixl.requirements import NEEDED, obstacle
+from sglang.srt.disaggregation.delta.nixl import agent
+from sglang.srt.disaggregation.delta.nixl.agent import NEEDED, obstacle
 
 ROOT = Path(__file__).parents[4]
 
@@ -22,7 +22,7 @@ class Agent:
     __module__ = "nixl._api"
 
 
-for _name in requirements._AGENT:
+for _name in agent._AGENT:
     setattr(Agent, _name, None)
 
 

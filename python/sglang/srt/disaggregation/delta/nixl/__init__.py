@@ -6,6 +6,5 @@
 ``peers``         the decode ranks that NIXL knows, and the lists prepared for each
 ``layout``        where the bytes lie on either side, of a rank's pools and of one chunk
 ``descriptors``   the arrays that NIXL takes: pure numpy
-``agent``         how SGLang's NIXL agent is made
-``requirements``  whether the installed NIXL will do
+``agent``         how SGLang's NIXL agent is made; whether the installed NIXL will do
 """
