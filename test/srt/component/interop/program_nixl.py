@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import later_release  # noqa: E402
 from component.interop.frames import RELEASE  # noqa: E402
-from component.nixl.pair import ADDRESS, Side, pages, until  # noqa: E402
-from component.pair import Rooms  # noqa: E402
+from component.nixl.pair import Pair, Side  # noqa: E402
+from component.transfer.pair import ADDRESS, pages, until  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.delta import capability  # noqa: E402
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
@@ -85,7 +85,7 @@ def later_decode() -> None:
         sender.clear()
 
 
-class Ours(Rooms):
+class Ours(Pair):
     """Our decode rank before the other process's prefill rank."""
 
     def __init__(self, port: int) -> None:
@@ -94,7 +94,6 @@ class Ours(Rooms):
         manager = self.decode.manager
         manager.servers._capabilities[ADDRESS] = capability.STOCK
         manager.servers._epochs[ADDRESS] = 1
-        self.ends = (conn, "Nixl")
         self.connect()
 
 

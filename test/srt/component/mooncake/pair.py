@@ -1,131 +1,83 @@
-"""A prefill and a decode manager in one process: real engines, real sockets, real workers."""
+"""The pair over two real Mooncake engines, with its workers."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-import zmq
-
-from component.pair import ADDRESS, AUX, LAYERS, LIMIT_S, PAGE, PAGES, Rooms, pages, until
-from sglang.srt.disaggregation.base.conn import KVPoll
+from component.transfer import pair
+from component.transfer.pair import Hold
 from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.mooncake import conn
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
 
-__all__ = ["ADDRESS", "LIMIT_S", "Pair", "pages", "until"]
 
-
-class Side:
-    """One server's pool, metadata and transfer manager."""
+class Side(pair.Side):
+    """One server with an engine."""
 
     def __init__(self, mode: Any) -> None:
-        self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
-        self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
         manager = conn.MooncakeKVManager.__new__(conn.MooncakeKVManager)
         manager.engine = MooncakeTransferEngine("127.0.0.1")
-        manager.kv_args = SimpleNamespace(
-            kv_data_ptrs=[layer.data_ptr() for layer in self.kv],
-            kv_data_lens=[layer.nbytes for layer in self.kv],
-            kv_item_lens=[layer[0].nbytes for layer in self.kv],
-            aux_data_ptrs=[self.aux.data_ptr()],
-            aux_data_lens=[self.aux.nbytes],
-            aux_item_lens=[self.aux[0].nbytes],
-            state_data_ptrs=[],
-            state_data_lens=[],
-            state_item_lens=[],
-            state_type="none",
-            pp_rank=0,
-            prefill_start_layer=0,
-            engine_rank=0,
-            page_size=PAGE,
-            kv_head_num=2,
+        super().__init__(
+            manager, mode, enable_custom_mem_pool=False, prefill_response_tracker=defaultdict(set)
         )
-        manager.__dict__.update(
-            disaggregation_mode=mode,
-            server_args=SimpleNamespace(
-                dp_size=1, disaggregation_decode_enable_radix_cache=True, enable_hisparse=False
-            ),
-            is_mla_backend=False,
-            attn_tp_size=1,
-            attn_tp_rank=0,
-            attn_cp_size=1,
-            attn_cp_rank=0,
-            pp_size=1,
-            pp_rank=0,
-            local_ip="127.0.0.1",
-            heartbeat_interval=LIMIT_S,
-            max_failures=2,
-            waiting_timeout=LIMIT_S,
-            bootstrap_timeout=LIMIT_S,
-            enable_staging=False,
-            enable_custom_mem_pool=False,
-            is_dummy_cp_rank=False,
-            enable_all_cp_ranks_for_transfer=False,
-            failure_lock=threading.Lock(),
-            connection_lock=threading.Lock(),
-            addr_to_rooms_tracker=defaultdict(set),
-            prefill_response_tracker=defaultdict(set),
-        )
-        tables = (
-            "request_status",
-            "failure_records",
-            "transfer_infos",
-            "decode_kv_args_table",
-            "required_prefill_response_num_table",
-            "prefill_info_table",
-            "connection_pool",
-        )
-        manager.__dict__.update({table: {} for table in tables})
-        manager.start_delta(mode, manager.server_args)
-        manager.server_socket = zmq.Context.instance().socket(zmq.PULL)
-        manager.rank_port = manager.server_socket.bind_to_random_port("tcp://127.0.0.1")
-        manager.register_buffer_to_engine()
-        self.manager = manager
 
 
-class Pair(Rooms):
-    """Prefill and decode, connected."""
+class Pair(pair.Pair):
+    """Prefill and decode, connected by Mooncake."""
 
     ends = (conn, "Mooncake")
 
-    def __init__(self) -> None:
-        self.prefill = Side(DisaggregationMode.PREFILL)
-        self.decode = Side(DisaggregationMode.DECODE)
-        self.fill()
-        sender = self.prefill.manager
-        sender.transfer_queues = [FastQueue()]
+    def side(self, name: str, mode: Any) -> Any:
+        return Side(mode)
+
+    def start(self) -> None:
+        sender, queue = self.prefill.manager, FastQueue()
+        sender.transfer_queues = [queue]
         sender.start_prefill_thread()
-        self.workers = [
-            threading.Thread(
-                target=sender.transfer_worker, args=(queue, ThreadPoolExecutor(1)), daemon=True
-            )
-            for queue in sender.transfer_queues
-        ]
-        for worker in self.workers:
-            worker.start()
-        manager = self.decode.manager
-        manager.start_decode_thread()
-        manager.servers._capabilities[ADDRESS] = capability.OURS
-        manager.servers._epochs[ADDRESS] = 1
-        self.connect()
-        self.register()
+        self.worker = threading.Thread(
+            target=sender.transfer_worker, args=(queue, ThreadPoolExecutor(1)), daemon=True
+        )
+        self.worker.start()
+        self.decode.manager.start_decode_thread()
 
-    def register(self) -> None:
-        """Decode lists its buffers; a room is needed for it, which is never announced."""
-        receiver = self.receiver(self.next_room())
-        receiver._register_kv_args()
-        until(lambda: self.prefill.manager.decode_kv_args_table, "registration")
-        receiver.clear()
+    @property
+    def peer(self) -> str:
+        name: str = self.decode.manager.peer_name
+        return name
 
-    def announced(self, sender: Any) -> None:
-        """Wait until prefill has read the room's announcement."""
-        until(lambda: sender.poll() == KVPoll.WaitingForInput, "announcement")
+    @contextmanager
+    def engine(self, transfer: Callable[..., int]) -> Iterator[None]:
+        """``transfer(real, *arguments)`` stands in for the engine's batch transfer."""
+        engine = self.prefill.manager.engine
+        real = engine.batch_transfer_sync
+        engine.batch_transfer_sync = lambda *arguments: transfer(real, *arguments)
+        try:
+            yield
+        finally:
+            del engine.batch_transfer_sync
+
+    @contextmanager
+    def held_up(self) -> Iterator[Hold]:
+        hold = Hold()
+
+        def transfer(real: Callable[..., int], *arguments: Any) -> int:
+            hold.block()
+            return real(*arguments)
+
+        with self.engine(transfer):
+            try:
+                yield hold
+            finally:
+                hold.release()
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        with self.engine(lambda *arguments: 1 // 0):
+            yield

@@ -1,116 +1,124 @@
-"""A prefill and a decode manager in one process: real agents, real sockets, real handshake."""
+"""The pair over two real NIXL agents."""
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from types import SimpleNamespace
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-import torch
-import zmq
 from nixl import _api
 
-from component.pair import ADDRESS, AUX, LAYERS, LIMIT_S, PAGE, PAGES, Rooms, pages, until
-from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability
+from component.transfer import pair
+from component.transfer.pair import Hold
 from sglang.srt.disaggregation.delta.nixl.agent import attuned
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-__all__ = ["ADDRESS", "LIMIT_S", "Pair", "pages", "until"]
+
+@cache
+def agent_of(name: str, workers: int) -> Any:
+    """One for all pairs of an interpreter: of dozens, each slows the others down."""
+    with attuned(workers):
+        return _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
 
 
-class Side:
-    """One server's pool, metadata and transfer manager."""
+class Side(pair.Side):
+    """One server with an agent."""
 
     def __init__(self, name: str, mode: Any) -> None:
-        self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
-        self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
         manager = conn.NixlKVManager.__new__(conn.NixlKVManager)
-        with attuned(4 if mode == DisaggregationMode.PREFILL else 0):
-            manager.agent = _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
-        manager.kv_args = SimpleNamespace(
-            kv_data_ptrs=[layer.data_ptr() for layer in self.kv],
-            kv_data_lens=[layer.nbytes for layer in self.kv],
-            kv_item_lens=[layer[0].nbytes for layer in self.kv],
-            aux_data_ptrs=[self.aux.data_ptr()],
-            aux_data_lens=[self.aux.nbytes],
-            aux_item_lens=[self.aux[0].nbytes],
-            state_data_ptrs=[],
-            state_data_lens=[],
-            state_item_lens=[],
-            state_type="none",
-            gpu_id=0,
-            pp_rank=0,
-            prefill_start_layer=0,
-            engine_rank=0,
-            page_size=PAGE,
-            kv_head_num=2,
-        )
-        manager.__dict__.update(
-            disaggregation_mode=mode,
-            server_args=SimpleNamespace(dp_size=1, disaggregation_decode_enable_radix_cache=True),
-            is_mla_backend=False,
-            attn_tp_size=1,
-            attn_tp_rank=0,
-            attn_cp_size=1,
-            attn_cp_rank=0,
-            pp_size=1,
-            pp_rank=0,
-            local_ip="127.0.0.1",
-            heartbeat_interval=LIMIT_S,
-            max_failures=2,
-            waiting_timeout=LIMIT_S,
-            bootstrap_timeout=LIMIT_S,
-            enable_staging=False,
-            is_dummy_cp_rank=False,
-            enable_all_cp_ranks_for_transfer=False,
-            failure_lock=threading.Lock(),
-            connection_lock=threading.Lock(),
-            transfer_statuses=defaultdict(conn.TransferStatus),
-            addr_to_rooms_tracker=defaultdict(set),
-        )
-        tables = (
-            "request_status",
-            "failure_records",
-            "transfer_infos",
-            "decode_kv_args_table",
-            "required_prefill_response_num_table",
-            "prefill_info_table",
-            "connection_pool",
-        )
-        manager.__dict__.update({table: {} for table in tables})
-        manager.start_delta(mode, manager.server_args)
-        manager.server_socket = zmq.Context.instance().socket(zmq.PULL)
-        manager.rank_port = manager.server_socket.bind_to_random_port("tcp://127.0.0.1")
-        manager.register_buffer_to_engine()
-        self.manager = manager
+        manager.agent = agent_of(name, 4 if mode == DisaggregationMode.PREFILL else 0)
+        super().__init__(manager, mode, transfer_statuses=defaultdict(conn.TransferStatus))
 
 
-class Pair(Rooms):
-    """Prefill and decode, connected."""
+def raises(*arguments: Any, **options: Any) -> Any:
+    """As NIXL's binding does when it does not like something."""
+    raise ZeroDivisionError
+
+
+#: Their memory stays registered with the agents.
+_CLOSED: list[Any] = []
+
+
+class Pair(pair.Pair):
+    """Prefill and decode, connected by NIXL."""
 
     ends = (conn, "Nixl")
+    peer = "decode"
 
-    def __init__(self) -> None:
-        self.prefill = Side("prefill", DisaggregationMode.PREFILL)
-        self.decode = Side("decode", DisaggregationMode.DECODE)
-        self.fill()
+    def side(self, name: str, mode: Any) -> Any:
+        return Side(name, mode)
+
+    def close(self) -> None:
+        manager = self.prefill.manager
+        manager.transfers.stop(1.0)
+        manager.peers.forget(self.peer)
+        _CLOSED.append(self)
+
+    def start(self) -> None:
         self.prefill.manager._start_bootstrap_thread()
-        manager = self.decode.manager
-        manager._start_heartbeat_checker_thread()
-        manager.servers._capabilities[ADDRESS] = capability.OURS
-        manager.servers._epochs[ADDRESS] = 1
-        self.connect()
-        sender, receiver = self.room()
-        receiver._register_kv_args()
-        until(lambda: self.prefill.manager.decode_kv_args_table, "registration")
-        sender.clear()
-        receiver.clear()
+        self.decode.manager._start_heartbeat_checker_thread()
 
-    def announced(self, sender: Any) -> None:
-        """Wait until prefill has read the room's announcement."""
-        infos = self.prefill.manager.transfer_infos
-        until(lambda: sender.bootstrap_room in infos, "announcement")
-        until(lambda: sender.poll() == KVPoll.WaitingForInput, "bootstrapped")
+    @contextmanager
+    def agent_that(self, **calls: Any) -> Iterator[Any]:
+        """Prefill's agent with some of its calls replaced."""
+        agent = self.prefill.manager.agent
+        agent.__dict__.update(calls)
+        try:
+            yield agent
+        finally:
+            for name in calls:
+                del agent.__dict__[name]
+
+    @contextmanager
+    def counted(self, *names: str) -> Iterator[Counter[str]]:
+        """Calls of prefill's agent meanwhile."""
+        agent, calls = self.prefill.manager.agent, Counter[str]()
+
+        def count(name: str) -> Any:
+            method = getattr(type(agent), name)
+
+            def call(*arguments: Any, **options: Any) -> Any:
+                calls[name] += 1
+                return method(agent, *arguments, **options)
+
+            return call
+
+        with self.agent_that(**{name: count(name) for name in names}):
+            yield calls
+
+    @contextmanager
+    def held_up(self) -> Iterator[Hold]:
+        agent, hold = self.prefill.manager.agent, Hold()
+
+        def state(handle: Any) -> str:
+            if not hold.is_over():
+                return "PROC"
+            found: str = type(agent).check_xfer_state(agent, handle)
+            return found
+
+        with self.agent_that(check_xfer_state=state):
+            try:
+                yield hold
+            finally:
+                hold.release()
+
+    @contextmanager
+    def breaking(self, call: str = "transfer") -> Iterator[None]:
+        with self.doubt_of(0.1), self.agent_that(**{call: raises}):
+            yield
+
+    @contextmanager
+    def doubt_of(self, seconds: float) -> Iterator[None]:
+        """How long a transfer that was broken off counts as under way."""
+        workers = [thread._worker for thread in self.prefill.manager.transfers._threads]
+        kept = workers[0]._doubt_s
+        for worker in workers:
+            worker._doubt_s = seconds
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker._doubt_s = kept

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from component.nixl import bare
-from component.pair import until
+from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.nixl import conn

@@ -1,175 +1,216 @@
-"""Two real NIXL agents in one process, from announcement to completion.
+"""What NIXL alone does with a room: its notes, its prepared lists, its ways to fail.
 
-The program runs in an interpreter of its own, for NIXL may crash one at its exit where there is no
-GPU driver; what it printed is judged.
+What both backends must do is in ``component/transfer``; tests run as they do there.
 """
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from component.programs import passed, run
+from component.nixl.pair import Pair, raises
+from component.transfer.pair import DONE, LIMIT_S, LOST, pages, until
+from component.transfer.test_delivery import full_hit, partial_delta
+from sglang.srt.disaggregation.base.conn import KVPoll
 
-
-@pytest.fixture(scope="module")
-def output() -> str:
-    """What the program printed, all scenarios run once."""
-    return run(__file__, "program_transfers.py")
-
-
-def test_partial_delta(output: str) -> None:
-    """Guards against KV at other places than the announced pages, against bytes counted that were
-    not moved, and against rooms that end before their last chunk."""
-    passed(output, "partial_delta")
-
-
-@pytest.mark.hazard("full-hit-without-metadata", "full-hit-over-waiting-backend")
-def test_full_prefix_hit(output: str) -> None:
-    """Guards against a room without pages that never completes: its metadata arrives alone, and it
-    is complete once."""
-    passed(output, "full_hit")
-
-
-def test_peer_without_a_frame(output: str) -> None:
-    """Guards against an unpatched decode server that is not served any more."""
-    passed(output, "stock_peer")
-
-
-@pytest.mark.hazard("peer-ignores-prefix")
-def test_page_counts_that_differ(output: str) -> None:
-    """Guards against a list cut to fit: nothing is posted, and both sides name both numbers."""
-    passed(output, "mismatch")
-
-
-def test_frame_of_another_version(output: str) -> None:
-    """Guards against a frame that ends the thread which reads every room's announcement, and
-    against a decode server that learns of it by its timeout only."""
-    passed(output, "unreadable_frame")
-
-
-def test_abort_on_prefill(output: str) -> None:
-    """Guards against a decode server that holds its pages until the timeout, and against pages
-    posted for a room that was aborted."""
-    passed(output, "abort_on_prefill")
+pytestmark = pytest.mark.parametrize("pair", ["nixl"], indirect=True)
 
 
 @pytest.mark.hazard("poll-raises")
-def test_post_that_raises(output: str) -> None:
-    """Guards against one room's error ending the scheduler, and against a status that changes with
-    every look at it."""
-    passed(output, "post_raises")
-
-
-@pytest.mark.hazard("late-notification", "room-number-reused")
-def test_late_notification(output: str) -> None:
-    """Guards against entries of rooms that were aborted and cleared, and against such a room's
-    completion counting for the next one."""
-    passed(output, "late_notification")
-
-
-@pytest.mark.hazard("pages-written-after-release", "other-side-not-told")
-def test_a_room_given_up_while_it_is_written(output: str) -> None:
-    """Guards against pages of an aborted room that are given to others while prefill still writes
-    to them, and against a prefill server that goes on sending what nobody wants."""
-    passed(output, "withdrawn_while_written")
-
-
-def test_a_room_given_up_when_all_was_sent(output: str) -> None:
-    """Guards against pages held for their whole bound though nothing can be written any more."""
-    passed(output, "withdrawn_when_all_was_sent")
-
-
-def test_a_room_given_up_before_its_request_came(output: str) -> None:
-    """Guards against a prefill request that waits for a decode server that does not want it."""
-    passed(output, "withdrawn_before_the_request_came")
-
-
-def test_a_room_given_up_and_refused(output: str) -> None:
-    """Guards against a failure notice that overtakes a write: it comes after what was posted."""
-    passed(output, "given_up_and_refused")
-
-
-@pytest.mark.hazard("late-notification")
-def test_room_number_still_in_use(output: str) -> None:
-    """Guards against a new request whose pages get what was sent for the one before."""
-    passed(output, "room_number_still_in_use")
-
-
-def test_prefill_rank_is_a_new_one(output: str) -> None:
-    """Guards against a decode server that waits for a prefill rank which does not know it, and
-    never registers again."""
-    passed(output, "prefill_rank_is_a_new_one")
-
-
-@pytest.mark.hazard("dead-peer-leftovers")
-def test_prefill_is_gone(output: str) -> None:
-    """Guards against pages released because a prefill server is silent, which proves nothing, and
-    against pages held when it is certainly gone."""
-    passed(output, "prefill_is_gone")
+def test_post_that_raises_is_chained_as_the_cause(pair: Pair) -> None:
+    """Guards against a failure whose cause is lost, whichever call of NIXL's it was."""
+    for call in ("make_prepped_xfer", "transfer"):
+        sender, receiver = pair.ready_room(20, 9)
+        with pair.breaking(call):
+            sender.send(pages(30, 31))
+            assert pair.finish(sender, receiver) == LOST
+        error = pair.failure(sender)
+        assert isinstance(error, RuntimeError) and "ZeroDivisionError" in str(error)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+        assert "prefill reported" in pair.reason(receiver)
+        assert pair.arrived([], [])
 
 
 @pytest.mark.hazard("source-given-away")
-def test_transfer_that_never_settles(output: str) -> None:
-    """Guards against a request that waits for ever for a decode server that hangs, against decode
-    being told that all is quiet before it is, and against a write that lands later and completes
-    the room, from pages that belong to another request."""
-    passed(output, "transfer_that_never_settles")
+def test_transfer_that_never_settles_fails_at_its_deadline(pair: Pair) -> None:
+    """Until the room is given up: then it lands, from pages that are others' by now. Guards against
+    a request that waits for ever for a decode server that hangs, against decode being told that
+    all is quiet before it is, and against a write that lands later and completes the room."""
+    sender, receiver = pair.ready_room(4)
+    pair.prefill.manager.transfer_s = 0.2
+    with pair.held_up():
+        sender.send(pages(30))
+        until(lambda: sender.poll() == KVPoll.Failed, "deadline")
+        text = pair.reason(sender)
+        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and "decode" in text, text
+        assert pair.rooms.numbers(), "what is under way is waited for"
+        for layer in pair.prefill.kv:
+            layer[30] = -1  # the scheduler gave the page to another request
+        pair.prefill.aux[3] = -1
+        assert receiver.poll() not in DONE + LOST, "decode is not told before it is over"
+    until(lambda: not pair.rooms.numbers(), "settled")
+    until(lambda: receiver.poll() in DONE + LOST, "notice")
+    assert receiver.poll() == KVPoll.Failed, "decode took a room that prefill had given up"
+    assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in pair.reason(receiver)
 
 
-def test_transfer_to_a_stock_peer_that_never_settles(output: str) -> None:
-    """Guards against the same at a decode server that is told nothing of failures."""
-    passed(output, "given_up_by_a_stock_peer")
+def test_transfer_to_stock_decode_that_never_settles_completes_nothing(pair: Pair) -> None:
+    """Guards against the same at a decode server without our frame, which is told nothing of
+    failures, and least of all that the room is done."""
+    sender, receiver = pair.room()
+    receiver.send_metadata(pages(1), 0, None)
+    pair.announced(sender)
+    sender.init(1, 3)
+    allowed, pair.prefill.manager.transfer_s = pair.prefill.manager.transfer_s, 0.2
+    with pair.held_up():
+        sender.send(pages(30))
+        until(lambda: sender.poll() == KVPoll.Failed, "deadline")
+        assert pair.reason(sender)
+    pair.prefill.manager.transfer_s = allowed
+    until(lambda: not pair.rooms.numbers(), "settled")
+    until(lambda: pair.arrived([30], [1]), "it has landed")
+    with pair.counted("send_notif") as calls:
+        pair.wipe()
+        partial_delta(pair)  # a room after it, whose note would have overtaken nothing
+    assert receiver.poll() not in DONE, "decode took a room that prefill had given up"
+    assert calls == {"send_notif": 1}
+    receiver.clear()
+
+
+def test_broken_transfer_fails_when_it_can_write_no_more(pair: Pair) -> None:
+    """Guards against a decode server that dies and takes the prefill scheduler along: NIXL raises
+    when it is asked for the state of a transfer to it, and nobody knows what it has sent."""
+    sender, receiver = pair.ready_room(4, 5)
+    with pair.doubt_of(1.0), pair.agent_that(check_xfer_state=raises):
+        sender.send(pages(30, 31))
+        until(lambda: sender.poll() == KVPoll.Failed, "failure")
+        text = pair.reason(sender)
+        assert "to decode was broken off by the transport: ZeroDivisionError" in text, text
+        assert pair.rooms.numbers() and receiver.poll() not in DONE + LOST, "it is not told at once"
+    until(lambda: receiver.poll() in DONE + LOST, "notice")
+    assert "broken off" in pair.reason(receiver) and not pair.rooms.numbers()
 
 
 @pytest.mark.hazard("full-hit-without-metadata")
-def test_one_transfer_a_room(output: str) -> None:
+def test_one_transfer_a_chunk_and_one_note_a_room(pair: Pair) -> None:
     """Guards against a transfer of its own for the metadata of a decode rank that takes them in the
     note, and against one of an older version that does not get them."""
-    passed(output, "one_transfer_a_room")
+    with pair.counted("transfer", "send_notif") as calls:
+        partial_delta(pair)
+    assert calls == {"transfer": 2, "send_notif": 1}, calls  # of two chunks
+    pair.wipe()
+    with pair.counted("transfer", "send_notif") as calls:
+        full_hit(pair)
+    assert calls == {"send_notif": 1}, calls
+    pair.wipe()
+    # As a package that knew nothing of this.
+    pair.decode.manager.expect_metadata = lambda room, slot: False
+    with pair.counted("transfer", "send_notif") as calls:
+        partial_delta(pair)
+    assert calls == {"transfer": 3, "send_notif": 2}, calls
+    pair.wipe()
+    full_hit(pair)
 
 
-def test_metadata_of_other_sizes(output: str) -> None:
+def test_metadata_of_other_sizes_fail_the_room(pair: Pair) -> None:
     """Guards against metadata written over the slots beside theirs, where versions differ."""
-    passed(output, "metadata_of_other_sizes")
+    sender, receiver = pair.ready_room(4)
+    pair.prefill.manager.transfers.backend._layout.metadata_bytes = lambda slot: [b"123"]
+    sender.send(pages(30))
+    until(lambda: receiver.poll() == KVPoll.Failed, "refusal")
+    text = pair.reason(receiver)
+    assert "metadata of [3] bytes" in text and "has [64]" in text, text
+    assert pair.decode.aux.abs().sum() == 0
+    until(lambda: sender.poll() in DONE + LOST, "sender")
+    sender.clear()
 
 
-def test_decode_is_gone(output: str) -> None:
-    """Guards against a decode server that dies and takes the prefill scheduler along: NIXL raises
-    when it is asked for the state of a transfer to it."""
-    passed(output, "decode_is_gone")
-
-
-def test_a_room_announced_after_it_failed(output: str) -> None:
-    """Guards against a decode server that waits for its timeout, and a table entry that stays,
-    when prefill aborts a request first."""
-    passed(output, "announced_after_the_failure")
-
-
-def test_a_room_that_is_never_announced(output: str) -> None:
-    """Guards against a prefill request that waits for ever for a decode server that is gone."""
-    passed(output, "never_announced")
-
-
-def test_no_prepared_lists(output: str) -> None:
+def test_pages_arrive_without_prepared_lists(pair: Pair) -> None:
     """Guards against a NIXL that prepares no lists, or knows no strided ones, failing every room:
     ranges are built, with the same result."""
-    passed(output, "no_prepared_lists")
+    agent = pair.prefill.manager.agent
+
+    def only_rows_of_three(name, rows, memory):
+        """An older NIXL, which does not know the strided form."""
+        if rows.shape[1] != 3:
+            raise ValueError("rows of three")
+        return type(agent).prep_xfer_dlist(agent, name, rows, memory)
+
+    peers = pair.prefill.manager.peers
+    backend = pair.prefill.manager.transfers.backend
+    for prepare in (raises, only_rows_of_three):
+        peer = peers.hold("decode")
+        for lists in (backend._lists, peer.lists):
+            lists._lists.clear()
+        peers.release(peer)
+        pair.wipe()
+        with pair.agent_that(prep_xfer_dlist=prepare):
+            partial_delta(pair)
 
 
 @pytest.mark.hazard("source-given-away")
-def test_source_is_kept_until_it_was_read(output: str) -> None:
+def test_source_is_kept_until_it_was_read(pair: Pair) -> None:
     """Guards against pages and a metadata slot given to the next request while a worker still reads
     them, and against a queued chunk that changes with the scheduler's own table."""
-    passed(output, "source_is_kept_until_it_was_read")
+    sender, receiver = pair.ready_room(4)
+    posting, go_on = threading.Event(), threading.Event()
+    agent = pair.prefill.manager.agent
+
+    def held_up(handle, note=b""):  # NIXL has been told nothing yet
+        posting.set()
+        go_on.wait(LIMIT_S)
+        return type(agent).transfer(agent, handle, note)
+
+    table = pages(30)
+    with pair.agent_that(transfer=held_up):
+        sender.send(table)
+        assert posting.wait(LIMIT_S)
+        table[0] = 31  # the scheduler's table changes; the chunk in the queue does not
+        sender.abort()
+        assert {sender.poll() for _ in range(3)} == {KVPoll.Transferring}, "its page is still read"
+        go_on.set()
+        until(lambda: sender.poll() == KVPoll.Failed, "settled")
+    assert pair.arrived([30], [4])
+    assert pair.reason(sender)
+    # Everything was on its way when it was aborted: decode may see that before the notice.
+    until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success), "notice")
+    receiver.clear()
 
 
 @pytest.mark.hazard("drained-per-request")
-def test_many_rooms_drain_once(output: str) -> None:
+def test_many_rooms_drain_once_a_step(pair: Pair) -> None:
     """Guards against one call of the agent for each of a decode server's rooms in every step."""
-    passed(output, "many_rooms_drain_once")
+    rooms = [pair.ready_room(slot, slot=slot % 8) for slot in range(20)]
+    agent, drains = pair.decode.manager.agent, []
+    agent.get_new_notifs = lambda: drains.append(1) or type(agent).get_new_notifs(agent)
+    for _ in range(5):
+        for _, receiver in rooms:
+            receiver.poll()
+    del agent.get_new_notifs
+    assert len(drains) == 5, drains
+    for sender, _ in rooms:
+        sender.send(pages(40))
+    for sender, receiver in rooms:
+        assert pair.finish(sender, receiver) == DONE
+        sender.clear()
+        receiver.clear()
 
 
-def test_decode_rank_was_forgotten(output: str) -> None:
+@pytest.mark.hazard("dead-peer-leftovers", "peer-lost-for-ever")
+def test_forgotten_decode_rank_is_served_when_it_registers_again(pair: Pair) -> None:
     """Guards against a room sent to a decode rank that is gone, and against one that registers
     again and is not served."""
-    passed(output, "decode_rank_was_forgotten")
+    manager = pair.prefill.manager
+    info = manager.decode_kv_args_table["decode"]
+    sender, receiver = pair.ready_room(4)
+    manager.peers.forget("decode")
+    sender.send(pages(30))
+    until(lambda: sender.poll() == KVPoll.Failed, "failure")
+    assert "decode rank decode is not registered here any more" in pair.reason(sender)
+    until(lambda: receiver.poll() == KVPoll.Failed, "notice")
+    assert pair.reason(receiver)
+    manager.peers.add(info)  # it registers again
+    assert manager.decode_kv_args_table["decode"] is info
+    pair.wipe()
+    partial_delta(pair)

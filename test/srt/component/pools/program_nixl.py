@@ -11,13 +11,11 @@ import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("UCX_TLS", "tcp,self")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from component.nixl import pair as nixl_pair  # noqa: E402
-from component.nixl.pair import Pair, Side, pages  # noqa: E402
+from component.nixl.pair import Pair, Side  # noqa: E402
 from component.pools.memory import (  # noqa: E402
     POOLS,
     assert_arrived,
@@ -27,10 +25,8 @@ from component.pools.memory import (  # noqa: E402
     scattered,
     snapshot,
 )
-from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
-from sglang.srt.disaggregation.delta.metrics import STATS  # noqa: E402
+from component.transfer.pair import DONE, pages  # noqa: E402
 
-DONE = (KVPoll.Success, KVPoll.Success)
 PROMPT, PREFIX = 11, 4
 """Pages of a prompt, and those of them that decode holds."""
 
@@ -50,23 +46,21 @@ class PoolPair(Pair):
     """Two servers with pools of one kind, each full of other random bytes."""
 
     def __init__(self, name: str, page: int) -> None:
-        pools = {side: POOLS[name](page) for side in ("prefill", "decode")}
-        for seed, pool in enumerate(pools.values()):
-            fill(pool, seed)
-        build = lambda side, mode: PoolSide(side, mode, pools[side])  # noqa: E731
-        with mock.patch.object(nixl_pair, "Side", build):
-            super().__init__()
-        self.page = page
+        self.page, self._kind = page, name
+        super().__init__()
+
+    def side(self, name: str, mode: Any) -> PoolSide:
+        pool = POOLS[self._kind](self.page)
+        fill(pool, ("prefill", "decode").index(name))
+        return PoolSide(name, mode, pool)
 
     def move(self, seed: int, prefix: int) -> None:
         """A room whose decode server holds ``prefix`` pages; in two chunks where there are two."""
-        sender, receiver = self.room()
         source, target = scattered(seed, PROMPT)
-        before = snapshot(self.decode.pool)
-        sent = STATS.totals["kv_transfer_sent_bytes"]
-        receiver.announce(pages(*target[prefix:]), 5, prefix_len=prefix * self.page)
-        self.announced(sender)
-        sender.init(PROMPT, 3)
+        before, sent = snapshot(self.decode.pool), self.sent()
+        sender, receiver = self.ready_room(
+            *target[prefix:], prefix=prefix * self.page, prompt=PROMPT
+        )
         middle = (prefix + PROMPT) // 2
         if middle > prefix:
             sender.send(pages(*source[prefix:middle]))
@@ -76,8 +70,7 @@ class PoolPair(Pair):
             before, self.decode.pool, self.prefill.pool, source[prefix:], target[prefix:]
         )
         page_bytes = sum(self.decode.manager.kv_args.kv_item_lens)
-        moved = STATS.totals["kv_transfer_sent_bytes"] - sent
-        assert moved == (PROMPT - prefix) * page_bytes
+        assert self.sent() - sent == (PROMPT - prefix) * page_bytes
         sender.clear()
         receiver.clear()
         assert not self.leftovers(), self.leftovers()
@@ -88,6 +81,7 @@ def run(name: str, page: int) -> None:
     pair = PoolPair(name, page)
     for seed, prefix in enumerate((PREFIX, PROMPT, 0)):
         pair.move(seed, prefix)
+    pair.close()
 
 
 SCENARIOS = {f"{name}_{page}": partial(run, name, page) for name in POOLS for page in (1, 16)}

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np  # noqa: E402
 from nixl._api import nixl_agent, nixl_agent_config  # noqa: E402
 
-from component.nixl.pair import until  # noqa: E402
 from component.pools.memory import (  # noqa: E402
     HEAD_DIM,
     RANK_LAYOUTS,
@@ -31,6 +30,7 @@ from component.pools.memory import (  # noqa: E402
     scattered,
     snapshot,
 )
+from component.transfer.pair import until  # noqa: E402
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats  # noqa: E402
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend  # noqa: E402
 from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form  # noqa: E402
