@@ -28,8 +28,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, StagingPages
-from sglang.srt.mem_cache.buffer_only.store_client import StoreClient, StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey

@@ -13,12 +13,8 @@ import pytest
 
 from component.buffer_only.host_pools import content, fill, hashes, host_pool, slots
 from component.buffer_only.scripted_store import Gate, ScriptedStore, until
-from sglang.srt.mem_cache.buffer_only.store_client import (
-    PROBE_KEY,
-    Fault,
-    StoreClient,
-    StoreClientSettings,
-)
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.store_client import PROBE_KEY, Fault, StoreClient
 
 KEYS = hashes(3)
 

@@ -10,7 +10,8 @@ import pytest
 
 from component.buffer_only.host_pools import content, host_pool, slots
 from component.buffer_only.scripted_store import ScriptedStore, until
-from sglang.srt.mem_cache.buffer_only.store_client import StoreClient, StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -16,8 +16,9 @@ from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.page_store import IOThread
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
-from sglang.srt.mem_cache.buffer_only.store_client import StoreClient, StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 

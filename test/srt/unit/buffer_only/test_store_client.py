@@ -7,11 +7,8 @@ import threading
 
 import pytest
 
-from sglang.srt.mem_cache.buffer_only.store_client import (
-    CallThreads,
-    CircuitBreaker,
-    StoreClientSettings,
-)
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.store_client import CallThreads, CircuitBreaker
 
 
 def probes(breaker: CircuitBreaker, until: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,19 @@ class Pin:
     def _drop(self, node: Node) -> None:
         self._tree.dec_lock_ref(node)
         node.release_host()
+
+
+def pinned_tokens(prefetches: Iterable[Prefetch], node: Node | None, page_size: int) -> int:
+    """Tokens that ``prefetches`` keep from eviction, or will when all that was let in has come,
+    together with those up to ``node``; what several share counts once."""
+    pinned = [prefetch for prefetch in prefetches if prefetch.pin is not None]
+    seen: set[Node] = set()
+    for last in [*(prefetch.pin.node for prefetch in pinned if prefetch.pin), node]:
+        while last is not None and last.parent is not None and last not in seen:
+            seen.add(last)
+            last = last.parent
+    coming = sum(len(prefetch.keys) for prefetch in pinned if prefetch.admitted)
+    return sum(len(one.key) for one in seen) + coming * page_size
 
 
 @dataclass(frozen=True)

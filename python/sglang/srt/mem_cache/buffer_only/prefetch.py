@@ -19,12 +19,11 @@ agreed on, so that they are the same on all ranks.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING, PREFETCH_SLOTS, TransferVote
-from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks, Pin
+from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks, Pin, pinned_tokens
 from sglang.srt.mem_cache.buffer_only.page_store import Found, Job, page_hashes, search
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, StagingPages, slots_of
@@ -90,19 +89,6 @@ class Prefetch:
         if self.state in (State.QUERYING, State.FETCHING, State.DRAINING):
             return PENDING if self.job.pages is None else self.job.pages
         return 0
-
-
-def pinned_tokens(prefetches: Iterable[Prefetch], node: Node | None, page_size: int) -> int:
-    """Tokens that ``prefetches`` keep from eviction, or will when all that was let in has come,
-    together with those up to ``node``; what several share counts once."""
-    pinned = [prefetch for prefetch in prefetches if prefetch.pin is not None]
-    seen: set[Node] = set()
-    for last in [*(prefetch.pin.node for prefetch in pinned if prefetch.pin), node]:
-        while last is not None and last.parent is not None and last not in seen:
-            seen.add(last)
-            last = last.parent
-    coming = sum(len(prefetch.keys) for prefetch in pinned if prefetch.admitted)
-    return sum(len(one.key) for one in seen) + coming * page_size
 
 
 class Prefetches:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang.srt.patchset import environment
+
 PAGES_FLAG = "--hicache-buffer-pages"
 SIZE_FLAG = "--hicache-size"
 
@@ -123,3 +125,27 @@ class Settings:
                 self.prefetch_timeout_ms, self.timeout_base_ms + pages * self.timeout_page_ms
             )
         return self.prefetch_timeout_ms
+
+
+@dataclass(frozen=True)
+class StoreClientSettings:
+    """Bounds of the calls of one store; durations in seconds."""
+
+    deadline: float = 10.0
+    max_calls: int = 8
+    first_retry: float = 1.0
+    longest_retry: float = 60.0
+
+    @classmethod
+    def from_env(cls) -> StoreClientSettings:
+        """``SGLANG_HICACHE_STORE_DEADLINE``, ``_MAX_CALLS``, ``_FIRST_RETRY``, ``_LONGEST_RETRY``.
+
+        Raises:
+            ValueError: one of them is no such number; the message names it.
+        """
+        return cls(
+            deadline=environment.STORE_DEADLINE.read(),
+            max_calls=environment.STORE_MAX_CALLS.read(),
+            first_retry=environment.STORE_FIRST_RETRY.read(),
+            longest_retry=environment.STORE_LONGEST_RETRY.read(),
+        )

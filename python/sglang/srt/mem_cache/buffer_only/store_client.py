@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.mem_cache.buffer_only.page_parts import leading
-from sglang.srt.patchset import environment
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import Backend
@@ -209,30 +209,6 @@ class Outcome:
     fault: Fault | None = None
     #: Set if the call was given up.
     overdue: OverdueCall | None = None
-
-
-@dataclass(frozen=True)
-class StoreClientSettings:
-    """Bounds of the calls of one store; durations in seconds."""
-
-    deadline: float = 10.0
-    max_calls: int = 8
-    first_retry: float = 1.0
-    longest_retry: float = 60.0
-
-    @classmethod
-    def from_env(cls) -> StoreClientSettings:
-        """``SGLANG_HICACHE_STORE_DEADLINE``, ``_MAX_CALLS``, ``_FIRST_RETRY``, ``_LONGEST_RETRY``.
-
-        Raises:
-            ValueError: one of them is no such number; the message names it.
-        """
-        return cls(
-            deadline=environment.STORE_DEADLINE.read(),
-            max_calls=environment.STORE_MAX_CALLS.read(),
-            first_retry=environment.STORE_FIRST_RETRY.read(),
-            longest_retry=environment.STORE_LONGEST_RETRY.read(),
-        )
 
 
 def _wait(call: Future[Any], seconds: float) -> None:
