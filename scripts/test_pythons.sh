@@ -18,10 +18,11 @@ done
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 
-# Below test/srt/unit. The patch set's tests attach to a miniature SGLang.
-tests=(patchset)
-# What these import, and a build of the wheel.
-libraries=(aiohttp build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests typing-extensions)
+# What the tests import, and a build of the wheel.
+libraries=(aiohttp build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests
+    typing-extensions)
+# Of benchmarks, documents, models and the runs themselves.
+others=(agentic_\* chaos documents harness hicache_benchmark kv_transfer\* models traces test_\*.py)
 
 make_environment() { # VERSION FOLDER
     "$uv" venv --quiet --clear --python "$1" "$2" &&
@@ -37,6 +38,9 @@ for version in "${versions[@]}"; do
         continue
     fi
     printf 'Python %s: %s\n' "$version" "$("$venv/bin/python" -VV)"
-    "$venv/bin/python" -m pytest --quiet -p no:cacheprovider "${tests[@]/#/test/srt/unit/}" || failed=1
+    # The first attach the installed wheel to a miniature SGLang.
+    "$venv/bin/python" -m pytest --quiet -p no:cacheprovider -r fE test/srt/unit/patchset || failed=1
+    "$venv/bin/python" -m pytest --quiet -p no:cacheprovider -r fE --fast test/srt/unit \
+        "${others[@]/#/--ignore-glob=*/unit/}" || failed=1
 done
 exit $failed

@@ -10,6 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[4]
 SAID = re.compile(r"at most (\d+) of our files on decode and (\d+) on prefill")
 
+#: So many files fewer are not worth a change of the text.
+SLACK = 3
+
 
 def test_a_request_passes_through_as_many_files_as_the_text_says() -> None:
     """Guards against a path that grows by a file here and a file there, and against a number that
@@ -24,7 +27,7 @@ def test_a_request_passes_through_as_many_files_as_the_text_says() -> None:
     assert said is not None
     for (side, names), bound in zip(sorted(paths.items()), map(int, said.groups()), strict=True):
         files = names.split(", ")
-        assert bound - 2 <= len(files) <= bound, (side, files)
+        assert bound - SLACK <= len(files) <= bound, (side, len(files), files)
         # The two sides share what the folders say that they share.
         other = {"decode": "/prefill/", "prefill": "/decode/"}[side]
         assert [file for file in files if f"delta{other}" in file] == []
