@@ -86,7 +86,7 @@ def _owner(frame: Any) -> str:
 
 def decode(trace: Trace) -> None:
     """Admission, commit, decoding and the end, with a prefix of an earlier request."""
-    from component.decode_radix.decoder import Decoder
+    from component.decode.decoder import Decoder
 
     decoder = Decoder(4, 256)
     decoder.submit([*range(32)], new=1)
@@ -100,7 +100,7 @@ def prefill(trace: Trace) -> None:
     """The chunk of a computed request, its transfer and its end."""
     import pytest
 
-    from component.prefill_ranks.prefiller import Prefiller
+    from component.prefill.prefiller import Prefiller
 
     with pytest.MonkeyPatch.context() as patch:
         prefiller = Prefiller(patch)

@@ -12,7 +12,7 @@ from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 
 HERE = Path(__file__).parent
 #: Their pools and agents need the stand-in, which is refused beside a GPU.
-STANDIN = ("buffer_only", "decode_radix", "mooncake", "nixl", "pools", "prefill_ranks")
+STANDIN = ("buffer_only", "decode", "mooncake", "nixl", "pools", "prefill")
 STANDIN += ("store_parts", "transfer")
 
 

@@ -1,0 +1,138 @@
+"""Everything that has to hold of a ``Decoder`` between any two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from component.decode import kv
+from component.decode.peer import WarmUpRoom
+from sglang.srt.disaggregation.delta.decode import invariants
+from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.pages import page_count
+
+
+def holders(decoder: Any) -> list[Any]:
+    """Requests that own pages and a lock."""
+    return [*readers(decoder), *decoder.disagg_decode_transfer_queue.deferred_requests]
+
+
+def readers(decoder: Any) -> list[Any]:
+    """Those of them whose KV somebody will read."""
+    running = [req for req in decoder.running_batch.reqs if not req.finished()]
+    return [*decoder.in_transfer, *decoder.waiting_queue, *running]
+
+
+def check(decoder: Any) -> None:
+    """Raise ``AssertionError`` with everything that is wrong."""
+    held = holders(decoder)
+    problems = invariants.tree_problems(decoder.tree_cache, held)
+    problems += invariants.pool_problems(
+        decoder.tree_cache,
+        decoder.token_to_kv_pool_allocator,
+        decoder.req_to_token_pool.req_to_token,
+        held,
+        decoder.max_total_num_tokens,
+    )
+    problems += _claims(decoder)
+    problems += _tables(decoder, held)
+    problems += _content(decoder, readers(decoder))
+    for entry in decoder.disagg_decode_transfer_queue.queue:
+        problems += _announcement(decoder, entry)
+    assert not problems, "; ".join(problems)
+
+
+def check_idle(decoder: Any) -> None:
+    """The same of an idle server, and that each request ended exactly once."""
+    assert decoder.is_fully_idle() and decoder._nothing_waits
+    check(decoder)
+    assert invariants.idle_problems(decoder) == []
+    assert decoder.tree_cache.protected_size() == 0
+    assert decoder.tree_cache.root_node.lock_ref == 1
+    ends = {req.rid: decoder.mailbox.ends[req.rid] for req in decoder.submitted}
+    assert set(ends.values()) <= {1}, {rid: count for rid, count in ends.items() if count != 1}
+
+
+def _claims(decoder: Any) -> list[str]:
+    queue = decoder.disagg_decode_prealloc_queue
+    return invariants.claims_problems(
+        queue._budget.claims,
+        [req for req in decoder.running_batch.reqs if not req.finished()],
+        [*decoder.in_transfer, *decoder.waiting_queue],
+        decoder.disagg_decode_transfer_queue.deferred_requests,
+        decoder.max_total_num_tokens,
+    )
+
+
+def _tables(decoder: Any, held: list[Any]) -> list[str]:
+    problems = []
+    rows, metadata = decoder.req_to_token_pool, decoder.req_to_metadata_buffer_idx_allocator
+    used = [req.req_pool_idx for req in held]
+    if sorted([*rows.free_slots, *used]) != list(range(rows.size + rows.pre_alloc_size)):
+        problems.append(f"request rows: {len(rows.free_slots)} free, {sorted(used)} used")
+    queue = decoder.disagg_decode_transfer_queue
+    entries = [*queue.queue, *(deferred.entry for deferred in queue.deferred)]
+    slots = [entry.metadata_buffer_index for entry in entries]
+    if sorted([*metadata.free_slots, *slots]) != list(range(metadata.size)):
+        problems.append(f"metadata slots: {len(metadata.free_slots)} free, {sorted(slots)} used")
+    if not decoder.token_to_kv_pool_allocator.is_not_in_free_group:
+        problems.append("a free group was left open: what is freed from now on is lost")
+    return problems
+
+
+def _content(decoder: Any, held: list[Any]) -> list[str]:
+    """Every slot of the tree, and every slot that a request may read, holds its tokens' KV."""
+    expected = [*_of_tree(decoder.tree_cache), *(_of_request(decoder, req) for req in held)]
+    if not expected:
+        return []
+    # One read for all: this runs after every step.
+    found = kv.read(decoder.pool, torch.cat([slots.to(torch.int64) for _, slots, _ in expected]))
+    problems, at = [], 0
+    for name, slots, values in expected:
+        if found[at : at + len(slots)] != values:
+            problems.append(f"{name}: its slots hold other KV than its tokens'")
+        at += len(slots)
+    return problems
+
+
+def _of_tree(tree: Any) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
+    """KV of the weights that are served now; where it cannot be hit any more, of its own."""
+    stack = [(node, 0) for node in tree.root_node.children.values()]
+    while stack:
+        node, start = stack.pop()
+        key, weights = node.key.extra_key, tree.generation
+        if isinstance(key, Retired):
+            weights, key = key
+        values = kv.tags(node.key.token_ids, key, start, weights)
+        yield f"node {node.id}", node.value, values
+        stack += [(child, values[-1]) for child in node.children.values()]
+
+
+def _of_request(decoder: Any, req: Any) -> tuple[str, torch.Tensor, list[int]]:
+    """What has arrived of a request; of a warm-up request nothing ever does."""
+    arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
+    visible = 0 if is_fake(req) else arrived
+    ids = (req.origin_input_ids + req.output_ids)[:visible]
+    values = kv.tags(ids, req.extra_key, weights=record_of(req).generation)
+    row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx, :visible]
+    return f"request {req.rid}", row, values
+
+
+def _announcement(decoder: Any, entry: Any) -> list[str]:
+    """The announced pages are those behind the prefix, in order, each once."""
+    room, req, page = entry.kv_receiver, entry.req, decoder.page_size
+    if isinstance(room, WarmUpRoom):
+        return []
+    length, prefix = len(req.origin_input_ids), room.prefix_len
+    row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx, prefix:length:page]
+    expected = torch.div(row, page, rounding_mode="floor").tolist()
+    wrong = (
+        prefix % page
+        or prefix != req.cache_protected_len
+        or len(expected) != page_count(length, page) - prefix // page
+        or room.pages.tolist() != expected
+    )
+    return [f"request {req.rid}: announced {room.pages}, not {expected}"] if wrong else []

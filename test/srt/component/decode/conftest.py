@@ -1,0 +1,38 @@
+"""Real upstream queues, pools, tree and batches on the CPU; no model, no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from component.one_rank import one_rank
+from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_rank() -> Iterator[None]:
+    """The process group of a server with one rank."""
+    with one_rank():
+        yield
+
+
+@pytest.fixture
+def no_prefix_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for an arriving prefix."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
+
+
+@pytest.fixture
+def matches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of every prompt that is matched."""
+    found: list[int] = []
+    original = DecodeRadixTree.match_prefix
+
+    def counted(tree: Any, params: Any) -> Any:
+        found.append(len(params.key.token_ids))
+        return original(tree, params)
+
+    monkeypatch.setattr(DecodeRadixTree, "match_prefix", counted)
+    return found

@@ -1,0 +1,372 @@
+"""A decode scheduler without a model: SGLang's real class, queues, pool, tree and batches.
+
+Only what needs a GPU, a peer or a client is replaced: the forward pass writes the tag of each new
+token, transfers are done by the test, and outputs are counted.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from component.decode import kv
+from component.decode.peer import Mailbox, Manager, Room, WarmUpRoom
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode import (
+    DecodePreallocQueue,
+    DecodeReqToTokenPool,
+    DecodeRequest,
+    DecodeTransferQueue,
+)
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    DisaggregationMode,
+    MetadataBuffers,
+    ReqToMetadataIdxAllocator,
+    TransferBackend,
+)
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+VOCABULARY = 64
+METADATA_SLOTS = 24
+
+
+class OrderedSet(dict[Any, None]):
+    """The part of ``set`` that the tree uses for its leaves, in a fixed order.
+
+    Leaves of equal age are evicted in the order of the set, and a set's order depends on addresses:
+    one seed would not always mean one life.
+    """
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+
+def build_tree(decoder: Any, policy: str) -> Any:
+    """The tree that the scheduler would build, serving decode."""
+    tree = scheduler_module.RadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=decoder.req_to_token_pool,
+            token_to_kv_pool_allocator=decoder.token_to_kv_pool_allocator,
+            page_size=decoder.page_size,
+            eviction_policy=policy,
+        )
+    )
+    tree.evictable_leaves = OrderedSet()
+    tree.serve_decode()
+    return tree
+
+
+class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
+    """One rank of a decode server."""
+
+    def __init__(
+        self,
+        page: int,
+        tokens: int,
+        *,
+        rows: int = 12,
+        reserve: int = 32,
+        policy: str = "lru",
+        group: Any = None,
+    ) -> None:
+        self.server_args = ServerArgs(
+            model_path="dummy",
+            page_size=page,
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="nixl",
+            attention_backend="torch_native",
+            device="cpu",
+        )
+        self.server_args.disaggregation_decode_enable_radix_cache = True
+        set_global_server_args_for_scheduler(self.server_args)
+        self.page_size, self.max_total_num_tokens = page, tokens
+        self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page)
+        self.req_to_token_pool = DecodeReqToTokenPool(rows, 1024, "cpu", False, 8)
+        self.tree_cache = build_tree(self, policy)
+        self.metadata = MetadataBuffers(METADATA_SLOTS, 1, torch.float32)
+        self.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(METADATA_SLOTS)
+        self.kv_manager = Manager([16 * page, 16 * page])
+        self.send_to_tokenizer = self.mailbox = Mailbox()
+        self.submitted: list[Any] = []
+        self.rooms: list[Room] = []
+        #: Prompts with their answers, for next turns.
+        self.finished_texts: list[list[int]] = []
+        self._set_plain_state()
+        self._build_queues(group or dist.group.WORLD, reserve)
+
+    def _set_plain_state(self) -> None:
+        """What SGLang's own ``__init__`` leaves behind on a server without extras."""
+        self.__dict__.update(
+            disaggregation_mode=DisaggregationMode.DECODE,
+            model_config=SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False),
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            grammar_manager=SimpleNamespace(
+                grammar_queue=[],
+                has_waiting_grammars=lambda: False,
+                abort_requests=lambda request: None,
+                clear=lambda: None,
+            ),
+            dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
+            tp_worker=SimpleNamespace(
+                is_hybrid_swa=False, update_weights_from_disk=lambda request: (True, "")
+            ),
+            running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
+            waiting_queue=[],
+            max_running_requests=self.req_to_token_pool.size,
+            new_token_ratio=1.0,
+            new_token_ratio_decay=0.01,
+            min_new_token_ratio=0.1,
+            pp_size=1,
+            max_req_len=10**9,
+            num_generated_tokens=0,
+            forward_ct=0,
+            forward_ct_decode=0,
+        )
+        nothing = ("last_batch", "cur_batch", "chunked_req", "future_map", "draft_worker")
+        self.__dict__.update(dict.fromkeys(nothing))
+        off = (
+            "enable_hisparse",
+            "enable_metrics",
+            "enable_overlap",
+            "enable_hierarchical_cache",
+            "enable_hicache_storage",
+            "require_mlp_sync",
+        )
+        self.__dict__.update(dict.fromkeys(off, False))
+
+    def _build_queues(self, group: Any, reserve: int) -> None:
+        shared: dict[str, Any] = {
+            "scheduler": self,
+            "tree_cache": self.tree_cache,
+            "gloo_group": group,
+            "tp_rank": 0,
+            "req_to_metadata_buffer_idx_allocator": self.req_to_metadata_buffer_idx_allocator,
+            "metadata_buffers": self.metadata,
+            "enable_staging": False,
+        }
+        transfers = DecodeTransferQueue.__new__(DecodeTransferQueue)
+        transfers.__dict__.update(
+            shared, queue=[], spec_algorithm=self.spec_algorithm, staging_handler=None
+        )
+        prealloc = DecodePreallocQueue.__new__(DecodePreallocQueue)
+        prealloc.__dict__.update(
+            shared,
+            queue=[],
+            retracted_queue=[],
+            pending_reqs=[],
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            token_to_kv_pool=self.pool,
+            draft_token_to_kv_pool=None,
+            transfer_queue=transfers,
+            num_reserved_decode_tokens=reserve,
+            max_total_num_tokens=self.max_total_num_tokens,
+            transfer_backend=TransferBackend.NIXL,
+            kv_manager=self.kv_manager,
+            _ensure_retry_count={},
+            _ensure_last_attempt_time={},
+            _ensure_retry_interval=0.0,
+            _max_ensure_retries=10**9,
+        )
+        self.disagg_decode_transfer_queue: Any = transfers
+        self.disagg_decode_prealloc_queue: Any = prealloc
+
+    # ---- what has no model, no client and no metrics here ----
+
+    def stream_output(self, reqs: list[Any], *arguments: Any, **options: Any) -> None:
+        self.mailbox.stream(reqs)
+
+    def report_decode_stats(self, *arguments: Any, **options: Any) -> None:
+        """No log lines."""
+
+    def reset_metrics(self) -> None:
+        """No metrics."""
+
+    # ---- the outside world ----
+
+    def submit(
+        self,
+        token_ids: list[int],
+        *,
+        new: int = 8,
+        extra_key: str | None = None,
+        warm_up: bool = False,
+        ready: bool = True,
+        pending: bool = False,
+        host: str = "10.0.0.1",
+    ) -> Any:
+        """A request arrives; ``ready``: the handshake with its prefill server is done.
+
+        ``pending``: it has not begun, the topology of its prefill server is not known yet.
+        """
+        number = len(self.submitted)
+        req = Req(
+            f"r{number:05d}",
+            "",
+            list(token_ids),
+            SamplingParams(max_new_tokens=new),
+            bootstrap_host=FAKE_BOOTSTRAP_HOST if warm_up else host,
+            bootstrap_port=8998,
+            bootstrap_room=1000 + number,
+            eos_token_ids=set(),
+            vocab_size=VOCABULARY,
+            extra_key=extra_key,
+        )
+        req.sampling_params.normalize(None)
+        self.init_req_max_new_tokens(req)
+        return self.enqueue(req, ready=ready, pending=pending)
+
+    def enqueue(self, req: Any, *, ready: bool = True, pending: bool = False) -> Any:
+        """The request joins the queue, with the receiver of a room of its own."""
+        warm_up = is_fake(req)
+        room = WarmUpRoom() if warm_up else Room()
+        if ready and not warm_up:
+            room.state = KVPoll.WaitingForInput
+        self.submitted.append(req)
+        if isinstance(room, Room):
+            self.rooms.append(room)
+        entry = DecodeRequest(req=req, kv_receiver=room)
+        self.disagg_decode_prealloc_queue.queue.append(entry)
+        if pending:
+            self.disagg_decode_prealloc_queue.pending_reqs.append(entry)
+        return req
+
+    @property
+    def in_transfer(self) -> list[Any]:
+        return [entry.req for entry in self.disagg_decode_transfer_queue.queue]
+
+    @property
+    def queued(self) -> list[Any]:
+        return [entry.req for entry in self.disagg_decode_prealloc_queue.queue]
+
+    def room(self, req: Any) -> Any:
+        """The receiver of a request that is queued, in transfer or held."""
+        transfer = self.disagg_decode_transfer_queue
+        queued = [*self.disagg_decode_prealloc_queue.queue, *transfer.queue]
+        entries = [*queued, *(deferred.entry for deferred in transfer.deferred)]
+        return next(entry.kv_receiver for entry in entries if entry.req is req)
+
+    def deliver(
+        self, req: Any, *, first_token: int = 1, cached: int = 0, metadata: bool = True
+    ) -> None:
+        """Prefill fills the announced pages, and then the metadata, or not yet."""
+        room = self.room(req)
+        if isinstance(room, WarmUpRoom):
+            return
+        if room.poll() == KVPoll.Transferring:
+            page, prefix = self.page_size, room.prefix_len
+            # Prefill computed it when the request arrived.
+            weights = record_of(req).generation
+            values = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)[prefix:]
+            slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
+            kv.write(self.pool, slots.to(torch.int64)[: len(values)], values)
+            room.state = KVPoll.Success
+        if metadata and room.poll() == KVPoll.Success and room.writing:
+            index = room.metadata_index
+            self.metadata.output_ids[index, 0] = first_token
+            self.metadata.cached_tokens[index, 0] = cached
+            self.metadata.bootstrap_room[index, 0] = req.bootstrap_room
+            room.writing = False
+
+    def write_late(self, room: Room) -> None:
+        """Prefill ends a transfer that decode gave up: it fills pages it was told of long ago."""
+        slots = (torch.tensor(room.pages)[:, None] * self.page_size).reshape(-1)
+        slots = (slots[:, None] + torch.arange(self.page_size)).reshape(-1).to(torch.int64)
+        kv.write(self.pool, slots, [-7] * len(slots))
+        self.metadata.bootstrap_room[room.metadata_index, 0] = 7
+        room.writing = False
+
+    def abort(self, rid: str) -> None:
+        """The client went away."""
+        self.abort_request(AbortReq(rid=rid))
+
+    # ---- one turn of the scheduler's loop, in two halves ----
+
+    def tick_queues(self) -> None:
+        """Resume, admit, collect."""
+        self.process_decode_queue()
+
+    def tick_batch(self, next_token: Any = lambda req: 2) -> None:
+        """Prebuilt batch, decode batch, forward pass, results."""
+        batch = self.get_next_disagg_decode_batch_to_run()
+        self.last_batch = self.cur_batch = batch
+        if batch is None:
+            self.cur_batch = None
+            return
+        for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
+            token_ids = req.origin_input_ids + req.output_ids
+            assert len(token_ids) == req.kv_committed_len
+            values = kv.tags(token_ids, req.extra_key, weights=record_of(req).generation)
+            kv.write(self.pool, slot[None], values[-1:])
+        tokens = torch.tensor([next_token(req) for req in batch.reqs])
+        batch.output_ids = tokens
+        running = list(batch.reqs)
+        self.process_batch_result_decode(
+            batch,
+            SimpleNamespace(
+                copy_done=None,
+                logits_output=None,
+                next_token_ids=tokens,
+                can_run_cuda_graph=False,
+                num_accepted_tokens=0,
+            ),
+        )
+        batch.filter_batch()
+        self.cur_batch = None
+        if batch.is_empty():
+            self.last_batch = None
+        for req in running:
+            if req.finished():
+                self.finished_texts.append(req.origin_input_ids + req.output_ids)
+
+    def retract(self) -> None:
+        """Put requests back, as SGLang does when the pool is full."""
+        self.running_batch.filter_batch()
+        if len(self.running_batch.reqs) < 2:
+            return
+        retracted, _, aborted = self.running_batch.retract_decode(self.server_args)
+        for req in aborted:
+            self.mailbox.send_output(AbortReq(rid=req.rid), req)
+        for req in retracted:
+            self._add_request_to_queue(req, is_retracted=True)
+
+    def update_weights(self) -> None:
+        """New weights from disk, and a flush."""
+        answer = self.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path="new"))
+        assert answer.success
+
+    def drain(self, limit: int = 2000) -> None:
+        """Run until nothing is left to do."""
+        for _ in range(limit):
+            for req in self.queued:
+                room = self.room(req)
+                if isinstance(room, Room) and room.state == KVPoll.Bootstrapping:
+                    room.state = KVPoll.WaitingForInput
+            for req in self.in_transfer:
+                self.deliver(req)
+            for given_up in self.rooms:
+                if given_up.writing and given_up.cleared:
+                    self.write_late(given_up)
+            self.tick_queues()
+            self.tick_batch()
+            if self._nothing_waits:
+                return
+        raise AssertionError(f"not idle after {limit} steps: {len(self.queued)} queued")

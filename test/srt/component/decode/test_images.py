@@ -1,0 +1,225 @@
+"""Prompts with images: their placeholders carry the content, so equal images hit and others do not.
+
+Requests come in through SGLang's own ``Scheduler.handle_generate_request``, with its own padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from component.decode.checks import check_idle
+from component.decode.decoder import VOCABULARY, Decoder
+from sglang.srt.disaggregation.utils import TransferBackend
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.mm_utils import (
+    MultiModalityDataPaddingPatternMultimodalTokens,
+    MultiModalityDataPaddingPatternTokenPairs,
+)
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+IMAGE_TOKEN = 51
+#: Tokens of an image: two pages.
+SIZE = 32
+BEFORE, BETWEEN, AFTER = list(range(1, 33)), [40] * 16, [41] * 16
+
+Pad = Callable[[list[int], Any], list[int]]
+
+
+def image(seed: int) -> torch.Tensor:
+    """Pixels as a processor hands them on."""
+    return torch.randn(SIZE, 12, generator=torch.Generator().manual_seed(seed))
+
+
+CAT, DOG = image(1), image(2)
+
+
+def receive(decoder: Decoder, *parts: list[int] | torch.Tensor, new: int = 1) -> Any:
+    """A request of text and images arrives from the tokenizer; returns it, queued."""
+    input_ids: list[int] = []
+    items = []
+    for part in parts:
+        if isinstance(part, list):
+            input_ids += part
+            continue
+        start = len(input_ids)
+        input_ids += [IMAGE_TOKEN] * SIZE
+        offsets = [(start, len(input_ids) - 1)]
+        # A feature of its own for each request, as from its own HTTP body.
+        items.append(
+            MultimodalDataItem(modality=Modality.IMAGE, feature=part.clone(), offsets=offsets)
+        )
+    number = len(decoder.submitted)
+    params = SamplingParams(max_new_tokens=new)
+    params.normalize(None)
+    decoder.handle_generate_request(
+        TokenizedGenerateReqInput(
+            rid=f"r{number:05d}",
+            input_text="",
+            input_ids=input_ids,
+            mm_inputs=MultimodalProcessorOutput(mm_items=items, im_token_id=IMAGE_TOKEN),
+            sampling_params=params,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=[],
+            stream=False,
+            bootstrap_host="10.0.0.1",
+            bootstrap_port=8998,
+            bootstrap_room=1000 + number,
+            time_stats=APIServerReqTimeStats(),
+        )
+    )
+    return decoder.submitted[-1]
+
+
+def build(monkeypatch: pytest.MonkeyPatch, pad: Pad | None) -> Decoder:
+    """A decode server of a model that pads with ``pad``."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
+    decoder = Decoder(16, 1024)
+    decoder.__dict__.update(
+        pad_input_ids_func=pad,
+        tokenizer=None,
+        metrics_collector=None,
+        dllm_config=None,
+        _mm_processor=None,
+        transfer_backend=TransferBackend.NIXL,
+        max_req_len=1000,
+        max_req_input_len=999,
+    )
+    decoder.model_config.hf_eos_token_id = set()
+    decoder.grammar_manager.process_req_with_grammar = lambda req: False
+    # What is left out of SGLang's ``add``: a receiver, and the question for its topology.
+    queue, add = decoder.disagg_decode_prealloc_queue, decoder.disagg_decode_prealloc_queue.add
+    queue.add = lambda req, is_retracted=False: (
+        add(req, is_retracted=True) if is_retracted else decoder.enqueue(req)
+    )
+    return decoder
+
+
+PAD: Pad = MultiModalityDataPaddingPatternMultimodalTokens().pad_input_tokens
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A decode server of a model that pads as nearly all of SGLang's do."""
+    return build(monkeypatch, PAD)
+
+
+def prefix(decoder: Decoder, *parts: list[int] | torch.Tensor) -> int:
+    """How many tokens of a prompt are not moved, because the tree has them."""
+    req = receive(decoder, *parts)
+    decoder.tick_queues()
+    found = int(decoder.room(req).prefix_len)
+    decoder.drain()
+    return found
+
+
+def test_padded_before_it_is_queued(decoder: Decoder) -> None:
+    """Guards against the reading that this rests on: SGLang pads a request before it joins a
+    queue, on a decode server as anywhere, and from the content."""
+    first, same, other = (receive(decoder, BEFORE, each, AFTER) for each in (CAT, CAT, DOG))
+    ids = [req.origin_input_ids for req in (first, same, other)]
+    assert all(len(each) == len(BEFORE) + SIZE + len(AFTER) for each in ids)
+    assert ids[0] == ids[1] != ids[2]
+    assert IMAGE_TOKEN not in ids[0] and min(ids[0][len(BEFORE) :][:SIZE]) > VOCABULARY
+    decoder.drain()
+
+
+def test_the_same_image_hits(decoder: Decoder) -> None:
+    """Guards against moving an image's KV again at every turn of a conversation about it."""
+    assert prefix(decoder, BEFORE, CAT, AFTER) == 0
+    assert prefix(decoder, BEFORE, CAT, AFTER) == len(BEFORE) + SIZE + len(AFTER)
+    # The next turn asks about another one, beside the first.
+    assert prefix(decoder, BEFORE, CAT, AFTER, BETWEEN, DOG) == len(BEFORE) + SIZE + len(AFTER)
+    check_idle(decoder)
+
+
+@pytest.mark.hazard("tenants-share")
+def test_two_images_never_share(decoder: Decoder) -> None:
+    """Guards against an answer about another user's image."""
+    assert prefix(decoder, BEFORE, CAT, AFTER) == 0
+    assert prefix(decoder, BEFORE, DOG, AFTER) == len(BEFORE)
+    assert prefix(decoder, BEFORE, [IMAGE_TOKEN] * SIZE, AFTER) == len(BEFORE)
+    check_idle(decoder)
+
+
+def test_between_a_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against no hits where a model marks an image by the tokens around it."""
+    pairs = MultiModalityDataPaddingPatternTokenPairs([(52, 53)])
+    decoder = build(monkeypatch, pairs.pad_input_tokens)
+    begin, end = [*BEFORE[:-1], 52], [53, *AFTER[:-1]]
+    assert prefix(decoder, begin, CAT, end) == 0
+    assert prefix(decoder, begin, CAT, end) == len(begin) + SIZE + len(end)
+    assert prefix(decoder, begin, DOG, end) == len(begin)
+    check_idle(decoder)
+
+
+def test_images_change_places(decoder: Decoder) -> None:
+    """Guards against a key that knows which images a prompt has, but not where."""
+    assert prefix(decoder, BEFORE, CAT, BETWEEN, DOG, AFTER) == 0
+    assert prefix(decoder, BEFORE, DOG, BETWEEN, CAT, AFTER) == len(BEFORE)
+    assert prefix(decoder, BEFORE, CAT, BETWEEN, CAT, AFTER) == len(BEFORE) + SIZE + len(BETWEEN)
+    check_idle(decoder)
+
+
+def test_retracted_with_an_image(decoder: Decoder) -> None:
+    """Guards against a retracted request that comes back to another image's pages."""
+    reqs = [receive(decoder, BEFORE, each, AFTER, new=40) for each in (CAT, DOG)]
+    decoder.tick_queues()
+    for req in reqs:
+        decoder.deliver(req)
+    decoder.tick_queues()
+    for _ in range(3):
+        decoder.tick_batch()
+    decoder.retract()
+    assert decoder.disagg_decode_prealloc_queue.retracted_queue
+    decoder.drain()  # every slot that a request reads is compared with what its ids mean
+    check_idle(decoder)
+
+
+def left_alone(input_ids: list[int], inputs: Any) -> list[int]:
+    """As SGLang's pattern of token pairs does with a prompt whose pairs do not match."""
+    return input_ids
+
+
+def only_the_first(input_ids: list[int], inputs: Any) -> list[int]:
+    """A model that pads one image only."""
+    padded = list(input_ids)
+    start, end = inputs.mm_items[0].offsets[0]
+    padded[start : end + 1] = [inputs.mm_items[0].pad_value] * (end + 1 - start)
+    return padded
+
+
+@pytest.mark.hazard("tenants-share")
+@pytest.mark.parametrize("pad", [None, left_alone, only_the_first])
+def test_placeholders_without_content_never_share(
+    monkeypatch: pytest.MonkeyPatch, pad: Pad | None
+) -> None:
+    """Guards against a model that does not pad, or a prompt that it leaves as it is: equal ids may
+    then be two images. Neither a hit nor an insertion, also not once SGLang forgot the images of a
+    request that ended."""
+    decoder = build(monkeypatch, pad)
+    for second in (DOG, CAT):
+        assert prefix(decoder, BEFORE, CAT, BETWEEN, second, AFTER) == 0
+        for req in decoder.submitted:
+            req.multimodal_inputs = None
+    assert decoder.tree_cache.total_size() == 0
+    check_idle(decoder)
+
+
+def test_unhashed_images_never_share(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against hits where the operator has turned content hashes off."""
+    monkeypatch.setenv("SGLANG_MM_SKIP_COMPUTE_HASH", "1")
+    assert prefix(decoder, BEFORE, CAT, AFTER) == 0
+    assert prefix(decoder, BEFORE, CAT, AFTER) == len(BEFORE)
+    check_idle(decoder)

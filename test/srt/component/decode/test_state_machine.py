@@ -1,0 +1,188 @@
+"""Hypothesis looks for a short sequence of events that breaks an invariant, and shrinks it.
+
+A hundred sequences of fifty steps for one rank and as many for two, with and without waiting for
+an arriving prefix, checked after every step; ten times as many at night.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from component.decode.actions import Life
+from component.decode.checks import check_idle
+from component.decode.decoder import Decoder
+from component.decode.pair import Pair, RankGroup, ranks_reduce
+from component.decode.rank_life import RankLife
+from effort import tries
+
+NUMBERS = st.integers(0, 2**30)
+#: For each of two settings, with one rank and with two.
+SEQUENCES, STEPS = tries(100), 50
+#: What can happen at any time.
+TICKS = ["queues", "batch", "flush", "update_weights", "pause_and_update"]
+#: Hypothesis ends some sequences early; so many of them have that many steps in all.
+EXAMPLES = tries(130)
+
+
+class DecodeServer(RuleBasedStateMachine):
+    """The actions of a decode server's life, in any order; each checks everything."""
+
+    #: Sequences, and steps of them, that were really taken.
+    taken: ClassVar[Counter[str]]
+    lives: list[Any]
+
+    @initialize(page=st.sampled_from([1, 16, 64]), pages=st.integers(10, 40))
+    def start(self, page: int, pages: int) -> None:
+        tokens = min(max(pages * page, 600), 2048) // page * page
+        self.lives = self.build(page, tokens)
+        self.taken["sequences"] += 1
+
+    def build(self, page: int, tokens: int) -> list[Any]:
+        """The life of each rank."""
+        return [Life(Decoder(page, tokens, rows=6))]
+
+    def on_ranks(self, action: Callable[[Any], Any]) -> None:
+        """Do something on each rank, at the same time."""
+        action(self.lives[0])
+
+    @property
+    def decoder(self) -> Decoder:
+        """The first rank; what it queues, all do."""
+        decoder: Decoder = self.lives[0].decoder
+        return decoder
+
+    def take(self, action: str, number: int) -> None:
+        self.taken["steps"] += 1
+        self.on_ranks(lambda life: life.step(action, number))
+
+    @rule(number=NUMBERS)
+    def arrive(self, number: int) -> None:
+        self.take("arrive", number)
+
+    @rule()
+    def serve(self) -> None:
+        """The usual way of things, so that short sequences get far."""
+        self.taken["steps"] += 1
+        self.on_ranks(lambda life: life.serve())
+
+    @precondition(lambda self: self.decoder.queued)
+    @rule(number=NUMBERS, action=st.sampled_from(["handshake", "fail_handshake", "abort_queued"]))
+    def queued(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+    @precondition(lambda self: self.decoder.in_transfer)
+    @rule(number=NUMBERS, action=st.sampled_from(["deliver", "fail_transfer", "abort_transfer"]))
+    def in_transfer(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+    @precondition(lambda self: self.decoder.waiting_queue)
+    @rule(number=NUMBERS)
+    def waiting(self, number: int) -> None:
+        self.take("abort_waiting", number)
+
+    @precondition(lambda self: self.decoder.running_batch.reqs)
+    @rule(number=NUMBERS, action=st.sampled_from(["batch", "retract", "abort_running"]))
+    def running(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+    @precondition(lambda self: self.decoder.disagg_decode_prealloc_queue.retracted_queue)
+    @rule(number=NUMBERS)
+    def retracted(self, number: int) -> None:
+        self.take("abort_retracted", number)
+
+    @precondition(lambda self: self.decoder.disagg_decode_transfer_queue.deferred)
+    @rule(number=NUMBERS)
+    def held(self, number: int) -> None:
+        self.take("write_late", number)
+
+    @rule(number=NUMBERS, action=st.sampled_from(TICKS))
+    def tick(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+    def teardown(self) -> None:
+        if hasattr(self, "lives"):
+            self.on_ranks(lambda life: life.decoder.drain())
+            self.on_ranks(lambda life: check_idle(life.decoder))
+
+
+class TwoRanks(DecodeServer):
+    """The same with two ranks that see different things."""
+
+    pair: Pair
+
+    def build(self, page: int, tokens: int) -> list[Any]:
+        def side(rank: int, group: RankGroup) -> RankLife:
+            policy = ("lru", "mru")[rank]
+            return RankLife(Decoder(page, tokens, rows=6, policy=policy, group=group), rank)
+
+        self.pair = Pair(side)
+        return self.pair.sides
+
+    def on_ranks(self, action: Callable[[Any], Any]) -> None:
+        self.pair.run(action)
+
+    @rule(number=NUMBERS, action=st.sampled_from(["skew", "pass_time", "evict_one"]))
+    def drift(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+    @precondition(lambda self: self.decoder.queued or self.decoder.in_transfer)
+    @rule(number=NUMBERS)
+    def heartbeat(self, number: int) -> None:
+        self.take("fail_on_one_rank", number)
+
+    @precondition(lambda self: self.decoder.in_transfer)
+    @rule(number=NUMBERS)
+    def late(self, number: int) -> None:
+        self.take("late_metadata", number)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "pair"):
+                self.pair.close()
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Deadlines that are met within fifty steps."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "60")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "20")
+    with ranks_reduce():
+        yield
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(1800)  # minutes on a slow machine; cut short it looks like flaky data
+@pytest.mark.parametrize("wait", ["0", "16"])
+@pytest.mark.parametrize("server", [DecodeServer, TwoRanks], ids=["1 rank", "2 ranks"])
+def test_any_sequence_of_events(
+    monkeypatch: pytest.MonkeyPatch, server: type[DecodeServer], wait: str
+) -> None:
+    """Guards against an order of events that nobody thought of; with and without waiting for a
+    prefix that is just arriving."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", wait)
+    server.taken = Counter()
+    run_state_machine_as_test(
+        server,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert server.taken["sequences"] >= SEQUENCES
+    assert server.taken["steps"] >= SEQUENCES * STEPS

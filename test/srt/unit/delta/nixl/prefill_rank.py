@@ -1,0 +1,209 @@
+"""A whole prefill rank without an engine: SGLang's manager and senders as they are patched, the
+transfer pool with its workers stepped by the test, and an agent of numpy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from component.nixl import bare
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import control, wire
+from sglang.srt.disaggregation.delta.config import Settings
+from sglang.srt.disaggregation.delta.nixl import layout as layout_module
+from sglang.srt.disaggregation.delta.nixl import manager
+from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.prefill import sender
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
+from sglang.srt.disaggregation.nixl import conn
+from unit.delta.nixl.fakes import FakeAgent
+from unit.delta.nixl.sides import Side, manager_of
+from unit.delta.prefill.fakes import Clock
+
+ENDS = (KVPoll.Success, KVPoll.Failed)
+ADDRESS = "10.0.0.1:8998"
+TRANSFER_TIMEOUT_S = 10.0
+#: As long as it takes until a transfer that was broken off counts as over; shorter than a chunk may
+#: take, so that waiting for the one does not end the other.
+DOUBT_S = 5.0
+
+
+class Steps(TransferPool):
+    """A pool whose threads are not started: the test runs their loops."""
+
+    def start(self) -> None:
+        pass
+
+    def run(self) -> None:
+        """Everything that is due now happens."""
+        for each in self._threads:
+            each._obey(0.0)
+            while each._step() == 0.0:
+                each._obey(0.0)
+            each._obey(0.0)
+
+    def tables(self) -> dict[str, int]:
+        """What the workers keep, all together."""
+        found: dict[str, int] = {}
+        for each in self._threads:
+            for name, size in each._worker.tables().items():
+                found[name] = found.get(name, 0) + size
+        return found
+
+
+class Sockets:
+    """To decode ranks; complains when one is told too early that nothing is written any more."""
+
+    def __init__(self, agent: FakeAgent) -> None:
+        self.agent = agent
+        self.stopped: list[control.Stopped] = []
+        self.misuse: list[str] = []
+
+    def send(self, host: str, port: int, message: Any) -> None:
+        if isinstance(message, control.Stopped):
+            self.stopped.append(message)
+            if self.agent.under_way(room=message.room):
+                self.misuse.append(f"{message} while something is under way")
+
+
+class PrefillRank:
+    """One prefill rank and the decode ranks ``peers``, which share one layout."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, peers: Sequence[str] = ("decode",), **limits: int
+    ) -> None:
+        self.clock = Clock()
+        self.side = Side(2**40, 40)
+        self.decode = {name: Side(2**41 + 2**30 * n, 60) for n, name in enumerate(peers)}
+        memories = {name: side.memory for name, side in self.decode.items()}
+        self.agent = FakeAgent({"": self.side.memory, **memories})
+        patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
+        patch.setattr(
+            manager, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
+        )
+        patch.setattr(
+            manager.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
+        )
+        patch.setattr(manager.atexit, "register", lambda *_: None)
+        for module in (manager, sender):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
+        self.manager: Any = bare.prefill()
+        layout = manager_of(self.side)
+        self.manager.__dict__.update(
+            agent=self.agent,
+            kv_args=self.side.args,
+            get_mha_kv_ptrs_with_pp=layout.get_mha_kv_ptrs_with_pp,
+            is_dummy_cp_rank=False,
+            enable_all_cp_ranks_for_transfer=False,
+        )
+        self.manager.rooms._clock = self.clock
+        self.manager.rooms._ticked_at = self.clock()
+        self.sockets = self.manager.decode_ranks._sockets = Sockets(self.agent)
+        patch.setattr(
+            layout_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
+        )
+        self.manager.start_transfers()
+        self.pool: Steps = self.manager.transfers
+        self._label_handles(self.pool.backend)
+        self.announcements = NixlAnnouncements(self.manager)
+        for name in peers:
+            self.register(name)
+
+    def _label_handles(self, backend: Any) -> None:
+        """The agent's handles are told which room they are of, before they are posted."""
+        post = backend.post
+
+        def labelled(chunk: Any, peer: str) -> Iterator[Any]:
+            for posted in post(chunk, peer):
+                posted.handle.room = chunk.room
+                yield posted
+
+        backend.post = labelled
+
+    def register(self, name: str) -> None:
+        """A decode rank says where its pools are."""
+        self.announcements._register(self.decode[name].info(name))
+
+    def sender(self, room: int) -> Any:
+        """A request of ``room`` reaches this rank."""
+        return conn.NixlKVSender(self.manager, ADDRESS, room, [0], 0)
+
+    def announce(
+        self, room: int, pages: Sequence[int], slot: int = 0, peer: str = "decode", prefix: int = 0,
+        of: int = 1, in_note: bool = False,
+    ) -> None:  # fmt: skip
+        """A decode rank lists its pages; ``of``: ranks that will; ``in_note``: it takes metadata in
+        a note."""
+        frame = wire.DeltaFrame(
+            decode_prefix_len=prefix,
+            num_pages=len(pages),
+            is_dummy=False,
+            pool_pages=self.decode[peer].slots,
+            metadata_slots=5,
+            takes_metadata=in_note,
+        )
+        self.announcements._announce(
+            conn.TransferInfo(
+                room=room,
+                endpoint="10.0.0.2",
+                dst_port=4000,
+                agent_name=peer,
+                dst_kv_indices=np.array(pages, np.int32),
+                dst_aux_index=slot,
+                required_dst_info_num=of,
+                dst_state_indices=[],
+                delta=frame,
+            )
+        )
+
+    def withdraw(self, room: int, peer: str = "decode") -> None:
+        """Decode gives the room up."""
+        self.manager.decode_ranks.take(control.Withdraw(room, peer, "10.0.0.2", 4000, "no reason"))
+
+    def tick(self, seconds: float) -> None:
+        """Time passes, and the workers look at what is due."""
+        self.clock.now += seconds
+        self.manager.rooms._ticked_at = self.clock()  # the process was not suspended
+        self.pool.run()
+
+    def settle(self, state: str | Exception = "DONE", room: int | None = None) -> None:
+        """What is under way is over, and noticed at the next look."""
+        for handle in self.agent.under_way(room=room):
+            self.agent.settle(handle, state)
+
+    def finish(self) -> None:
+        """Everything is posted and over, also what was broken off."""
+        for _ in range(100):
+            self.tick(0.25)
+            if not self.agent.under_way():
+                self.tick(0.25)
+                self.tick(DOUBT_S)
+                if not self.agent.under_way():
+                    return
+            self.settle()
+        raise AssertionError("it goes on for ever")
+
+    def leftovers(self) -> dict[str, Any]:
+        """Entries that no room must leave behind."""
+        tables = {**self.manager.open_rooms(), **self.pool.tables()}
+        tables["users"] = sum(peer.users for peer in self.manager.peers._peers.values())
+        return {name: rooms for name, rooms in tables.items() if rooms}
+
+    def check(self) -> None:
+        """Nothing is left once what was broken off is over, and nobody was misused."""
+        self.tick(DOUBT_S)
+        assert self.leftovers() == {}, self.leftovers()
+        self.agent.check()
+        assert self.sockets.misuse == []
+
+
+def failure_of(sender: Any) -> RuntimeError:
+    """Why a room failed, as the scheduler asks for it; which also clears it."""
+    with pytest.raises(RuntimeError) as caught:
+        sender.failure_exception()
+    return caught.value
