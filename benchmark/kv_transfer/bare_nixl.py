@@ -33,9 +33,9 @@ def make_agent(arm: str, pool: Pool, threads: int) -> Any:
     """An agent that has registered the pool."""
     from nixl import _api
 
-    from sglang.srt.disaggregation.delta.nixl.agent import attuned
+    from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 
-    with nullcontext() if arm == "bare-stock" else attuned(1 if threads else 0):
+    with nullcontext() if arm == "bare-stock" else configured_agents(1 if threads else 0):
         config = _api.nixl_agent_config(backends=["UCX"], num_threads=threads)
         agent = _api.nixl_agent(str(uuid.uuid4()), config)
     regions = [(buffer.data_ptr(), buffer.nbytes, 0, "") for buffer in pool.buffers]

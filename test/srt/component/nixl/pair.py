@@ -12,7 +12,7 @@ from nixl import _api
 
 from component.transfer import pair
 from component.transfer.pair import Hold
-from sglang.srt.disaggregation.delta.nixl.agent import attuned
+from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 @cache
 def agent_of(name: str, workers: int) -> Any:
     """One for all pairs of an interpreter: of dozens, each slows the others down."""
-    with attuned(workers):
+    with configured_agents(workers):
         return _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
 
 

@@ -17,7 +17,7 @@ os.environ["UCX_TLS"] = "sm,tcp,self"
 import numpy as np  # noqa: E402
 from nixl import _api  # noqa: E402
 
-from sglang.srt.disaggregation.delta.nixl.agent import attuned  # noqa: E402
+from sglang.srt.disaggregation.delta.nixl.agent import configured_agents  # noqa: E402
 
 THREADS = 4
 LARGE = 1 << 28
@@ -26,7 +26,7 @@ LIMIT_S = 120.0
 
 
 def make(name: str, memory: Any, workers: int) -> Any:
-    with attuned(workers):
+    with configured_agents(workers):
         agent = _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"], num_threads=2))
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     return agent

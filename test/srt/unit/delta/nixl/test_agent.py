@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.nixl import agent as agent_module
-from sglang.srt.disaggregation.delta.nixl.agent import attuned
+from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.patchset.environment import NIXL_PROGRESS_DELAY
 
 PROGRESS_DELAY = NIXL_PROGRESS_DELAY.name
@@ -82,7 +82,7 @@ def test_what_is_asked_for(
     that takes a core for itself."""
     if given is not None:
         monkeypatch.setenv(PROGRESS_DELAY, given)
-    with attuned():
+    with configured_agents():
         agent = api.nixl_agent(api.nixl_agent_config(backends=["UCX"], num_threads=3))
     assert agent.config.sync_mode is RW and agent.config.capture_telemetry
     assert agent.config.options == {"backends": ["UCX"], "num_threads": 3}
@@ -96,7 +96,7 @@ def test_what_is_asked_for(
 def test_a_ucx_worker_for_each_thread(api: Any, backend: str, asked: dict[str, str]) -> None:
     """Guards against posts of several threads that wait for one UCX worker, and against an option
     that another backend does not know."""
-    with attuned(4):
+    with configured_agents(4):
         agent = api.nixl_agent(api.nixl_agent_config(backends=[backend], num_threads=3))
     assert agent.backend == (backend, {"num_threads": "3", **asked})
     assert isinstance(agent, Agent)
@@ -105,7 +105,7 @@ def test_a_ucx_worker_for_each_thread(api: Any, backend: str, asked: dict[str, s
 
 def test_restored_after_an_error(api: Any) -> None:
     """Guards against settings that stay in the binding when an agent could not be made."""
-    with pytest.raises(ZeroDivisionError), attuned():
+    with pytest.raises(ZeroDivisionError), configured_agents():
         raise ZeroDivisionError
     assert_restored(api)
 
@@ -115,7 +115,7 @@ def test_an_older_nixl(api: Any) -> None:
     """Guards against workers on an agent that is not safe for them; the text says what to do."""
     del api.nixl_thread_sync_t
     text = r"thread synchronisation modes .*constraints\.txt"
-    with pytest.raises(RuntimeError, match=text), attuned():
+    with pytest.raises(RuntimeError, match=text), configured_agents():
         pass
     assert_restored(api)
 
@@ -125,7 +125,7 @@ def test_an_older_nixl(api: Any) -> None:
 def test_a_wrong_pause(api: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """Guards against a typing error that is taken for the default."""
     monkeypatch.setenv(PROGRESS_DELAY, value)
-    with pytest.raises(ValueError, match=PROGRESS_DELAY), attuned():
+    with pytest.raises(ValueError, match=PROGRESS_DELAY), configured_agents():
         pass
     assert_restored(api)
 
@@ -145,7 +145,7 @@ def test_a_binding_without_the_pause(
         del api.nixlBind.nixlAgentConfig
     else:
         api.nixlBind.nixlAgentConfig = Bare
-    with attuned():
+    with configured_agents():
         assert api.nixl_agent_config().sync_mode is RW
     assert PROGRESS_DELAY in caplog.text and "spins" in caplog.text
     assert api.nixl_agent_config is Config
@@ -170,7 +170,7 @@ def test_only_the_backends_own_threads_are_nicer(api: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(agent_module, "standing_back", standing_back)
     for workers in (0, 4):
-        with attuned(workers):
+        with configured_agents(workers):
             told.clear()
             api.nixl_agent(api.nixl_agent_config(backends=["UCX"]))
         assert told == ([agent_module._NICE] if workers else [])

@@ -46,19 +46,19 @@ _NICE = 10
 
 
 @contextmanager
-def attuned(workers: int = 0) -> Iterator[None]:
+def configured_agents(workers: int = 0) -> Iterator[None]:
     """Agents that are made meanwhile are for use from several threads, ``workers`` of which post
     (0: it only receives), and leave the CPU alone.
 
     NIXL's default is no thread synchronisation at all, and SGLang leaves it at that: it posts from
-    its scheduler's thread alone. We ask for readers and writers: posts, looks and releases run side
+    its scheduler's thread alone. We ask for readers and writers: posts, polls and releases run side
     by side. With strict synchronisation a release waits for the whole of another thread's post, and
-    it does so with the interpreter's lock in its hands. Posts over one UCX worker would still wait
-    for each other, so every thread gets one of its own (and one is left for the others).
+    it does so holding the interpreter's lock. Posts over one UCX worker would still wait for each
+    other, so every thread gets one of its own (and one is left for the others).
 
     NIXL's own progress thread never sleeps: its Python binding asks for a pause of zero. With any
-    other pause it waits for the transport's events, and looks by itself once a pause. A sending
-    agent has more threads, which copy and look without a pause while anything is under way. They
+    other pause it waits for the transport's events, and polls by itself once a pause. A sending
+    agent has more threads, which copy and poll without a pause while anything is under way. They
     are nicer than ours: where cores are scarce, a worker that holds the interpreter's lock would
     wait for one, and the scheduler for both. Not for use while other threads make agents.
 

@@ -107,7 +107,7 @@ class DeltaNixlManager(NixlKVManager):
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         sends = disaggregation_mode == DisaggregationMode.PREFILL
-        with agent.attuned(config.from_environment().workers if sends else 0):
+        with agent.configured_agents(config.from_environment().workers if sends else 0):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
     # ---- prefill side: sending ----
