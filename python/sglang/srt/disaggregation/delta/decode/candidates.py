@@ -310,9 +310,11 @@ class AgreedSteps:
         ``ready``: entries without pages whose handshake is done; ``first``: the candidates. Both
         are the same requests on all ranks, and there is at least one of either.
         """
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         queue, budget, tree = self._queue, self._budget, self._queue.tree_cache
-        pool, now = budget.pool(), queue.clock()
-        states = [_state(entry, now, limits) for entry in ready]
+        pool, now, failed = budget.pool(), queue.clock(), KVPoll.Failed
+        states = [_state(entry, now, limits, failed) for entry in ready]
         if min(states, default=State.FINE) <= State.EXPIRED:
             ended = {id(e) for e, s in zip(ready, states, strict=True) if s <= State.EXPIRED}
             for candidate in first:
@@ -357,11 +359,9 @@ class AgreedSteps:
         )
 
 
-def _state(entry: QueueEntry, now: float, limits: Limits) -> State:
-    """What this rank thinks of a request without pages."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    if entry.req.finished_reason is not None or entry.kv_receiver.poll() == KVPoll.Failed:
+def _state(entry: QueueEntry, now: float, limits: Limits, failed: int) -> State:
+    """What this rank thinks of a request without pages. ``failed``: a poll that says so."""
+    if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
         return State.FAILED
     wait = record_of(entry.req).wait
     assert wait.since is not None, "its handshake is done"
