@@ -112,7 +112,8 @@ def prefill(trace: Trace) -> None:
 
 def transfer(trace: Trace) -> None:
     """A room between two managers, from its announcement to its end on both sides."""
-    from component.nixl.pair import Pair, pages, until
+    from component.nixl.pair import Pair
+    from component.transfer.pair import pages, until
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     pair = Pair()
