@@ -59,17 +59,18 @@ class Pair:
 class Registration(Protocol):
     """What a decode rank says of its memory: SGLang's ``KVArgsRegisterInfo`` of NIXL."""
 
-    agent_name: str
-    agent_metadata: bytes
-    #: Addresses of its buffers.
-    dst_kv_ptrs: list[int]
-    dst_aux_ptrs: list[int]
-    dst_state_data_ptrs: list[int]
-    gpu_id: int
-    decode_tp_size: int
+    #: Its rank, and the ranks of its tensor parallel group.
     decode_tp_rank: int
-    #: Bytes of a page in each of its KV buffers.
+    decode_tp_size: int
+    gpu_id: int
+    #: Addresses of its buffers, and the bytes of a page in each of those for KV.
+    dst_kv_ptrs: list[int]
     dst_kv_item_len: int
+    dst_state_data_ptrs: list[int]
+    dst_aux_ptrs: list[int]
+    #: Of its NIXL agent.
+    agent_metadata: bytes
+    agent_name: str
 
 
 class Layout:
