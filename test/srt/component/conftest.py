@@ -12,8 +12,7 @@ from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 
 HERE = Path(__file__).parent
 #: Their pools and agents need the stand-in, which is refused beside a GPU.
-STANDIN = ("buffer_only", "decode", "mooncake", "nixl", "pools", "prefill")
-STANDIN += ("store_parts", "transfer")
+STANDIN = ("buffer_only", "decode", "mooncake", "nixl", "pools", "prefill", "transfer")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
