@@ -1,0 +1,505 @@
+"""The room table walked from four points of view at once: scheduler, worker, reader, decode ranks.
+
+Each rule is one step of one of them. Between the steps of the others' operations, and inside the
+table's own calls to its listener, any other one may come: ``meanwhile`` puts it there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from effort import tries
+from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.prefill import scheduler
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
+from sglang.srt.disaggregation.delta.prefill.room_table import (
+    TRANSITIONS,
+    Event,
+    Room,
+    RoomTable,
+    State,
+)
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from unit.delta.fakes import Clock, Sockets, announcement
+
+#: The decode ranks that announce each room.
+PEERS = {1: ("D",), 2: ("D", "E")}
+CLAIM_S = 30.0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request on the prefill scheduler, and what the world does to its pages."""
+
+    number: int
+    room: Room
+    #: Writes from its pages that were posted and have not landed.
+    writes: int = 0
+    #: The worker has no more to do for it.
+    is_over_on_worker: bool = False
+    #: The worker is between ``complete`` and the end of telling decode.
+    is_telling: bool = False
+    #: The scheduler has given its pages to others.
+    is_freed: bool = False
+
+
+@dataclass(eq=False)
+class Listing:
+    """Pages that a decode rank listed for a room; it wants to hear one of two things."""
+
+    number: int
+    peer: str
+    info: Any = None
+    heard: list[str] = field(default_factory=list)
+    #: Requests whose writes may go to these pages.
+    writers: list[Request] = field(default_factory=list)
+
+
+class Rank:
+    """One prefill rank: a real table, real handling of messages, and a model of memory."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.decode_kv_args_table: dict[str, Any] = {}
+        self.writer_id = 0
+        self.status: dict[int, str | None] = {}
+        self.table = RoomTable(self, self.clock)
+        self.ranks = DecodeRanks(
+            self, self.table, self.clock, Probes(1e9, self.clock, start=lambda probe: None)
+        )
+        self.ranks._sockets = self.sockets = Sockets()  # type: ignore[assignment]
+        self.requests: dict[int, Request] = {}
+        #: Those that are gone and of which something is under way.
+        self.gone: list[Request] = []
+        self.listings: list[Listing] = []
+        self.answered: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self.steps: list[tuple[State, Event, State]] = []
+        self.interruptions: list[Callable[[], None]] = []
+        move = self.table._move
+
+        def watched(room: Room, event: Event) -> bool:
+            before, moved = room.state, move(room, event)
+            if moved:
+                self.steps.append((before, event, room.state))
+            assert moved or room.state is before
+            return moved
+
+        self.table._move = watched  # type: ignore[method-assign]
+
+    # ---- the table's listener ----
+
+    def fail_known(self, room: int, text: str) -> bool:
+        if room not in self.status or self.status[room] is not None:
+            return False
+        self.status[room] = text
+        return True
+
+    def room_delivered(self, room: int) -> None:
+        self.interrupted()
+
+    def room_stopped(self, room: int, kind: Reason) -> None:
+        self.interrupted()
+        request = self.requests.get(room)
+        if request is not None:
+            request.is_over_on_worker = True
+
+    def room_drained(self, room: int, reason: str, announcements: list[Any]) -> None:
+        for listing in self.listings:
+            if any(listing.info is info for info in announcements):
+                assert listing.heard == [], f"told twice, or after {listing.heard}"
+                for request in listing.writers:
+                    assert not request.writes, "told while a write to its pages is under way"
+                listing.heard.append("stopped")
+        self.interrupted()
+        self.ranks.tell(room, reason, announcements)
+
+    def interrupted(self) -> None:
+        """Other threads run here."""
+        while self.interruptions:
+            self.interruptions.pop()()
+
+    # ---- the scheduler ----
+
+    def request(self, number: int) -> None:
+        if number in self.requests:
+            return
+        self.status[number] = None
+        room, refused = self.table.claim(number)
+        self.requests[number] = Request(number, room)
+        if refused is not None:
+            self.table.fail(number, Reason.ABORTED, refused)
+        for listing in self.listings:
+            if listing.number == number and not listing.heard:
+                listing.writers.append(self.requests[number])
+
+    def poll(self, number: int) -> None:
+        """As the NIXL sender does; a request that has ended gives its pages to others."""
+        request = self.requests.get(number)
+        if request is None:
+            return
+        room = request.room
+        if room.delivered or (room.is_stopped and room.is_over):
+            if not room.delivered:
+                is_wanted = room.state not in (State.OVERDUE, State.LINGERING)
+                assert not (request.writes and is_wanted), "its pages are read"
+                assert room.reason is not None
+            self.let_go(request)
+
+    def let_go(self, request: Request) -> None:
+        request.is_freed = True
+        request.is_over_on_worker = True
+        del self.requests[request.number]
+        if request.writes or request.is_telling:
+            self.gone.append(request)
+        self.table.forget(request.room)
+        self.status.pop(request.number, None)
+
+    def abort(self, number: int) -> None:
+        if number in self.requests:
+            self.table.fail(number, Reason.ABORTED, "aborted")
+
+    # ---- the worker ----
+
+    def under_way(self, number: int) -> bool:
+        """Over all lives of the number: what the worker counts."""
+        lives = [*self.gone, *self.requests.values()]
+        return any(life.writes or life.is_telling for life in lives if life.number == number)
+
+    def is_ready(self, number: int) -> bool:
+        """Whether a request is here, its worker is not done with it, and all its decode ranks have
+        announced it."""
+        request = self.requests.get(number)
+        if request is None or request.is_over_on_worker or request.is_telling:
+            return False
+        listed = {it.peer for it in self.listings if request in it.writers and not it.heard}
+        return listed == set(PEERS[number])
+
+    def post(self, number: int) -> bool:
+        if not self.is_ready(number):
+            return False
+        request = self.requests[number]
+        if not self.table.enter(number):
+            request.is_over_on_worker = True
+            return False
+        assert not request.is_freed and request.room.state is State.SENDING
+        request.writes += 1
+        return True
+
+    def land(self, request: Request) -> None:
+        """A write lands, and the worker leaves the room if it was the last one."""
+        if not request.writes:
+            return
+        request.writes -= 1
+        if not self.under_way(request.number):
+            self.table.leave(request.number)
+
+    def complete(self, number: int, is_told: bool) -> None:
+        """All of a room has landed: the worker tells decode, or cannot."""
+        if not self.is_ready(number) or self.requests[number].writes > 1:
+            return
+        request = self.requests[number]
+        was_entered, request.writes = bool(request.writes), 0
+        request.is_over_on_worker = True
+        if self.table.complete(number):
+            request.is_telling = True
+            assert not request.is_freed, "the note reads the metadata slot"
+            self.interrupted()
+            if is_told:
+                for listing in self.listings:
+                    if request in listing.writers:
+                        assert listing.heard == [], f"complete after {listing.heard}"
+                        listing.heard.append("complete")
+            else:
+                self.table.take_back(number)
+                self.table.room_failed(number, Reason.TRANSPORT, "no note", ValueError())
+            request.is_telling = False
+        if was_entered and not self.under_way(number):
+            self.table.leave(number)
+        if is_told:
+            self.table.chunk_done(Chunk(number, (), None, True, 0.0, 0.0))
+
+    def overdue(self, number: int) -> None:
+        request = self.requests.get(number)
+        if request is not None and request.writes and not request.is_over_on_worker:
+            self.table.room_failed(number, Reason.TIMEOUT, "late", None)
+            request.is_over_on_worker = True
+            self.table.room_overdue(number)
+
+    # ---- decode ranks, through the reader ----
+
+    def announce(self, number: int, peer: str) -> None:
+        request = self.requests.get(number)
+        if peer not in PEERS[number]:
+            return
+        if any(it.number == number and it.peer == peer and not it.heard for it in self.listings):
+            return  # decode refuses a number whose pages it still holds
+        if request is not None and request.room.state in (State.COMPLETING, State.COMPLETE):
+            return  # a number is used again when prefill has answered as well
+        listing = Listing(number, peer, announcement(number, host=peer))
+        if request is not None:
+            listing.writers.append(request)
+        self.listings.append(listing)
+        self.table.announce(number, peer, listing.info)
+
+    def withdraw(self, number: int, peer: str) -> None:
+        self.ranks.take(control.Withdraw(number, peer, f"{peer} itself", 4000, "bored"))
+        for host, _, message in self.sockets.take():
+            if host == f"{peer} itself" and isinstance(message, control.Stopped):
+                assert not self.under_way(message.room), "told while something is under way"
+
+    # ---- time ----
+
+    def turns(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.clock.now += 1.0
+            self.table.scheduler_time.turn()
+            self.table.tick()
+
+    def stall(self, seconds: int) -> None:
+        """The scheduler does one long thing, and the reader's thread runs on."""
+        for _ in range(seconds):
+            self.clock.now += 1.0
+            self.table.tick()
+
+
+class Threads(RuleBasedStateMachine):
+    """Steps of all four, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = Rank()
+
+    def actions(self, name: str, number: int, peer: str) -> Callable[[], None]:
+        rank = self.rank
+        lives = [life for life in (*rank.gone, *rank.requests.values()) if life.number == number]
+        chosen: dict[str, Callable[[], object]] = {
+            "request": lambda: rank.request(number),
+            "poll": lambda: rank.poll(number),
+            "abort": lambda: rank.abort(number),
+            "post": lambda: rank.post(number),
+            "land": lambda: [rank.land(life) for life in lives],
+            "announce": lambda: rank.announce(number, peer),
+            "withdraw": lambda: rank.withdraw(number, peer),
+            "overdue": lambda: rank.overdue(number),
+        }
+        return lambda: void(chosen[name]())
+
+    OTHERS = st.sampled_from(("request", "poll", "abort", "announce", "withdraw"))
+    ALL = st.sampled_from(
+        ("request", "poll", "abort", "post", "land", "announce", "withdraw", "overdue")
+    )
+
+    @rule(name=ALL, number=st.sampled_from(list(PEERS)), peer=st.sampled_from("DE"))
+    def one_step(self, name: str, number: int, peer: str) -> None:
+        self.actions(name, number, peer)()
+
+    @rule(number=st.sampled_from(list(PEERS)), is_told=st.booleans())
+    def complete(self, number: int, is_told: bool) -> None:
+        self.rank.complete(number, is_told)
+
+    @rule(name=OTHERS, number=st.sampled_from(list(PEERS)), peer=st.sampled_from("DE"))
+    def meanwhile(self, name: str, number: int, peer: str) -> None:
+        """This happens inside the table's next call to its listener, on another thread."""
+        self.rank.interruptions.append(self.actions(name, number, peer))
+
+    @rule(seconds=st.sampled_from((1, 29, 31)))
+    def turns(self, seconds: int) -> None:
+        self.rank.turns(seconds)
+
+    @rule(seconds=st.sampled_from((1, 31)))
+    def stall(self, seconds: int) -> None:
+        self.rank.stall(seconds)
+
+    @precondition(lambda self: len(self.rank.gone) > 0)
+    @rule()
+    def old_writes_land(self) -> None:
+        for life in list(self.rank.gone):
+            while life.writes:
+                self.rank.land(life)
+            self.rank.gone.remove(life)
+
+    @invariant()
+    def every_step_is_in_the_table(self) -> None:
+        for before, event, after in self.rank.steps:
+            assert TRANSITIONS[before, event] is after
+        self.rank.steps.clear()
+
+    @invariant()
+    def complete_or_given_up(self) -> None:
+        for request in self.rank.requests.values():
+            room = request.room
+            assert not (room.delivered and room.reason is not None)
+
+    @invariant()
+    def the_table_knows_what_is_under_way(self) -> None:
+        for number in PEERS:
+            if any(life.writes for life in self.rank.requests.values() if life.number == number):
+                assert self.rank.table.is_under_way(number)
+
+    def teardown(self) -> None:
+        """When everything has landed, ended and aged, nothing is left and nobody waits."""
+        rank = self.rank
+        rank.interrupted()
+        for _ in range(3):
+            for life in (*rank.gone, *rank.requests.values()):
+                while life.writes:
+                    rank.land(life)
+            for number in PEERS:
+                rank.abort(number)
+                rank.poll(number)
+            rank.turns(int(CLAIM_S) + 1)
+        assert rank.requests == {} and rank.table.numbers() == []
+        assert [it for it in rank.listings if len(it.heard) != 1] == []
+        assert all(status is None for status in rank.status.values())
+
+
+def void(_: object) -> None:
+    """Nobody looks at what the step gave."""
+
+
+TestThreads = Threads.TestCase
+TestThreads.settings = settings(max_examples=tries(150), stateful_step_count=40, deadline=None)
+
+
+# ---- earlier defects, by name ----
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_a_late_write_completes_no_room_that_was_given_up(rank: Rank) -> None:
+    """Its pages were given to others while the write was under way, so it carries their bytes."""
+    rank.announce(1, "D")
+    rank.request(1)
+    assert rank.post(1)
+    (request,) = rank.requests.values()
+    rank.overdue(1)
+    rank.poll(1)
+    assert request.is_freed and rank.listings[0].heard == []
+    rank.land(request)
+    assert not rank.table.complete(1) and rank.listings[0].heard == ["stopped"]
+
+
+def test_a_failure_between_the_last_write_and_the_word_to_decode(rank: Rank) -> None:
+    """Whichever comes first counts, and the other one changes nothing."""
+    rank.announce(1, "D")
+    rank.request(1)
+    rank.post(1)
+    rank.interruptions.append(lambda: rank.withdraw(1, "D"))
+    rank.complete(1, is_told=True)
+    rank.poll(1)
+    assert rank.listings[0].heard == ["complete"] and rank.requests == {}
+
+
+def test_a_room_that_failed_is_never_done(rank: Rank) -> None:
+    """The scheduler polls in the middle of a failure: it sees a room that is failing, not one that
+    is done, and it does not let it go."""
+    rank.announce(1, "D")
+    rank.request(1)
+    rank.post(1)
+    (request,) = rank.requests.values()
+    rank.interruptions.append(lambda: rank.poll(1))
+    rank.abort(1)
+    assert request.room.is_stopped and not request.is_freed
+    rank.land(request)
+    rank.poll(1)
+    assert request.is_freed and rank.listings[0].heard == ["stopped"]
+
+
+def test_a_request_that_comes_after_a_stall_of_the_scheduler(rank: Rank) -> None:
+    """It compiled for longer than an announcement may wait. Its time stood still, so the request
+    that waited as well finds its room; one that never comes still ends it."""
+    rank.announce(1, "D")
+    rank.announce(2, "D")
+    rank.stall(45)
+    rank.request(1)
+    assert rank.post(1)
+    rank.turns(int(CLAIM_S) + 1)
+    assert [listing.heard for listing in rank.listings] == [[], ["stopped"]]
+
+
+def test_a_number_that_is_used_again_while_a_transfer_lingers(rank: Rank) -> None:
+    """The old write may still land: decode's old pages stay held, the new request fails at once,
+    and once it has landed the number is free."""
+    rank.announce(1, "D")
+    rank.request(1)
+    rank.post(1)
+    (old,) = rank.requests.values()
+    rank.overdue(1)
+    rank.poll(1)
+    rank.request(1)
+    (new,) = rank.requests.values()
+    assert new.room.is_over and not rank.post(1) and rank.listings[0].heard == []
+    rank.poll(1)
+    rank.land(old)
+    assert rank.listings[0].heard == ["stopped"]
+    rank.request(1)
+    rank.announce(1, "D")
+    assert rank.post(1)
+
+
+class Sender:
+    """Prefill's end of room 1 on one rank, as ``DeltaSender`` polls it."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.room = rank, rank.requests[1].room
+
+    def poll(self) -> int:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if not self.room.is_stopped:
+            return int(KVPoll.WaitingForInput)
+        return int(KVPoll.Failed if self.room.is_over else KVPoll.Transferring)
+
+    def fail_with_others(self) -> None:
+        if not self.room.is_stopped:
+            self.rank.table.fail(1, Reason.PEER_FAILED, "it failed on another rank")
+
+
+def test_one_ranks_failure_frees_no_pages_that_another_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server of two ranks. Guards against a request that ends on both when one has failed, while
+    the other's write still reads its pages."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    ranks = [Rank(), Rank()]
+    for rank in ranks:
+        rank.announce(1, "D")
+        rank.request(1)
+        rank.post(1)
+    senders = [Sender(rank) for rank in ranks]
+
+    def turn() -> list[list[str]]:
+        """Both ranks vote, and hear the smaller of every vote."""
+        votes: list[list[int]] = []
+        for sender in senders:
+            poll = sender.poll()
+            votes.append([poll, int(poll in (KVPoll.Success, KVPoll.Failed))])
+        least = [min(pair) for pair in zip(*votes, strict=True)]
+        monkeypatch.setattr(scheduler, "minimum", lambda mine, group: least)
+        return [
+            scheduler.ended([SimpleNamespace(rid="r", disagg_kv_sender=sender)], [None])
+            for sender in senders
+        ]
+
+    assert turn() == [[], []]
+    ranks[0].abort(1)
+    ranks[0].land(ranks[0].requests[1])
+    for _ in range(3):
+        assert turn() == [[], []], "the other rank's pages are read"
+    assert senders[1].room.reason == "it failed on another rank"
+    ranks[1].land(ranks[1].requests[1])
+    assert turn() == [["r"], ["r"]]
