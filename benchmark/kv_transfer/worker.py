@@ -131,7 +131,7 @@ def serve(connection: Connection) -> None:
 def _look_without_a_pause() -> None:
     from sglang.srt.disaggregation.delta.prefill import send_queue
 
-    send_queue.next_look = lambda now, age, buried=False: now
+    send_queue.next_poll = lambda now, age, is_overdue=False: now
 
 
 def main(arm: str, descriptors: Sequence[int]) -> None:

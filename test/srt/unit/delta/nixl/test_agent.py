@@ -164,11 +164,11 @@ def test_only_the_backends_own_threads_are_nicer(api: Any, monkeypatch: pytest.M
     little of a core; and against copying threads that get as much of it as the scheduler."""
     told: list[int] = []
 
-    def standing_back(nice: int = 0) -> Any:
+    def batch_scheduling(nice: int = 0) -> Any:
         told.append(nice)
         return nullcontext()
 
-    monkeypatch.setattr(agent_module, "standing_back", standing_back)
+    monkeypatch.setattr(agent_module, "batch_scheduling", batch_scheduling)
     for workers in (0, 4):
         with configured_agents(workers):
             told.clear()

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(
 
 _PROGRAM = """
 import ctypes, os, threading
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import standing_back, stand_back
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import (
+    batch_scheduling,
+    use_batch_scheduling,
+)
 
 libc = ctypes.CDLL(None)
 def native():  # as a library does: a thread that Python does not know
@@ -36,7 +39,7 @@ def tasks():
 mine, end = threading.get_native_id(), threading.Event()
 native()
 before = tasks()
-with standing_back(7):
+with batch_scheduling(7):
     native()
     python = threading.Thread(target=end.wait)
     python.start()
@@ -67,7 +70,7 @@ def test_a_worker() -> None:
     found = []
 
     def look() -> None:
-        transfer_pool.stand_back()
+        transfer_pool.use_batch_scheduling()
         found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)))
 
     thread = threading.Thread(target=look)

@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import send_queue
-from sglang.srt.disaggregation.delta.prefill.send_queue import Parcel
+from sglang.srt.disaggregation.delta.prefill.send_queue import Transfer
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import State, TransferError
 from unit.delta.prefill.fakes import Bench
 
@@ -185,20 +185,20 @@ def test_nobody_believes_that_siblings_of_a_lost_connection_are_over() -> None:
 def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a worker that trips over one transfer again and again, and never looks at
     those behind it."""
-    monkeypatch.setattr(send_queue, "KEPT", [])
+    monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
     bench = Bench()
     bench.open(1, 2, 3)
     for room in (1, 2):
         bench.submit(room, last=True)
     bench.run()
-    look = bench.worker._look
+    look = bench.worker._poll
 
-    def trips(parcel: Parcel, now: float) -> None:
-        if parcel.room.number == 1:
+    def trips(transfer: Transfer, now: float) -> None:
+        if transfer.room.number == 1:
             raise AssertionError("a bug")
-        look(parcel, now)
+        look(transfer, now)
 
-    monkeypatch.setattr(bench.worker, "_look", trips)
+    monkeypatch.setattr(bench.worker, "_poll", trips)
     bench.settle()
     reason, text = bench.rooms.failure(1)
     assert reason is Reason.INTERNAL and "a bug in transfer worker 0: AssertionError" in text

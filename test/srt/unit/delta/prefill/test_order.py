@@ -134,7 +134,7 @@ def test_window_of_a_worker() -> None:
     assert by_peer == [1] * 6
     bench.backend.settle()
     bench.run(0.001)
-    assert bench.worker.tables()["flying"] == 6
+    assert bench.worker.tables()["posted"] == 6
     while bench.backend.open_handles():
         bench.settle()
     assert len(bench.backend.handles) == 30

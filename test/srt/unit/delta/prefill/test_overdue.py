@@ -98,7 +98,7 @@ def test_a_peer_that_comes_back() -> None:
     for room in range(8):
         bench.submit(room, within=1.0)
     bench.run(2)
-    assert bench.worker.tables()["graveyard"] == 8
+    assert bench.worker.tables()["overdue"] == 8
     rooms = range(8, 28)
     bench.open(*rooms)
     for room in rooms:
@@ -116,21 +116,21 @@ def test_a_peer_that_comes_back() -> None:
     bench.check_empty()
 
 
-def test_a_full_graveyard(
+def test_too_many_overdue_transfers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against looking at ever more dead transfers, against releasing one that is under way,
     and against giving up without a word: its room is never said to be quiet."""
-    monkeypatch.setattr(send_queue, "KEPT", [])
-    bench = Bench(graveyard=2)
+    monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
+    bench = Bench(overdue=2)
     bench.open(1, 2, 3)
     for room in (1, 2, 3):
         bench.submit(room, f"peer-{room}", within=room)
     with caplog.at_level(logging.ERROR):
         bench.run(10)
     assert "peer-1 is given up" in caplog.text
-    assert bench.worker.tables()["graveyard"] == 2
-    assert [bench.backend.handles[0]] == send_queue.KEPT
+    assert bench.worker.tables()["overdue"] == 2
+    assert [bench.backend.handles[0]] == send_queue.NEVER_RELEASED
     bench.settle()
     assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.busy == {1}
     assert bench.rooms.of(2) == bench.rooms.of(3) == ["failed", "overdue", "drained"]

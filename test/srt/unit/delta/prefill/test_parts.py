@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.delta.config import Settings, worker_of
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     SHORTEST_S,
     Deadlines,
-    next_look,
+    next_poll,
 )
 from sglang.srt.patchset.environment import QUEUES, THREADS
 
@@ -65,7 +65,7 @@ def test_wrong_settings(
         config.from_environment(2)
 
 
-@pytest.mark.parametrize("name", ["queues", "threads", "window", "quota", "graveyard"])
+@pytest.mark.parametrize("name", ["queues", "threads", "window", "quota", "overdue"])
 def test_nothing_may_be_zero(name: str) -> None:
     """Guards against a worker that may post nothing, and so waits for ever."""
     with pytest.raises(ValueError, match=name):
@@ -87,12 +87,12 @@ def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
     assert worker_of(2**63 + 5, made) < workers
 
 
-@given(now=st.floats(0, 1e7), age=st.floats(0, 1e3), buried=st.booleans())
-def test_pauses(now: float, age: float, buried: bool) -> None:
+@given(now=st.floats(0, 1e7), age=st.floats(0, 1e3), is_overdue=st.booleans())
+def test_pauses(now: float, age: float, is_overdue: bool) -> None:
     """Guards against a pause of nothing (spinning), or one that is too long for its transfer."""
-    pause = next_look(now, age, buried) - now
+    pause = next_poll(now, age, is_overdue) - now
     assert pause > 0
-    if not buried:
+    if not is_overdue:
         longest = 0.8e-3 if age < 1 else 1.6e-3 if age < 10 else 25.6e-3
         assert pause <= 1.01 * min(max(SHORTEST_S, age / 16), longest)
     assert pause <= 0.21
@@ -103,7 +103,7 @@ def test_what_a_late_look_costs(now: float, age: float) -> None:
     """Guards against a room that decode learns of long after it is complete. A transfer ends in the
     middle of a pause, on average: it adds less than a millisecond to one that takes up to 10 s, and
     to any less than a twentieth of its time."""
-    added = (next_look(now, age) - now) / 2
+    added = (next_poll(now, age) - now) / 2
     assert added < age / 20
     assert age >= 10 or added < 1e-3
 
@@ -112,11 +112,11 @@ def test_what_a_late_look_costs(now: float, age: float) -> None:
 def test_pauses_meet(age: float, other: float, now: float) -> None:
     """Guards against a wake-up of its own for every transfer: whoever has the longer pause is
     looked at when one with the shorter pause is."""
-    short, long = sorted((next_look(now, age), next_look(now, other)))
+    short, long = sorted((next_poll(now, age), next_poll(now, other)))
     for _ in range(2000):
         if short >= long - SHORTEST_S / 100:
             break
-        short = next_look(short, min(age, other))
+        short = next_poll(short, min(age, other))
     assert short == pytest.approx(long, abs=SHORTEST_S / 100)
 
 

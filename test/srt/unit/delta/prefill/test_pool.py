@@ -135,7 +135,7 @@ def test_stop_without_start() -> None:
 def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way;
     the requests are told."""
-    monkeypatch.setattr(send_queue, "KEPT", [])
+    monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
     backend = Quick()
     backend.held = True
     posted = threading.Event()
@@ -148,7 +148,7 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     threads.pool.stop(drain_s=0.0)
     assert threads.pool.alive() == 0
     assert threads.bell.failure(1)[0] is Reason.ABORTED
-    assert backend.handles == send_queue.KEPT and backend.released == 0
+    assert backend.handles == send_queue.NEVER_RELEASED and backend.released == 0
 
 
 @pytest.mark.hazard("source-given-away", "racing-peer-tables", "slow-peer")

@@ -147,9 +147,9 @@ class Lives(RuleBasedStateMachine):
         under_way = {
             (h.room, h.index, h.peer) for h in self.bench.backend.handles if not h.releases
         }
-        live = [parcel for parcel in self.bench.worker._flying if not parcel.buried]
-        a_peer = Counter(parcel.peer for parcel in live)
-        assert len(self.bench.worker._flying) >= len(under_way)
+        live = [transfer for transfer in self.bench.worker._posted if not transfer.is_overdue]
+        a_peer = Counter(transfer.peer for transfer in live)
+        assert len(self.bench.worker._posted) >= len(under_way)
         assert all(count <= QUOTA for count in a_peer.values())
         assert len(live) <= WINDOW + len(a_peer)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import standing_back
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import batch_scheduling
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.exchange import exchanged
 
@@ -82,7 +82,7 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
     }
     if workers:
         names["nixl_agent"] = _sending(_api.nixl_agent, workers + 1)
-    with exchanged("nixl_async", "nixl._api", names), standing_back():
+    with exchanged("nixl_async", "nixl._api", names), batch_scheduling():
         yield
 
 
@@ -93,7 +93,7 @@ def _sending(agent: Any, workers: int) -> Any:
     class Agent(agent):
         def create_backend(self, backend: str, options: Any = None) -> None:
             extra = {"num_workers": str(workers)} if backend == "UCX" else {}
-            with standing_back(_NICE):
+            with batch_scheduling(_NICE):
                 super().create_backend(backend, {**(options or {}), **extra})
 
     return Agent

@@ -6,27 +6,25 @@
 ``decode_ranks``      what decode ranks ask and are told, and whether they live
 ``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
 ``transfer_worker``   the state machine of one thread, driven by ``step(now)``
-``send_queue``        its parts: records, who is next, what is due, what never settled
+``send_queue``        its parts: records, what is posted next, what is due, what is overdue
 ``transfer_backend``  what is queued, and what a worker is attached to: a third backend goes here
 
 Life of a room, on one worker from beginning to end::
 
-    open -> submit ... submit(is_last) -> chunk_done for each -> room_quiet -> forget
-                                       \\-> room_failed ----------^
-            cancel --------------------------------------------^
+    open -> submit ... submit(is_last) -> chunk_done for each -> forget
+                                       \\-> room_failed -------^
+            cancel ------------------------------------------^
 
 A room ends once, and nothing brings it back: with its last chunk, with its first failure, or by
-one of ``cancel`` and ``forget``. From then on nothing of it is posted. It is *quiet* when what was
-posted before has settled, and only the worker can know: it alone posts, and it alone sees handles
-settle. ``gate.enter`` is asked before every post, and ``gate.leave`` is called whenever nothing
-that was posted under a room number is under way any more. So a room that is stopped at the gate by
-another thread is quiet at once if nothing of it is under way, and otherwise by the worker's
-``leave``; and a number that is used again while an old transfer lingers is not left before that
-one has settled.
+one of ``cancel`` and ``forget``. From then on nothing of it is posted. The worker asks the room
+table before every post (``enter``) and calls ``leave`` whenever nothing that was posted under a
+room number is under way any more: it alone posts, and it alone sees transfers settle. So a room
+that another thread gives up is *drained* at once if nothing of it is under way, and otherwise by
+the worker's ``leave``.
 
 Isolation: at most ``window`` transfers are under way on a worker and ``quota`` for a peer. What
 waits for a peer whose quota is used up holds up nobody else. A transfer that misses its deadline
-fails its room, leaves the window and is looked at five times a second until it settles, for ever if
+fails its room, leaves the window and is polled five times a second until it settles, for ever if
 need be: it cannot be taken back. It keeps its place in the quota of its peer, so that a peer that
 never answers can tie up only so much; but one place is always left to try, and a later transfer
 that is delivered frees the others.

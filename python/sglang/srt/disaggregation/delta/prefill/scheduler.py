@@ -1,13 +1,10 @@
-"""When a request in flight ends on a prefill server of several ranks.
+"""The overrides of SGLang's prefill scheduler: what is sent of a prompt, and when a request ends.
 
-SGLang reduces what the ranks' senders say by MIN, and Failed is the lowest: one rank's failure ends
-the request on all of them, and frees pages and a metadata slot that another rank's writes still
-read. Here a request ends in the step in which it has ended on every rank; until then its pages stay
-where they are on all of them. The wait is bounded by each rank's own deadline for its transfers.
-
-The prefill scheduler's chunk sender, with a cursor that starts at the decode prefix.
-
-The scheduler of a server whose backend moves deltas: what its rooms need beside their queues.
+What is sent starts behind the prefix that decode holds (``send_kv_chunk``). A request in flight
+ends in the step in which it has ended on every rank of the server: SGLang reduces what the ranks'
+senders say by MIN, and Failed is the lowest, so that one rank's failure would free pages and a
+metadata slot that another rank's writes still read (``ended``). That wait is bounded by each rank's
+own deadline for its transfers.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
-"""A worker's records: rooms, their chunks, and what goes of a chunk to one peer.
+"""What a transfer worker has to do: records of what is queued and posted, and what is next.
 
-Which waiting parcel is posted next: first in, first out for a peer, taking turns between peers.
-
-A parcel waits in the lane of its peer. A peer whose quota is used up is passed over, so that what
-waits for it holds nobody else up; and since all chunks of a room for a peer are in one lane, the
-order within a room is kept.
+``SendQueue`` says which waiting transfer (one chunk to one peer) is posted next: first in, first
+out for a peer, taking turns between peers. A peer whose quota is used up is passed over, so that
+what waits for it holds nobody else up; and since all chunks of a room for a peer are in one queue,
+the order within a room is kept.
 
 Overdue transfers take places in their peer's quota, so that a stopped peer does not get more and
 more of them; but one place is always left to try, and a transfer that is delivered shows that the
 peer is back, whatever became of those before it: their places are free again.
-
-What is due when: add, discard and ask for what has passed, each in logarithmic time.
-
-Parcels that did not settle by their deadline: still waited for, apart, and only so many.
-
-How soon a transfer that is under way is looked at again.
+``OverdueTransfers`` are still waited for, apart, and only so many. ``Deadlines`` says what is due,
+in logarithmic time; ``next_poll`` when the transport is asked about a transfer again.
 """
 
 from __future__ import annotations
@@ -34,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """Of a parcel."""
+    """Of a transfer."""
 
-    #: In its peer's lane.
+    #: In its peer's queue.
     WAITING = "queued"
     #: Handles of ``Backend.post`` are under way.
     POSTED = "posted"
@@ -45,16 +40,16 @@ class Phase(enum.Enum):
 
 
 @dataclass(eq=False)
-class Room:
+class RoomQueue:
     """One life of a room number on its worker, from ``open`` to ``forget``."""
 
     number: int
     #: Chunks that are not done, in order.
-    shipments: deque[Shipment] = field(default_factory=deque)
-    #: Parcels that were posted and are not over.
+    sends: deque[ChunkSend] = field(default_factory=deque)
+    #: Transfers that were posted and are not over.
     posted: int = 0
-    #: Those of them that are not waited for.
-    buried: int = 0
+    #: Those of them that are overdue: nobody waits for them.
+    overdue: int = 0
     #: Everything is with all peers, and they were told so.
     completed: bool = False
     #: Nothing more is posted. Never taken back.
@@ -66,25 +61,25 @@ class Room:
     @property
     def has_landed(self) -> bool:
         """All its chunks were submitted, and are with all their peers."""
-        chunks = self.shipments
-        return bool(chunks) and chunks[-1].chunk.is_last and not any(s.parcels for s in chunks)
+        chunks = self.sends
+        return bool(chunks) and chunks[-1].chunk.is_last and not any(s.transfers for s in chunks)
 
 
 @dataclass(eq=False)
-class Shipment:
+class ChunkSend:
     """One chunk on its way."""
 
     chunk: Chunk
-    room: Room
-    #: The parcels that are not over.
-    parcels: list[Parcel] = field(default_factory=list)
+    room: RoomQueue
+    #: The transfers that are not over.
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Parcel:
-    """What goes of one chunk to one peer."""
+class Transfer:
+    """One chunk to one peer."""
 
-    shipment: Shipment
+    send: ChunkSend
     peer: str
     phase: Phase = Phase.WAITING
     #: Handles of the last post that are still to be released.
@@ -93,127 +88,127 @@ class Parcel:
     open: list[Any] = field(default_factory=list)
     #: Where the transport broke one off: when what it had sent of it counts as over.
     settles_at: float = 0.0
-    #: When its last post returned, and when it is looked at next.
+    #: When its last post returned, and when it is polled next.
     posted_at: float = 0.0
-    look_at: float = 0.0
+    poll_at: float = 0.0
     #: It missed its deadline or was broken off: its room does not wait for it.
-    buried: bool = False
+    is_overdue: bool = False
 
     @property
-    def room(self) -> Room:
+    def room(self) -> RoomQueue:
         """The room that it belongs to."""
-        return self.shipment.room
+        return self.send.room
 
     @property
     def chunk(self) -> Chunk:
         """The chunk that it belongs to."""
-        return self.shipment.chunk
+        return self.send.chunk
 
 
 @dataclass
-class _Lane:
-    waiting: OrderedDict[Parcel, None] = field(default_factory=OrderedDict)
-    #: Parcels that were posted and are neither over nor buried.
+class _PeerQueue:
+    waiting: OrderedDict[Transfer, None] = field(default_factory=OrderedDict)
+    #: Transfers that were posted and are neither over nor overdue.
     posted: int = 0
     #: Buried ones that take a place.
-    overdue: set[Parcel] = field(default_factory=set)
+    overdue: set[Transfer] = field(default_factory=set)
 
 
-class Lanes:
+class SendQueue:
     """Of one worker. ``window``, ``quota``: as in ``Settings``."""
 
     def __init__(self, window: int, quota: int) -> None:
         self._window = window
         self._quota = quota
-        self._lanes: dict[str, _Lane] = {}
-        #: Peers with waiting parcels, whose turn is next first.
+        self._queue: dict[str, _PeerQueue] = {}
+        #: Peers with waiting transfers, whose turn is next first.
         self._turns: OrderedDict[str, None] = OrderedDict()
         self._waiting = 0
-        #: Posted parcels that take a place in the window.
+        #: Posted transfers that take a place in the window.
         self._in_window = 0
         #: Nothing was found to post, and nothing has changed since then.
         self._stuck = False
 
     @property
     def waiting(self) -> int:
-        """Parcels that wait."""
+        """Transfers that wait."""
         return self._waiting
 
     @property
     def in_window(self) -> int:
-        """Posted parcels that are neither over nor buried."""
+        """Posted transfers that are neither over nor overdue."""
         return self._in_window
 
     @property
     def peers(self) -> int:
         """Peers for which anything waits or is under way."""
-        return len(self._lanes)
+        return len(self._queue)
 
-    def add(self, parcel: Parcel) -> None:
+    def add(self, transfer: Transfer) -> None:
         """It waits, behind all others for its peer."""
-        self._lanes.setdefault(parcel.peer, _Lane()).waiting[parcel] = None
-        self._turns.setdefault(parcel.peer)
+        self._queue.setdefault(transfer.peer, _PeerQueue()).waiting[transfer] = None
+        self._turns.setdefault(transfer.peer)
         self._waiting += 1
         self._stuck = False
 
-    def drop(self, parcel: Parcel) -> None:
+    def drop(self, transfer: Transfer) -> None:
         """It waits no more, and is not posted."""
-        del self._lanes[parcel.peer].waiting[parcel]
-        self._shorter(parcel.peer)
+        del self._queue[transfer.peer].waiting[transfer]
+        self._shorter(transfer.peer)
 
-    def take(self) -> Parcel | None:
-        """The next parcel to post, which takes its places; None where nothing may be posted."""
+    def take(self) -> Transfer | None:
+        """The next transfer to post, which takes its places; None where nothing may be posted."""
         if self._stuck:
             return None
         window_full = self._in_window >= self._window
         for peer in self._turns:
-            lane = self._lanes[peer]
-            places = max(1, self._quota - len(lane.overdue))
-            if lane.posted >= places or (window_full and lane.posted):
+            queue = self._queue[peer]
+            places = max(1, self._quota - len(queue.overdue))
+            if queue.posted >= places or (window_full and queue.posted):
                 continue
-            parcel, _ = lane.waiting.popitem(last=False)
-            lane.posted += 1
+            transfer, _ = queue.waiting.popitem(last=False)
+            queue.posted += 1
             self._in_window += 1
             self._turns.move_to_end(peer)
             self._shorter(peer)
-            return parcel
+            return transfer
         self._stuck = True
         return None
 
-    def bury(self, parcel: Parcel) -> None:
+    def mark_overdue(self, transfer: Transfer) -> None:
         """It keeps its place in the peer's quota, but not the one in the window."""
-        lane = self._lanes[parcel.peer]
-        lane.posted -= 1
-        lane.overdue.add(parcel)
+        queue = self._queue[transfer.peer]
+        queue.posted -= 1
+        queue.overdue.add(transfer)
         self._in_window -= 1
         self._stuck = False
 
-    def finish(self, parcel: Parcel, delivered: bool = False) -> None:
-        """A posted parcel is over, or not waited for any more. Harmless for one that is."""
-        lane = self._lanes.get(parcel.peer)
-        if lane is None:
+    def finish(self, transfer: Transfer, delivered: bool = False) -> None:
+        """A posted transfer is over, or not waited for any more. Harmless for one that is."""
+        queue = self._queue.get(transfer.peer)
+        if queue is None:
             return
-        if parcel.buried:
-            lane.overdue.discard(parcel)
+        if transfer.is_overdue:
+            queue.overdue.discard(transfer)
         else:
-            lane.posted -= 1
+            queue.posted -= 1
             self._in_window -= 1
             if delivered:
-                lane.overdue.clear()
+                queue.overdue.clear()
         self._stuck = False
-        self._tidy(parcel.peer, lane)
+        self._tidy(transfer.peer, queue)
 
     def _shorter(self, peer: str) -> None:
-        lane = self._lanes[peer]
+        queue = self._queue[peer]
         self._waiting -= 1
         self._stuck = False
-        if not lane.waiting:
+        if not queue.waiting:
             del self._turns[peer]
-        self._tidy(peer, lane)
+        self._tidy(peer, queue)
 
-    def _tidy(self, peer: str, lane: _Lane) -> None:
-        if not lane.waiting and not lane.posted and not lane.overdue:
-            del self._lanes[peer]
+    def _tidy(self, peer: str, queue: _PeerQueue) -> None:
+        if not queue.waiting and not queue.posted and not queue.overdue:
+            del self._queue[peer]
 
 
 Item = TypeVar("Item")
@@ -228,7 +223,7 @@ class Deadlines(Generic[Item]):
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
         self._items: dict[int, Item] = {}
-        self._tickets: dict[Item, int] = {}
+        self._numbers: dict[Item, int] = {}
         self._count = itertools.count()
 
     def __len__(self) -> int:
@@ -236,17 +231,17 @@ class Deadlines(Generic[Item]):
 
     def add(self, at: float, item: Item) -> None:
         """``item`` is due at ``at``; an item is added once."""
-        ticket = next(self._count)
-        self._items[ticket] = item
-        self._tickets[item] = ticket
-        heapq.heappush(self._heap, (at, ticket))
+        number = next(self._count)
+        self._items[number] = item
+        self._numbers[item] = number
+        heapq.heappush(self._heap, (at, number))
 
     def discard(self, item: Item) -> None:
         """``item`` is not waited for any more; harmless when it is not in here."""
-        ticket = self._tickets.pop(item, None)
-        if ticket is None:
+        number = self._numbers.pop(item, None)
+        if number is None:
             return
-        del self._items[ticket]
+        del self._items[number]
         if len(self._heap) > 2 * len(self._items) + _SLACK:
             self._heap = [entry for entry in self._heap if entry[1] in self._items]
             heapq.heapify(self._heap)
@@ -257,7 +252,7 @@ class Deadlines(Generic[Item]):
         while self._heap and self._heap[0][0] <= now:
             item = self._items.pop(heapq.heappop(self._heap)[1], None)
             if item is not None:
-                del self._tickets[item]
+                del self._numbers[item]
                 due.append(item)
         return due
 
@@ -270,33 +265,33 @@ class Deadlines(Generic[Item]):
 
 #: Handles that are given up. A transfer that is under way can neither be taken back nor released,
 #: and some bindings release in the destructor: these live as long as the process.
-KEPT: list[Any] = []
+NEVER_RELEASED: list[Any] = []
 
 
-def keep(parcel: Parcel) -> None:
-    """Give the handles of a parcel up: never looked at, never released."""
-    KEPT.extend(parcel.handles)
+def never_release(transfer: Transfer) -> None:
+    """Give the handles of a transfer up: never polled, never released."""
+    NEVER_RELEASED.extend(transfer.handles)
 
 
-class Graveyard:
-    """Of one worker; at most ``limit`` parcels."""
+class OverdueTransfers:
+    """Those of one worker that missed their deadline; at most ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._parcels: OrderedDict[Parcel, None] = OrderedDict()
+        self._parcels: OrderedDict[Transfer, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._parcels)
 
-    def add(self, parcel: Parcel) -> Parcel | None:
+    def add(self, transfer: Transfer) -> Transfer | None:
         """Take one in. If that is one too many: the oldest, which is not waited for any more."""
-        self._parcels[parcel] = None
+        self._parcels[transfer] = None
         logger.error(
             "room %d: a transfer to %s did not settle by its deadline; it is still waited for "
             "(%d such transfers), and decode's pages stay held until then, or for its "
             "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
-            parcel.room.number,
-            parcel.peer,
+            transfer.room.number,
+            transfer.peer,
             len(self._parcels),
         )
         if len(self._parcels) <= self._limit:
@@ -311,9 +306,9 @@ class Graveyard:
         )
         return oldest
 
-    def discard(self, parcel: Parcel) -> None:
-        """It has settled after all; harmless for a parcel that is not in here."""
-        self._parcels.pop(parcel, None)
+    def discard(self, transfer: Transfer) -> None:
+        """It has settled after all; harmless for a transfer that is not in here."""
+        self._parcels.pop(transfer, None)
 
 
 #: The shortest pause, in seconds; every other one is a power of two times as long.
@@ -327,19 +322,19 @@ _LONG_AFTER_S = 1.0
 _SLOW = 2**9
 _SLOW_AFTER_S = 10.0
 #: The pause (0.2 s) for one that missed its deadline.
-_BURIED = 2**12
-#: Of the time under way, the part that looking too late may add.
+_OVERDUE = 2**12
+#: Of the time under way, the part that polling too late may add.
 _FRACTION = 1 / 16
 
 
-def next_look(now: float, age: float, buried: bool = False) -> float:
-    """When to look again at a transfer that has been under way for ``age`` seconds.
+def next_poll(now: float, age: float, is_overdue: bool = False) -> float:
+    """When to poll a transfer again that has been under way for ``age`` seconds.
 
     All such times lie on one grid, the coarser pauses on a part of its lines. So a worker with many
     transfers wakes up for all of them at once, and never more often than every ``SHORTEST_S``.
     """
-    if buried:
-        pause = _BURIED
+    if is_overdue:
+        pause = _OVERDUE
     elif age >= _SLOW_AFTER_S:
         pause = _SLOW
     elif age >= _LONG_AFTER_S:

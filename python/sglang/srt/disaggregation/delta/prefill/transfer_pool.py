@@ -1,8 +1,8 @@
-"""Threads that leave the processor to whoever is at work.
+"""The threads of the transfer workers: their queues and loops, shutdown, and a watchdog.
 
-The threads: a queue and a loop for each worker, and what the rest of the process calls.
-
-Workers that do not go on: noticed, logged once, and their rooms failed instead of waiting.
+The rest of the process calls ``TransferPool``, which only appends to a queue. The threads run under
+SCHED_BATCH: waking one never takes the scheduler's core. ``Watchdog`` notices workers that do not
+go on, and fails their rooms instead of letting them wait.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 logger = logging.getLogger(__name__)
 
 
-def stand_back() -> None:
+def use_batch_scheduling() -> None:
     """From now on this thread, and those that it starts, take no core from a running thread when
     they wake up; they wait for a free one, or for their turn.
 
     Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
     ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
     """
-    _stand_back(0)
+    _set_batch(0)
 
 
 @contextlib.contextmanager
-def standing_back(nice: int = 0) -> Iterator[None]:
-    """For native threads that a library starts meanwhile: they stand back, and are so much nicer
-    than this one. Threads of Python's are left alone, whoever starts them: they take the
+def batch_scheduling(nice: int = 0) -> Iterator[None]:
+    """For native threads that a library starts meanwhile: they get SCHED_BATCH, and are so much
+    nicer than this one. Threads of Python's are left alone, whoever starts them: they take the
     interpreter's lock, and whoever holds it must not wait for a core.
     """
     before = _threads()
     yield
     for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
-        _stand_back(thread)
+        _set_batch(thread)
         with contextlib.suppress(AttributeError, OSError):  # it may have ended
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
-def _stand_back(thread: int) -> None:
+def _set_batch(thread: int) -> None:
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
@@ -113,7 +113,7 @@ class _Thread:
         return f"{self.thread.name} hangs in a call of the transport since {now - since:.0f} s"
 
     def _run(self) -> None:
-        stand_back()
+        use_batch_scheduling()
         try:
             self._prepare()
         except Exception:
@@ -272,7 +272,7 @@ class Watchdog:
         self._rooms = rooms
         #: Workers in trouble, by index.
         self._known: dict[int, str] = {}
-        #: Those that seemed to be at the last look.
+        #: Those that seemed to be at the last tick.
         self._suspected: set[int] = set()
 
     def tick(self) -> None:

@@ -16,12 +16,12 @@ from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
+    ChunkSend,
     Deadlines,
-    Lanes,
-    Parcel,
     Phase,
-    Room,
-    Shipment,
+    RoomQueue,
+    SendQueue,
+    Transfer,
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
@@ -37,10 +37,9 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Moves the chunks of the rooms that are sharded to it.
 
-    A parcel (one chunk, one peer) goes: waiting in its peer's lane, posted, over. When all of a
-    room are over and the gate says yes, its peers are told that it is complete. A room that ends
-    early drops what waits, and is quiet when what was posted has settled; its peers are never told
-    that it is complete, whatever still lands.
+    A transfer (one chunk, one peer) waits in its peer's queue, is posted, is over. When all of a
+    room are over and the room table says yes, its peers are told that it is complete. A room that
+    ends early drops what waits; its peers are never told that, whatever still lands.
     """
 
     def __init__(
@@ -59,15 +58,15 @@ class Worker:
         self._stats = stats
         self._index = index
         self._clock = clock
-        self._rooms: dict[int, Room] = {}
-        self._lanes = Lanes(settings.window, settings.quota)
+        self._rooms: dict[int, RoomQueue] = {}
+        self._queue = SendQueue(settings.window, settings.quota)
         self._doubt_s = settings.doubt_s
-        self._deadlines: Deadlines[Shipment] = Deadlines()
-        #: Parcels with handles under way, in the order of posting; looked at when they are due.
-        self._flying: dict[Parcel, None] = {}
-        self._graveyard = send_queue.Graveyard(settings.graveyard)
-        #: Posted parcels that are not over by room number, over all lives of the number: what the
-        #: gate counts.
+        self._deadlines: Deadlines[ChunkSend] = Deadlines()
+        #: Transfers with handles under way, in the order of posting; polled when they are due.
+        self._posted: dict[Transfer, None] = {}
+        self._overdue = send_queue.OverdueTransfers(settings.overdue)
+        #: Posted transfers that are not over by room number, over all lives of the number: what the
+        #: room table hears of.
         self._under_way: Counter[int] = Counter()
         self._stopped = False
 
@@ -80,19 +79,19 @@ class Worker:
             return
         if room is not None:
             room.forgotten = True  # its number is used again
-        self._rooms[number] = Room(number)
+        self._rooms[number] = RoomQueue(number)
 
     def submit(self, chunk: Chunk) -> None:
         """Queue it. A chunk of a room that is unknown or has ended is dropped without a word."""
         room = self._rooms.get(chunk.room)
         if room is None or room.ended:
             return
-        shipment = Shipment(chunk, room)
-        shipment.parcels = [Parcel(shipment, peer) for peer in chunk.peers]
-        room.shipments.append(shipment)
-        self._deadlines.add(chunk.deadline, shipment)
-        for parcel in shipment.parcels:
-            self._lanes.add(parcel)
+        send = ChunkSend(chunk, room)
+        send.transfers = [Transfer(send, peer) for peer in chunk.peers]
+        room.sends.append(send)
+        self._deadlines.add(chunk.deadline, send)
+        for transfer in send.transfers:
+            self._queue.add(transfer)
         self._complete(room)
         self._deliver(room)
 
@@ -104,8 +103,8 @@ class Worker:
             self._end(room)
 
     def forget(self, number: int) -> None:
-        """The request is done with: nothing of it is told any more. What is under way is still
-        waited for, released, and reported to the gate."""
+        """The request is done with: the table is told nothing more of it but ``leave``, when what
+        is under way has settled."""
         room = self._rooms.pop(number, None)
         if room is not None:
             room.forgotten = True
@@ -120,87 +119,88 @@ class Worker:
 
     def give_up(self) -> int:
         """Wait for nothing any more; how many transfers that leaves under way, never released."""
-        for parcel in self._flying:
-            send_queue.keep(parcel)
-        left = len(self._flying)
-        self._flying.clear()
+        for transfer in self._posted:
+            send_queue.never_release(transfer)
+        left = len(self._posted)
+        self._posted.clear()
         return left
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._flying)
+        return bool(self._posted)
 
     def tables(self) -> dict[str, int]:
         """The size of everything that is kept here; all zero when every room was forgotten and
         everything has settled."""
         return {
             "rooms": len(self._rooms),
-            "waiting": self._lanes.waiting,
-            "in_window": self._lanes.in_window,
-            "peers": self._lanes.peers,
+            "waiting": self._queue.waiting,
+            "in_window": self._queue.in_window,
+            "peers": self._queue.peers,
             "deadlines": len(self._deadlines),
-            "flying": len(self._flying),
-            "graveyard": len(self._graveyard),
+            "posted": len(self._posted),
+            "overdue": len(self._overdue),
             "under_way": len(self._under_way),
         }
 
     # ---- time ----
 
     def step(self, now: float) -> float | None:
-        """Do what is due, and post at most one parcel. For how many seconds nothing is to be done
+        """Do what is due, and post at most one transfer. For how many seconds nothing is to be done
         unless a command comes; None: for ever."""
-        for parcel in [parcel for parcel in self._flying if parcel.look_at <= now]:
-            self._contain(parcel.shipment, self._look, parcel, now)
-        for shipment in self._deadlines.passed(now):
-            self._contain(shipment, self._expire, shipment, now)
-        chosen = self._lanes.take()
+        for transfer in [transfer for transfer in self._posted if transfer.poll_at <= now]:
+            self._contain(transfer.send, self._poll, transfer, now)
+        for send in self._deadlines.passed(now):
+            self._contain(send, self._expire, send, now)
+        chosen = self._queue.take()
         if chosen is not None:
-            self._contain(chosen.shipment, self._post, chosen, now)
+            self._contain(chosen.send, self._post, chosen, now)
         self._stats.level(
-            self._index, self._lanes.waiting, self._lanes.in_window, len(self._graveyard)
+            self._index, self._queue.waiting, self._queue.in_window, len(self._overdue)
         )
         if chosen is not None:
             return 0.0  # commands first: the next post may be one that was just cancelled
-        times = [parcel.look_at for parcel in self._flying]
+        times = [transfer.poll_at for transfer in self._posted]
         due = self._deadlines.next_at()
         if due is not None:
             times.append(due)
         return max(0.0, min(times) - now) if times else None
 
-    # ---- a parcel's way ----
+    # ---- a transfer's way ----
 
-    def _post(self, parcel: Parcel, now: float) -> None:
-        room, shipment = parcel.room, parcel.shipment
-        parcel.phase = Phase.POSTED  # it is out of its lane: the end of the room must not drop it
+    def _post(self, transfer: Transfer, now: float) -> None:
+        room, send = transfer.room, transfer.send
+        transfer.phase = Phase.POSTED  # not queued: the end of the room must not drop it
         if not self._enter(room):
-            parcel.phase = Phase.OVER
-            self._lanes.finish(parcel)
-            shipment.parcels.remove(parcel)
-            self._tidy(shipment)
+            transfer.phase = Phase.OVER
+            self._queue.finish(transfer)
+            send.transfers.remove(transfer)
+            self._discard_if_over(send)
             self._end(room)
             return
         room.posted += 1
         self._under_way[room.number] += 1
-        self._stats.queued(now - parcel.chunk.enqueued_at)
-        self._flying[parcel] = None
+        self._stats.queued(now - transfer.chunk.enqueued_at)
+        self._posted[transfer] = None
         failure: Exception | None = None
         try:
-            for handle in self._backend.post(parcel.chunk, parcel.peer):
-                parcel.handles.append(handle)
+            for handle in self._backend.post(transfer.chunk, transfer.peer):
+                transfer.handles.append(handle)
         except Exception as error:  # bindings raise what they like
             failure = error
-        parcel.open = list(parcel.handles)
-        parcel.posted_at = self._clock()
-        parcel.look_at = send_queue.next_look(parcel.posted_at, 0.0)
+        transfer.open = list(transfer.handles)
+        transfer.posted_at = self._clock()
+        transfer.poll_at = send_queue.next_poll(transfer.posted_at, 0.0)
         if failure is not None:
-            self._fail_transfer(parcel, "could not be posted", failure)
-        if not parcel.open:
-            self._settled(parcel, parcel.posted_at)
+            text = f"room {room.number}: a transfer to {transfer.peer} could not be posted"
+            self._fail_because(room, text, failure)
+        if not transfer.open:
+            self._settled(transfer, transfer.posted_at)
 
-    def _look(self, parcel: Parcel, now: float) -> None:
+    def _poll(self, transfer: Transfer, now: float) -> None:
         still, was_broken, failure = [], False, None
-        for handle in parcel.open:
+        for handle in transfer.open:
             try:
                 state = self._backend.state(handle)
             except Exception as error:
@@ -209,116 +209,118 @@ class Worker:
                 still.append(handle)
             elif state is not State.DONE:
                 was_broken = True
-        parcel.open = still
+        transfer.open = still
         if was_broken:
             # What was sent of it may still be on its way. It counts as under way for as long as
             # decode would hold its pages without a word, and nobody is told anything before that.
-            parcel.settles_at = now + self._doubt_s
-            self._fail_transfer(parcel, "was broken off by the transport", failure)
+            transfer.settles_at = now + self._doubt_s
+            what = f"a transfer to {transfer.peer} was broken off by the transport"
+            self._fail_because(transfer.room, f"room {transfer.room.number}: {what}", failure)
         if still:
-            parcel.look_at = send_queue.next_look(now, now - parcel.posted_at, parcel.buried)
-        elif now < parcel.settles_at:
-            parcel.look_at = parcel.settles_at
-            self._bury(parcel)
-            self._say_if_overdue(parcel.room)
+            age = now - transfer.posted_at
+            transfer.poll_at = send_queue.next_poll(now, age, transfer.is_overdue)
+        elif now < transfer.settles_at:
+            transfer.poll_at = transfer.settles_at
+            self._mark_overdue(transfer)
+            self._say_if_overdue(transfer.room)
         else:
-            self._settled(parcel, now)
+            self._settled(transfer, now)
 
-    def _settled(self, parcel: Parcel, now: float) -> None:
+    def _settled(self, transfer: Transfer, now: float) -> None:
         """All its handles are over."""
-        room, shipment = parcel.room, parcel.shipment
-        del self._flying[parcel]
-        moved = bool(parcel.handles) and not parcel.settles_at
+        room, send = transfer.room, transfer.send
+        del self._posted[transfer]
+        moved = bool(transfer.handles) and not transfer.settles_at
         if moved and not room.ended:
-            self._stats.settled(now - parcel.posted_at)
-        for handle in parcel.handles:
+            self._stats.settled(now - transfer.posted_at)
+        for handle in transfer.handles:
             try:
                 self._backend.release(handle)
             except Exception:
                 logger.exception("room %d: releasing a transfer", room.number)
-        parcel.phase = Phase.OVER
-        parcel.handles = []
+        transfer.phase = Phase.OVER
+        transfer.handles = []
         room.posted -= 1
-        room.buried -= parcel.buried
-        self._graveyard.discard(parcel)
-        self._lanes.finish(parcel, delivered=moved)
-        shipment.parcels.remove(parcel)
+        room.overdue -= transfer.is_overdue
+        self._overdue.discard(transfer)
+        self._queue.finish(transfer, delivered=moved)
+        send.transfers.remove(transfer)
         self._complete(room)
         self._under_way[room.number] -= 1
         if not self._under_way[room.number]:
             del self._under_way[room.number]
             self._call(self._table.leave, room.number)
         if room.ended:
-            self._tidy(shipment)
+            self._discard_if_over(send)
             self._say_if_overdue(room)
         else:
             self._deliver(room)
 
-    def _expire(self, shipment: Shipment, now: float) -> None:
-        chunk, room = shipment.chunk, shipment.room
-        late = ", ".join(f"{parcel.peer} ({parcel.phase.value})" for parcel in shipment.parcels)
+    def _expire(self, send: ChunkSend, now: float) -> None:
+        chunk, room = send.chunk, send.room
+        late = ", ".join(f"{transfer.peer} ({transfer.phase.value})" for transfer in send.transfers)
         self._fail(
             room,
             Reason.TIMEOUT,
             f"room {room.number}: a chunk was not delivered to {late} within "
             f"{now - chunk.enqueued_at:.1f} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
         )
-        for parcel in shipment.parcels:  # only those under way are left
-            if not parcel.open:
+        for transfer in send.transfers:  # only those under way are left
+            if not transfer.open:
                 continue  # broken off: it has a time of its own
-            parcel.look_at = send_queue.next_look(now, now - parcel.posted_at, buried=True)
-            self._bury(parcel)
-            given_up = self._graveyard.add(parcel)
+            transfer.poll_at = send_queue.next_poll(now, now - transfer.posted_at, is_overdue=True)
+            self._mark_overdue(transfer)
+            given_up = self._overdue.add(transfer)
             if given_up is not None:
                 self._give_up(given_up)
         self._say_if_overdue(room)
 
-    def _bury(self, parcel: Parcel) -> None:
+    def _mark_overdue(self, transfer: Transfer) -> None:
         """Its room, which has failed, does not wait for it any more."""
-        if not parcel.buried:
-            self._lanes.bury(parcel)
-            parcel.buried = True
-            parcel.room.buried += 1
+        if not transfer.is_overdue:
+            self._queue.mark_overdue(transfer)
+            transfer.is_overdue = True
+            transfer.room.overdue += 1
 
-    def _give_up(self, parcel: Parcel) -> None:
-        """Never look at it again. Nobody is told that it is quiet, and its handles are kept."""
-        send_queue.keep(parcel)
-        self._flying.pop(parcel, None)
-        self._lanes.finish(parcel)
+    def _give_up(self, transfer: Transfer) -> None:
+        """Never poll it again. Its room is never left, and its handles are never released."""
+        send_queue.never_release(transfer)
+        self._posted.pop(transfer, None)
+        self._queue.finish(transfer)
 
-    def _contain(self, shipment: Shipment, do: Callable[..., None], *arguments: Any) -> None:
-        """Whatever a bug raises here costs the shipment's room, and no other one."""
+    def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: Any) -> None:
+        """Whatever a bug raises here costs the send's room, and no other one."""
         try:
             do(*arguments)
         except Exception as error:
-            room = shipment.room
+            room = send.room
             logger.exception("transfer worker %d, room %d: a bug", self._index, room.number)
             text = f"room {room.number}: a bug in transfer worker {self._index}: {error!r}"
             self._fail(room, Reason.INTERNAL, text, error)
-            for parcel in list(shipment.parcels):
-                if parcel.phase is Phase.POSTED:
-                    self._bury(parcel)
-                    self._graveyard.discard(parcel)
-                    self._give_up(parcel)
-            self._deadlines.discard(shipment)
+            for transfer in list(send.transfers):
+                if transfer.phase is Phase.POSTED:
+                    self._mark_overdue(transfer)
+                    self._overdue.discard(transfer)
+                    self._give_up(transfer)
+            self._deadlines.discard(send)
             self._say_if_overdue(room)
 
     # ---- a room's way ----
 
-    def _enter(self, room: Room) -> bool:
-        """Ask the gate. What it raises fails the room."""
+    def _enter(self, room: RoomQueue) -> bool:
+        """Ask the room table. What it raises fails the room."""
         try:
             return self._table.enter(room.number)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return False
 
-    def _complete(self, room: Room) -> None:
+    def _complete(self, room: RoomQueue) -> None:
         """When everything of the room has landed, tell its peers: unless it was given up before,
         and then never."""
         if room.ended or room.completed or not room.has_landed:
             return
-        chunk = room.shipments[-1].chunk
+        chunk = room.sends[-1].chunk
         try:
             room.completed = self._table.complete(room.number)
         except Exception as error:
@@ -335,26 +337,24 @@ class Worker:
             text = f"room {room.number}: {peers} could not be told that it is complete"
             self._fail_because(room, text, error)
 
-    def _deliver(self, room: Room) -> None:
+    def _deliver(self, room: RoomQueue) -> None:
         """Report the chunks at the head of the room that are with all their peers."""
-        while room.shipments and not room.shipments[0].parcels and not room.ended:
-            shipment = room.shipments.popleft()
-            self._deadlines.discard(shipment)
-            self._tell(room, self._table.chunk_done, shipment.chunk)
-            if shipment.chunk.is_last:
+        while room.sends and not room.sends[0].transfers and not room.ended:
+            send = room.sends.popleft()
+            self._deadlines.discard(send)
+            self._tell(room, self._table.chunk_done, send.chunk)
+            if send.chunk.is_last:
                 self._end(room)
 
-    def _fail_transfer(self, parcel: Parcel, what: str, error: Exception | None) -> None:
-        text = f"room {parcel.room.number}: a transfer to {parcel.peer} {what}"
-        self._fail_because(parcel.room, text, error)
-
-    def _fail_because(self, room: Room, text: str, error: Exception | None) -> None:
+    def _fail_because(self, room: RoomQueue, text: str, error: Exception | None) -> None:
         reason = error.reason if isinstance(error, TransferError) else Reason.TRANSPORT
         if error is not None:
             text += f": {error if isinstance(error, TransferError) else repr(error)}"
         self._fail(room, reason, text, error)
 
-    def _fail(self, room: Room, reason: Reason, text: str, error: Exception | None = None) -> None:
+    def _fail(
+        self, room: RoomQueue, reason: Reason, text: str, error: Exception | None = None
+    ) -> None:
         """End the room and say why, unless it has ended: the first cause counts."""
         if room.ended:
             return
@@ -362,33 +362,31 @@ class Worker:
         self._tell(room, self._table.room_failed, room.number, reason, text, error)
         self._end(room)
 
-    def _end(self, room: Room) -> None:
+    def _end(self, room: RoomQueue) -> None:
         """Drop what waits; what is under way is waited for."""
         if room.ended:
             return
         room.ended = True
-        for shipment in room.shipments:
-            for parcel in list(shipment.parcels):
-                if parcel.phase is Phase.WAITING:
-                    self._lanes.drop(parcel)
-                    parcel.phase = Phase.OVER
-                    shipment.parcels.remove(parcel)
-            self._tidy(shipment)
-        room.shipments.clear()
+        for send in room.sends:
+            for transfer in list(send.transfers):
+                if transfer.phase is Phase.WAITING:
+                    self._queue.drop(transfer)
+                    transfer.phase = Phase.OVER
+                    send.transfers.remove(transfer)
+            self._discard_if_over(send)
+        room.sends.clear()
         self._say_if_overdue(room)
 
-    def _tidy(self, shipment: Shipment) -> None:
-        if not shipment.parcels:
-            self._deadlines.discard(shipment)
+    def _discard_if_over(self, send: ChunkSend) -> None:
+        if not send.transfers:
+            self._deadlines.discard(send)
 
-    def _say_if_overdue(self, room: Room) -> None:
-        if room.posted and room.buried == room.posted and not room.said_overdue:
+    def _say_if_overdue(self, room: RoomQueue) -> None:
+        if room.posted and room.overdue == room.posted and not room.said_overdue:
             room.said_overdue = True
             self._tell(room, self._table.room_overdue, room.number)
 
-    # ---- calls to others ----
-
-    def _tell(self, room: Room, callback: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, room: RoomQueue, callback: Callable[..., None], *arguments: Any) -> None:
         if not room.forgotten:
             self._call(callback, *arguments)
 
