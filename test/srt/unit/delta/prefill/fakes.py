@@ -144,13 +144,13 @@ class FakeRooms:
     backend: ScriptedBackend | None = None
     entries: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def enter(self, room: int) -> bool:
+    def enter(self, room: int, life: object | None = None) -> bool:
         if room in self.stopped:
             return False
         self.busy.add(room)
         return True
 
-    def complete(self, room: int) -> bool:
+    def complete(self, room: int, life: object | None = None) -> bool:
         if room in self.stopped:
             return False
         self.completed.add(room)
@@ -222,6 +222,10 @@ class Bench:
         )
         self._indices: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
+    def life(self, room: int) -> object | None:
+        """What its chunks name their request by."""
+        return None
+
     def open(self, *rooms: int) -> None:
         """Requests begin."""
         for room in rooms:
@@ -238,6 +242,7 @@ class Bench:
             last,
             self.clock.now + within,
             self.clock.now,
+            self.life(room),
         )
         self.worker.submit(chunk)
         return chunk

@@ -43,6 +43,9 @@ class Prefill(Bench):
         self.table.announce(room, "decode", "decode")
         self.open(room)
 
+    def life(self, room: int) -> object | None:
+        return self.table.life(room)
+
     def withdraw(self, room: int) -> bool:
         """Decode gives it up; whether its request may go at once."""
         self.table.fail(room, Reason.ABORTED, "withdrawn")
@@ -116,6 +119,49 @@ def test_withdrawn_while_only_queued() -> None:
     prefill.settle()
     assert prefill.rooms.of(2) == ["drained"]
     assert {post[0] for post in prefill.backend.posts} == {1}
+
+
+@pytest.mark.parametrize("peers", [("a",), ()])
+def test_a_number_that_is_used_again_before_its_worker_knows(peers: tuple[str, ...]) -> None:
+    """Guards against a chunk of an earlier request being posted for a later one of its number:
+    decode was told that its pages are free, and gave them to others. The scheduler is done with the
+    room, and begins it anew, within one step of the worker."""
+    prefill = Prefill(quota=1)
+    prefill.begin(1)
+    prefill.begin(2)
+    prefill.submit(1)
+    prefill.run()
+    if peers:
+        prefill.submit(2, *peers, last=True)  # waits: its peer has no place for it
+    state, cancel = prefill.backend.state, prefill.worker.cancel
+    late: list[Any] = []
+    prefill.worker.cancel = lambda *it: late.append(it)  # type: ignore[method-assign]
+
+    def meanwhile() -> None:
+        assert prefill.withdraw(2)
+        prefill.table.forget(prefill.held[2])
+        prefill.held[2], refused = prefill.table.claim(2)
+        assert refused is None
+
+    if peers:
+
+        def looked_at(handle: Any) -> State:
+            if not late:
+                meanwhile()
+            return state(handle)
+
+        prefill.backend.state = looked_at  # type: ignore[method-assign]
+        prefill.settle(1)
+    else:  # a chunk for nobody is complete when the worker comes to it
+        old = prefill.life(2)
+        meanwhile()
+        chunk = Chunk(2, (), None, True, 120.0, 0.0, old)
+        prefill.worker.submit(chunk)
+    assert {post[0] for post in prefill.backend.posts} == {1}
+    assert prefill.backend.completed == [] and not prefill.held[2].delivered
+    for it in late:
+        cancel(*it)
+    assert not prefill.held[2].is_stopped
 
 
 @pytest.mark.hazard("siblings-write-on")

@@ -178,6 +178,7 @@ class DeltaNixlManager(NixlKVManager):
             bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
             state_indices,
         )  # fmt: skip
+        assert self.rooms is not None
         now = time.monotonic()
         self.transfers.submit(
             Chunk(
@@ -187,6 +188,7 @@ class DeltaNixlManager(NixlKVManager):
                 is_last=is_last,
                 deadline=now + self.transfer_s,
                 enqueued_at=now,
+                life=self.rooms.life(bootstrap_room),
             )
         )
         if is_last:

@@ -338,11 +338,15 @@ class RoomTable:
 
     # ---- transfer workers: ``transfer_backend.Rooms`` ----
 
-    def enter(self, number: int) -> bool:
-        """Whether a write may be posted now; if so, ``leave`` follows once it has settled."""
+    def enter(self, number: int, life: object | None = None) -> bool:
+        """Whether a write may be posted now; if so, ``leave`` follows once it has settled.
+
+        ``life``: the chunk's. A room is drained, and its number used again, before its worker has
+        heard of that and dropped what is in its queue.
+        """
         self._check_suspension()
         with self._lock:
-            room = self._rooms.get(number)
+            room = self._of(number, life)
             return room is not None and self._move(room, Event.ENTER)
 
     def leave(self, number: int) -> None:
@@ -355,11 +359,11 @@ class RoomTable:
             announcements = list(room.announcements.values())
         self._listener.room_drained(number, room.reason, announcements)
 
-    def complete(self, number: int) -> bool:
+    def complete(self, number: int, life: object | None = None) -> bool:
         """Every write of the room has settled: whether decode may be told so. If so nothing can
         fail it any more but ``take_back``."""
         with self._lock:
-            room = self._rooms.get(number)
+            room = self._of(number, life)
             return room is not None and self._move(room, Event.COMPLETE)
 
     def take_back(self, number: int) -> None:
@@ -396,7 +400,17 @@ class RoomTable:
             if room is not None:
                 self._move(room, Event.OVERDUE)
 
+    def _of(self, number: int, life: object | None) -> Room | None:
+        """The room, unless it is another one than ``life``. With the lock."""
+        room = self._rooms.get(number)
+        return room if life is None or room is life else None
+
     # ---- questions ----
+
+    def life(self, number: int) -> Room | None:
+        """What tells the room from an earlier or later one with its number."""
+        with self._lock:
+            return self._rooms.get(number)
 
     def destinations(self, number: int) -> list[Announcement]:
         """What the decode ranks of a room announced so far."""

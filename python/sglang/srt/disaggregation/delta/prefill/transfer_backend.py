@@ -29,6 +29,8 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     deadline: float
     #: ``time.monotonic()`` when it was submitted, in seconds.
     enqueued_at: float
+    #: The request that it is of, as ``Rooms`` tells those apart that have one number; None: any.
+    life: object | None = None
 
 
 class State(enum.Enum):
@@ -77,14 +79,15 @@ class Rooms(Protocol):
     """Who may write, what is complete, and who is told: ``RoomTable`` is one. Called on the room's
     worker, without locks; exceptions cost the room, and no other one."""
 
-    def enter(self, room: int) -> bool:
-        """Called before every post. False: the room was stopped; nothing of it is posted again."""
+    def enter(self, room: int, life: object | None = None) -> bool:
+        """Called before every post. False: the room was stopped, or its number is another life's
+        by now; nothing of it is posted again."""
 
     def leave(self, room: int) -> None:
         """Nothing that was posted under this room number is under way any more. Every ``enter``
         that answered True is followed by one ``leave``, which may answer several of them."""
 
-    def complete(self, room: int) -> bool:
+    def complete(self, room: int, life: object | None = None) -> bool:
         """Everything of the room has settled: whether its peers may be told so. From a True on
         nothing can stop the room, from a False on nobody will be told."""
 

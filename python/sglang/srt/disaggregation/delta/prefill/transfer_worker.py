@@ -172,7 +172,7 @@ class Worker:
     def _post(self, transfer: Transfer, now: float) -> None:
         room, send = transfer.room, transfer.send
         transfer.phase = Phase.POSTED  # not queued: the end of the room must not drop it
-        if not self._enter(room):
+        if not self._enter(room, transfer.chunk):
             transfer.phase = Phase.OVER
             self._queue.finish(transfer)
             send.transfers.remove(transfer)
@@ -307,10 +307,10 @@ class Worker:
 
     # ---- a room's way ----
 
-    def _enter(self, room: RoomQueue) -> bool:
+    def _enter(self, room: RoomQueue, chunk: Chunk) -> bool:
         """Ask the room table. What it raises fails the room."""
         try:
-            return self._table.enter(room.number)
+            return self._table.enter(room.number, chunk.life)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return False
@@ -322,7 +322,7 @@ class Worker:
             return
         chunk = room.sends[-1].chunk
         try:
-            room.completed = self._table.complete(room.number)
+            room.completed = self._table.complete(room.number, chunk.life)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return
