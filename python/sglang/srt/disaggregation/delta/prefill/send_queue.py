@@ -110,7 +110,7 @@ class _PeerQueue:
     waiting: OrderedDict[Transfer, None] = field(default_factory=OrderedDict)
     #: Transfers that were posted and are neither over nor overdue.
     posted: int = 0
-    #: Buried ones that take a place.
+    #: Overdue ones that take a place.
     overdue: set[Transfer] = field(default_factory=set)
 
 
