@@ -142,32 +142,6 @@ def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
     assert rank.manager.chunk_deadlines.rooms() == []
 
 
-@pytest.mark.parametrize("staging", [False, True])
-def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) -> None:
-    """Guards against an aborted request's chunk, still in its queue when the number is used again,
-    being sent for the later request: were it the last one, decode would take what is not there. Nor
-    may it take the deadline of the later one's chunk away."""
-    manager = rank.manager
-    rank.announce(1)
-    rank.send(1)
-    manager.rooms.fail(1, Reason.ABORTED, "withdrawn")
-    room = manager.rooms.life(1)
-    assert room.is_over, "its request may go"
-    manager.rooms.forget(room)
-    manager.forget_status(1)
-    manager.transfer_infos.clear()
-    rank.announce(1)
-    rank.send(1)
-    if staging:
-        chunks = [manager.transfer_queues[0]._buf[at] for at in (0, 1)]
-        assert GatedQueue(manager.transfer_queues[0], manager).get() is chunks[1]
-        return
-    rank.take(60.0)
-    assert rank.failed() == {} and manager.chunk_deadlines.rooms() == [1]
-    rank.take(0.0)
-    assert manager.chunk_deadlines.rooms() == [] and not manager.rooms.is_under_way(1)
-
-
 @pytest.mark.hazard("slow-peer")
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_nothing_is_begun_for_a_room_that_was_given_up(rank: Rank, seconds: float) -> None:

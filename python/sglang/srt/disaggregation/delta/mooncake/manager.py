@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.delta.mooncake.messages import (
     MooncakeTransferInfo,
     RoomProgress,
 )
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, RoomOfLife, serve_staging
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, serve_staging
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.patchset import environment
 
@@ -134,11 +134,9 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last_chunk: bool,
         aux_index: int | None = None, state_indices: list[int] | None = None,
     ) -> None:  # fmt: skip
-        assert self.rooms is not None
         self.chunk_deadlines.queued(bootstrap_room)  # before a worker may be through with it
-        room = RoomOfLife.of(bootstrap_room, self.rooms.life(bootstrap_room))
         super().add_transfer_request(
-            room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
+            bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
         )
 
     @override

@@ -41,31 +41,6 @@ class QueuedChunk(Protocol):
     state_indices: list[int] | None
 
 
-class RoomOfLife(int):
-    """A room number as a chunk has it, with the life that it is of: SGLang hands on the number, and
-    an aborted request's chunk may still be in the queue when the number is used again."""
-
-    life: object | None
-
-    @classmethod
-    def of(cls, number: int, life: object | None) -> RoomOfLife:
-        """``life``: the room table's."""
-        room = cls(number)
-        room.life = life
-        return room
-
-
-def _life(chunk: QueuedChunk) -> object | None:
-    return getattr(chunk.room, "life", None)
-
-
-def _over(manager: DeltaMooncakeManager, chunk: QueuedChunk) -> None:
-    """The chunk needs no deadline any more; one of an earlier life has none."""
-    life = _life(chunk)
-    if life is None or manager.rooms.life(chunk.room) is life:
-        manager.chunk_deadlines.over(chunk.room)
-
-
 class ChunkError(Exception):
     """A chunk cannot be sent; fails its room.
 
@@ -109,7 +84,7 @@ class ChunkWorker:
     def take(self, chunk: QueuedChunk) -> None:
         """Send one ``TransferKVChunk``, or fail its room. Never raises."""
         try:
-            if self._manager.rooms.enter(chunk.room, _life(chunk)):
+            if self._manager.rooms.enter(chunk.room):
                 self._serve(chunk)
         except Exception as error:  # the thread must outlive what it meets
             logger.exception(
@@ -118,7 +93,7 @@ class ChunkWorker:
             )
             self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
         finally:
-            _over(self._manager, chunk)
+            self._manager.chunk_deadlines.over(chunk.room)
 
     def _serve(self, chunk: QueuedChunk) -> None:
         settled = True
@@ -243,10 +218,10 @@ class GatedQueue:
         self.leave(None)
         while True:
             chunk = self._queue.get()
-            if self._manager.rooms.enter(chunk.room, _life(chunk)):
+            if self._manager.rooms.enter(chunk.room):
                 self._room = chunk.room
                 return chunk
-            _over(self._manager, chunk)
+            self._manager.chunk_deadlines.over(chunk.room)
 
     def put(self, chunk: QueuedChunk) -> None:
         """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
