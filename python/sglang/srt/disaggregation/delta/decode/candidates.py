@@ -332,10 +332,11 @@ class AgreedSteps:
                 plan.close()
             free, protected = pool.free, pool.protected
             vote = AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected)
-            checksum = Checksum()
+            agreed = vote
             if not alone(queue.gloo_group):
+                checksum = Checksum()
                 checksum.note([entry.req.rid for entry in ready], [one.req.rid for one in first])
-            agreed = agree(vote, checksum, over(queue.gloo_group))
+                agreed = agree(vote, checksum, over(queue.gloo_group))
             if agreed.pools_differ:
                 self._log_difference(agreed, pool)
             budget.surplus = pool.free - agreed.free
