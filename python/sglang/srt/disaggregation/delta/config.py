@@ -83,15 +83,3 @@ def from_environment(cpus: int | None = None) -> Settings:
         doubt_s=environment.QUARANTINE_TIMEOUT.read(),
         stuck_s=environment.WORKER_TIMEOUT.read(),
     )
-
-
-def worker_of(room: int, settings: Settings) -> int:
-    """The worker of ``room``: the same for all its chunks, which is what keeps them in order.
-
-    Room numbers are scattered first. Data parallel attention gives a scheduler only rooms with one
-    remainder, and ``room % queues`` would put all of them into one queue.
-    """
-    # Times the 64-bit golden ratio (Knuth, "The Art of Computer Programming", volume 3, 6.4); the
-    # upper bits of the product depend on every bit of the room.
-    scattered = room * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-    return scattered * settings.workers >> 64

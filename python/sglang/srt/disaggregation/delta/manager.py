@@ -5,6 +5,7 @@ Every backend that derives from them gets the delta protocol; only how bytes mov
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -27,6 +28,7 @@ from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, Roo
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 else:
     CommonKVBootstrapServer = CommonKVManager = object
@@ -34,11 +36,19 @@ else:
 logger = logging.getLogger(__name__)
 
 
+@functools.cache
+def kv_poll() -> type[KVPoll]:
+    """SGLang's states of a room. Imported late, so that unit tests need no SGLang, and once: what
+    asks for them is called for each room in each step."""
+    from sglang.srt.disaggregation.base import conn
+
+    states: type[KVPoll] = conn.KVPoll
+    return states
+
+
 def is_failed(status: Any) -> bool:
     """Whether a room's status is ``KVPoll.Failed``."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    return bool(status == KVPoll.Failed)
+    return bool(status == kv_poll().Failed)
 
 
 class DeltaBootstrapServer(CommonKVBootstrapServer):
@@ -203,13 +213,12 @@ class DeltaManager(CommonKVManager):
     def fail_known(self, room: int, text: str) -> bool:
         """Fail a room whose request is here and that has neither ended nor failed; whether it
         was one."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
+        poll = kv_poll()
         with self._status_lock:
-            if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+            if self.request_status.get(room) in (None, poll.Failed, poll.Success):
                 return False
             self.record_failure(room, text)
-            super().update_status(room, KVPoll.Failed)
+            super().update_status(room, poll.Failed)
             return True
 
     def failure_of(self, room: int) -> str:
@@ -227,9 +236,7 @@ class DeltaManager(CommonKVManager):
 
     def room_delivered(self, room: int) -> None:
         """Decode has all of ``room``."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        self.advance(room, KVPoll.Success)
+        self.advance(room, kv_poll().Success)
 
     def room_stopped(self, room: int, kind: Reason) -> None:
         """``room`` failed; a backend with queues of its own drops what is in them."""
@@ -243,12 +250,10 @@ class DeltaManager(CommonKVManager):
     def start_if_announced(self, room: int) -> bool:
         """A room starts when its request is here and all its decode ranks have announced it,
         whichever comes last; whether the latter have. Prefill only."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         infos = list(self.transfer_infos.get(room, {}).values())
         is_announced = bool(infos) and len(infos) >= infos[-1].required_dst_info_num
         if is_announced:
-            self.advance(room, KVPoll.WaitingForInput)
+            self.advance(room, kv_poll().WaitingForInput)
         return is_announced
 
     def take_announcement(self, room: int) -> None:

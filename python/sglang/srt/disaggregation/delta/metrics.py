@@ -314,27 +314,29 @@ class AsyncTransferStats:
     @best_effort
     def posted(self, *, build_s: float, post_s: float, descriptors: int, moved: int) -> None:
         """One transfer was posted. ``moved``: its bytes, without those that decode already has."""
-        self._add("kv_transfer_build_seconds", build_s)
-        self._add("kv_transfer_post_seconds", post_s)
-        self._add("kv_transfer_descriptors", descriptors)
-        self._add("kv_transfer_bytes", moved)
+        self._add(
+            kv_transfer_build_seconds=build_s,
+            kv_transfer_post_seconds=post_s,
+            kv_transfer_descriptors=descriptors,
+            kv_transfer_bytes=moved,
+        )
 
     @best_effort
     def transported(self, seconds: float) -> None:
         """What the transport's own telemetry says of one of its transfers."""
-        self._add("kv_transfer_transport_seconds", seconds)
+        self._add(kv_transfer_transport_seconds=seconds)
 
     # ---- for the workers ----
 
     @best_effort
     def queued(self, seconds: float) -> None:
         """A transfer is about to be posted, so long after it was submitted."""
-        self._add("kv_transfer_queue_seconds", seconds)
+        self._add(kv_transfer_queue_seconds=seconds)
 
     @best_effort
     def settled(self, seconds: float) -> None:
         """A transfer was delivered, so long after its post."""
-        self._add("kv_transfer_wire_seconds", seconds)
+        self._add(kv_transfer_wire_seconds=seconds)
 
     @best_effort
     def failed(self, reason: Reason) -> None:
@@ -414,9 +416,10 @@ class AsyncTransferStats:
             f"ended early: {', '.join(failed) or 'none'}"
         )
 
-    def _add(self, name: str, value: float) -> None:
+    def _add(self, **values: float) -> None:
         with self._lock:
-            self._histograms[name].add(value)
-        exported = self._exported.get(name)
-        if exported is not None:
-            exported.observe(value)
+            for name, value in values.items():
+                self._histograms[name].add(value)
+        if self._exported:
+            for name, value in values.items():
+                self._exported[name].observe(value)

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta import config
-from sglang.srt.disaggregation.delta.config import Settings, worker_of
+from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     SHORTEST_S,
     Deadlines,
     next_poll,
 )
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import worker_of
 from sglang.srt.patchset.environment import QUEUES, THREADS
 
 
@@ -78,13 +79,12 @@ def test_nothing_may_be_zero(name: str) -> None:
 def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
     """Guards against rooms of one remainder (data parallel attention) that all go to one worker,
     and against two answers for one room."""
-    made = Settings(queues=workers, threads=workers)
     rooms = [3 + stride * index for index in range(2000)]
-    shares = Counter(worker_of(room, made) for room in rooms)
+    shares = Counter(worker_of(room, workers) for room in rooms)
     assert set(shares) == set(range(workers))
     assert max(shares.values()) <= 1.25 * len(rooms) / workers
-    assert [worker_of(room, made) for room in rooms] == [worker_of(room, made) for room in rooms]
-    assert worker_of(2**63 + 5, made) < workers
+    assert all(worker_of(room, workers) == worker_of(room, workers) for room in rooms)
+    assert worker_of(2**63 + 5, workers) < workers
 
 
 @given(now=st.floats(0, 1e7), age=st.floats(0, 1e3), is_overdue=st.booleans())

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.delta.config import Settings, worker_of
+from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
 from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
 from unit.delta.prefill.fakes import (
     FakeRooms,
     Handle,
@@ -159,7 +159,7 @@ def test_the_scheduler_never_waits_for_a_post() -> None:
     threads = Threads(backend)
     threads.send(0)
     assert backend.entered.wait(LONG_S)
-    workers = [worker_of(room, threads.settings) for room in range(50)]
+    workers = [worker_of(room, threads.settings.workers) for room in range(50)]
     same = workers.index(workers[0], 1)
     other = next(room for room, worker in enumerate(workers) if worker != workers[0])
     threads.send(same)
@@ -253,8 +253,9 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     assert failed == [] and caplog.text == ""
     counted = STATS.totals["kv_transfer_stuck_workers"]
     now[0] += threads.settings.stuck_s / 2 + 1
-    index = worker_of(0, threads.settings)
-    theirs = [number for number in range(20) if worker_of(number, threads.settings) == index]
+    workers = threads.settings.workers
+    index = worker_of(0, workers)
+    theirs = [number for number in range(20) if worker_of(number, workers) == index]
     for _ in range(3):
         watchdog.tick()
     assert [room for room, _ in failed] == theirs and len(theirs) < len(rooms)
@@ -263,9 +264,7 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     assert all(f"transfer worker {name} hangs in a call" in text for _, text in failed)
     assert caplog.text.count(f"{name} hangs in a call of the transport since 31 s") == 1
     assert [room.number for room in rooms if room.is_over] == theirs
-    late, _ = table.claim(
-        100 + next(r for r in range(20) if worker_of(100 + r, threads.settings) == index)
-    )
+    late, _ = table.claim(100 + next(r for r in range(20) if worker_of(100 + r, workers) == index))
     watchdog.tick()
     assert late.is_over, "one that came since then"
     backend.go_on.set()

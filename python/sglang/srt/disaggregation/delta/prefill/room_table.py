@@ -68,6 +68,9 @@ class State(enum.Enum):
     #: Not in the table: never seen, or over.
     ENDED = "ended"
 
+    # By identity, in C: Enum's is a call of Python's, and each step looks states up.
+    __hash__ = object.__hash__
+
 
 class Event(enum.Enum):
     """What may happen to a room."""
@@ -90,6 +93,8 @@ class Event(enum.Enum):
     OVERDUE = "overdue"
     #: The scheduler is done with its request.
     FORGET = "forget"
+
+    __hash__ = object.__hash__
 
 
 #: Every step that there is. An event that is not listed for a state changes nothing.
@@ -127,14 +132,23 @@ _COMPLETE = {State.COMPLETING, State.COMPLETE}
 _GONE = {State.LINGERING, State.ENDED}
 #: Its request may go, and with it the source pages and the metadata slot.
 _OVER = {State.OVERDUE, State.DRAINED} | _GONE
+_STOPPED = {State.STOPPED} | _OVER
 
 
 @dataclass(eq=False)
 class Room:
-    """One life of a room number. Written by the table, read by anybody without its lock."""
+    """One life of a room number. Written by the table, read by anybody without its lock.
+
+    The scheduler asks each request in each step: what it reads are plain attributes.
+    """
 
     number: int
     state: State = State.ENDED
+    #: Nothing more of it is to be sent, because it was given up or is gone.
+    is_stopped: bool = False
+    #: It was given up and its request may end: nothing reads its pages, or what still reads them is
+    #: of no use to anybody.
+    is_over: bool = False
     #: By decode rank.
     announcements: dict[str, Announcement] = field(default_factory=dict)
     #: When the first of them came, in the scheduler's time.
@@ -145,17 +159,6 @@ class Room:
     error: BaseException | None = None
     #: All its decode ranks were told that it is complete.
     delivered: bool = False
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether nothing more of it is to be sent, because it was given up or is gone."""
-        return self.state is State.STOPPED or self.state in _OVER
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was given up and its request may end: nothing reads its pages, or what still
-        reads them is of no use to anybody."""
-        return self.state in _OVER
 
 
 class Listener(Protocol):
@@ -225,6 +228,8 @@ class RoomTable:
         if after is None:
             return False
         room.state = after
+        if after in _STOPPED:
+            room.is_stopped, room.is_over = True, after in _OVER
         if before is State.ENDED:
             self._rooms[room.number] = room
         elif after is State.ENDED:
@@ -255,7 +260,8 @@ class RoomTable:
                 return room, None if had_request else reason
             if room.reason is not None or room.state in _GONE:
                 reason = room.reason or f"room {number}: an earlier transfer still uses its number"
-                return Room(number, State.DRAINED, reason=reason), reason
+                refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
+                return refused, reason
             self._move(room, Event.CLAIM)
             return room, None
 
@@ -306,8 +312,7 @@ class RoomTable:
 
     def abandon(self, number: int, kind: Reason, text: str) -> None:
         """Its worker does not go on: fail it, and let its request go."""
-        with self._lock:
-            room = self._rooms.get(number)
+        room = self._rooms.get(number)
         if room is None or room.delivered or room.is_over:
             return
         if not room.is_stopped:
@@ -380,8 +385,7 @@ class RoomTable:
 
     def deliver(self, number: int) -> None:
         """Decode was told that the room is complete."""
-        with self._lock:
-            room = self._rooms.get(number)
+        room = self._rooms.get(number)
         if room is not None and room.state in _COMPLETE:
             self._listener.room_delivered(number)
             room.delivered = True
@@ -405,12 +409,11 @@ class RoomTable:
         room = self._rooms.get(number)
         return room if life is None or room is life else None
 
-    # ---- questions ----
+    # ---- questions; those about one room need no lock ----
 
     def life(self, number: int) -> Room | None:
         """What tells the room from an earlier or later one with its number."""
-        with self._lock:
-            return self._rooms.get(number)
+        return self._rooms.get(number)
 
     def destinations(self, number: int) -> list[Announcement]:
         """What the decode ranks of a room announced so far."""
@@ -420,15 +423,13 @@ class RoomTable:
 
     def stopped(self, number: int) -> str | None:
         """Why nothing more is posted for a room; None while it is open or unknown."""
-        with self._lock:
-            room = self._rooms.get(number)
-            return room.reason if room is not None else None
+        room = self._rooms.get(number)
+        return room.reason if room is not None else None
 
     def is_under_way(self, number: int) -> bool:
         """Whether something that was posted for a room may still land."""
-        with self._lock:
-            room = self._rooms.get(number)
-            return room is not None and room.state in _UNDER_WAY
+        room = self._rooms.get(number)
+        return room is not None and room.state in _UNDER_WAY
 
     def numbers(self, peer: str | None = None) -> list[int]:
         """Rooms in the table, or those of them that ``peer`` announced."""

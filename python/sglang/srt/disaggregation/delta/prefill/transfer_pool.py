@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from sglang.srt.disaggregation.delta.config import Settings, worker_of
+from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import STATS, AsyncTransferStats, Reason
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Rooms
@@ -163,6 +163,17 @@ class _Thread:
         return wait
 
 
+def worker_of(room: int, workers: int) -> int:
+    """The worker of ``room``: the same for all its chunks, which is what keeps them in order.
+
+    Room numbers are scattered first. Data parallel attention gives a scheduler only rooms with one
+    remainder, and ``room % workers`` would put all of them into one queue.
+    """
+    # Times the 64-bit golden ratio (Knuth, "The Art of Computer Programming", volume 3, 6.4); the
+    # upper bits of the product depend on every bit of the room.
+    return (room * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) * workers >> 64
+
+
 class TransferPool:
     """Moves chunks on its own threads; nothing here waits for a transfer.
 
@@ -254,14 +265,14 @@ class TransferPool:
 
     def worker_of(self, room: int) -> int:
         """The index of the worker that a room belongs to."""
-        return worker_of(room, self._settings)
+        return worker_of(room, len(self._threads))
 
     def alive(self) -> int:
         """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""
         return sum(each.thread.is_alive() for each in self._threads)
 
     def _put(self, room: int, command: _Command) -> None:
-        self._threads[worker_of(room, self._settings)].put(command)
+        self._threads[self.worker_of(room)].put(command)
 
 
 class Watchdog:
