@@ -7,17 +7,15 @@ need: it is installed without them, by name and version, beside the ones that ar
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import apart
+
 RELEASE = "0.5.12.post1"
 #: Set to 1 to have the tests install and run the release; else they are skipped.
 SWITCH = "SGLANG_LATER_RELEASE"
-FOLDER = Path(__file__).resolve().parents[2] / ".interop" / f"sglang-{RELEASE}"
-_INSTALL_S = 300
 
 
 #: For the tests that want it; before any fixture of theirs starts a server.
@@ -30,18 +28,7 @@ ON_REQUEST = pytest.mark.skipif(
 def installed() -> Path:
     """The folder with the release, installed there the first time; skips the test where it cannot
     be had."""
-    if not (FOLDER / f"sglang-{RELEASE}.dist-info").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target"]
-        found = subprocess.run(
-            [*command, str(FOLDER), f"sglang=={RELEASE}"],
-            capture_output=True,
-            text=True,
-            timeout=_INSTALL_S,
-            check=False,
-        )
-        if found.returncode:
-            pytest.skip(f"SGLang {RELEASE} cannot be installed: {found.stderr[-300:]}")
-    return FOLDER
+    return apart.installed(f"sglang=={RELEASE}")
 
 
 def environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 

@@ -52,6 +52,9 @@ class Pair(pair.Pair):
         name: str = self.decode.manager.peer_name
         return name
 
+    def share_queue(self, room: int, other: int) -> bool:
+        return True  # it is the decode rank's
+
     @contextmanager
     def engine(self, transfer: Callable[..., int]) -> Iterator[None]:
         """``transfer(real, *arguments)`` stands in for the engine's batch transfer."""

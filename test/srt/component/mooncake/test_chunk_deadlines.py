@@ -12,7 +12,7 @@ from component.mooncake.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, GatedQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -140,6 +140,38 @@ def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
     assert rank.manager.chunk_deadlines.rooms() == [1]
     queue.leave(None)
     assert rank.manager.chunk_deadlines.rooms() == []
+
+
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("staging", [False, True])
+def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) -> None:
+    """Guards against an aborted request's chunk, still in its queue when the number is used again,
+    being sent for the later request: were it the last one, decode would take what is not there. Nor
+    may it take the deadline of the later one's chunk away, or fail it with its own."""
+    manager = rank.manager
+    rank.announce(1)
+    rank.send(1)
+    room = manager.rooms.life(1)
+    manager.rooms.fail(1, Reason.ABORTED, "withdrawn")
+    assert room.is_over, "its request may go"
+    manager.rooms.forget(room)
+    manager.forget_status(1)
+    rank.now = 9.0
+    rank.announce(1)
+    rank.send(1)
+    rank.now = 10.0  # the earlier one is late
+    manager._tick()
+    assert rank.failed() == {} and rank.said == []
+    early, late = (manager.transfer_queues[0]._buf[at] for at in (0, 1))
+    if staging:
+        assert GatedQueue(manager.transfer_queues[0], manager).get() is late
+        return
+    rank.take(60.0)
+    assert rank.now == 10.0, "nothing was sent"
+    assert rank.failed() == {} and manager.chunk_deadlines.rooms() == [1]
+    rank.take(0.0)
+    assert manager.chunk_deadlines.rooms() == [] and not manager.rooms.is_under_way(1)
+    assert early.life is not late.life
 
 
 @pytest.mark.hazard("slow-peer")

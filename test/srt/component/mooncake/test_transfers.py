@@ -15,7 +15,7 @@ from component.transfer.pair import ADDRESS, DONE, LOST, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.mooncake.manager import ChunkDeadlines
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
 
 pytestmark = pytest.mark.parametrize("pair", ["mooncake"], indirect=True)
 

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.delta.mooncake.worker import (
 
 def chunk(room: int) -> Any:
     """A chunk of ``room``, as far as it is looked at before anything is sent."""
-    return SimpleNamespace(room=room, is_last_chunk=True)
+    return SimpleNamespace(room=room, is_last_chunk=True, life=None)
 
 
 def test_all_layers_settle_before_a_chunk_is_done() -> None:
@@ -43,7 +43,7 @@ def test_a_worker_outlives_what_it_cannot_even_report() -> None:
     worker = ChunkWorker(manager, ThreadPoolExecutor(1))
     manager.rooms.claim(7)
     manager.update_status(7, KVPoll.WaitingForInput)
-    manager.rooms.destinations = lambda room: 1 / 0
+    manager.rooms.destinations = lambda *_: 1 / 0
     worker.take(chunk(7))  # neither what it has to do nor whom to tell can be known
     assert manager.request_status == {7: KVPoll.Failed}
     assert not manager.rooms.is_under_way(7), "it was left busy"

@@ -61,6 +61,10 @@ class Pair(pair.Pair):
         self.prefill.manager._start_bootstrap_thread()
         self.decode.manager._start_heartbeat_checker_thread()
 
+    def share_queue(self, room: int, other: int) -> bool:
+        worker_of = self.prefill.manager.transfers.worker_of
+        return bool(worker_of(room) == worker_of(other))
+
     @contextmanager
     def agent_that(self, **calls: Any) -> Iterator[Any]:
         """Prefill's agent with some of its calls replaced."""

@@ -178,6 +178,10 @@ class Pair:
         """The name by which prefill knows the decode rank."""
         raise NotImplementedError
 
+    def share_queue(self, room: int, other: int) -> bool:
+        """Whether chunks of one room wait behind those of the other."""
+        raise NotImplementedError
+
     def held_up(self) -> AbstractContextManager[Hold]:
         """What is written meanwhile stays under way until it is released, or to the end of this."""
         raise NotImplementedError
@@ -226,9 +230,15 @@ class Pair:
         """Prefill's end of a room."""
         return self._end("Sender")(self.prefill.manager, ADDRESS, room, [0], 0)
 
-    def room(self) -> tuple[Any, Any]:
+    def room_behind(self, room: int) -> int:
+        """A number that was not used yet, whose chunks wait behind those of ``room``."""
+        while not self.share_queue(room, other := self.next_room()):
+            pass
+        return other
+
+    def room(self, number: int | None = None) -> tuple[Any, Any]:
         """A new room: its sender and its receiver."""
-        room = self.next_room()
+        room = self.next_room() if number is None else number
         receiver = self.receiver(room)
         return self.sender(room), receiver
 
@@ -243,11 +253,16 @@ class Pair:
         until(lambda: sender.poll() == KVPoll.WaitingForInput, "bootstrapped")
 
     def ready_room(
-        self, *targets: int, prefix: int = 0, prompt: int | None = None, slot: int = 5
+        self,
+        *targets: int,
+        prefix: int = 0,
+        prompt: int | None = None,
+        slot: int = 5,
+        number: int | None = None,
     ) -> tuple[Any, Any]:
         """A room whose ``targets`` decode has announced behind ``prefix`` tokens, and whose sender
         waits for the KV of ``prompt`` pages; metadata go from slot 3 to ``slot``."""
-        sender, receiver = self.room()
+        sender, receiver = self.room(number)
         receiver.announce(pages(*targets), slot, prefix_len=prefix)
         self.announced(sender)
         sender.init(len(targets) if prompt is None else prompt, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from component.transfer.pair import LOST, Pair, pages, until
+from component.transfer.pair import DONE, LOST, Pair, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 
@@ -140,6 +140,36 @@ def test_room_withdrawn_when_all_was_sent(pair: Pair) -> None:
     if deferred is not None:
         until(deferred.is_drained, "drained")
         deferred.stop_following()
+
+
+@pytest.mark.hazard("room-number-reused", "pages-written-after-release")
+def test_chunk_in_the_queue_is_not_sent_for_a_later_room_of_its_number(pair: Pair) -> None:
+    """Guards against the pages of an aborted request being sent, and said to be complete, for a
+    later request of its room number: its chunk waits behind others while the number changes
+    hands."""
+    first, first_receiver = pair.ready_room(*range(10, 20))
+    room = pair.room_behind(first.bootstrap_room)
+    sender, receiver = pair.ready_room(4, number=room)
+    with pair.held_up() as hold:
+        for page in range(10):  # as many as keep the queue behind them from being served
+            first.send(pages(page))
+        hold.wait()
+        sender.send(pages(30))
+        sender.abort()
+        assert pair.finish(sender, receiver) == LOST
+        assert receiver.defer_free() is None
+        for end in (sender, receiver):
+            assert "aborted on the prefill server" in pair.reason(end)
+        sender, receiver = pair.ready_room(5, number=room)
+        hold.release()
+        assert pair.finish(first, first_receiver) == DONE
+    assert sender.poll() == receiver.poll() == KVPoll.WaitingForInput
+    assert pair.arrived(list(range(10)), list(range(10, 20)))
+    sender.send(pages(31))
+    assert pair.finish(sender, receiver) == DONE
+    assert pair.arrived([*range(10), 31], [*range(10, 20), 5])
+    for end in (first, first_receiver, sender, receiver):
+        end.clear()
 
 
 @pytest.mark.hazard("late-notification", "room-number-reused")

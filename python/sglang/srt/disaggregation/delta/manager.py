@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.delta.event_log import log_announced
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
-from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, RoomTable
+from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, Room, RoomTable
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class DeltaManager(CommonKVManager):
         """Decode has all of ``room``."""
         self.advance(room, kv_poll().Success)
 
-    def room_stopped(self, room: int, kind: Reason) -> None:
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
         """``room`` failed; a backend with queues of its own drops what is in them."""
 
     def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:

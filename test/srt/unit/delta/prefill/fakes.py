@@ -144,13 +144,13 @@ class FakeRooms:
     backend: ScriptedBackend | None = None
     entries: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def enter(self, room: int, life: object | None = None) -> bool:
+    def enter(self, room: int, life: object | None) -> bool:
         if room in self.stopped:
             return False
         self.busy.add(room)
         return True
 
-    def complete(self, room: int, life: object | None = None) -> bool:
+    def complete(self, room: int, life: object | None) -> bool:
         if room in self.stopped:
             return False
         self.completed.add(room)
@@ -170,7 +170,12 @@ class FakeRooms:
         self.entries.append(("done", chunk.room, chunk.payload.index))
 
     def room_failed(
-        self, room: int, reason: Reason, text: str, error: BaseException | None
+        self,
+        room: int,
+        reason: Reason,
+        text: str,
+        error: BaseException | None,
+        life: object | None,
     ) -> None:
         self.entries.append(("failed", room, reason, text, error))
 
@@ -223,13 +228,13 @@ class Bench:
         self._indices: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
     def life(self, room: int) -> object | None:
-        """What its chunks name their request by."""
+        """What tells it from another one of its number."""
         return None
 
     def open(self, *rooms: int) -> None:
         """Requests begin."""
         for room in rooms:
-            self.worker.open(room)
+            self.worker.open(room, self.life(room))
 
     def submit(
         self, room: int, *peers: str, last: bool = False, within: float = 120.0, **script: Any
@@ -242,7 +247,6 @@ class Bench:
             last,
             self.clock.now + within,
             self.clock.now,
-            self.life(room),
         )
         self.worker.submit(chunk)
         return chunk

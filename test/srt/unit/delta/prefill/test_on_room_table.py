@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
-from unit.delta.prefill.fakes import Bench, FakeRooms
+from unit.delta.prefill.fakes import Bench, FakeRooms, Script
 
 
 class Prefill(Bench):
@@ -29,8 +29,8 @@ class Prefill(Bench):
     def room_delivered(self, room: int) -> None:
         pass
 
-    def room_stopped(self, room: int, kind: Reason) -> None:
-        self.worker.cancel(room, kind)
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+        self.worker.cancel(room, kind, life)
 
     def room_drained(self, room: int, reason: str, announcements: list[Any]) -> None:
         assert announcements == ["decode"] and not self.backend.open_handles(room)
@@ -54,7 +54,15 @@ class Prefill(Bench):
     def done(self, room: int) -> None:
         """The request is done with."""
         self.table.forget(self.held[room])
-        self.worker.forget(room)
+        self.worker.forget(room, self.held[room])
+
+    def again(self, room: int) -> None:
+        """Its request is done with, and another one has its number; the worker has heard of
+        neither."""
+        self.table.forget(self.held[room])
+        self.held[room], refused = self.table.claim(room)
+        assert refused is None
+        self.table.announce(room, "decode", "decode")
 
 
 class Both:
@@ -139,9 +147,7 @@ def test_a_number_that_is_used_again_before_its_worker_knows(peers: tuple[str, .
 
     def meanwhile() -> None:
         assert prefill.withdraw(2)
-        prefill.table.forget(prefill.held[2])
-        prefill.held[2], refused = prefill.table.claim(2)
-        assert refused is None
+        prefill.again(2)
 
     if peers:
 
@@ -153,15 +159,67 @@ def test_a_number_that_is_used_again_before_its_worker_knows(peers: tuple[str, .
         prefill.backend.state = looked_at  # type: ignore[method-assign]
         prefill.settle(1)
     else:  # a chunk for nobody is complete when the worker comes to it
-        old = prefill.life(2)
         meanwhile()
-        chunk = Chunk(2, (), None, True, 120.0, 0.0, old)
-        prefill.worker.submit(chunk)
+        prefill.worker.submit(Chunk(2, (), Script(), True, 1120.0, 1000.0))
     assert {post[0] for post in prefill.backend.posts} == {1}
     assert prefill.backend.completed == [] and not prefill.held[2].delivered
     for it in late:
         cancel(*it)
     assert not prefill.held[2].is_stopped
+
+
+@pytest.mark.hazard("room-number-reused")
+def test_a_deadline_of_an_earlier_request_of_the_number() -> None:
+    """Guards against a request that fails because a chunk of an earlier one of its number was late:
+    that one was aborted, and its worker has not heard of it."""
+    prefill = Prefill(quota=1)
+    prefill.begin(1)
+    prefill.begin(2)
+    prefill.submit(1)
+    prefill.run()
+    prefill.submit(2, within=5.0)  # waits: its peer has no place for it
+    late: list[Any] = []
+    cancel = prefill.worker.cancel
+    prefill.worker.cancel = lambda *it: late.append(it)  # type: ignore[method-assign]
+    old = prefill.held[2]
+    assert prefill.withdraw(2)
+    prefill.again(2)
+    prefill.run(6.0)
+    assert prefill.rooms.of(2)[0] == "failed", "its deadline passed"
+    assert not prefill.held[2].is_stopped
+    prefill.worker.cancel = cancel  # type: ignore[method-assign]
+    for it in late:
+        cancel(*it)
+    prefill.worker.forget(2, old)
+    prefill.open(2)
+    prefill.submit(2, last=True)
+    prefill.settle()  # the first room's place is free
+    prefill.settle()
+    assert prefill.held[2].delivered
+
+
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("command", ["cancel", "forget"])
+def test_a_word_about_an_earlier_request_of_the_number(command: str) -> None:
+    """Guards against a request whose chunks are dropped without a word, so that it hangs: the
+    thread that failed an earlier one of its number is late with telling the worker."""
+    prefill = Prefill()
+    prefill.begin(1)
+    old = prefill.held[1]
+    late: list[Any] = []
+    cancel = prefill.worker.cancel
+    prefill.worker.cancel = lambda *it: late.append(it)  # type: ignore[method-assign]
+    assert prefill.withdraw(1)
+    prefill.done(1)
+    prefill.begin(1)
+    if command == "cancel":
+        cancel(*late[0])
+    else:
+        prefill.worker.forget(1, old)
+    prefill.submit(1, last=True)
+    prefill.run()
+    prefill.settle()
+    assert prefill.held[1].delivered and prefill.rooms.of(1)[-1] == "drained"
 
 
 @pytest.mark.hazard("siblings-write-on")

@@ -218,7 +218,7 @@ class Failed(list[tuple[int, str]]):
             self.append((room, text))
         return False
 
-    def room_stopped(self, room: int, kind: Reason) -> None:
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
         assert kind is Reason.INTERNAL
 
     def room_drained(self, room: int, reason: str, announcements: list[object]) -> None:

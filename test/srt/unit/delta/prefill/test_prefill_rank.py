@@ -321,7 +321,7 @@ def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
     room: the room is stopped, nobody says that it failed, and it waits for ever."""
     told: list[tuple[int, Reason]] = []
     side.manager.room_stopped = (  # type: ignore[method-assign]
-        lambda room, kind: told.append((room, kind))
+        lambda room, kind, life: told.append((room, kind))
     )
     side.announce()
     unclaimed = side.rooms.unclaimed

@@ -107,7 +107,7 @@ class Rank:
     def room_delivered(self, room: int) -> None:
         self.interrupted()
 
-    def room_stopped(self, room: int, kind: Reason) -> None:
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
         self.interrupted()
         request = self.requests.get(room)
         if request is not None:

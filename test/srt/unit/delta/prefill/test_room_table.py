@@ -43,7 +43,7 @@ class Scene:
     def room_delivered(self, room: int) -> None:
         self.delivered.append((room, self.table._rooms[room].delivered))
 
-    def room_stopped(self, room: int, kind: Reason) -> None:
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
         self.stopped.append((room, kind))
 
     def room_drained(self, room: int, reason: str, announcements: list[Any]) -> None:

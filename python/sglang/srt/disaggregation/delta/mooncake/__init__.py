@@ -1,7 +1,8 @@
 """Mooncake: SGLang's backend with the delta protocol.
 
-``manager``    the thin override of SGLang's Mooncake manager; until when a chunk has to be over
+``manager``    the thin override of SGLang's Mooncake manager
 ``endpoints``  sender and receiver, as SGLang's schedulers know them
 ``messages``   what peers send to either side; what has arrived of a room
+``chunks``     what waits in a queue, and until when each chunk has to be over
 ``worker``     moves the chunks of one queue, with synchronous calls of the engine
 """

@@ -1,4 +1,4 @@
-"""The thin override of SGLang's Mooncake manager, and until when each of its chunks has to be over.
+"""The thin override of SGLang's Mooncake manager.
 
 Prefill: SGLang's threads run our worker, decode ranks' messages are checked, and what prefill tells
 decode goes over sockets that never block. Decode: keeps what each writer of a room has said.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import defaultdict
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import pages
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines, QueuedChunk
 from sglang.srt.disaggregation.delta.mooncake.messages import (
     MooncakeAnnouncements,
     MooncakeStatuses,
@@ -36,63 +36,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 else:
     MooncakeKVManager = object
-
-
-class ChunkDeadlines:
-    """Each chunk's, from ``send()`` to its end. Filled by the scheduler, emptied by the workers,
-    looked at by the reader thread: a worker in a call of the engine cannot look at its watch."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``seconds``: how long a chunk may take."""
-        self.seconds = seconds
-        self._clock = clock
-        self._lock = threading.Lock()
-        #: By room, of its chunks that are not over, in order.
-        self._due: dict[int, deque[float]] = {}
-        #: Rooms that a worker is at, and the decode rank that it writes to.
-        self._peers: dict[int, str] = {}
-
-    def queued(self, room: int) -> None:
-        """A chunk of ``room`` is put into its queue."""
-        with self._lock:
-            self._due.setdefault(room, deque()).append(self._clock() + self.seconds)
-
-    def sending(self, room: int, peer: str) -> None:
-        """The oldest chunk of ``room`` is written to the decode rank ``peer`` now."""
-        with self._lock:
-            if room in self._due:
-                self._peers[room] = peer
-
-    def over(self, room: int) -> None:
-        """The oldest chunk of ``room`` is over, or dropped. Harmless for other rooms."""
-        with self._lock:
-            self._peers.pop(room, None)
-            due = self._due.get(room)
-            if due:
-                due.popleft()
-            if not due:
-                self._due.pop(room, None)
-
-    def forget(self, room: int) -> None:
-        """Nobody waits for ``room`` any more."""
-        with self._lock:
-            self._due.pop(room, None)
-            self._peers.pop(room, None)
-
-    def take_overdue(self) -> list[tuple[int, str | None]]:
-        """Rooms with a chunk that is late, each once, and the decode rank that it is written to;
-        None while it waits in its queue."""
-        now = self._clock()
-        with self._lock:
-            late = [room for room, due in self._due.items() if due[0] <= now]
-            for room in late:
-                del self._due[room]
-            return [(room, self._peers.pop(room, None)) for room in late]
-
-    def rooms(self) -> list[int]:
-        """Rooms with chunks that are not over."""
-        with self._lock:
-            return sorted(self._due)
 
 
 class DeltaMooncakeManager(MooncakeKVManager):
@@ -134,25 +77,33 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last_chunk: bool,
         aux_index: int | None = None, state_indices: list[int] | None = None,
     ) -> None:  # fmt: skip
-        self.chunk_deadlines.queued(bootstrap_room)  # before a worker may be through with it
-        super().add_transfer_request(
+        """Queue one chunk, with the room that it is of. Dropped where no decode rank's pages are
+        known for it: the reader thread forgets them when the room is given up."""
+        from sglang.srt.disaggregation.mooncake.conn import TransferKVChunk
+
+        assert self.rooms is not None
+        life, sessions = self.rooms.life(bootstrap_room), self.transfer_infos.get(bootstrap_room)
+        if life is None or not sessions:
+            return
+        chunk = TransferKVChunk(
             bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
         )
+        chunk.life = life
+        self.chunk_deadlines.queued(chunk)  # before a worker may be through with it
+        # As SGLang spreads them: what goes to the same decode ranks waits in the same queue.
+        ports = sum(int(session.rpartition(":")[2]) for session in sessions)
+        self.transfer_queues[ports % len(self.transfer_queues)].put(chunk)
 
-    @override
-    def forget_status(self, room: int) -> None:
-        super().forget_status(room)
-        if self.rooms is not None:
-            self.chunk_deadlines.forget(room)
-
-    def fail_room(self, room: int, kind: Reason, text: str, *, settled: bool) -> None:
-        """Fail a room here. Decode ranks of ours are told why when all has settled; where that
-        may take long (not ``settled``), and to stock ones, SGLang's own status is sent at once."""
+    def fail_room(self, chunk: QueuedChunk, kind: Reason, text: str, *, settled: bool) -> None:
+        """Fail the room of a chunk here. Decode ranks of ours are told why when all has settled;
+        where that may take long (not ``settled``), and to stock ones, SGLang's own status is sent
+        at once."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         assert self.rooms is not None
-        infos = self.rooms.destinations(room)
-        if not self.rooms.fail(room, kind, text):
+        room, life = chunk.room, chunk.life
+        infos = self.rooms.destinations(room, life)
+        if not self.rooms.fail(room, kind, text, life=life):
             return  # they were told that it is complete
         for info in infos:
             if not info.is_dummy and not (settled and info.is_ours):
@@ -180,10 +131,11 @@ class DeltaMooncakeManager(MooncakeKVManager):
         assert self.rooms is not None
         seconds = self.chunk_deadlines.seconds
         limit = f"after {seconds:g} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)"
-        for room, peer in self.chunk_deadlines.take_overdue():
+        for chunk, peer in self.chunk_deadlines.take_overdue():
+            room = chunk.room
             if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
                 continue
-            infos = self.rooms.destinations(room)
+            infos = self.rooms.destinations(room, chunk.life)
             waits_for = ", ".join(info.mooncake_session_id for info in infos if not info.is_dummy)
             what = (
                 f"a transfer to decode rank {peer} was not over"
@@ -191,7 +143,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
                 else f"a chunk for decode rank {waits_for} was still in its queue"
             )
             text = f"room {room}: {what} {limit}"
-            self.fail_room(room, Reason.TIMEOUT, text, settled=peer is None)
+            self.fail_room(chunk, Reason.TIMEOUT, text, settled=peer is None)
 
     @override
     def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None) -> None:

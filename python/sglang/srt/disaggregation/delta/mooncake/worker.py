@@ -14,31 +14,18 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.delta.event_log import count_sent
 from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.pages import Pages
+from sglang.srt.disaggregation.delta.mooncake.chunks import QueuedChunk
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
     from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo
 
 logger = logging.getLogger(__name__)
-
-
-class QueuedChunk(Protocol):
-    """SGLang's ``TransferKVChunk``: what its sender puts into a worker's queue."""
-
-    room: int
-    #: Pages on this side, and their place among the room's destination pages.
-    prefill_kv_indices: Pages
-    index_slice: slice
-    is_last_chunk: bool
-    #: With the last chunk: metadata slot, and pages of state where the model has some.
-    prefill_aux_index: int | None
-    state_indices: list[int] | None
 
 
 class ChunkError(Exception):
@@ -84,16 +71,17 @@ class ChunkWorker:
     def take(self, chunk: QueuedChunk) -> None:
         """Send one ``TransferKVChunk``, or fail its room. Never raises."""
         try:
-            if self._manager.rooms.enter(chunk.room):
+            if self._manager.rooms.enter(chunk.room, chunk.life):
                 self._serve(chunk)
         except Exception as error:  # the thread must outlive what it meets
             logger.exception(
                 "room %s failed: an unexpected error in a transfer worker, which goes on",
                 chunk.room,
             )
-            self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, f"room {chunk.room}: {error!r}")
+            text = f"room {chunk.room}: {error!r}"
+            self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, text, life=chunk.life)
         finally:
-            self._manager.chunk_deadlines.over(chunk.room)
+            self._manager.chunk_deadlines.over(chunk)
 
     def _serve(self, chunk: QueuedChunk) -> None:
         settled = True
@@ -101,10 +89,10 @@ class ChunkWorker:
             self._send(chunk)
         except ChunkError as error:
             settled = error.settled
-            self._manager.fail_room(chunk.room, error.kind, str(error), settled=settled)
+            self._manager.fail_room(chunk, error.kind, str(error), settled=settled)
         except Exception as error:  # the engine's binding raises what it likes
             text = f"room {chunk.room}: {error!r}"
-            self._manager.fail_room(chunk.room, Reason.TRANSPORT, text, settled=True)
+            self._manager.fail_room(chunk, Reason.TRANSPORT, text, settled=True)
         finally:
             self._executor.settle()
             if settled:
@@ -130,7 +118,7 @@ class ChunkWorker:
     def _send_to(self, info: MooncakeTransferInfo, chunk: QueuedChunk) -> None:
         """Everything of one chunk that goes to one decode rank."""
         manager, session = self._manager, info.mooncake_session_id
-        manager.chunk_deadlines.sending(info.room, session)
+        manager.chunk_deadlines.sending(chunk, session)
         target = manager.decode_kv_args_table.get(session)
         if manager.has_failed_session(session) or target is None:
             raise ChunkError(
@@ -210,7 +198,7 @@ class GatedQueue:
     def __init__(self, queue: Any, manager: DeltaMooncakeManager) -> None:
         self._queue = queue
         self._manager = manager
-        self._room: int | None = None
+        self._chunk: QueuedChunk | None = None
         self._is_put_back = False
 
     def get(self) -> Any:
@@ -218,10 +206,10 @@ class GatedQueue:
         self.leave(None)
         while True:
             chunk = self._queue.get()
-            if self._manager.rooms.enter(chunk.room):
-                self._room = chunk.room
+            if self._manager.rooms.enter(chunk.room, chunk.life):
+                self._chunk = chunk
                 return chunk
-            self._manager.chunk_deadlines.over(chunk.room)
+            self._manager.chunk_deadlines.over(chunk)
 
     def put(self, chunk: QueuedChunk) -> None:
         """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
@@ -230,11 +218,11 @@ class GatedQueue:
 
     def leave(self, error: BaseException | None) -> None:
         """The worker is done with the last chunk; ``error``: what it raised, if it did."""
-        room, self._room = self._room, None
+        chunk, self._chunk = self._chunk, None
         is_put_back, self._is_put_back = self._is_put_back, False
-        if room is None:
+        if chunk is None:
             return
-        manager = self._manager
+        manager, room = self._manager, chunk.room
         if error is not None:
             manager.rooms.fail(room, Reason.TRANSPORT, f"room {room}: {error}")
         elif is_failed(manager.request_status.get(room)):
@@ -242,7 +230,7 @@ class GatedQueue:
             manager.rooms.fail(room, Reason.TRANSPORT, text)
         manager.rooms.leave(room)
         if not is_put_back:
-            manager.chunk_deadlines.over(room)
+            manager.chunk_deadlines.over(chunk)
 
 
 def serve_staging(manager: DeltaMooncakeManager, queue: Any, worker: Callable[[Any], None]) -> None:

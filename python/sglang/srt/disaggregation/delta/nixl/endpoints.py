@@ -122,11 +122,11 @@ class DeltaNixlSender(NixlKVSender):
         self, mgr: DeltaNixlManager, bootstrap_addr: str, bootstrap_room: int,
         dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
-        # First: a room that decode has withdrawn fails while it is being made.
-        mgr.transfers.open(bootstrap_room)
         #: Another rank of the context parallel group sends all of it, and this one is done.
         self._is_left_out = False
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        if not self.is_stopped:
+            mgr.transfers.open(bootstrap_room, self._room)
 
     @override
     def send(
@@ -188,7 +188,7 @@ class DeltaNixlSender(NixlKVSender):
 
     def clear(self) -> None:
         """Forget the room: called by the scheduler once the request left the in-flight queue."""
-        self.kv_mgr.transfers.forget(self.bootstrap_room)
+        self.kv_mgr.transfers.forget(self.bootstrap_room, self._room)
         self.forget()
 
 

@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     check_registration,
 )
+from sglang.srt.disaggregation.delta.prefill.room_table import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
 from sglang.srt.patchset import environment
@@ -142,8 +143,8 @@ class DeltaNixlManager(NixlKVManager):
         atexit.register(self.transfers.stop, _DRAIN_S)
 
     @override
-    def room_stopped(self, room: int, kind: Reason) -> None:
-        self.transfers.cancel(room, kind)
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+        self.transfers.cancel(room, kind, life)
 
     def _prepare_thread(self) -> None:
         import torch
@@ -178,7 +179,6 @@ class DeltaNixlManager(NixlKVManager):
             bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
             state_indices,
         )  # fmt: skip
-        assert self.rooms is not None
         now = time.monotonic()
         self.transfers.submit(
             Chunk(
@@ -188,7 +188,6 @@ class DeltaNixlManager(NixlKVManager):
                 is_last=is_last,
                 deadline=now + self.transfer_s,
                 enqueued_at=now,
-                life=self.rooms.life(bootstrap_room),
             )
         )
         if is_last:

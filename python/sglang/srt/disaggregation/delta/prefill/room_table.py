@@ -171,8 +171,10 @@ class Listener(Protocol):
     def room_delivered(self, room: int) -> None:
         """Decode has all of it; comes before ``Room.delivered``."""
 
-    def room_stopped(self, room: int, kind: Reason) -> None:
-        """It failed: whoever has chunks of it in a queue drops them. May come more than once."""
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+        """It failed: whoever has chunks of it in a queue drops them. May come more than once, and
+        when the number is a later room's already. ``life``: the one that failed, where it was
+        known."""
 
     def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """It was given up, and nothing is written for it now and later: these decode ranks may
@@ -276,13 +278,24 @@ class RoomTable:
     # ---- anybody ----
 
     def fail(
-        self, number: int, kind: Reason, text: str, error: BaseException | None = None
+        self,
+        number: int,
+        kind: Reason,
+        text: str,
+        error: BaseException | None = None,
+        life: object | None = None,
     ) -> bool:
         """Give one room up: nothing more is posted for it, and its decode ranks are told when what
         was posted has settled. The first failure of a room counts; later ones change nothing. False
-        if the room is complete: decode is being told so, and no failure changes that."""
+        if the room is complete: decode is being told so, and no failure changes that.
+
+        ``life``: the room that is meant, where its number may be another's by now. Such a failure
+        is nobody's any more, and changes nothing.
+        """
         with self._lock:
             room = self._rooms.get(number)
+            if life is not None and room is not life:
+                return True
             if room is not None and room.state in _COMPLETE:
                 return False
             told = self._stop(number, room, text, error)
@@ -293,7 +306,7 @@ class RoomTable:
             log("KV transfer of room %s failed: %s", number, text)
         if told is not None:
             self._listener.room_drained(number, text, told)
-        self._listener.room_stopped(number, kind)
+        self._listener.room_stopped(number, kind, room)
         return True
 
     def _stop(
@@ -346,8 +359,8 @@ class RoomTable:
     def enter(self, number: int, life: object | None = None) -> bool:
         """Whether a write may be posted now; if so, ``leave`` follows once it has settled.
 
-        ``life``: the chunk's. A room is drained, and its number used again, before its worker has
-        heard of that and dropped what is in its queue.
+        ``life``: the room that the chunk is of. A room is drained, and its number used again,
+        before its worker has heard of that and dropped what is in its queue.
         """
         self._check_suspension()
         with self._lock:
@@ -391,10 +404,15 @@ class RoomTable:
             room.delivered = True
 
     def room_failed(
-        self, number: int, kind: Reason, text: str, error: BaseException | None
+        self,
+        number: int,
+        kind: Reason,
+        text: str,
+        error: BaseException | None,
+        life: object | None = None,
     ) -> None:
         """Its worker gave it up; unless decode has all of it."""
-        if not self.fail(number, kind, text, error):
+        if not self.fail(number, kind, text, error, life):
             self.deliver(number)
 
     def room_overdue(self, number: int) -> None:
@@ -415,10 +433,10 @@ class RoomTable:
         """What tells the room from an earlier or later one with its number."""
         return self._rooms.get(number)
 
-    def destinations(self, number: int) -> list[Announcement]:
-        """What the decode ranks of a room announced so far."""
+    def destinations(self, number: int, life: object | None = None) -> list[Announcement]:
+        """What the decode ranks of a room announced so far; of another than ``life`` none."""
         with self._lock:
-            room = self._rooms.get(number)
+            room = self._of(number, life)
             return list(room.announcements.values()) if room else []
 
     def stopped(self, number: int) -> str | None:

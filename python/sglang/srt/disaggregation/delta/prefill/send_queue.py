@@ -44,6 +44,8 @@ class RoomQueue:
     """One life of a room number on its worker, from ``open`` to ``forget``."""
 
     number: int
+    #: What the room table tells it from others of that number by; None: any.
+    life: object | None = None
     #: Chunks that are not done, in order.
     sends: deque[ChunkSend] = field(default_factory=deque)
     #: Transfers that were posted and are not over.
@@ -278,28 +280,31 @@ class OverdueTransfers:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._parcels: OrderedDict[Transfer, None] = OrderedDict()
+        self._transfers: OrderedDict[Transfer, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self._transfers)
 
     def add(self, transfer: Transfer) -> Transfer | None:
         """Take one in. If that is one too many: the oldest, which is not waited for any more."""
-        self._parcels[transfer] = None
+        self._transfers[transfer] = None
         logger.error(
-            "room %d: a transfer to %s did not settle by its deadline; it is still waited for "
-            "(%d such transfers), and decode's pages stay held until then, or for its "
+            "room %d: a transfer to decode rank %s did not settle by its deadline; it is still "
+            "waited for (%d such transfers), and decode's pages stay held until then, or for its "
             "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
             transfer.room.number,
             transfer.peer,
-            len(self._parcels),
+            len(self._transfers),
         )
-        if len(self._parcels) <= self._limit:
+        if len(self._transfers) <= self._limit:
             return None
-        oldest, _ = self._parcels.popitem(last=False)
+        oldest, _ = self._transfers.popitem(last=False)
         logger.critical(
-            "room %d: a transfer to %s is given up: it never settled, and %d later ones did not "
-            "either. Its handle is never released, and nobody is told that it is quiet",
+            "room %d: a transfer to decode rank %s has not settled, nor have %d later ones: it is "
+            "not waited for any more, and its handle is never released. The room's decode ranks "
+            "are not told that it is over: they hold its pages for their "
+            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT. Does that decode rank run, and is its "
+            "network up?",
             oldest.room.number,
             oldest.peer,
             self._limit,
@@ -308,7 +313,7 @@ class OverdueTransfers:
 
     def discard(self, transfer: Transfer) -> None:
         """It has settled after all; harmless for a transfer that is not in here."""
-        self._parcels.pop(transfer, None)
+        self._transfers.pop(transfer, None)
 
 
 #: The shortest pause, in seconds; every other one is a power of two times as long.

@@ -29,8 +29,6 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     deadline: float
     #: ``time.monotonic()`` when it was submitted, in seconds.
     enqueued_at: float
-    #: The request that it is of, as ``Rooms`` tells those apart that have one number; None: any.
-    life: object | None = None
 
 
 class State(enum.Enum):
@@ -77,9 +75,13 @@ class Backend(Protocol):
 
 class Rooms(Protocol):
     """Who may write, what is complete, and who is told: ``RoomTable`` is one. Called on the room's
-    worker, without locks; exceptions cost the room, and no other one."""
+    worker, without locks; exceptions cost the room, and no other one.
 
-    def enter(self, room: int, life: object | None = None) -> bool:
+    ``life`` is what ``TransferPool.open`` was given: it tells rooms apart that have one number, for
+    the number may be used again before the worker has heard that the earlier room is over.
+    """
+
+    def enter(self, room: int, life: object | None) -> bool:
         """Called before every post. False: the room was stopped, or its number is another life's
         by now; nothing of it is posted again."""
 
@@ -87,7 +89,7 @@ class Rooms(Protocol):
         """Nothing that was posted under this room number is under way any more. Every ``enter``
         that answered True is followed by one ``leave``, which may answer several of them."""
 
-    def complete(self, room: int, life: object | None = None) -> bool:
+    def complete(self, room: int, life: object | None) -> bool:
         """Everything of the room has settled: whether its peers may be told so. From a True on
         nothing can stop the room, from a False on nobody will be told."""
 
@@ -99,11 +101,16 @@ class Rooms(Protocol):
         chunk the room has ended well."""
 
     def room_failed(
-        self, room: int, reason: Reason, text: str, error: BaseException | None
+        self,
+        room: int,
+        reason: Reason,
+        text: str,
+        error: BaseException | None,
+        life: object | None,
     ) -> None:
         """The room has ended here; called at most once, and not for a room that was cancelled.
         What was posted may still be under way. ``error``: the backend's exception, if it was one.
-        """
+        A later life of the number is not meant."""
 
     def room_overdue(self, room: int) -> None:
         """The room has ended, and what is still under way of it missed its deadline or was broken

@@ -214,23 +214,24 @@ class TransferPool:
         for each in self._threads:
             each.thread.start()
 
-    def open(self, room: int) -> None:
-        """A request of ``room`` begins."""
-        self._put(room, lambda worker: worker.open(room))
+    def open(self, room: int, life: object | None = None) -> None:
+        """A request of ``room`` begins; ``life`` tells it from others of that number (None: there
+        are none)."""
+        self._put(room, lambda worker: worker.open(room, life))
 
     def submit(self, chunk: Chunk) -> None:
         """Queue a chunk of an open room. Dropped if the room has ended."""
         self._put(chunk.room, lambda worker: worker.submit(chunk))
 
-    def cancel(self, room: int, reason: Reason) -> None:
-        """End a room that the table has given up: it is not told so. A room that is not open or has
-        ended is left alone."""
-        self._put(room, lambda worker: worker.cancel(room, reason))
+    def cancel(self, room: int, reason: Reason, life: object | None = None) -> None:
+        """End a room that the table has given up: it is not told so. A room that is not open, has
+        ended, or was opened with another ``life`` is left alone."""
+        self._put(room, lambda worker: worker.cancel(room, reason, life))
 
-    def forget(self, room: int) -> None:
+    def forget(self, room: int, life: object | None = None) -> None:
         """The request is done with: nothing is kept of its room but what is under way. A callback
         that is just being made may still come after this."""
-        self._put(room, lambda worker: worker.forget(room))
+        self._put(room, lambda worker: worker.forget(room, life))
 
     def stop(self, drain_s: float = 5.0) -> None:
         """End all rooms, wait at most so many seconds for what is under way, and end the threads.

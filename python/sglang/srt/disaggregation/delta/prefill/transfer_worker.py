@@ -72,14 +72,14 @@ class Worker:
 
     # ---- commands ----
 
-    def open(self, number: int) -> None:
+    def open(self, number: int, life: object | None = None) -> None:
         """A request begins; until then, and after ``forget``, its room is unknown here."""
         room = self._rooms.get(number)
         if self._stopped or (room is not None and not room.ended):
             return
         if room is not None:
             room.forgotten = True  # its number is used again
-        self._rooms[number] = RoomQueue(number)
+        self._rooms[number] = RoomQueue(number, life)
 
     def submit(self, chunk: Chunk) -> None:
         """Queue it. A chunk of a room that is unknown or has ended is dropped without a word."""
@@ -95,20 +95,28 @@ class Worker:
         self._complete(room)
         self._deliver(room)
 
-    def cancel(self, number: int, reason: Reason) -> None:
-        """End the room, for a reason that the caller has already told whoever must know."""
-        room = self._rooms.get(number)
+    def cancel(self, number: int, reason: Reason, life: object | None = None) -> None:
+        """End the room, and no later one of its number, for a reason that the caller has already
+        told whoever must know."""
+        room = self._of(number, life)
         if room is not None and not room.ended:
             self._stats.failed(reason)
             self._end(room)
 
-    def forget(self, number: int) -> None:
+    def forget(self, number: int, life: object | None = None) -> None:
         """The request is done with: the table is told nothing more of it but ``leave``, when what
         is under way has settled."""
-        room = self._rooms.pop(number, None)
+        room = self._of(number, life)
         if room is not None:
+            del self._rooms[number]
             room.forgotten = True
             self._end(room)
+
+    def _of(self, number: int, life: object | None) -> RoomQueue | None:
+        """The room, unless it is known to be another one than ``life``."""
+        room = self._rooms.get(number)
+        is_other = room is not None and None not in (life, room.life) and room.life is not life
+        return None if is_other else room
 
     def stop(self) -> None:
         """Take nothing in any more, and end every room. What is under way is still waited for."""
@@ -172,7 +180,7 @@ class Worker:
     def _post(self, transfer: Transfer, now: float) -> None:
         room, send = transfer.room, transfer.send
         transfer.phase = Phase.POSTED  # not queued: the end of the room must not drop it
-        if not self._enter(room, transfer.chunk):
+        if not self._enter(room):
             transfer.phase = Phase.OVER
             self._queue.finish(transfer)
             send.transfers.remove(transfer)
@@ -307,10 +315,10 @@ class Worker:
 
     # ---- a room's way ----
 
-    def _enter(self, room: RoomQueue, chunk: Chunk) -> bool:
+    def _enter(self, room: RoomQueue) -> bool:
         """Ask the room table. What it raises fails the room."""
         try:
-            return self._table.enter(room.number, chunk.life)
+            return self._table.enter(room.number, room.life)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return False
@@ -322,7 +330,7 @@ class Worker:
             return
         chunk = room.sends[-1].chunk
         try:
-            room.completed = self._table.complete(room.number, chunk.life)
+            room.completed = self._table.complete(room.number, room.life)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
             return
@@ -359,7 +367,7 @@ class Worker:
         if room.ended:
             return
         self._stats.failed(reason)
-        self._tell(room, self._table.room_failed, room.number, reason, text, error)
+        self._tell(room, self._table.room_failed, room.number, reason, text, error, room.life)
         self._end(room)
 
     def _end(self, room: RoomQueue) -> None:
