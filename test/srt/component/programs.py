@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _ENV = {
@@ -17,18 +19,24 @@ _ENV = {
     "UCX_TLS": "tcp,self",
     "MC_FORCE_TCP": "1",
 }
+_TESTS = str(Path(__file__).parents[1])
 
 
 def run(test: str, program: str, *arguments: str) -> str:
-    """What the program beside the file ``test`` printed, all scenarios run once."""
+    """What the program beside the file ``test`` printed, all scenarios run once; it can import
+    what tests can."""
     done = subprocess.run(
         [sys.executable, str(Path(test).with_name(program)), *arguments],
-        env=os.environ | _ENV,
+        env=os.environ | _ENV | {"PYTHONPATH": os.pathsep.join((_TESTS, *_known_paths()))},
         capture_output=True,
         text=True,
         timeout=580,
     )
     return done.stdout + "\n--- stderr ---\n" + done.stderr
+
+
+def _known_paths() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def passed(output: str, *scenarios: str) -> None:
@@ -37,3 +45,15 @@ def passed(output: str, *scenarios: str) -> None:
         if f"PASSED {scenario}\n" not in output:
             _, failed, said = output.partition(f"FAILED {scenario} ")
             raise AssertionError(said.split("\nPASSED ")[0] if failed else output)
+
+
+def run_scenarios(scenarios: Mapping[str, Callable[[], None]]) -> None:
+    """In the program: run every scenario, whatever becomes of the others, and print a line for
+    each; ends the interpreter."""
+    for name, scenario in scenarios.items():
+        try:
+            scenario()
+            print("PASSED", name, flush=True)
+        except BaseException:
+            print("FAILED", name, traceback.format_exc(), flush=True)
+    os._exit(0)

@@ -11,15 +11,18 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("UCX_TLS", "tcp,self")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
 import zmq  # noqa: E402
 from nixl import _api  # noqa: E402
 
+from component.transfer.managers import buffers, without_engine  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.common.utils import FastQueue  # noqa: E402
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
@@ -35,54 +38,23 @@ class Side:
     def __init__(self, mode: Any) -> None:
         self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
         self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
-        manager = self.manager = conn.NixlKVManager.__new__(conn.NixlKVManager)
         config = _api.nixl_agent_config(backends=["UCX"])
-        manager.agent = _api.nixl_agent(f"later-{os.getpid()}", config)
-        manager.kv_args = SimpleNamespace(
-            kv_data_ptrs=[layer.data_ptr() for layer in self.kv],
-            kv_data_lens=[layer.nbytes for layer in self.kv],
-            kv_item_lens=[layer[0].nbytes for layer in self.kv],
-            aux_data_ptrs=[self.aux.data_ptr()],
-            aux_data_lens=[self.aux.nbytes],
-            aux_item_lens=[self.aux[0].nbytes],
-            state_types=[],
-            state_data_ptrs=[],
-            state_data_lens=[],
-            state_item_lens=[],
-            state_dim_per_tensor=[],
-            gpu_id=0,
-            pp_rank=0,
-            prefill_start_layer=0,
-            engine_rank=0,
-            page_size=PAGE,
-        )
-        manager.__dict__.update(
+        manager = self.manager = without_engine(
+            conn.NixlKVManager,
+            agent=_api.nixl_agent(f"later-{os.getpid()}", config),
+            kv_args=buffers(self.kv, self.aux, PAGE),
             disaggregation_mode=mode,
-            server_args=SimpleNamespace(dp_size=1),
-            is_mla_backend=False,
-            attn_tp_size=1,
-            attn_cp_size=1,
-            pp_size=1,
             local_ip="127.0.0.1",
             waiting_timeout=LIMIT_S,
             bootstrap_timeout=LIMIT_S,
-            enable_staging=False,
             _staging_ctx=None,
-            is_dummy_cp_rank=False,
-            enable_all_cp_ranks_for_transfer=False,
-            failure_lock=threading.Lock(),
             kv_item_lens_sum=0,
             state_item_lens_sum=0,
             transfer_statuses=defaultdict(conn.TransferStatus),
-            addr_to_rooms_tracker=defaultdict(set),
-            transfer_infos={},
-            request_status={},
-            failure_records={},
             exceptions={},
-            decode_kv_args_table={},
             req_to_decode_prefix_len={},
-            required_prefill_response_num_table={},
         )
+        manager.kv_args.__dict__.update(state_types=[], state_dim_per_tensor=[])
         manager.server_socket = zmq.Context.instance().socket(zmq.PULL)
         manager.rank_port = manager.server_socket.bind_to_random_port("tcp://127.0.0.1")
         manager.register_buffer_to_engine()

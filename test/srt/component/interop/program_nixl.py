@@ -7,21 +7,18 @@ import json
 import os
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("UCX_TLS", "tcp,self")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import later_release  # noqa: E402
-from component.interop.frames import RELEASE  # noqa: E402
-from component.nixl.pair import Pair, Side  # noqa: E402
-from component.transfer.pair import ADDRESS, pages, until  # noqa: E402
-from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
-from sglang.srt.disaggregation.delta import capability  # noqa: E402
-from sglang.srt.disaggregation.nixl import conn  # noqa: E402
-from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
+import later_release
+from component import programs
+from component.interop.frames import RELEASE
+from component.nixl.pair import Pair, Side
+from component.transfer.pair import ADDRESS, pages, until
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.nixl import conn
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 
 class Later:
@@ -119,10 +116,4 @@ def later_prefill() -> None:
         receiver.clear()
 
 
-for scenario in (later_decode, later_prefill):
-    try:
-        scenario()
-        print("PASSED", scenario.__name__, flush=True)
-    except BaseException:
-        print("FAILED", scenario.__name__, traceback.format_exc(), flush=True)
-os._exit(0)
+programs.run_scenarios({each.__name__: each for each in (later_decode, later_prefill)})

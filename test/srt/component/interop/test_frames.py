@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 
 from component.interop.frames import ANNOUNCED, PAGE, REGISTERED, ROOM
-from component.mooncake import bare as mooncake
-from component.nixl import bare as nixl
+from component.transfer.bare import BACKENDS, prefill
+from component.transfer.messages import ANNOUNCEMENTS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnouncements
-from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.mooncake import conn as mooncake_conn
 from sglang.srt.disaggregation.nixl import conn as nixl_conn
-
-BACKENDS = ("nixl", "mooncake")
 
 
 class Prefill:
@@ -27,11 +23,11 @@ class Prefill:
 
     def __init__(self, backend: str, **fields: Any) -> None:
         self.backend = backend
-        self.manager = (nixl if backend == "nixl" else mooncake).prefill()
+        self.manager = prefill(backend)
         self.manager.kv_args.page_size = PAGE
         self.manager.__dict__.update(fields)
-        read = (NixlAnnouncements if backend == "nixl" else MooncakeAnnouncements)(self.manager)
-        self.reader = MessageReader(self.manager.decode_ranks.take, read.take)
+        take = ANNOUNCEMENTS[backend](self.manager).take
+        self.reader = MessageReader(self.manager.decode_ranks.take, take)
         self.reader.handle(REGISTERED[backend])
         self.manager.update_status(ROOM, KVPoll.Bootstrapping)
         self.room, _ = self.manager.rooms.claim(ROOM)

@@ -17,27 +17,23 @@ import pytest
 import later_release
 from component import programs
 from component.interop.frames import ANNOUNCED, REGISTERED, RELEASE
-from component.mooncake import bare as mooncake
-from component.nixl import bare as nixl
+from component.transfer.bare import decode
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
 pytestmark = later_release.ON_REQUEST
 PROGRAM = Path(__file__).with_name("program_later.py")
-KINDS: dict[str, tuple[Any, Any]] = {
-    "nixl": (nixl, NixlKVReceiver),
-    "mooncake": (mooncake, MooncakeKVReceiver),
-}
+KINDS: dict[str, Any] = {"nixl": NixlKVReceiver, "mooncake": MooncakeKVReceiver}
 
 
 def announced_by_us(backend: str, with_frame: bool) -> list[bytes]:
     """What our decode side says of room 7 with pages 4 and 5, to a prefill server that takes a
     prefix or to another one; without NIXL's guard, which prefill takes off."""
-    bare, kind = KINDS[backend]
+    kind = KINDS[backend]
     sent: list[list[bytes]] = []
     socket = SimpleNamespace(send_multipart=sent.append)
     receiver = kind.__new__(kind)
-    manager = bare.decode(7)
+    manager = decode(backend, 7)
     manager.__dict__.update(local_ip="10.0.0.2", rank_port=4000)
     manager.kv_args.__dict__.update(engine_rank=0, kv_data_lens=[640, 640], aux_data_lens=[640])
     receiver.__dict__.update(

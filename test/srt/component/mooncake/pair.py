@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from component.transfer import pair
+from component.transfer.managers import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.mooncake import conn
@@ -22,11 +23,13 @@ class Side(pair.Side):
     """One server with an engine."""
 
     def __init__(self, mode: Any) -> None:
-        manager = conn.MooncakeKVManager.__new__(conn.MooncakeKVManager)
-        manager.engine = MooncakeTransferEngine("127.0.0.1")
-        super().__init__(
-            manager, mode, enable_custom_mem_pool=False, prefill_response_tracker=defaultdict(set)
+        manager = without_engine(
+            conn.MooncakeKVManager,
+            engine=MooncakeTransferEngine("127.0.0.1"),
+            enable_custom_mem_pool=False,
+            prefill_response_tracker=defaultdict(set),
         )
+        super().__init__(manager, mode)
 
 
 class Pair(pair.Pair):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from component.mooncake.bare import prefill
+from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
@@ -24,7 +24,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.manager = prefill()
+        self.manager = prefill("mooncake")
         self.manager.chunk_deadlines = ChunkDeadlines(10.0, lambda: self.now)
         self.manager.disaggregation_mode = DisaggregationMode.PREFILL
         self.manager.transfer_queues = [FastQueue()]

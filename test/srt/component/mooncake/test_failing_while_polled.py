@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from component.mooncake.bare import prefill
+from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
@@ -21,7 +21,7 @@ ROOM = 7
 def test_a_chunk_that_is_about_to_be_sent() -> None:
     """Guards against pages that the scheduler frees because the room's status says Failed, while
     the room table still lets a worker begin to read them."""
-    manager = prefill()
+    manager = prefill("mooncake")
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     sender: Any = MooncakeKVSender.__new__(MooncakeKVSender)
     sender.__dict__.update(

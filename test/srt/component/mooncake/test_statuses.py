@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from component.broken import broken
-from component.mooncake.bare import ADDRESS, ITEM, SLOTS, decode
+from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeStatuses
@@ -42,7 +42,7 @@ def reader_of(manager: Any) -> MessageReader:
 def test_a_room_is_complete_when_each_of_its_writers_is() -> None:
     """Guards against a writer that is counted twice, or for a room that waits for others: the
     request would start on KV that is not there."""
-    manager = decode(7, writers=2)
+    manager = decode("mooncake", 7, writers=2)
     reader = reader_of(manager)
     for _ in range(3):
         reader.handle(status(7, writer=1))
@@ -53,7 +53,7 @@ def test_a_room_is_complete_when_each_of_its_writers_is() -> None:
 
 def test_a_failure_is_final() -> None:
     """Guards against a room that comes back to life, and against its reason that is lost."""
-    manager = decode(7)
+    manager = decode("mooncake", 7)
     reader = reader_of(manager)
     reader.handle(status(7, 0))
     reader.handle(status(7, 4))
@@ -64,7 +64,7 @@ def test_a_failure_is_final() -> None:
 def test_words_of_unknown_rooms_leave_nothing() -> None:
     """Guards against tables that grow with every room that was aborted: its late completion,
     failure, metadata and notice are dropped."""
-    manager = decode()
+    manager = decode("mooncake")
     reader = reader_of(manager)
     for message in (
         status(7),
@@ -79,7 +79,7 @@ def test_words_of_unknown_rooms_leave_nothing() -> None:
 def test_words_of_a_room_that_is_followed() -> None:
     """Guards against pages of a room that was given up that stay held although every writer has
     delivered or stopped, and are released when only one of them has."""
-    manager = decode(7, writers=2)
+    manager = decode("mooncake", 7, writers=2)
     reader = reader_of(manager)
     deferred = manager.servers.defer_free(7, ADDRESS, 1, 2)
     manager.forget_status(7)
@@ -113,7 +113,7 @@ def test_what_cannot_be_served_is_dropped_by_name(
 ) -> None:
     """One stray or broken message must not end the thread that reads for every room, nor be
     written to memory; the log must say what is wrong."""
-    manager = decode(7)
+    manager = decode("mooncake", 7)
     with caplog.at_level(logging.ERROR, LOGGER):
         reader_of(manager).handle(message)
     assert manager.request_status == {7: KVPoll.WaitingForInput}
@@ -123,7 +123,7 @@ def test_what_cannot_be_served_is_dropped_by_name(
 
 def test_metadata_go_to_the_rooms_own_slot_only() -> None:
     """Guards against a late message that overwrites the first token of another request."""
-    manager = decode(7, 4)
+    manager = decode("mooncake", 7, 4)
     reader = reader_of(manager)
     reader.handle(metadata(room=4, slot=7))
     assert not manager.aux.any()
@@ -137,7 +137,7 @@ def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.CRITICAL)
     rng = random.Random(0)
     rooms = (5, 6)
-    manager = decode(*rooms, 1007, writers=3)
+    manager = decode("mooncake", *rooms, 1007, writers=3)
     around = np.array(manager.aux, copy=True)
     reader = reader_of(manager)
     kinds = (

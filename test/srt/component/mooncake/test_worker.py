@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from component.mooncake.bare import prefill
+from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -39,7 +39,7 @@ def test_all_layers_settle_before_a_chunk_is_done() -> None:
 
 def test_a_worker_outlives_what_it_cannot_even_report() -> None:
     """Guards against a thread that ends, and with it every later transfer of its queue."""
-    manager = prefill()
+    manager = prefill("mooncake")
     worker = ChunkWorker(manager, ThreadPoolExecutor(1))
     manager.rooms.claim(7)
     manager.update_status(7, KVPoll.WaitingForInput)
@@ -52,7 +52,7 @@ def test_a_worker_outlives_what_it_cannot_even_report() -> None:
 def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a room that stays busy for ever after the engine refused a write, against one
     that is called drained at once, and against a server that takes it for a leak meanwhile."""
-    manager = prefill()
+    manager = prefill("mooncake")
     (room,) = open_rooms(manager, 7)
     assert manager.rooms.enter(7)
     manager.rooms.fail(7, Reason.TRANSPORT, "refused")
@@ -102,7 +102,7 @@ def open_rooms(manager: Any, *rooms: int) -> list[Any]:
 def test_the_staging_worker_is_behind_the_gate() -> None:
     """Guards against rooms called drained while SGLang's own worker for staging buffers is at them,
     and against chunks that it sends for a room that was stopped."""
-    manager = prefill()
+    manager = prefill("mooncake")
     open_rooms(manager, 1, 2, 3)
     manager.rooms.fail(2, Reason.ABORTED, "withdrawn")
     seen: list[tuple[int, bool]] = []
@@ -120,7 +120,7 @@ def test_the_staging_worker_is_behind_the_gate() -> None:
 
 def test_a_chunk_that_decode_has_no_place_for_comes_again() -> None:
     """Guards against a room that is left busy, or dropped, when its chunk is put back."""
-    manager = prefill()
+    manager = prefill("mooncake")
     open_rooms(manager, 1)
     served: list[int] = []
 
@@ -136,7 +136,7 @@ def test_a_chunk_that_decode_has_no_place_for_comes_again() -> None:
 def test_the_staging_worker_starts_again() -> None:
     """SGLang's worker ends with an exception at the first unexpected thing: that may fail one room,
     not all that come after it. A failure that it only noted stops its room as well."""
-    manager = prefill()
+    manager = prefill("mooncake")
     open_rooms(manager, 1, 2, 3)
     served: list[int] = []
 

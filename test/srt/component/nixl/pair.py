@@ -11,6 +11,7 @@ from typing import Any
 from nixl import _api
 
 from component.transfer import pair
+from component.transfer.managers import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.nixl import conn
@@ -28,9 +29,10 @@ class Side(pair.Side):
     """One server with an agent."""
 
     def __init__(self, name: str, mode: Any) -> None:
-        manager = conn.NixlKVManager.__new__(conn.NixlKVManager)
-        manager.agent = agent_of(name, 4 if mode == DisaggregationMode.PREFILL else 0)
-        super().__init__(manager, mode, transfer_statuses=defaultdict(conn.TransferStatus))
+        agent = agent_of(name, 4 if mode == DisaggregationMode.PREFILL else 0)
+        statuses = defaultdict(conn.TransferStatus)
+        kind = conn.NixlKVManager
+        super().__init__(without_engine(kind, agent=agent, transfer_statuses=statuses), mode)
 
 
 def raises(*arguments: Any, **options: Any) -> Any:

@@ -6,10 +6,8 @@ Run by ``test_threads.py``, whose tests say what each scenario guards against.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-import traceback
 from typing import Any
 
 os.environ["UCX_TLS"] = "sm,tcp,self"
@@ -17,6 +15,7 @@ os.environ["UCX_TLS"] = "sm,tcp,self"
 import numpy as np  # noqa: E402
 from nixl import _api  # noqa: E402
 
+from component import programs  # noqa: E402
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents  # noqa: E402
 
 THREADS = 4
@@ -138,12 +137,4 @@ def many_threads() -> None:
     assert len(notes) == THREADS * rounds
 
 
-for scenario in (release_beside_a_post, many_threads):
-    try:
-        scenario()
-        print("PASSED", scenario.__name__, flush=True)
-    except Exception:
-        print("FAILED", scenario.__name__, traceback.format_exc(), flush=True)
-sys.stdout.flush()
-# NIXL crashes an interpreter without a GPU driver at exit, after all work is done.
-os._exit(0)
+programs.run_scenarios({each.__name__: each for each in (release_beside_a_post, many_threads)})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from component.nixl.bare import ADDRESS, decode
+from component.transfer.bare import ADDRESS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
@@ -159,7 +159,7 @@ def test_notifications_that_cannot_be_read(
 ) -> None:
     """Guards against an error of the transport that ends the scheduler, which polls: rooms end by
     their deadline, pages of rooms that were given up stay held, and the log does not fill up."""
-    manager = decode(7, writers=1)
+    manager = decode("nixl", 7, writers=1)
     manager.waiting_timeout = 30
 
     def broken() -> Any:

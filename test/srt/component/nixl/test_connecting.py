@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from component.nixl import bare
+from component.transfer import bare
 from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -88,7 +88,7 @@ class Decode:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.registered: list[int] = []
-        self.manager = manager = bare.decode()
+        self.manager = manager = bare.decode("nixl")
         manager.kv_args.page_size, manager.kv_args.engine_rank = 4, 0
         manager.server_args.kv_cache_dtype = "auto"
         manager.server_args.disaggregation_transfer_backend = "nixl"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from component.nixl import bare
+from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
@@ -19,7 +19,7 @@ class Scene:
     """One room in transfer, and a scheduler that polls it while the heartbeat gives it up."""
 
     def __init__(self) -> None:
-        self.manager = bare.decode(ROOM)
+        self.manager = bare.decode("nixl", ROOM)
         self.manager.servers = None
         self.manager.waiting_timeout = 300.0
         self.receiver: Any = NixlKVReceiver.__new__(NixlKVReceiver)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from component.nixl.bare import ADDRESS, decode
+from component.transfer.bare import ADDRESS, decode
 from sglang.srt.disaggregation.delta.wire import done
 
 ROOM, SLOT = 7, 2
@@ -20,7 +20,7 @@ class Rank:
 
     def __init__(self, writers: int = 1, announced: bool = True) -> None:
         self.buffers = [np.zeros((4, length), np.uint8) for length in LENGTHS]
-        self.manager: Any = decode(ROOM, writers=writers)
+        self.manager: Any = decode("nixl", ROOM, writers=writers)
         self.manager.kv_args = SimpleNamespace(
             aux_data_ptrs=[buffer.ctypes.data for buffer in self.buffers],
             aux_item_lens=list(LENGTHS),

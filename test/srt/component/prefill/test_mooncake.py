@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from component.decode.pair import Pair, ranks_reduce
-from component.mooncake.bare import prefill
+from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill.scheduler import ended
@@ -19,7 +19,7 @@ ROOM = 7
 
 def request() -> Any:
     """A request in flight on one rank, which a worker is just sending."""
-    manager = prefill()
+    manager = prefill("mooncake")
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     sender: Any = MooncakeKVSender.__new__(MooncakeKVSender)
     sender.__dict__.update(

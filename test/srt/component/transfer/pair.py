@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 import torch
 import zmq
 
+from component.transfer.managers import buffers
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.decode.invariants import idle_rooms
@@ -48,63 +48,19 @@ def pages(*numbers: int) -> np.ndarray:
 class Side:
     """One server's pool, metadata and transfer manager."""
 
-    def __init__(self, manager: Any, mode: Any, **own: Any) -> None:
-        """``manager`` is one without any state but its library's; ``own`` is more of it."""
+    def __init__(self, manager: Any, mode: Any) -> None:
+        """``manager`` is one without an engine, with its library's agent or engine."""
         self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
         self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
-        manager.kv_args = SimpleNamespace(
-            kv_data_ptrs=[layer.data_ptr() for layer in self.kv],
-            kv_data_lens=[layer.nbytes for layer in self.kv],
-            kv_item_lens=[layer[0].nbytes for layer in self.kv],
-            aux_data_ptrs=[self.aux.data_ptr()],
-            aux_data_lens=[self.aux.nbytes],
-            aux_item_lens=[self.aux[0].nbytes],
-            state_data_ptrs=[],
-            state_data_lens=[],
-            state_item_lens=[],
-            state_type="none",
-            gpu_id=0,
-            pp_rank=0,
-            prefill_start_layer=0,
-            engine_rank=0,
-            page_size=PAGE,
-            kv_head_num=2,
-        )
+        manager.kv_args = buffers(self.kv, self.aux, PAGE)
         manager.__dict__.update(
             disaggregation_mode=mode,
-            server_args=SimpleNamespace(
-                dp_size=1, disaggregation_decode_enable_radix_cache=True, enable_hisparse=False
-            ),
-            is_mla_backend=False,
-            attn_tp_size=1,
-            attn_tp_rank=0,
-            attn_cp_size=1,
-            attn_cp_rank=0,
-            pp_size=1,
-            pp_rank=0,
             local_ip="127.0.0.1",
             heartbeat_interval=LIMIT_S,
             max_failures=2,
             waiting_timeout=LIMIT_S,
             bootstrap_timeout=LIMIT_S,
-            enable_staging=False,
-            is_dummy_cp_rank=False,
-            enable_all_cp_ranks_for_transfer=False,
-            failure_lock=threading.Lock(),
-            connection_lock=threading.Lock(),
-            addr_to_rooms_tracker=defaultdict(set),
-            **own,
         )
-        tables = (
-            "request_status",
-            "failure_records",
-            "transfer_infos",
-            "decode_kv_args_table",
-            "required_prefill_response_num_table",
-            "prefill_info_table",
-            "connection_pool",
-        )
-        manager.__dict__.update({table: {} for table in tables})
         manager.start_delta(mode, manager.server_args)
         manager.server_socket = zmq.Context.instance().socket(zmq.PULL)
         manager.rank_port = manager.server_socket.bind_to_random_port("tcp://127.0.0.1")

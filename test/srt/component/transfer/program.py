@@ -6,26 +6,25 @@ python program.py BACKEND MODULE TEST...
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-import traceback
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from component import programs
+from component.transfer.pair import until
 
-from component.transfer.pair import until  # noqa: E402
 
-backend, module, *names = sys.argv[1:]
-build = importlib.import_module(f"component.{backend}.pair").Pair
-tests = importlib.import_module(module)
-for name in names:
-    try:
-        pair = build()
-        getattr(tests, name)(pair)
-        until(lambda: not pair.leftovers(), f"left behind: {pair.leftovers()}")  # noqa: B023
-        pair.close()
-        print("PASSED", name, flush=True)
-    except BaseException:
-        print("FAILED", name, traceback.format_exc(), flush=True)
-# NIXL crashes an interpreter without a GPU driver at exit; Mooncake's threads need not end.
-os._exit(0)
+def run(build: Callable[[], Any], test: Callable[[Any], None]) -> None:
+    """When it has ended, no table of either side may hold an entry of a room."""
+    pair = build()
+    test(pair)
+    until(lambda: not pair.leftovers(), f"left behind: {pair.leftovers()}")
+    pair.close()
+
+
+if __name__ == "__main__":
+    backend, module, *names = sys.argv[1:]
+    build = importlib.import_module(f"component.{backend}.pair").Pair
+    tests = importlib.import_module(module)
+    programs.run_scenarios({name: partial(run, build, getattr(tests, name)) for name in names})

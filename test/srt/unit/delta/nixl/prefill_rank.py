@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from component.nixl import bare
+from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control, wire
 from sglang.srt.disaggregation.delta.config import Settings
@@ -92,7 +92,7 @@ class PrefillRank:
         patch.setattr(manager.atexit, "register", lambda *_: None)
         for module in (manager, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
-        self.manager: Any = bare.prefill()
+        self.manager: Any = bare.prefill("nixl")
         layout = manager_of(self.side)
         self.manager.__dict__.update(
             agent=self.agent,

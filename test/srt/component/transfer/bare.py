@@ -1,0 +1,107 @@
+"""Managers without a transfer library, threads or sockets: only what messages may change."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from component.transfer.managers import without_engine
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
+from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.nixl import conn as nixl
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+BACKENDS = ("nixl", "mooncake")
+ADDRESS = "10.0.0.1:8998"
+#: Metadata slots, and bytes of one; bytes of a KV page are as many.
+SLOTS, ITEM = 8, 64
+
+
+class Sockets:
+    """Remembers what would be sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int, Any]] = []
+
+    def send(self, host: str, port: int, message: Any) -> None:
+        self.sent.append((host, port, message))
+
+    def drop(self, host: str, port: int) -> None:
+        pass
+
+
+class Agent:
+    """NIXL's: knows peers, and delivers the notifications that a test puts in."""
+
+    name = "decode"
+
+    def __init__(self) -> None:
+        self.notes: dict[str, list[bytes]] = {}
+
+    def add_remote_agent(self, metadata: bytes) -> None:
+        if metadata != b"metadata":
+            raise ValueError("not a peer's metadata")
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        notes, self.notes = self.notes, {}
+        return notes
+
+
+def _nixl() -> Any:
+    return without_engine(
+        nixl.NixlKVManager, agent=Agent(), transfer_statuses=defaultdict(nixl.TransferStatus)
+    )
+
+
+def _mooncake() -> Any:
+    return without_engine(
+        mooncake.MooncakeKVManager,
+        chunk_deadlines=ChunkDeadlines(120.0),
+        session_lock=threading.Lock(),
+        session_failures=defaultdict(int),
+        failed_sessions=set(),
+        _unsettled=[],
+        _progress={},
+    )
+
+
+def bare(backend: str, mode: Any) -> Any:
+    """A manager of either side; its metadata buffer is ``manager.aux``."""
+    manager = {"nixl": _nixl, "mooncake": _mooncake}[backend]()
+    manager.aux = np.zeros((SLOTS, ITEM), dtype=np.uint8)
+    manager.kv_args = SimpleNamespace(
+        kv_data_ptrs=[1, 2],
+        kv_item_lens=[ITEM, ITEM],
+        aux_data_ptrs=[manager.aux.ctypes.data],
+        aux_data_lens=[manager.aux.nbytes],
+        aux_item_lens=[ITEM],
+    )
+    manager.start_delta(mode, manager.server_args)
+    (manager.decode_ranks or manager.servers)._sockets = Sockets()
+    return manager
+
+
+def prefill(backend: str) -> Any:
+    """A prefill rank's manager; NIXL's transfer workers have nothing to drop."""
+    manager = bare(backend, DisaggregationMode.PREFILL)
+    if backend == "nixl":
+        manager.transfers = SimpleNamespace(cancel=lambda room, kind: None)
+    return manager
+
+
+def decode(backend: str, *rooms: int, writers: int = 1) -> Any:
+    """A decode rank's manager that waits for ``rooms``; room ``n`` has metadata slot ``n % 8``
+    (over NIXL a test announces it)."""
+    manager = bare(backend, DisaggregationMode.DECODE)
+    for room in rooms:
+        if backend == "mooncake":
+            manager.open_progress(room).slot = room % SLOTS
+        manager.update_status(room, KVPoll.WaitingForInput)
+        manager.required_prefill_response_num_table[room] = writers
+        manager.addr_to_rooms_tracker[ADDRESS].add(room)
+    return manager

@@ -1,0 +1,120 @@
+"""What a decode rank says to a prefill rank of each backend, and a rank that listens."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from component.transfer import bare
+from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnouncements
+from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
+from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
+from sglang.srt.disaggregation.nixl.conn import GUARD
+
+#: Takes what a decode rank registers and announces, by backend.
+ANNOUNCEMENTS: dict[str, Any] = {"nixl": NixlAnnouncements, "mooncake": MooncakeAnnouncements}
+_FROM = [b"10.0.0.2", b"4000"]
+
+
+class Dialect:
+    """Messages of the decode rank at 10.0.0.2:4000 in the order of one backend's frames."""
+
+    backend: str
+    #: The name that prefill knows it by.
+    peer: str
+
+    def __repr__(self) -> str:
+        return self.backend
+
+    def registration(
+        self, kv_buffers: int = 2, tp: tuple[int, int] = (1, 0), item: int = 64, **own: bytes
+    ) -> list[bytes]:
+        """As stock SGLang sends it; ``item``: bytes of a KV page."""
+        pointers = struct.pack(f"{kv_buffers}Q", *range(kv_buffers))
+        size, rank, length = (str(number).encode() for number in (*tp, item))
+        return self._registration(pointers, size, rank, length, **own)
+
+    def announcement(
+        self,
+        room: int = 7,
+        pages: tuple[int, ...] = (4, 5),
+        needed: int = 1,
+        slot: bytes = b"3",
+        ours: bool = True,
+        **frame: Any,
+    ) -> list[bytes]:
+        """Of a room, with a delta frame if it is ``ours``."""
+        listed = np.array(pages, dtype=np.int32).tobytes()
+        number, ranks = str(room).encode(), str(needed).encode()
+        frames = self._announcement(number, listed, slot, ranks)
+        fields = {"decode_prefix_len": 0, "num_pages": len(pages), "is_dummy": False, **frame}
+        return [*frames, encode_frame(DeltaFrame(**fields))] if ours else frames
+
+    def _registration(
+        self, pointers: bytes, size: bytes, rank: bytes, item: bytes, **own: bytes
+    ) -> list[bytes]:
+        raise NotImplementedError
+
+    def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+    def listener(self, *clock: Any) -> tuple[Any, MessageReader]:
+        """A prefill rank's manager, and what its reading thread runs."""
+        manager = bare.prefill(self.backend)
+        take = ANNOUNCEMENTS[self.backend](manager).take
+        return manager, MessageReader(manager.decode_ranks.take, take, *clock)
+
+    def acquainted(self, *clock: Any) -> tuple[Any, MessageReader]:
+        """The same after this decode rank has registered."""
+        manager, reader = self.listener(*clock)
+        reader.handle(self.registration())
+        return manager, reader
+
+
+class Nixl(Dialect):
+    """Frames behind a guard."""
+
+    backend, peer = "nixl", "D"
+
+    def _registration(
+        self,
+        pointers: bytes,
+        size: bytes,
+        rank: bytes,
+        item: bytes,
+        *,
+        metadata: bytes = b"metadata",
+    ) -> list[bytes]:
+        frames = [GUARD, b"None", *_FROM, b"D", metadata, pointers, struct.pack("Q", 9)]
+        return [*frames, b"", b"0", size, rank, item]
+
+    def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
+        return [GUARD, room, *_FROM, b"D", pages, slot, needed, b""]
+
+
+class Mooncake(Dialect):
+    """Frames that name a session of the engine."""
+
+    backend, peer = "mooncake", "10.0.0.2:4001"
+
+    def _registration(
+        self,
+        pointers: bytes,
+        size: bytes,
+        rank: bytes,
+        item: bytes,
+        *,
+        session: bytes = b"10.0.0.2:4001",
+    ) -> list[bytes]:
+        frames = [b"None", *_FROM, session, pointers, struct.pack("Q", 9), b""]
+        return [*frames, rank, size, item, b"", b"", b"0", b"", b""]
+
+    def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
+        return [room, *_FROM, self.peer.encode(), pages, slot, b"", needed]
+
+
+NIXL, MOONCAKE = Nixl(), Mooncake()
+DIALECTS: tuple[Dialect, ...] = (NIXL, MOONCAKE)
