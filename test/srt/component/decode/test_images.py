@@ -135,21 +135,40 @@ def test_padded_before_it_is_queued(decoder: Decoder) -> None:
     decoder.drain()
 
 
-def test_the_same_image_hits(decoder: Decoder) -> None:
-    """Guards against moving an image's KV again at every turn of a conversation about it."""
-    assert prefix(decoder, BEFORE, CAT, AFTER) == 0
-    assert prefix(decoder, BEFORE, CAT, AFTER) == len(BEFORE) + SIZE + len(AFTER)
-    # The next turn asks about another one, beside the first.
-    assert prefix(decoder, BEFORE, CAT, AFTER, BETWEEN, DOG) == len(BEFORE) + SIZE + len(AFTER)
-    check_idle(decoder)
+PLACEHOLDERS = [IMAGE_TOKEN] * SIZE
+HEAD = len(BEFORE)
+WHOLE = HEAD + SIZE + len(AFTER)
 
 
 @pytest.mark.hazard("tenants-share")
-def test_two_images_never_share(decoder: Decoder) -> None:
-    """Guards against an answer about another user's image."""
-    assert prefix(decoder, BEFORE, CAT, AFTER) == 0
-    assert prefix(decoder, BEFORE, DOG, AFTER) == len(BEFORE)
-    assert prefix(decoder, BEFORE, [IMAGE_TOKEN] * SIZE, AFTER) == len(BEFORE)
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        # A conversation about an image moves its KV once; the next turn asks about another one.
+        [
+            ([BEFORE, CAT, AFTER], 0),
+            ([BEFORE, CAT, AFTER], WHOLE),
+            ([BEFORE, CAT, AFTER, BETWEEN, DOG], WHOLE),
+        ],
+        # Another user's image, and placeholders that are only text.
+        [
+            ([BEFORE, CAT, AFTER], 0),
+            ([BEFORE, DOG, AFTER], HEAD),
+            ([BEFORE, PLACEHOLDERS, AFTER], HEAD),
+        ],
+        # The same images at other places.
+        [
+            ([BEFORE, CAT, BETWEEN, DOG, AFTER], 0),
+            ([BEFORE, DOG, BETWEEN, CAT, AFTER], HEAD),
+            ([BEFORE, CAT, BETWEEN, CAT, AFTER], HEAD + SIZE + len(BETWEEN)),
+        ],
+    ],
+    ids=["same", "other", "places"],
+)
+def test_what_prompts_with_images_share(decoder: Decoder, prompts: list[Any]) -> None:
+    """Guards against an answer about another user's image, and against an image whose KV moves
+    again at every turn: of each prompt in turn, the tokens that the tree has."""
+    assert [prefix(decoder, *parts) for parts, _ in prompts] == [hit for _, hit in prompts]
     check_idle(decoder)
 
 
@@ -161,14 +180,6 @@ def test_between_a_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefix(decoder, begin, CAT, end) == 0
     assert prefix(decoder, begin, CAT, end) == len(begin) + SIZE + len(end)
     assert prefix(decoder, begin, DOG, end) == len(begin)
-    check_idle(decoder)
-
-
-def test_images_change_places(decoder: Decoder) -> None:
-    """Guards against a key that knows which images a prompt has, but not where."""
-    assert prefix(decoder, BEFORE, CAT, BETWEEN, DOG, AFTER) == 0
-    assert prefix(decoder, BEFORE, DOG, BETWEEN, CAT, AFTER) == len(BEFORE)
-    assert prefix(decoder, BEFORE, CAT, BETWEEN, CAT, AFTER) == len(BEFORE) + SIZE + len(BETWEEN)
     check_idle(decoder)
 
 

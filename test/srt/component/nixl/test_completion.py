@@ -43,51 +43,58 @@ def test_every_order_ends_with_the_last_event(aux: bytes) -> None:
         assert complete(*order) and complete(*order, *order)
 
 
+NOTE = done(5, 0, [b"metadata"])
+
+
+@pytest.mark.hazard("writers-confused", "full-hit-without-metadata", "metadata-tied-to-state")
+@pytest.mark.parametrize(
+    ("texts", "writers", "expects_state", "expected"),
+    [
+        # One note of a writer stands for its chunks, state and metadata, and for no other writer's.
+        ([NOTE], 1, False, True),
+        ([NOTE, NOTE], 1, False, True),
+        ([NOTE], 1, True, True),
+        ([NOTE], 2, False, False),
+        ([NOTE, NOTE], 2, False, False),
+        ([NOTE, done(5, 1, [])], 2, False, True),
+        ([NOTE, b"5_kv_0_1_1", b"5_aux_1"], 2, False, True),  # an older prefill rank beside it
+        # A stock prefill with two pipeline stages does not say whose metadata came.
+        ([b"5_kv_0_1_0", b"5_aux"], 2, False, False),
+        ([b"5_kv_0_1_0", b"5_kv_0_1_1", b"5_aux"], 2, False, True),
+        # "Nothing to send" of one rank does not stand for the other one's chunks.
+        ([b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1"], 2, False, False),
+        ([b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", b"5_kv_0_1_1"], 2, False, True),
+        # State is waited for where it is expected; dense models have none.
+        ([b"5_kv_0_1_0", b"5_aux_0"], 1, False, True),
+        ([b"5_kv_0_1_0", b"5_aux_0"], 1, True, False),
+        ([b"5_kv_0_1_0", b"5_aux_0", b"5_state_0"], 1, True, True),
+    ],
+)
+def test_what_completes_a_room(
+    texts: list[bytes], writers: int, expects_state: bool, expected: bool
+) -> None:
+    """Guards against a room that never ends, and against one that ends early: the request would
+    start on KV or metadata that are not there."""
+    assert complete(*texts, writers=writers, expects_state=expects_state) is expected
+
+
 @pytest.mark.hazard("writers-confused")
-def test_one_note_says_it_all() -> None:
-    """Guards against a room that waits for chunks, state or metadata of a writer which said that
-    everything is here, and against one writer's note standing for another's."""
-    note = done(5, 0, [b"metadata"])
-    assert complete(note) and complete(note, note) and complete(note, expects_state=True)
-    assert not complete(note, writers=2) and not complete(note, note, writers=2)
-    assert complete(note, done(5, 1, []), writers=2)
-    assert complete(note, b"5_kv_0_1_1", b"5_aux_1", writers=2), "an older prefill rank beside it"
-    status = after(note, writers=2)
+def test_drained_when_the_writer_without_a_note_has_stopped() -> None:
+    """Guards against pages that stay held for a writer which said that it writes no more."""
+    status = after(NOTE, writers=2)
     assert not status.is_drained(2)
     status.stop(1)
     assert status.is_drained(2)
 
 
 @pytest.mark.hazard("writers-confused")
-def test_two_writers() -> None:
+def test_two_writers_in_any_order() -> None:
     """Guards against the first of two prefill ranks completing the room for both: the other's
     metadata would land in a slot that is used again."""
     texts = (b"5_kv_0_1_0", b"5_kv_0_0_1", b"5_kv_1_1_1", b"5_aux_0", b"5_aux_1")
     for order in permutations(texts):
         assert not complete(*order[:4], writers=2)
         assert complete(*order, writers=2)
-
-
-def test_stages_of_a_stock_prefill() -> None:
-    """Guards against a stock prefill with two pipeline stages, which does not say whose metadata
-    came, that is never done, or done too early."""
-    assert not complete(b"5_kv_0_1_0", b"5_aux", writers=2)
-    assert complete(b"5_kv_0_1_0", b"5_kv_0_1_1", b"5_aux", writers=2)
-
-
-@pytest.mark.hazard("full-hit-without-metadata")
-def test_full_hit_of_one_of_two_writers() -> None:
-    """Guards against "nothing to send" from one rank standing for the other one's chunks."""
-    assert not complete(b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", writers=2)
-    assert complete(b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", b"5_kv_0_1_1", writers=2)
-
-
-@pytest.mark.hazard("metadata-tied-to-state")
-def test_state_is_waited_for_only_where_it_is_expected() -> None:
-    """Guards against dense models that wait for a state which nobody sends."""
-    assert complete(b"5_kv_0_1_0", b"5_aux_0")
-    assert not complete(b"5_kv_0_1_0", b"5_aux_0", expects_state=True)
-    assert complete(b"5_kv_0_1_0", b"5_aux_0", b"5_state_0", expects_state=True)
 
 
 def test_a_failed_room_is_not_done() -> None:

@@ -67,29 +67,34 @@ def test_nothing_may_follow_the_end() -> None:
         take(answer, event(2, {"type": "stop"}), 2.0)
 
 
-def test_class_borders() -> None:
-    """Guards against requests moving between classes at the borders that the field uses."""
-    of = Classes().of
-    assert [of(n, None) for n in (0, 4_999, 5_000, 20_000, 20_001)] == [
-        *(WARM, WARM),
-        *(MEDIUM, MEDIUM),
-        HEAVY,
-    ]
+SERVED = Classes(by="served")
 
 
-def test_a_scaled_trace_keeps_its_classes() -> None:
-    """Guards against a trace scaled to small blocks that is all WARM."""
-    scaled = Classes().scaled(16)
-    for blocks in (5, 15, 60):
-        assert scaled.of(blocks * 16, None) == Classes().of(blocks * 512, None)
-
-
-def test_classes_by_what_the_server_reported() -> None:
-    """Guards against one measure where the other was asked for, and a failed request, for which no
-    server reported anything, without a class."""
-    assert Classes().of(30_000, 10) == HEAVY
-    assert Classes(by="served").of(30_000, 10) == WARM
-    assert Classes(by="served").of(30_000, None) == HEAVY
+@pytest.mark.parametrize(
+    ("classes", "new_tokens", "reported", "expected"),
+    [
+        # The borders that the field uses.
+        (Classes(), 0, None, WARM),
+        (Classes(), 4_999, None, WARM),
+        (Classes(), 5_000, None, MEDIUM),
+        (Classes(), 20_000, None, MEDIUM),
+        (Classes(), 20_001, None, HEAVY),
+        # By what a server reported; it reported nothing of a request that failed.
+        (Classes(), 30_000, 10, HEAVY),
+        (SERVED, 30_000, 10, WARM),
+        (SERVED, 30_000, None, HEAVY),
+        # A trace scaled from blocks of 512 to 16 tokens keeps its classes.
+        (Classes().scaled(16), 5 * 16, None, WARM),
+        (Classes().scaled(16), 15 * 16, None, MEDIUM),
+        (Classes().scaled(16), 60 * 16, None, HEAVY),
+    ],
+)
+def test_class_of_a_request(
+    classes: Classes, new_tokens: int, reported: int | None, expected: str
+) -> None:
+    """Guards against requests that move between classes at their borders or by a scale, and against
+    one measure where the other was asked for."""
+    assert classes.of(new_tokens, reported) == expected
 
 
 def test_classes_that_overlap_are_refused() -> None:

@@ -68,20 +68,31 @@ def test_tokens_that_differ_are_wrong_however_the_request_ended(seen: Observed) 
     assert outcome(seen) is Outcome.WRONG
 
 
-def test_taken_back() -> None:
-    """Guards the difference between what we ended and what ended by itself."""
-    assert outcome(replace(GOOD, tokens=(5,), finishes=(), left=True)) is Outcome.ABORTED
-    assert outcome(replace(ABORTED, abort_sent=True)) is Outcome.ABORTED
-    refused = replace(ABORTED, finishes=(), error="prefill reported: aborted", abort_sent=True)
-    assert outcome(refused) is Outcome.ABORTED
-    # Nobody aborted this one: it was hit by the abort of another.
-    assert outcome(ABORTED) is Outcome.UNEXPLAINED
+CUT = replace(GOOD, tokens=(5,), finishes=())
 
 
-def test_late_is_lost_even_near_a_fault() -> None:
-    """Guards against hangs that a fault would excuse: every bound has passed by then."""
-    assert outcome(replace(FAILED, late=("decode",))) is Outcome.LOST
-    assert outcome(replace(ABORTED, abort_sent=True, late=("prefill",))) is Outcome.LOST
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        # What we ended, and what ended by itself: hit by the abort of another.
+        (replace(GOOD, tokens=(5,), finishes=(), left=True), Outcome.ABORTED),
+        (replace(ABORTED, abort_sent=True), Outcome.ABORTED),
+        (
+            replace(ABORTED, finishes=(), error="prefill reported: aborted", abort_sent=True),
+            Outcome.ABORTED,
+        ),
+        (ABORTED, Outcome.UNEXPLAINED),
+        # Hangs, which no fault excuses: every bound has passed by then.
+        (replace(FAILED, late=("decode",)), Outcome.LOST),
+        (replace(ABORTED, abort_sent=True, late=("prefill",)), Outcome.LOST),
+        # A closed connection is no answer.
+        (CUT, Outcome.UNEXPLAINED),
+        (replace(CUT, started_at=99.0, ended_at=101.0), Outcome.FAILED),
+    ],
+)
+def test_what_became_of_a_request(seen: Observed, expected: Outcome) -> None:
+    """Guards against failures of ours that count as aborts of ours, or as answers."""
+    assert outcome(seen) is expected
 
 
 @pytest.mark.parametrize(
@@ -123,13 +134,6 @@ def test_an_error_has_to_say_what_failed(error: str, expected: Outcome) -> None:
     """Guards against errors that nobody can act on, and against a lost server that is reported as
     an abort that nobody asked for."""
     assert outcome(replace(FAILED, error=error)) is expected
-
-
-def test_a_stream_that_just_ends_is_a_failure() -> None:
-    """Guards against a closed connection that passes for an answer."""
-    cut = replace(GOOD, tokens=(5,), finishes=())
-    assert outcome(cut) is Outcome.UNEXPLAINED
-    assert outcome(replace(cut, started_at=99.0, ended_at=101.0)) is Outcome.FAILED
 
 
 def test_what_makes_a_run_clean() -> None:

@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmark.traces.generate import Shape, conversations
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import Recent, annotate
 
-
-def sessions(*prompts: tuple[int, ...], tokens: int | None = None) -> list[tuple[str, int]]:
-    """Session and turn of prompts whose last block is partial (half full unless told)."""
-    records = [
-        Record(i, (len(ids) - 1) * 512 + (tokens or 256), 1, ids) for i, ids in enumerate(prompts)
-    ]
-    return [(str(r.session_id), r.turn or 0) for r in annotate(records, prefix="")]
-
-
-def test_a_partial_last_block_changes_its_id() -> None:
-    """Were the last id compared, no conversation would be seen to go on."""
-    assert sessions((1, 2, 3), (1, 2, 4, 5), (1, 2, 4, 6, 7)) == [("0", 0), ("0", 1), ("0", 2)]
-
-
-def test_a_common_instruction_is_no_conversation() -> None:
-    """Else all who share an instruction would stick to one worker as one endless session. The
-    third prompt ends within what the first two have shown to be shared, so does the fourth."""
-    assert sessions((1, 2, 3), (1, 4, 5), (1, 6), (1, 7, 8)) == [
-        ("0", 0),
-        ("1", 0),
-        ("2", 0),
-        ("3", 0),
-    ]
-
-
-def test_interleaved_conversations() -> None:
-    """Turns of others in between change nothing."""
-    assert sessions((1, 2, 3), (1, 4, 5), (1, 2, 6, 7), (1, 4, 8, 9), (1, 2, 6, 10, 11)) == [
-        ("0", 0),
-        ("1", 0),
-        ("0", 1),
-        ("1", 1),
-        ("0", 2),
-    ]
+NEW = [(str(number), 0) for number in range(4)]
+#: A prompt's blocks, the last of which is partial, and how many tokens that has; then for each
+#: prompt the number of its session and its turn.
+PROMPTS = {
+    # Were the last id compared, no conversation would be seen to go on.
+    "a partial last block changes its id": (
+        [(1, 2, 3), (1, 2, 4, 5), (1, 2, 4, 6, 7)],
+        256,
+        [("0", 0), ("0", 1), ("0", 2)],
+    ),
+    # Else all who share an instruction would stick to one worker as one endless session. The third
+    # prompt ends within what the first two have shown to be shared, so does the fourth.
+    "a common instruction is no conversation": (
+        [(1, 2, 3), (1, 4, 5), (1, 6), (1, 7, 8)],
+        256,
+        NEW[:4],
+    ),
+    "turns of others in between change nothing": (
+        [(1, 2, 3), (1, 4, 5), (1, 2, 6, 7), (1, 4, 8, 9), (1, 2, 6, 10, 11)],
+        256,
+        [("0", 0), ("1", 0), ("0", 1), ("1", 1), ("0", 2)],
+    ),
+    # A fork from an earlier turn is a new session, and what it shares no longer tells who goes on.
+    "the latest prompt counts": (
+        [(1, 2, 9), (1, 2, 3, 9), (1, 2, 4, 8), (1, 2, 3, 5, 9)],
+        256,
+        [("0", 0), ("0", 1), ("1", 0), ("0", 2)],
+    ),
+    # Nothing can continue it, and it must not continue everything.
+    "a prompt without a full block": ([(1,), (1,)], 100, NEW[:2]),
+}
 
 
-def test_the_latest_prompt_counts() -> None:
-    """A fork from an earlier turn is a new session, and what it shares no longer tells who
-    goes on."""
-    assert sessions((1, 2, 9), (1, 2, 3, 9), (1, 2, 4, 8), (1, 2, 3, 5, 9)) == [
-        ("0", 0),
-        ("0", 1),
-        ("1", 0),
-        ("0", 2),
-    ]
+@pytest.mark.parametrize("case", PROMPTS)
+def test_sessions_of_prompts(case: str) -> None:
+    """Guards against conversations that are not seen to go on, and against requests taken for
+    turns of one that they are not of."""
+    prompts, partial, expected = PROMPTS[case]
+    records = [Record(at, (len(ids) - 1) * 512 + partial, 1, ids) for at, ids in enumerate(prompts)]
+    assert [(r.session_id, r.turn) for r in annotate(records, prefix="")] == expected
 
 
 def test_a_shorter_prompt_goes_on_with_nothing() -> None:
@@ -61,11 +58,6 @@ def test_a_shorter_prompt_goes_on_with_nothing() -> None:
         Record(2, 1500, 1, (1, 2, 5)),
     ]
     assert [r.session_id for r in annotate(records)] == ["derived-0", "derived-1", "derived-2"]
-
-
-def test_a_prompt_without_a_full_block() -> None:
-    """Nothing can continue it, and it must not continue everything."""
-    assert sessions((1,), (1,), tokens=100) == [("0", 0), ("1", 0)]
 
 
 def test_what_names_its_session_keeps_it() -> None:
