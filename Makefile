@@ -41,6 +41,7 @@ test-fast: env ## what needs neither torch nor SGLang, seconds: after every edit
 
 test-nightly: env ## controls ("without it, it breaks") and fuzzers in their long form
 	$(PYTEST) $(TWO) --nightly test/srt/unit test/srt/component
+	$(PYTEST) --nightly test/srt/e2e
 
 test-unit: env ## no engine, a minute or two
 	$(PYTEST) $(TWO) test/srt/unit

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
+from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
@@ -152,6 +155,46 @@ def assert_tiled_by_rank(logs: RankLogs, decode_ranks: int, rank_page_bytes: int
                 moved[peer] = moved.get(peer, 0) + sum(chunk.bytes for chunk in of_peer)
         expected = [len(pages) * rank_page_bytes] * decode_ranks if pages else []
         assert sorted(moved.values()) == expected
+
+
+def take_turns(
+    pair: Pair,
+    reference: Reference,
+    prompts: list[Ids],
+    turns: int,
+    new_tokens: int,
+    more: Callable[[], Ids],
+) -> list[Ids]:
+    """Conversations that begin with ``prompts`` and go on with the answer and ``more``; every
+    answer is the reference's. Returns what the next turn would ask."""
+    for _ in range(turns):
+        expected = reference.answers(prompts, new_tokens)
+        assert pair.generate(prompts, new_tokens) == expected
+        prompts = [
+            [*prompt, *answer, *more()] for prompt, answer in zip(prompts, expected, strict=True)
+        ]
+    return prompts
+
+
+async def send_and_leave(
+    target: Target, requests: list[Request], patience_s: list[float | None]
+) -> list[Result | None]:
+    """All at once; a client with a patience disconnects from both servers after it."""
+
+    async def one(
+        session: aiohttp.ClientSession, request: Request, patience: float | None
+    ) -> Result | None:
+        try:
+            return await asyncio.wait_for(send(session, target, request), patience)
+        except asyncio.TimeoutError:
+            return None
+
+    async with open_session() as session:
+        return list(
+            await asyncio.gather(
+                *(one(session, r, p) for r, p in zip(requests, patience_s, strict=True))
+            )
+        )
 
 
 def settle(pair: Pair) -> None:

@@ -18,7 +18,7 @@ from e2e.support import START_METHOD, pair_config, settle
 from models.arithmetic import number_of
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny_arith"
-QUESTIONS = 100
+QUESTIONS = 60
 ANSWER_TOKENS = 120
 PAGE = 16
 POOL_TOKENS = 32_000
@@ -67,7 +67,10 @@ def test_the_model_knows_arithmetic(aggregated: Graded) -> None:
     assert aggregated.correct >= 0.9 * QUESTIONS
 
 
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no_radix"])
+@pytest.mark.parametrize(
+    "radix",
+    [pytest.param(True, id="radix"), pytest.param(False, id="no_radix", marks=pytest.mark.nightly)],
+)
 def test_prefill_and_decode_score_what_one_server_scores(
     aggregated: Graded, logs: Path, radix: bool
 ) -> None:

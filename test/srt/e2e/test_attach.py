@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
 from benchmark.harness.ports import allocate_ports
@@ -29,8 +31,10 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_engine_in_a_program(model: Path, tmp_path: Path) -> None:
-    """Engine spawns its scheduler from the user's own program, where no launcher of ours runs."""
+    """Engine spawns its scheduler from the user's own program, where no launcher of ours runs.
+    ``component/patchset/test_processes.py`` sees it attached in every run."""
     script = tmp_path / "program.py"
     script.write_text(ENGINE)
     (port,) = allocate_ports(1)
@@ -50,7 +54,11 @@ def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs:
     shared = tokens(120)
     prompts = [[*shared, *tokens(5 + i)] for i in range(8)]
     config = pair_config(
-        model, logs, page_size=16, decode_args=("--dp-size", "2"), env={START_METHOD: "spawn"}
+        model,
+        logs,
+        page_size=16,
+        decode_args=("--dp-size", "2"),
+        decode_env={START_METHOD: "spawn"},
     )
     with Pair(config, logs) as pair:
         for _ in range(2):

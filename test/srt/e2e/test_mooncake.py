@@ -11,13 +11,20 @@ from benchmark.harness import metrics
 from benchmark.harness.client import Request
 from benchmark.harness.pair import Pair
 from benchmark.harness.workload import kv_bytes_per_token
-from e2e.support import EventLogs, Reference, assert_tiled, pair_config, prompt_maker, settle
-from e2e.test_aborts import send_and_leave
+from e2e.support import (
+    EventLogs,
+    Reference,
+    assert_tiled,
+    pair_config,
+    prompt_maker,
+    send_and_leave,
+    settle,
+)
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
 
 
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.nightly), 16])
 def test_turns_and_a_client_that_leaves(
     model: Path, reference: Reference, logs: Path, page: int
 ) -> None:

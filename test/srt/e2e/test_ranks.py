@@ -7,6 +7,7 @@ another prefix than its siblings, or heads that land beside their place, change 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from e2e.support import (
     pair_config,
     prompt_maker,
     settle,
+    take_turns,
 )
 from models.random_qwen3 import build
 
@@ -74,13 +76,8 @@ def converse(
     shared = tokens(150)
     prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
     with Pair(config, logs) as pair:
-        for _ in range(2):
-            expected = reference.answers(prompts, 10)
-            assert pair.generate(prompts, 10) == expected
-            prompts = [
-                [*prompt, *answer, *tokens(21)]
-                for prompt, answer in zip(prompts, expected, strict=True)
-            ]
+        more = partial(tokens, 21)
+        prompts = take_turns(pair, reference, prompts, turns=2, new_tokens=10, more=more)
         whole = prompts[0][: len(prompts[0]) // 16 * 16 - 32]
         assert pair.generate([whole], 4) == reference.answers([whole], 4)
         settle(pair)
@@ -96,6 +93,7 @@ def test_two_ranks_on_both_sides(model: Path, reference: Reference, logs: Path) 
     converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=2, prefill_tp=2, decode_tp=2)
 
 
+@pytest.mark.hazard("unequal-tensor-parallelism")
 def test_two_prefill_ranks_and_one_decode_rank(
     model: Path, reference: Reference, logs: Path
 ) -> None:
@@ -112,15 +110,17 @@ def test_one_prefill_rank_and_two_decode_ranks(
     converse(model, KV_HEADS, reference, logs, 1, ranks_a_room=2, decode_tp=2)
 
 
-@pytest.mark.hazard("unequal-tensor-parallelism")
+@pytest.mark.nightly
 def test_two_prefill_ranks_with_a_replicated_head(
     one_head: Path, one_head_reference: Reference, logs: Path
 ) -> None:
-    """Guards against fewer KV heads than ranks: stock NIXL divides by zero, and the second replica
-    must not write the same bytes again, nor be missed."""
+    """Guards against fewer KV heads than ranks, as ``component/pools/test_ranks.py`` in every run:
+    stock NIXL divides by zero, and the second replica must not write the same bytes again, nor be
+    missed."""
     converse(one_head, 1, one_head_reference, logs, 1, ranks_a_room=1, prefill_tp=2)
 
 
+@pytest.mark.nightly
 def test_two_decode_ranks_with_a_replicated_head(
     one_head: Path, one_head_reference: Reference, logs: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from component.broken import broken
 from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
+from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeStatuses
@@ -131,7 +132,8 @@ def test_metadata_go_to_the_rooms_own_slot_only() -> None:
     assert manager.aux[7].tolist() == list(range(ITEM)) and not manager.aux[:7].any()
 
 
-def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.fuzz
+def test_broken_messages_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever bytes arrive, the reader survives, no entry is made, no byte is written outside the
     slots of open rooms, and the next good message is served."""
     caplog.set_level(logging.CRITICAL)
@@ -149,7 +151,7 @@ def test_a_hundred_thousand_broken_messages(caplog: pytest.LogCaptureFixture) ->
         control.encode(control.Stopped(6, 1, "gone")),
         control.encode(control.Pong("10.0.0.1:5", True)),
     )
-    for _ in range(100_000):
+    for _ in range(tries(20_000)):
         reader.handle(broken(rng, rng.choice(kinds)))
     assert set(manager.request_status) == {*rooms, 1007} == set(manager._progress)
     assert set(manager.failure_records) <= set(rooms) and not manager.servers.deferred_rooms()

@@ -30,6 +30,7 @@ from component.pools.memory import (
 from component.transfer.managers import without_engine
 from component.transfer.pair import until
 from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats
+from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form
 from sglang.srt.disaggregation.delta.nixl.layout import ChunkPayload, Destination, Layout
@@ -68,6 +69,19 @@ def engines() -> dict[str, Any]:
     )
 
     return {side: MooncakeTransferEngine("127.0.0.1") for side in ("prefill", "decode")}
+
+
+@cache
+def agent_of(name: str) -> Any:
+    """One of NIXL's, for all scenarios: of dozens, each slows the others down."""
+    from nixl import _api
+
+    with configured_agents():
+        return _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
+
+
+#: Pools whose memory stays registered with the agents.
+_REGISTERED: list[Any] = []
 
 
 class MooncakeRanks:
@@ -135,13 +149,12 @@ class NixlRanks:
     @staticmethod
     def _agent(name: str, pools: list[Any]) -> Any:
         """One that may read and write the pools."""
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        agent = agent_of(name)
         for pool in pools:
             pointers, lengths, _ = pool.get_contiguous_buf_infos()
             rows = [(pointer, size, 0, "") for pointer, size in zip(pointers, lengths, strict=True)]
             agent.register_memory(rows, "VRAM")
+        _REGISTERED.extend(pools)
         return agent
 
     def _count_forms(self, agent: Any) -> None:
@@ -149,10 +162,11 @@ class NixlRanks:
 
         def counting(form: Form, call: Any, *arguments: Any) -> Any:
             self._made[form] += 1
-            return call(*arguments)
+            return call(agent, *arguments)
 
-        agent.initialize_xfer = partial(counting, Form.RANGES, agent.initialize_xfer)
-        agent.make_prepped_xfer = partial(counting, Form.PREPARED, agent.make_prepped_xfer)
+        kind = type(agent)
+        agent.initialize_xfer = partial(counting, Form.RANGES, kind.initialize_xfer)
+        agent.make_prepped_xfer = partial(counting, Form.PREPARED, kind.make_prepped_xfer)
 
     def deliver(self, rank: int, connected: range, source: Any, target: Any) -> None:
         """Each prefill rank of ``connected`` sends its slice to one decode rank, and says so."""

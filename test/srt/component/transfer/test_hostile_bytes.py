@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from component.transfer.bare import ADDRESS, decode
-from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, Dialect
+from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
@@ -162,7 +162,9 @@ def test_wrong_values_to_prefill(say: Dialect, caplog: pytest.LogCaptureFixture)
             for infos in manager.transfer_infos.values():
                 for peer, info in infos.items():
                     assert peer in manager.decode_kv_args_table
-                    assert info.dst_aux_index >= 0 and info.required_dst_info_num >= 1
+                    assert info.required_dst_info_num >= 1
+                    # Over Mooncake a rank to which nothing goes may name no slot.
+                    assert say is MOONCAKE and info.is_dummy or info.dst_aux_index >= 0
                     assert not info.dst_kv_indices.size or info.dst_kv_indices.min() >= 0
             if count % 50 == 0:
                 forget_rooms(manager)
@@ -199,7 +201,7 @@ def test_wrong_values_to_decode(say: Dialect, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.ERROR):
         for _ in range(total):
             reader.handle([control.MAGIC, wrong_map(rng, rng.choice(messages))])
-            assert not deferred.progress.stopped_writers, "nobody spoke of room 6"
+            assert not deferred.is_drained(), "nobody spoke of room 6"
     assert take.refused > 0.01 * total and take.taken > 0.1 * total
     assert complained(caplog) <= logs._REMEMBERED_KEYS + 1
     assert set(manager.request_status) == {5, 6, 1007} and servers._deferred == {6: deferred}

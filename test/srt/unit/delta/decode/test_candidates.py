@@ -126,29 +126,33 @@ def test_tokens_of_one_that_has_generated() -> None:
     assert (retracted.token_ids, retracted.length, retracted.resumes) == ([0, 1, 7], 3, True)
 
 
-def test_the_agreed_length_counts(tree: Tree) -> None:
-    """Guards against a lock on more than is shared, or on nothing."""
-    first = [candidate("a"), candidate("b", 32)]
+@pytest.mark.parametrize(
+    ("lengths", "agreed", "leased", "shares", "held"),
+    [
+        # The agreed length counts: a lock on no more than is shared, and on no less.
+        ([100, 32], [Offer.SHARED + 16, Offer.SHARED + 32], [16, 32], [True, True], [16, 32]),
+        # What no other rank may share is private: waits for no prefix, and locks none.
+        ([100], [Offer.PRIVATE], [0], [False], [0]),
+        # A stop of another rank is a stop, and keeps no lock of those behind it.
+        ([100] * 3, [Offer.SHARED + 64, Offer.STOP, Offer.SHARED + 64], [64], [True], [64]),
+    ],
+)
+def test_what_ranks_agreed_on_counts(
+    tree: Tree,
+    lengths: list[int],
+    agreed: list[int],
+    leased: list[int],
+    shares: list[bool],
+    held: list[int],
+) -> None:
+    """Guards against a rank that locks, waits for or tries what the others do not."""
+    first = [candidate(str(number), length) for number, length in enumerate(lengths)]
     line.take_leases(first, Plan(tree))
-    tried = line.settle(tree, first, [Offer.SHARED + 16, Offer.SHARED + 32])
-    assert [one.lease.length for one in tried] == [16, 32]
-    assert locked(tree) == [16, 32] and [one.shares for one in tried] == [True, True]
-
-
-def test_what_no_other_rank_may_share_is_private(tree: Tree) -> None:
-    """Guards against a rank that waits for a prefix, or locks one, which the others do not know."""
-    first = [candidate("a")]
-    line.take_leases(first, Plan(tree))
-    (tried,) = line.settle(tree, first, [Offer.PRIVATE])
-    assert tried.lease.length == 0 and not tried.shares and locked(tree) == [0]
-
-
-def test_a_stop_of_another_rank_is_a_stop(tree: Tree) -> None:
-    """Guards against a rank that tries whom the others do not, and against locks kept for them."""
-    first = [candidate("a"), candidate("b"), candidate("c")]
-    line.take_leases(first, Plan(tree))
-    tried = line.settle(tree, first, [Offer.SHARED + 64, Offer.STOP, Offer.SHARED + 64])
-    assert tried == first[:1] and tree.locks[64] == 1
+    tried = line.settle(tree, first, agreed)
+    assert tried == first[: len(leased)]
+    assert [one.lease.length for one in tried] == leased
+    assert [one.shares for one in tried] == shares
+    assert locked(tree) == held and all(tree.locks[node] == 1 for node in held)
 
 
 def test_who_was_given_up_here_has_no_lease(tree: Tree) -> None:

@@ -405,7 +405,7 @@ def test_every_order(rank: PrefillRank, cause: str | None) -> None:
 
 
 @pytest.mark.hazard("late-word-revives-room")
-@pytest.mark.parametrize("causes", itertools.combinations(CAUSES, 2), ids="-".join)
+@pytest.mark.parametrize("causes", list(itertools.combinations(CAUSES, 2)), ids="-".join)
 def test_two_causes(rank: PrefillRank, causes: tuple[str, str]) -> None:
     """Guards against a second cause that takes the place of the first, or undoes it."""
     some = list(orders(causes))[::11]

@@ -1,0 +1,175 @@
+"""What clients get from a pair with the decode radix cache, and what crosses the wire for it.
+
+The scenarios of a page size share one pair, which each leaves idle, balanced and without errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmark.harness import metrics
+from benchmark.harness.client import Request
+from benchmark.harness.metrics import HIT_TOKENS
+from benchmark.harness.pair import Pair
+from benchmark.harness.workload import kv_bytes_per_token
+from e2e.support import (
+    EventLogs,
+    Reference,
+    assert_tiled,
+    pair_config,
+    prompt_maker,
+    send_and_leave,
+    settle,
+    take_turns,
+)
+
+POOL_TOKENS = 3200
+"""Of decode: a fraction of what the scenarios put into it, so that it evicts all the time."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running pair."""
+
+    pair: Pair
+    events: EventLogs
+    page: int
+    page_bytes: int
+
+
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A pair with pages of ``request.param`` tokens; chunks of prefill are smaller than prompts."""
+    page = request.param
+    logs = tmp_path_factory.mktemp(f"page{page}")
+    with Pair(pair_config(model, logs, page_size=page, decode_tokens=POOL_TOKENS), logs) as pair:
+        yield Served(pair, EventLogs(logs), page, page * kv_bytes_per_token(model))
+
+
+@pytest.mark.hazard("bad-kv-in-tree", "tenants-share")
+@pytest.mark.parametrize("served", [1], indirect=True)
+def test_warmup_health_and_other_namespaces_never_hit(
+    served: Served, model: Path, reference: Reference
+) -> None:
+    """Warm-up sends the ids 10 to 13 and health the id 0, with no KV behind them; at page size 1 a
+    prompt that starts like them would be answered from garbage. And equal tokens under another
+    ``extra_key`` (tenant, adapter, salt) must not meet."""
+    pair, tokens = served.pair, prompt_maker(model, seed=4)
+    for url in (pair.prefill_url, pair.decode_url):
+        urllib.request.urlopen(f"{url}/health_generate", timeout=60).read()
+    settle(pair)
+    colliding = [[10, 11, 12, 13, *tokens(30)], [0, *tokens(30)]]
+    assert pair.generate(colliding, 8) == reference.answers(colliding, 8)
+    settle(pair)
+    assert pair.metrics()[1][HIT_TOKENS] == 0
+
+    prompt = tokens(200)
+    salted = [Request(prompt, 8, extra={"extra_key": key}) for key in ("a", "b", "a")]
+    for request in salted:
+        assert pair.send([request])[0].output_ids == reference.answers([prompt], 8)[0]
+    settle(pair)
+    assert pair.metrics()[1][HIT_TOKENS] == len(prompt)
+
+
+@pytest.mark.parametrize("served", [1, 16], indirect=True)
+def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
+    served: Served, model: Path, reference: Reference
+) -> None:
+    """Wrong slots, stale tree content, a prefix cut at the wrong token, or pages evicted while in
+    use would change what is generated."""
+    pair, events = served.pair, served.events
+    tokens = prompt_maker(model, seed=served.page)
+    events.read()
+    before = pair.metrics()[1]
+    # 8 conversations of 5 turns.
+    first = [tokens(200 + 37 * i) for i in range(8)]
+    take_turns(pair, reference, first, turns=5, new_tokens=24, more=partial(tokens, 19))
+    # 16 at once over two prefixes longer than a chunk, some of them whole-prefix prompts.
+    prefixes = [tokens(600), tokens(640)]
+    burst = [[*prefixes[i % 2], *tokens(3 + 5 * i)] for i in range(14)] + prefixes
+    assert pair.generate(burst, 32) == reference.answers(burst, 32)
+    # The same again: now the prefixes are in the tree, and full hits move no KV.
+    assert pair.generate(prefixes, 32) == reference.answers(prefixes, 32)
+    settle(pair)
+    assert_tiled(*events.read(), served.page_bytes)
+    assert metrics.gained(before, pair.metrics()[1])[HIT_TOKENS] > 0
+
+
+@pytest.mark.hazard("cached-tokens-twice")
+@pytest.mark.parametrize("served", [16], indirect=True)
+def test_second_turn_moves_only_new_pages(
+    served: Served, model: Path, reference: Reference
+) -> None:
+    """Turn two must reuse turn one's prompt *and* answer: only pages that neither filled may be
+    sent, the client must still see prefill's own cached tokens, and a full hit sends none."""
+    pair, events, page, page_bytes = served.pair, served.events, served.page, served.page_bytes
+    tokens = prompt_maker(model, seed=2)
+    events.read()
+    first = tokens(333)
+    answer = pair.generate([first], 40)[0]
+    settle(pair)
+    (admitted,), sent = events.read()
+    assert (admitted.prefix_tokens, len(admitted.pages)) == (0, -(-len(first) // page))
+    assert_tiled([admitted], sent, page_bytes)
+
+    # The last generated token has no KV: its page was never complete.
+    kept = (len(first) + len(answer) - 1) // page * page
+    second = [*first, *answer, *tokens(50)]
+    before = pair.metrics()
+    result = pair.send([Request(second, 8)])[0]
+    settle(pair)
+    (admitted,), sent = events.read()
+    assert admitted.prefix_tokens == kept
+    assert len(admitted.pages) == -(-len(second) // page) - kept // page
+    assert_tiled([admitted], sent, page_bytes)
+    assert result.output_ids == reference.answers([second], 8)[0]
+
+    gained = [metrics.gained(b, a) for b, a in zip(before, pair.metrics(), strict=True)]
+    assert gained[0][metrics.SENT_BYTES] == len(admitted.pages) * page_bytes
+    assert gained[1][metrics.REQUESTED_BYTES] == len(admitted.pages) * page_bytes
+    assert gained[0][metrics.SKIPPED_TOKENS] == gained[1][metrics.HIT_TOKENS] == kept
+    # Prefill's cache holds turn one's prompt, not its answer: that is what clients are told.
+    assert result.cached_tokens == len(first) // page * page
+
+    whole = second[: len(second) // page * page]
+    assert pair.generate([whole], 8) == reference.answers([whole], 8)
+    settle(pair)
+    (admitted,), sent = events.read()
+    assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
+
+
+@pytest.mark.hazard("abort-leaves-something")
+@pytest.mark.parametrize("served", [16], indirect=True)
+def test_disconnected_clients(served: Served, model: Path, reference: Reference) -> None:
+    """A client may leave while its request waits for memory, is moved, or generates. Its pages
+    must neither leak nor be written to after others got them: whoever stays gets the aggregated
+    server's answer, and afterwards both servers are idle, balanced and empty."""
+    pair, rng, new = served.pair, random.Random(6), 24
+    tokens = prompt_maker(model, seed=6)
+    prefixes = [tokens(500), tokens(700)]
+    prompts = [[*prefixes[i % 2], *tokens(30 + i)] for i in range(36)]
+    expected = reference.answers(prompts, new)
+    # Seeded moments from "at once" to "nearly served"; every third client stays.
+    patience = [None if i % 3 == 0 else rng.uniform(0.05, 6.0) for i in range(len(prompts))]
+    requests = [Request(prompt, new) for prompt in prompts]
+    results = asyncio.run(send_and_leave(pair.target, requests, patience))
+    stayed = [i for i, result in enumerate(results) if result is not None]
+    assert len(stayed) >= len(prompts) // 3
+    for i in stayed:
+        result = results[i]
+        assert result is not None and result.error is None, result
+        assert result.output_ids == expected[i]
+    settle(pair)
+    # Nothing of the aborted ones is left in the way: the same prompts are answered right.
+    assert pair.generate(prompts[:6], new) == expected[:6]
+    settle(pair)
