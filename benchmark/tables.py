@@ -210,14 +210,61 @@ def _hicache() -> Json:
 
 def _hicache_command(summary: Json) -> str:
     load, command = summary["load"], "python -m benchmark.hicache_buffer_only"
-    if summary["trace"] != "a generated trace":
+    if "traces" not in summary:
         command += f" --trace {summary['trace']}"
+    for name, option in (("conversation", "--trace"), ("agents", "--agents")):
+        source = summary.get("traces", {}).get(name, {}).get("source", "a generated trace")
+        if source != "a generated trace":
+            command += f" {option} {source}"
     return f"{command} --requests {load['requests']} --speed {load['speed']:g}"
 
 
 def hicache() -> str:
     """benchmark/hicache_buffer_only: hits, memory and times."""
     summary = _hicache()
+    if "traces" not in summary:
+        return _hicache_of_one_run(summary)
+    parts = [made(summary, _hicache_command(summary))]
+    for name, trace in summary["traces"].items():
+        arms = trace["arms"]
+        rounds = next(iter(arms.values()))["rounds"]
+        same = "identical" if trace["outputs_identical"] else "NOT identical"
+        head = ["", *(f"`{arm}`" if "buffer" in arm else f"stock, {arm}" for arm in arms)]
+        columns = [_hicache_column(arm) for arm in arms.values()]
+        rows = [[title, *(column[title] for column in columns)] for title in columns[0]]
+        parts.append(
+            f"\n{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
+            f"rounds an arm. Outputs are {same}. An endless cache would hit "
+            f"{trace['endless_hit_rate']:.1%}.\n\n{markdown(head, rows)}"
+        )
+    return "\n".join(parts)
+
+
+def _hicache_column(arm: Json) -> dict[str, str]:
+    """An arm's cells, by the titles of their rows."""
+    hits, times, memory = arm["hits"], arm["times"], arm["memory"]
+    tiers = {"device": "the device", "host": "the host pool", "storage": "the store"}
+    cached = sum(hits[tier] for tier in tiers)
+    cells = {"prompt tokens found in a cache": f"{cached / hits['prompt']:.1%}"}
+    for tier, place in tiers.items():
+        cells[f"from {place}"] = f"{hits[tier] / hits['prompt']:.1%}"
+    for of, title in (("ttft_s", "TTFT"), ("latency_s", "E2E"), ("itl_s", "gap between tokens")):
+        spread = (f"{times[of][p] * 1e3:,.0f}" for p in ("mean", "p50", "p90", "p99"))
+        cells[f"{title}: mean, p50, p90, p99, ms"] = ", ".join(spread)
+    for of, title in (("ttft_by_class", "TTFT"), ("latency_by_class", "E2E")):
+        for name, some in times[of].items():
+            mean = f"{some['mean'] * 1e3:,.0f} ({some['count']:,})" if some["count"] else "-"
+            what = "that miss" if name == "miss" else f"with a {name} hit"
+            cells[f"{title} mean of requests {what}, ms (requests)"] = mean
+    page = memory["workers"] * memory["page_bytes"]
+    cells["host memory pinned by the workers"] = _megabytes(page * memory["pool_pages"])
+    cells["store"] = _megabytes(page * memory["segment_pages"])
+    cells["failed requests"] = str(arm["failed"])
+    return cells
+
+
+def _hicache_of_one_run(summary: Json) -> str:
+    """Of results that were made before there were rounds."""
     arms: Mapping[str, Json] = summary["arms"]
 
     def row(name: str, cell: Cell) -> list[str]:

@@ -81,15 +81,16 @@ def wait_empty(server: ServerProcess, url: str, timeout_s: float = 60.0) -> Load
     return held
 
 
-def flush(url: str, timeout_s: float = 30.0) -> None:
-    """Empties an idle server's cache.
+def flush(url: str, timeout_s: float = 30.0, wait_s: float = 0.0) -> None:
+    """Empties an idle server's cache, which the server may put off for ``wait_s``: one with
+    buffer-only HiCache lets its store have what is still to be written.
 
     Raises:
         RuntimeError: the server refused, as it does unless it is fully idle.
     """
-    request = urllib.request.Request(f"{url}/flush_cache", method="POST")
+    request = urllib.request.Request(f"{url}/flush_cache?timeout={wait_s}", method="POST")
     try:
-        urllib.request.urlopen(request, timeout=timeout_s).close()
+        urllib.request.urlopen(request, timeout=timeout_s + wait_s).close()
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{url} does not flush: {error.read()[:300]!r}") from error
 

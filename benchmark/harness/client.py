@@ -102,6 +102,8 @@ class Result:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that prefill found in its cache, as the server reports them."""
+    cached_by_source: Mapping[str, int] = field(default_factory=dict)
+    """The same by where they were: ``device``, ``host``, ``storage`` (``/generate`` only)."""
     completion_tokens: int = 0
     finished_at: float = 0.0
     http_bytes: int = 0
@@ -264,6 +266,7 @@ def _take_generate(result: Result, event: Json) -> None:
     result.completion_tokens = count
     result.prompt_tokens = meta["prompt_tokens"]
     result.cached_tokens = meta["cached_tokens"]
+    result.cached_by_source = meta.get("cached_tokens_details") or {}
     # Cumulative by default; only the new ones with --incremental-streaming-output.
     ids = event.get("output_ids", [])
     result.output_ids = list(ids) if len(ids) == count else result.output_ids + list(ids)

@@ -1,17 +1,22 @@
-"""The arms: SGLang's own mode and buffer-only, at equal host memory, on the same trace.
+"""The arms at equal host memory: SGLang's own mode, the same with host pools as small as it takes
+them, buffer-only, and buffer-only that fetches every hit whether that is faster or not.
 
-SGLang's mode is measured twice, with the stock release and with the patch set but none of its
-flags: what differs between those two is not the mode's.
+A *run* is one arm on one trace, with fresh servers and an empty store. Runs are interleaved: a
+round has every arm once, each round in another order, so that what changes on the machine meanwhile
+is not taken for a difference between arms. Each run is written to ``runs.jsonl`` when it has ended;
+those that are there already are not made again, so that a comparison may be made in pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,30 +25,54 @@ from benchmark.harness.client import Request, Target, send_all
 from benchmark.harness.command import RunFailed
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
-from benchmark.harness.report import Summary
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token, token_range
 from benchmark.hicache_buffer_only.fleet import FleetConfig, WorkersAndStore
 from benchmark.hicache_buffer_only.master import ALLOCATED, EVICTED
 from benchmark.hicache_buffer_only.memory import Memory, Split
+from benchmark.hicache_buffer_only.outcome import CLASSES, ArmTimes, Outcome, Times
 from benchmark.hicache_buffer_only.plot import draw
-from benchmark.hicache_buffer_only.replay import Replayed, replay
+from benchmark.hicache_buffer_only.replay import replay
 from benchmark.hicache_buffer_only.tiers import Hits
-from benchmark.traces.generate import conversations
+from benchmark.traces.generate import Shape, conversations
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.read import read
 from benchmark.traces.record import Record
 from benchmark.traces.scale import Fitting, Scale
 from benchmark.traces.sharing import endless_hit_rate
 
-CACHE, PATCHED, BUFFER_ONLY = "cache", "cache, patched", "buffer_only"
+CACHE, SMALL, BUFFER_ONLY, ALWAYS = ARMS = (
+    "cache",
+    "cache, small",
+    "buffer_only",
+    "buffer_only, always fetch",
+)
+ALWAYS_FETCH = {"SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1"}
+
+CONVERSATION, AGENTS = TRACES = ("conversation", "agents")
+#: Agents with tools: long instructions that many share, and many short turns with little time
+#: between them, as in Mooncake's tool-and-agent trace (prompts of about 8,600 tokens, answers of
+#: about 180, more than half of all blocks seen before).
+AGENT = Shape(
+    conversations_per_s=0.45,
+    mean_turns=8.0,
+    system_prompts=8,
+    system_blocks=8,
+    first_tokens=1200,
+    first_spread=0.8,
+    turn_tokens=500,
+    answer_tokens=140,
+    think_s=8.0,
+)
 
 
 @dataclass(frozen=True)
 class Load:
-    """The trace and the sizes, the same for all arms. Pools in tokens."""
+    """The traces and the sizes, the same for all arms. Pools in tokens."""
 
     requests: int = 1000
+    """Of each trace."""
+    rounds: int = 5
     block_tokens: int = 16
     """A block of the trace's 512 tokens becomes so many, and a page of KV holds one."""
     speed: float = 2.0
@@ -61,84 +90,138 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One arm."""
+class Run:
+    """One arm on one trace, once."""
 
+    trace: str
+    arm: str
+    round: int
     memory: Memory
-    summary: Summary
     hits: Hits
     late_s: float
+    """The longest that a request was sent after its time."""
     store: Mapping[str, float]
     """Bytes of the store at the end, by the names of Mooncake's metrics."""
     buffer: Mapping[str, float]
     """Our metrics, summed over the workers; none in SGLang's own mode."""
+    outcomes: tuple[Outcome, ...]
+    """In the order of the trace."""
+
+    @classmethod
+    def read(cls, line: str) -> Run:
+        """From a line of ``runs.jsonl``."""
+        found = json.loads(line)
+        found["memory"], found["hits"] = Memory(**found["memory"]), Hits(**found["hits"])
+        found["outcomes"] = tuple(Outcome(*each) for each in found["outcomes"])
+        return cls(**found)
+
+    def line(self) -> str:
+        """For ``runs.jsonl``."""
+        found = asdict(self)
+        found["outcomes"] = [list(dataclasses.astuple(each)) for each in self.outcomes]
+        return json.dumps(found)
 
 
-def run(
+@dataclass(frozen=True)
+class Arm:
+    """All rounds of one arm on one trace."""
+
+    rounds: int
+    memory: Memory
+    hits: Hits
+    """Summed over the rounds."""
+    times: ArmTimes
+    ttft_mean_of_rounds_s: tuple[float, ...]
+    failed: int
+    late_s: float
+    store: Mapping[str, float]
+    """Mean over the rounds."""
+    buffer: Mapping[str, float]
+    """The same."""
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Arm:
+        """Over all ``runs`` of one arm."""
+        outcomes = [each for run in runs for each in run.outcomes]
+        return cls(
+            len(runs),
+            runs[0].memory,
+            sum((run.hits for run in runs), Hits()),
+            ArmTimes.of(outcomes),
+            tuple(Times.of(one.ttft_s for one in run.outcomes).mean for run in runs),
+            sum(not each.answer for each in outcomes),
+            max(run.late_s for run in runs),
+            _means([run.store for run in runs]),
+            _means([run.buffer for run in runs]),
+        )
+
+
+def compare(
     out: Path,
     model: Path | None,
-    trace: Path | None,
+    traces: Mapping[str, Path | None],
     console: Console,
     load: Load = Load(),  # noqa: B008
 ) -> int:
-    """Measures all arms, writes the results and prints the table.
+    """Make the runs that are missing, write the results and print a table for each trace.
 
-    Returns non-zero where outputs differ, requests failed, or buffer-only hit no more.
+    ``traces``: the files of traces by name; None where it is generated. Returns non-zero where
+    outputs differ or requests failed.
     """
     model = model or random_qwen3(out / "model-random")
-    fitting = Fitting(load.device_tokens // 2)
-    records = list(fitting(scaled(trace, load)))
-    left_out = fitting.left_out
-    endless = endless_hit_rate(records)
-    console.print(
-        f"{len(records)} requests ({left_out} too long for the device pool are left out); an "
-        f"endless cache would hit {endless:.1%} of their blocks"
-    )
     prompts = Prompts(token_range(model), load.block_tokens, load.seed)
-    raw = out / "requests.jsonl"
-    raw.unlink(missing_ok=True)
-
-    arms: dict[str, Measured] = {}
-    results = []
-    for name, config in configurations(model, load).items():
-        console.print(f"[bold]{name}[/]: starting a store and {load.workers} workers")
-        measured, replayed = measure(
-            config, out / "logs" / name.replace(", ", "-"), records, prompts
-        )
-        arms[name] = measured
-        results.append(replayed.results)
-        report.write_requests(raw, name, replayed.results)
-        console.print(f"  {measured.hits.rate(measured.hits.cached):.1%} of prompt tokens cached")
-
-    same = report.same_answers(results)
-    source = "a generated trace" if trace is None else trace.name
-    title = (
-        f"{len(records)} requests of {source}, {load.block_tokens} tokens a block, at "
-        f"{load.speed:g} times its speed; {load.workers} workers with a device pool of "
-        f"{load.device_tokens:,} tokens each"
-    )
-    report.print_table(title, ["", *arms], rows(list(arms.values()), same), console)
-    report.write_summary(
-        out / "summary.json",
-        {
-            **describe(),
-            "trace": source,
-            "load": load,
-            "left_out": left_out,
-            "endless_hit_rate": endless,
-            "outputs_identical": same,
-            "arms": {name: {**report_of(m)} for name, m in arms.items()},
-        },
-    )
-    draw(out / "comparison.png", arms)
-    cache, buffer_only = (arms[name].hits for name in (CACHE, BUFFER_ONLY))
-    better = buffer_only.rate(buffer_only.cached) > cache.rate(cache.cached)
-    return 0 if same and better else 1
+    records = {name: fitting(name, path, load) for name, path in traces.items()}
+    done = finished(out / "runs.jsonl", load)
+    made = {(run.trace, run.arm, run.round) for run in done}
+    for round_, trace, arm in order(tuple(traces), load.rounds):
+        if (trace, arm, round_) in made:
+            continue
+        console.print(f"[bold]{trace}, {arm}[/]: round {round_ + 1} of {load.rounds}")
+        config = configurations(model, load)[arm]
+        run = measure(trace, arm, round_, config, out / "logs", records[trace], prompts)
+        with (out / "runs.jsonl").open("a") as file:
+            file.write(run.line() + "\n")
+        done.append(run)
+        console.print(f"  {run.hits.rate(run.hits.cached):.1%} of prompt tokens cached")
+    return write(out, traces, records, done, console, load)
 
 
-def scaled(trace: Path | None, load: Load) -> Iterator[Record]:
-    """The first requests of the trace, or of a generated one, made to fit the machine."""
-    records = conversations(load.requests, load.seed) if trace is None else read(trace)
+def order(traces: Sequence[str], rounds: int) -> Iterator[tuple[int, str, str]]:
+    """Every arm on every trace in each round; the arm that begins is another one each time."""
+    for round_ in range(rounds):
+        shift = round_ % len(ARMS)
+        for trace in traces:
+            for arm in (*ARMS[shift:], *ARMS[:shift]):
+                yield round_, trace, arm
+
+
+def finished(path: Path, load: Load) -> list[Run]:
+    """The runs that are there already.
+
+    Raises:
+        RunFailed: they were made with another load.
+    """
+    stamp = path.with_name("load.json")
+    mine = json.dumps(asdict(dataclasses.replace(load, rounds=0)))
+    if path.exists() and (not stamp.exists() or stamp.read_text() != mine):
+        raise RunFailed(f"{path} has runs of another load: remove it, or use another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(mine)
+    return [Run.read(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fitting(name: str, path: Path | None, load: Load) -> list[Record]:
+    """The requests of a trace that fit into the device pool."""
+    return list(Fitting(load.device_tokens // 2)(scaled(name, path, load)))
+
+
+def scaled(name: str, path: Path | None, load: Load) -> Iterator[Record]:
+    """The first requests of a trace in a file, or of a generated one, made to fit the machine."""
+    if path is not None:
+        records: Iterator[Record] = iter(read(path))
+    else:
+        shape = AGENT if name == AGENTS else Shape()
+        records = conversations(load.requests, load.seed, shape)
     scale = Scale(block_tokens=load.block_tokens, speed=load.speed)
     return map(scale.apply, islice(records, load.requests))
 
@@ -146,8 +229,15 @@ def scaled(trace: Path | None, load: Load) -> Iterator[Record]:
 def configurations(model: Path, load: Load) -> dict[str, FleetConfig]:
     """All arms; they differ in how host memory is split and in the patch set, in nothing else."""
     page_bytes = load.block_tokens * kv_bytes_per_token(model)
-    cache = load.split.cache(load.device_tokens, load.block_tokens, page_bytes, load.workers)
-    memories = {CACHE: cache, PATCHED: cache, BUFFER_ONLY: load.split.buffer_only(cache)}
+    split, page = load.split, load.block_tokens
+    cache = split.cache(load.device_tokens, page, page_bytes, load.workers)
+    stage = split.buffer_only(cache)
+    memories = {
+        CACHE: cache,
+        SMALL: split.small_cache(cache, load.device_tokens, page),
+        BUFFER_ONLY: stage,
+        ALWAYS: stage,
+    }
     return {
         name: FleetConfig(
             model=model,
@@ -158,36 +248,46 @@ def configurations(model: Path, load: Load) -> dict[str, FleetConfig]:
                 chunked_prefill_tokens=load.chunked_prefill_tokens,
                 max_running=load.max_running,
             ),
-            stock=name == CACHE,
-            buffer_only=name == BUFFER_ONLY,
-            ratio=load.split.ratio,
+            stock=name in (CACHE, SMALL),
+            buffer_only=name in (BUFFER_ONLY, ALWAYS),
+            ratio=split.small_ratio if name == SMALL else split.ratio,
             lease_ms=load.lease_ms,
             # SGLang's 256 tokens are half a block of the trace; less than a page is never fetched.
             prefetch_threshold=load.block_tokens,
+            env=ALWAYS_FETCH if name == ALWAYS else {},
         )
         for name, memory in memories.items()
     }
 
 
 def measure(
-    config: FleetConfig, logs: Path, records: Sequence[Record], prompts: Prompts
-) -> tuple[Measured, Replayed]:
+    trace: str,
+    arm: str,
+    round_: int,
+    config: FleetConfig,
+    logs: Path,
+    records: Sequence[Record],
+    prompts: Prompts,
+) -> Run:
     """Replays the trace on fresh servers."""
-    with WorkersAndStore(config, logs) as fleet:
+    folder = logs / f"{trace}-{arm.replace(', ', '-').replace(' ', '-')}-{round_}"
+    with WorkersAndStore(config, folder) as fleet:
         _warm_up(fleet)
         fleet.check_memory()
         before = fleet.hits()
         replayed = asyncio.run(replay(fleet.workers, records, prompts))
         fleet.settle()
-        measured = Measured(
-            memory=config.memory,
-            summary=report.summarize(replayed.results),
-            hits=fleet.hits().since(before),
-            late_s=replayed.late_s,
-            store=fleet.master.usage(),
-            buffer=_sum_of_ours(fleet.counters()),
+        return Run(
+            trace,
+            arm,
+            round_,
+            config.memory,
+            fleet.hits().since(before),
+            replayed.late_s,
+            fleet.master.usage(),
+            _sum_of_ours(fleet.counters()),
+            tuple(map(Outcome.of, replayed.results)),
         )
-    return measured, replayed
 
 
 def _warm_up(fleet: WorkersAndStore) -> None:
@@ -206,50 +306,107 @@ def _sum_of_ours(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         name: sum(now.get(name, 0.0) for now in workers)
         for name in sorted(names)
-        if not name.endswith("_created")
+        if not name.endswith("_created") and "_bucket" not in name
     }
 
 
-def rows(arms: Sequence[Measured], same: bool) -> list[list[str]]:
+def _means(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(run.get(name, 0.0) for run in runs) / len(runs) for name in runs[0]}
+
+
+# ---- results ----
+
+
+def write(
+    out: Path,
+    traces: Mapping[str, Path | None],
+    records: Mapping[str, Sequence[Record]],
+    runs: Sequence[Run],
+    console: Console,
+    load: Load,
+) -> int:
+    """Tables, ``summary.json`` and the picture; the exit status."""
+    summary: dict[str, Any] = {}
+    good = True
+    for trace, path in traces.items():
+        of_trace = [run for run in runs if run.trace == trace]
+        arms = {
+            name: Arm.of([run for run in of_trace if run.arm == name])
+            for name in ARMS
+            if any(run.arm == name for run in of_trace)
+        }
+        same = same_answers(of_trace)
+        good = good and same
+        endless = endless_hit_rate(records[trace])
+        title = (
+            f"{trace}: {len(records[trace])} requests, {load.block_tokens} tokens a block, at "
+            f"{load.speed:g} times their speed; {load.workers} workers with a device pool of "
+            f"{load.device_tokens:,} tokens each; an endless cache would hit {endless:.1%}"
+        )
+        report.print_table(title, ["", *arms], rows(list(arms.values()), same), console)
+        draw(out / f"{trace}.png", arms)
+        summary[trace] = {
+            "source": "a generated trace" if path is None else path.name,
+            "requests": len(records[trace]),
+            "endless_hit_rate": endless,
+            "outputs_identical": same,
+            "arms": {name: asdict(arm) for name, arm in arms.items()},
+        }
+    report.write_summary(out / "summary.json", {**describe(), "load": load, "traces": summary})
+    return 0 if good else 1
+
+
+def same_answers(runs: Sequence[Run]) -> bool:
+    """Whether every run answered every request, and all with the same tokens."""
+    answers = [[each.answer for each in run.outcomes] for run in runs]
+    return all(all(some) and some == answers[0] for some in answers)
+
+
+def rows(arms: Sequence[Arm], same: bool) -> list[list[str]]:
     """The table: a row a quantity, a column an arm."""
 
-    def tokens(of: str) -> list[str]:
-        counts = [(m.hits, getattr(m.hits, of)) for m in arms]
-        return [f"{hits.rate(count):.1%}  ({count:,.0f})" for hits, count in counts]
+    def row(name: str, cell: Callable[[Arm], str]) -> list[str]:
+        return [name, *map(cell, arms)]
 
-    def times(of: str) -> list[list[str]]:
-        spreads = [getattr(m.summary, of) for m in arms]
-        return [[report.milliseconds(getattr(s, p)) for s in spreads] for p in ("p50", "p99")]
+    def tier(of: str) -> Callable[[Arm], str]:
+        return lambda arm: f"{arm.hits.rate(getattr(arm.hits, of)):.1%}"
 
-    ttft, latency = times("ttft_s"), times("latency_s")
+    def times(of: str, p: str) -> Callable[[Arm], str]:
+        return lambda arm: report.milliseconds(getattr(getattr(arm.times, of), p))
+
+    def by_class(name: str) -> Callable[[Arm], str]:
+        def cell(arm: Arm) -> str:
+            found = arm.times.ttft_by_class[name]
+            if not found.count:
+                return "-"
+            return f"{report.milliseconds(found.mean)} ({found.count:,})"
+
+        return cell
+
+    names = {"ttft_s": "TTFT", "latency_s": "E2E", "itl_s": "gap between tokens"}
     return [
-        ["cache hit rate (prompt tokens)", *tokens("cached")],
-        ["  from the device", *tokens("device")],
-        ["  from the host pool", *tokens("host")],
-        ["  from the store", *tokens("storage")],
-        ["prompt tokens", *(f"{m.hits.prompt:,.0f}" for m in arms)],
-        ["TTFT p50", *ttft[0]],
-        ["TTFT p99", *ttft[1]],
-        ["E2E p50", *latency[0]],
-        ["E2E p99", *latency[1]],
-        ["host memory pinned by workers", *(report.megabytes(m.memory.pinned_bytes) for m in arms)],
-        ["store", *(report.megabytes(m.memory.store_bytes) for m in arms)],
-        ["both", *(report.megabytes(m.memory.total_bytes) for m in arms)],
-        ["store: in use at the end", *(report.megabytes(m.store[ALLOCATED]) for m in arms)],
-        ["store: evicted", *(report.megabytes(m.store[EVICTED]) for m in arms)],
-        ["a request was sent late by, at most", *(report.milliseconds(m.late_s) for m in arms)],
-        ["failed requests", *(str(m.summary.failed) for m in arms)],
-        ["outputs identical", *["yes" if same else "NO"] * len(arms)],
+        row("cache hit rate (prompt tokens)", tier("cached")),
+        row("  from the device", tier("device")),
+        row("  from the host pool", tier("host")),
+        row("  from the store", tier("storage")),
+        *(
+            row(f"{name} {p}", times(of, p))
+            for of, name in names.items()
+            for p in ("mean", "p50", "p90", "p99")
+        ),
+        row("TTFT mean, lowest and highest of the rounds", _range_of_rounds),
+        *(row(f"TTFT mean of requests with a {name} hit", by_class(name)) for name in CLASSES[:-1]),
+        row("TTFT mean of requests that miss", by_class(CLASSES[-1])),
+        row("host memory pinned by workers", lambda a: report.megabytes(a.memory.pinned_bytes)),
+        row("store", lambda a: report.megabytes(a.memory.store_bytes)),
+        row("store: in use at the end", lambda a: report.megabytes(a.store[ALLOCATED])),
+        row("store: evicted", lambda a: report.megabytes(a.store[EVICTED])),
+        row("a request was sent late by, at most", lambda a: report.milliseconds(a.late_s)),
+        row("failed requests", lambda a: str(a.failed)),
+        row("outputs identical", lambda a: "yes" if same else "NO"),
     ]
 
 
-def report_of(measured: Measured) -> dict[str, object]:
-    """What the summary holds of an arm."""
-    hits, memory = measured.hits, measured.memory
-    return {
-        **dataclasses.asdict(measured),
-        "hit_rate": hits.rate(hits.cached),
-        "pinned_bytes": memory.pinned_bytes,
-        "store_bytes": memory.store_bytes,
-        "total_bytes": memory.total_bytes,
-    }
+def _range_of_rounds(arm: Arm) -> str:
+    means = arm.ttft_mean_of_rounds_s
+    return f"{min(means) * 1e3:,.0f} to {max(means) * 1e3:,.0f} ms"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from typing_extensions import Self
@@ -46,9 +46,11 @@ class FleetConfig:
     buffer_only: bool
     """Else SGLang's own mode."""
     ratio: float
+    """``--hicache-ratio`` of SGLang's own mode."""
     lease_ms: int
     prefetch_threshold: int
     """Tokens of the smallest hit that is fetched from the store."""
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self, master: Master) -> tuple[str, ...]:
         """Of each worker, beyond sizes and ports."""
@@ -68,7 +70,7 @@ class FleetConfig:
             self.sizes,
             stock=self.stock,
             extra_args=self.arguments(master),
-            env={"MC_FORCE_TCP": "1"},  # Mooncake would look for RDMA devices
+            env={"MC_FORCE_TCP": "1", **self.env},  # Mooncake would look for RDMA devices
         )
 
 

@@ -46,11 +46,17 @@ class Split:
     """Store over host pools in the cache arm."""
     stage_share: float = 0.05
     """Stage over host pool."""
+    small_ratio: float = 1.05
+    """``ratio`` in the arm whose host pools are as small as SGLang lets them be."""
 
     def cache(self, device_tokens: int, page_size: int, page_bytes: int, workers: int) -> Memory:
         """SGLang's own mode."""
         pool = int(device_tokens * self.ratio) // page_size + 1  # SGLang always adds a page
         return Memory(pool, int(pool * self.store_share), page_bytes, workers)
+
+    def small_cache(self, cache: Memory, device_tokens: int, page_size: int) -> Memory:
+        """SGLang's own mode with the same memory, as much of it as possible in the store."""
+        return self._moved(cache, int(device_tokens * self.small_ratio) // page_size + 1)
 
     def buffer_only(self, cache: Memory) -> Memory:
         """The same memory: what the stage does not need goes to the store."""
@@ -60,5 +66,9 @@ class Split:
                 f"a stage of {self.stage_share:.0%} of {cache.pool_pages} pages is too small: use "
                 "a larger --device-tokens or --stage-share"
             )
-        segment = cache.segment_pages + cache.pool_pages - stage
-        return Memory(stage, segment, cache.page_bytes, cache.workers)
+        return self._moved(cache, stage)
+
+    @staticmethod
+    def _moved(cache: Memory, pool_pages: int) -> Memory:
+        segment = cache.segment_pages + cache.pool_pages - pool_pages
+        return Memory(pool_pages, segment, cache.page_bytes, cache.workers)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmark.hicache_buffer_only.compare import Measured
+    from benchmark.hicache_buffer_only.compare import Arm
 
 COLORS = ("#9a9a9a", "#8cc0de", "#2a7fb8")
 
 
-def draw(path: Path, arms: Mapping[str, Measured]) -> None:
+def draw(path: Path, arms: Mapping[str, Arm]) -> None:
     """Writes a PNG. Needs matplotlib (the ``bench`` extra)."""
     import matplotlib
 
@@ -20,7 +20,7 @@ def draw(path: Path, arms: Mapping[str, Measured]) -> None:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(1, 4, figsize=(13, 3.4))
+    figure, axes = pyplot.subplots(1, 4, figsize=(18, 3.4))
     names, measured = list(arms), list(arms.values())
     _stacked(
         axes[0],
@@ -32,12 +32,12 @@ def draw(path: Path, arms: Mapping[str, Measured]) -> None:
         },
     )
     for axis, title, of in ((axes[1], "TTFT", "ttft_s"), (axes[2], "E2E", "latency_s")):
-        spreads = [getattr(m.summary, of) for m in measured]
+        spreads = [getattr(m.times, of) for m in measured]
         _side_by_side(
             axis,
             f"{title}, ms (less is better)",
             names,
-            {p: [1e3 * getattr(s, p) for s in spreads] for p in ("p50", "p99")},
+            {p: [1e3 * getattr(s, p) for s in spreads] for p in ("mean", "p50", "p90")},
         )
     _stacked(
         axes[3],

@@ -7,22 +7,32 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.harness.client import Result
+from benchmark.harness.command import RunFailed
 from benchmark.harness.models import TINY_ARITH
-from benchmark.harness.report import summarize
 from benchmark.harness.servers import Sizes
 from benchmark.hicache_buffer_only.compare import (
+    AGENTS,
+    ALWAYS,
+    ALWAYS_FETCH,
+    ARMS,
     BUFFER_ONLY,
     CACHE,
-    PATCHED,
+    SMALL,
+    TRACES,
+    Arm,
     Load,
-    Measured,
+    Run,
     configurations,
-    report_of,
+    finished,
+    order,
     rows,
+    same_answers,
     scaled,
 )
 from benchmark.hicache_buffer_only.master import ALLOCATED, CAPACITY, EVICTED, Master
 from benchmark.hicache_buffer_only.memory import Memory
+from benchmark.hicache_buffer_only.outcome import Outcome, found_in
 from benchmark.hicache_buffer_only.plot import draw
 from benchmark.hicache_buffer_only.tiers import Hits
 from benchmark.traces.read import write
@@ -34,15 +44,19 @@ pytestmark = pytest.mark.slow
 def test_arms_differ_in_memory_alone() -> None:
     """Another pool, chunk or policy in one arm would be measured instead of the mode."""
     arms = configurations(TINY_ARITH, Load())
-    cache, buffer_only = arms[CACHE], arms[BUFFER_ONLY]
-    assert cache.sizes == buffer_only.sizes
-    assert cache.memory.total_bytes == buffer_only.memory.total_bytes
+    cache, small, buffer_only, always = (arms[name] for name in ARMS)
+    assert len({config.sizes for config in arms.values()}) == 1
+    assert len({config.memory.total_bytes for config in arms.values()}) == 1
     assert buffer_only.memory.pinned_bytes <= 0.05 * cache.memory.pinned_bytes
+    assert buffer_only.memory.pinned_bytes < small.memory.pinned_bytes < cache.memory.pinned_bytes
     master = Master(lease_ms=1000)
-    one, other = cache.arguments(master), buffer_only.arguments(master)
+    told = {name: config.arguments(master) for name, config in arms.items()}
+    one, other = told[CACHE], told[BUFFER_ONLY]
     assert set(one) - set(other) == {"--hicache-ratio", "2.0", one[-1]}
     mode = {"--hicache-host-memory-mode", "buffer_only", "--hicache-buffer-pages", "204"}
     assert set(other) - set(one) == {*mode, other[-1]}
+    assert set(told[SMALL]) - set(one) == {"1.05", told[SMALL][-1]}
+    assert told[ALWAYS] == other and always.env == ALWAYS_FETCH and not buffer_only.env
     stores = [json.loads(arguments[-1]) for arguments in (one, other)]
     segments = [store.pop("global_segment_size") for store in stores]
     assert stores[0] == stores[1]
@@ -50,16 +64,12 @@ def test_arms_differ_in_memory_alone() -> None:
 
 
 def test_the_baseline_is_the_stock_release() -> None:
-    """SGLang's own mode is measured without the patch set, and with it but without its flags:
-    otherwise all that the patch set does would be ascribed to the mode."""
+    """Otherwise all that the patch set does would be ascribed to the mode."""
     arms = configurations(TINY_ARITH, Load())
     switches = {
         name: config.worker(Master(1)).env["SGLANG_PATCHSET"] for name, config in arms.items()
     }
-    assert switches == {CACHE: "0", PATCHED: "1", BUFFER_ONLY: "1"}
-    master = Master(1)
-    cache, patched = (arms[name].arguments(master) for name in (CACHE, PATCHED))
-    assert cache == patched and arms[CACHE].memory == arms[PATCHED].memory
+    assert switches == {CACHE: "0", SMALL: "0", BUFFER_ONLY: "1", ALWAYS: "1"}
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -69,7 +79,7 @@ def test_traces_are_scaled_to_pages(tmp_path: Path, given: bool) -> None:
     if given:
         path = tmp_path / "trace"
         write(path, [Record(i * 100.0, 1000, 64, (0, i)) for i in range(1, 9)])
-    records = list(scaled(path, Load(requests=5, speed=2.0)))
+    records = list(scaled(AGENTS, path, Load(requests=5, speed=2.0)))
     assert len(records) == 5
     for record in records:
         check(record, 16)
@@ -77,27 +87,91 @@ def test_traces_are_scaled_to_pages(tmp_path: Path, given: bool) -> None:
         assert records[1] == Record(100.0, 32, 2, (0, 2))
 
 
-def measured(storage: float) -> Measured:
-    return Measured(
+def run(arm: str, round_: int, storage: float, ttft_s: float = 0.5, answer: str = "a") -> Run:
+    return Run(
+        trace=AGENTS,
+        arm=arm,
+        round=round_,
         memory=Memory(10, 20, 1_000_000, 2),
-        summary=summarize([]),
         hits=Hits(1000, 100, 0, storage),
-        late_s=0.0,
-        store={ALLOCATED: 1e6, CAPACITY: 4e7, EVICTED: 0.0},
+        late_s=0.1 * round_,
+        store={ALLOCATED: 1e6 * round_, CAPACITY: 4e7, EVICTED: 0.0},
         buffer={},
+        outcomes=(
+            Outcome(ttft_s, 1.0, 0.01, "store" if storage else "miss", answer),
+            Outcome(2 * ttft_s, 1.0, None, "miss", answer),
+        ),
     )
+
+
+def test_rounds_are_interleaved() -> None:
+    """A machine that grows slower would make the arm that comes last the slower one."""
+    made = list(order(TRACES, 5))
+    assert len(set(made)) == len(made) == 5 * 2 * 4
+    firsts = [next(arm for round_, _, arm in made if round_ == at) for at in range(5)]
+    assert len(set(firsts)) == 4
+    for at in range(5):
+        for trace in TRACES:
+            assert sorted(a for r, t, a in made if (r, t) == (at, trace)) == sorted(ARMS)
+
+
+def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """It takes longer than one goes undisturbed; but runs of another load say nothing here."""
+    path = tmp_path / "runs.jsonl"
+    assert finished(path, Load(rounds=1)) == []
+    mine = run(CACHE, 0, 50)
+    path.write_text(mine.line() + "\n")
+    assert finished(path, Load(rounds=5)) == [mine]
+    with pytest.raises(RunFailed, match="another load"):
+        finished(path, Load(speed=3.0))
+
+
+def test_rounds_add_up() -> None:
+    """All requests of all rounds count once, those that failed not at all."""
+    arm = Arm.of([run(CACHE, 1, 50, 0.5), run(CACHE, 3, 100, 1.5), run(CACHE, 2, 0, 9, "")])
+    assert arm.hits == Hits(3000, 300, 0, 150) and arm.failed == 2
+    assert arm.times.ttft_s.mean == (0.5 + 1.0 + 1.5 + 3.0) / 4
+    assert arm.times.ttft_by_class["store"].count == 2
+    assert arm.times.itl_s.count == 2 and arm.late_s == pytest.approx(0.3)
+    assert arm.store[ALLOCATED] == 2e6
+
+
+@pytest.mark.parametrize(
+    ("by_source", "found"),
+    [
+        ({}, "miss"),
+        ({"device": 0, "storage": 0}, "miss"),
+        ({"device": 64}, "device"),
+        ({"device": 64, "host": 640}, "host"),
+        ({"device": 640, "storage": 16}, "store"),
+    ],
+)
+def test_requests_are_told_apart_by_what_they_waited_for(
+    by_source: dict[str, int], found: str
+) -> None:
+    """The mean over all hides a slow store behind many misses."""
+    assert found_in(Result("r", 0.0, cached_by_source=by_source)) == found
+
+
+def test_answers_are_compared_over_all_runs() -> None:
+    """An arm that answers faster and wrong must not look good."""
+    runs = [run(name, 0, 0) for name in ARMS]
+    assert same_answers(runs)
+    assert not same_answers([*runs, run(CACHE, 1, 0, answer="b")])
+    assert not same_answers([*runs, run(CACHE, 1, 0, answer="")])
 
 
 def test_table_and_plot(tmp_path: Path) -> None:
     """The numbers of each arm stand in its own column, and an arm without answers draws too."""
-    arms = [measured(50), measured(200)]
-    table = {row[0]: row[1:] for row in rows(arms, same=False)}
-    assert table["cache hit rate (prompt tokens)"] == ["15.0%  (150)", "30.0%  (300)"]
-    assert table["  from the store"] == ["5.0%  (50)", "20.0%  (200)"]
-    assert table["both"] == ["60.0 MB", "60.0 MB"]
+    arms = {name: Arm.of([run(name, 0, hits)]) for name, hits in ((CACHE, 0), (BUFFER_ONLY, 200))}
+    table = {row[0]: row[1:] for row in rows(list(arms.values()), same=False)}
+    assert table["cache hit rate (prompt tokens)"] == ["10.0%", "30.0%"]
+    assert table["  from the store"] == ["0.0%", "20.0%"]
+    assert table["TTFT mean"] == ["750 ms", "750 ms"]
+    assert table["TTFT mean of requests with a store hit"] == ["-", "500 ms (1)"]
     assert table["outputs identical"] == ["NO", "NO"]
-    assert report_of(arms[0])["hit_rate"] == 0.15
-    draw(tmp_path / "plot.png", {CACHE: arms[0], BUFFER_ONLY: arms[1]})
+    arms["none"] = Arm.of([run(CACHE, 0, 0, answer="")])
+    draw(tmp_path / "plot.png", arms)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
