@@ -1,7 +1,7 @@
 """Exchanges names of other packages while one object is made, and puts them back.
 
-For what no row can reach: SGLang makes its NIXL agent, and a store its backend, in the middle of a
-method, from classes that it looks up there. The table lists every name (``Exchange``), under the
+For what no row can reach: SGLang makes its NIXL agent in the middle of a method, from classes that
+it looks up there. The table lists every name (``Exchange``), under the
 group that needs it.
 """
 

@@ -304,13 +304,6 @@ GROUPS: tuple[Group, ...] = (
         "buffer_only",
         "buffer-only host memory for HiCache",
         _BUFFER_ONLY,
-        exchanges=(
-            Exchange(
-                module=f"{_CACHE}.storage.hf3fs.storage_hf3fs",
-                names=("HiCacheHF3FS",),
-                why="it makes itself by this name, whatever class it is asked for",
-            ),
-        ),
     ),
 )
 

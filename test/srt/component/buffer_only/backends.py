@@ -6,18 +6,14 @@ Each maker builds SGLang's own class with our mixin. Clients have ``calls``: wha
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from sglang.srt.mem_cache.buffer_only.storage_files import FileParts, Hf3fsParts
-from sglang.srt.mem_cache.buffer_only.storage_kv import EicParts, MooncakeParts
+from sglang.srt.mem_cache.buffer_only.storage_files import FileParts
+from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches
@@ -115,7 +111,7 @@ def mooncake(pool: Any, client: MooncakeClient, **changes: Any) -> Any:
     return store
 
 
-# ---- the others ----
+# ---- files ----
 
 
 def file(pool: Any, folder: Path, **changes: Any) -> Any:
@@ -123,102 +119,6 @@ def file(pool: Any, folder: Path, **changes: Any) -> Any:
     store = combined(HiCacheFile, FileParts)(config(pool, **changes), str(folder))
     store.register_mem_pool_host(pool)
     return store
-
-
-def hf3fs(pool: Any, folder: Path, slots: int = 64) -> Any:
-    """An HF3FS backend on SGLang's mock client, with a file of ``slots`` slots."""
-    from sglang.srt.mem_cache.storage.hf3fs import storage_hf3fs
-    from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import (
-        Hf3fsLocalMetadataClient,
-    )
-
-    page_first = pool.layout != "layer_first"
-    per_token = pool.get_ksize_per_token() if page_first else pool.get_size_per_token()
-    slot = per_token * pool.page_size
-    with mock.patch("signal.signal"), mock.patch("atexit.register"):
-        store = combined(storage_hf3fs.HiCacheHF3FS, Hf3fsParts)(
-            0, str(folder / "pages.bin"), slots * slot, 2, slot, 2, 5, pool.dtype,
-            Hf3fsLocalMetadataClient(), is_mla_model=not hasattr(pool, "head_num"),
-            use_mock_client=True,
-        )  # fmt: skip
-    store.register_mem_pool_host(pool)
-    return store
-
-
-class EicClient:
-    """EIC's client, as far as SGLang calls it."""
-
-    def __init__(self) -> None:
-        self.content: dict[str, bytes] = {}
-        self.calls: list[tuple[Any, ...]] = []
-        self.registered: list[Any] = []
-        #: Keys whose writes fail.
-        self.refused: set[str] = set()
-
-    def init(self, *arguments: Any) -> int:
-        return 0
-
-    def register_memory(self, memory: Any, info: Any) -> None:
-        self.registered.extend(memory)
-
-    def mexist(self, keys: list[str], option: Any) -> tuple[str, Any]:
-        return self._answer([key in self.content for key in keys])
-
-    def mset(self, keys: list[str], memory: Any, option: Any) -> tuple[str, Any]:
-        self.calls.append(("set", list(keys), list(memory)))
-        for key, (address, size, _) in zip(keys, memory, strict=True):
-            if key not in self.refused:
-                self.content[key] = _load(address, size)
-        return self._answer([key not in self.refused for key in keys])
-
-    def mget(self, keys: list[str], option: Any, memory: Any) -> tuple[str, Any, Any]:
-        self.calls.append(("get", list(keys), list(memory)))
-        there = [key in self.content for key in keys]
-        for key, (address, _, _), found in zip(keys, memory, there, strict=True):
-            if found:
-                _store(address, self.content[key])
-        status, outcome = self._answer(there)
-        return status, memory, outcome
-
-    @staticmethod
-    def _answer(good: list[bool]) -> tuple[str, Any]:
-        codes = ["SUCCESS" if each else "FAILED" for each in good]
-        status = "SUCCESS" if all(good) else "PARTIAL_FAILED"
-        return status, SimpleNamespace(status_codes=codes)
-
-
-class _Buffers(list[Any]):
-    def append(self, *entry: Any) -> None:
-        super().append(entry)
-
-
-@contextmanager
-def eic(pool: Any, client: EicClient, folder: Path) -> Iterator[Any]:
-    """An EIC backend on ``client``; the client library is absent, so a stub stands in for it."""
-    library: Any = ModuleType("eic")
-    library.Client = lambda: client
-    library.StringVector, library.IOBuffers = list, _Buffers
-    for name in ("InitOption", "MemoryInfo", "ExistOption", "GetOption", "SetOption"):
-        setattr(library, name, SimpleNamespace)
-    library.LogLevel = library.TransportType = int
-    library.MemoryType = SimpleNamespace(MEMORY_CUDA=0)
-    library.StatusCode = SimpleNamespace(SUCCESS="SUCCESS", PARTIAL_FAILED="PARTIAL_FAILED")
-    settings = folder / "eic.yaml"
-    settings.write_text(
-        f"remote_url: eic://nowhere\neic_log_dir: {folder}\n"
-        "enable_kvset_direct: false\nenable_kvget_direct: false\n"
-    )
-    name = "sglang.srt.mem_cache.storage.eic.eic_storage"
-    with (
-        mock.patch.dict(sys.modules, {"eic": library}),
-        mock.patch.dict("os.environ", {"REMOTE_EIC_YAML": str(settings)}),
-    ):
-        sys.modules.pop(name, None)
-        module = __import__(name, fromlist=["EICStorage"])
-        store = combined(module.EICStorage, EicParts)(config(pool), pool)
-        store.register_mem_pool_host(pool)
-        yield store
-    sys.modules.pop(name, None)
 
 
 def relative(calls: list[tuple[Any, ...]], pool: Any) -> list[Any]:

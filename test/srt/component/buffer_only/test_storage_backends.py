@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from component.buffer_only.host_pools import (
 from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient
 
-BACKENDS = ("file", "hf3fs", "eic", "mooncake")
+BACKENDS = ("file", "mooncake")
 COMBINATIONS = [
     (backend, kind, layout)
     for backend in BACKENDS
@@ -34,24 +33,16 @@ COMBINATIONS = [
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
+def make(tmp_path: Path) -> Any:
     """Backends by name, each on an empty store that all stores of one test share."""
-    from contextlib import ExitStack
+    client = backends.MooncakeClient()
 
-    clients = {"mooncake": backends.MooncakeClient(), "eic": backends.EicClient()}
-    with ExitStack() as stack:
+    def build(backend: str, pool: Any) -> Any:
+        if backend == "mooncake":
+            return backends.mooncake(pool, client)
+        return backends.file(pool, tmp_path)
 
-        def build(backend: str, pool: Any) -> Any:
-            if backend == "mooncake":
-                return backends.mooncake(pool, clients["mooncake"])
-            if backend == "eic":
-                return stack.enter_context(backends.eic(pool, clients["eic"], tmp_path))
-            if backend == "hf3fs":
-                return backends.hf3fs(pool, tmp_path)
-            return backends.file(pool, tmp_path)
-
-        build.clients = clients  # type: ignore[attr-defined]
-        yield build
+    return build
 
 
 @pytest.mark.parametrize(("backend", "kind", "layout"), COMBINATIONS)
@@ -124,25 +115,10 @@ def test_mooncake_asks_as_sglang_does_for_groups_of_heads(layout: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["hf3fs", "eic"])
-def test_pages_of_a_stock_server_are_found(make: Any, backend: str, kind: str, layout: str) -> None:
-    """Guards against a page that is kept otherwise than SGLang's own backend keeps it."""
-    stock, ours = host_pool(kind, layout, stage=False), host_pool(kind, layout)
-    fill(ours, seed=7)
-    store = make(backend, stock)
-    assert all(store.batch_set_v1(hashes(2), slots(4, 1)))  # SGLang's answer is by value
-    store.register_mem_pool_host(ours)
-    assert store.page_values
-    assert store.batch_get_v1(hashes(2), slots(2, 3)) == [True, True]
-    assert [content(ours, 2), content(ours, 3)] == [content(stock, 4), content(stock, 1)]
-
-
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_of_a_stock_server_are_found_and_the_other_way(
     make: Any, kind: str, layout: str
 ) -> None:
-    """The same for the file backend, whose stock calls take flat pages."""
+    """Guards against a page that is kept otherwise than SGLang's own backend keeps it."""
     stock, ours = host_pool(kind, layout, stage=False), host_pool(kind, layout)
     fill(ours, seed=7)
     theirs, mine = make("file", stock), make("file", ours)
@@ -231,59 +207,12 @@ def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2  # and nothing beside them
 
 
-def test_hf3fs_slots_that_moved_are_misses(tmp_path: Path) -> None:
-    """Guards against another page's bytes: a full file gives slots to other keys, also between the
-    look-up of a slot and the read."""
-    pool = host_pool("mla", "page_first_direct")
-    store = backends.hf3fs(pool, tmp_path, slots=2)
-    old, new = hashes(4)[:2], hashes(4)[2:]
-    assert store.batch_set_v1(old, slots(1, 2)) == [True, True]
-    look_up = store.metadata_client.get_page_indices
-
-    def then_overwritten(rank: int, keys: list[str]) -> list[Any]:
-        found: list[Any] = look_up(rank, keys)
-        store.metadata_client.get_page_indices = look_up
-        assert store.batch_set_v1(new, slots(3, 4)) == [True, True]
-        return found
-
-    store.metadata_client.get_page_indices = then_overwritten
-    assert store.batch_get_v1(old, slots(5, 0)) == [False, False]
-
-
-def test_hf3fs_gives_slots_back_when_a_write_fails(tmp_path: Path) -> None:
-    """Guards against slots that stay reserved for a key that nobody can read."""
-    pool = host_pool("mla", "page_first_direct")
-    store = backends.hf3fs(pool, tmp_path, slots=2)
-
-    def broken(*arguments: Any) -> Any:
-        raise OSError("broken")
-
-    for client in store.clients:
-        client.batch_write = broken
-    with pytest.raises(OSError, match="broken"):
-        store.batch_set_v1(hashes(2), slots(1, 2))
-    assert sorted(store.metadata_client.rank_metadata.free_pages) == [0, 1]
-    assert store.batch_exists(hashes(2)) == 0
-
-
-def test_eic_values_that_fail_fail_their_page_alone(make: Any) -> None:
-    """Guards against the status of the first value standing for all."""
-    pool = host_pool("mha", "page_first")
-    store = make("eic", pool)
-    keys = hashes(2)
-    make.clients["eic"].refused = {store.value_key(keys[1], store.page_values[1])}
-    assert store.batch_set_v1(keys, slots(1, 2)) == [True, False]
-    assert all(registered for _, _, registered in make.clients["eic"].calls[-1][2])
-    assert store.batch_exists(keys) == 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_a_stage_the_backend_is_stock(tmp_path: Path, kind: str, layout: str) -> None:
     """Guards against any change for servers without our flag."""
     pool = host_pool(kind, layout, stage=False)
     assert backends.file(pool, tmp_path).page_values == ()
-    assert backends.hf3fs(pool, tmp_path).page_values == ()
     if layout != "layer_first":
         client = backends.MooncakeClient()
         assert backends.mooncake(pool, client).page_values == ()

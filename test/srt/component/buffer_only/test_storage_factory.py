@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -28,34 +26,21 @@ def factory() -> Any:
 @pytest.fixture(autouse=True)
 def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
-    settings = tmp_path / "hf3fs.json"
-    settings.write_text(
-        json.dumps(
-            {
-                "file_path_prefix": f"{tmp_path}/pages",
-                "file_size": 1 << 22,
-                "numjobs": 2,
-                "entries": 2,
-            }
-        )
-    )
-    monkeypatch.setenv("SGLANG_HICACHE_HF3FS_CONFIG_PATH", str(settings))
 
 
 def make(factory: Any, name: str, pool: Any, **extra: Any) -> Any:
     """As HiCache's controller does it."""
-    with mock.patch("signal.signal"), mock.patch("atexit.register"):
-        store = factory.create_backend(name, backends.config(pool, extra_config=extra), pool)
+    store = factory.create_backend(name, backends.config(pool, extra_config=extra), pool)
     store.register_mem_pool_host(pool)
     return store
 
 
-@pytest.mark.parametrize(("name", "kind"), [("file", "mha"), ("file", "nsa"), ("hf3fs", "mha")])
-def test_a_stage_gets_the_mixins(factory: Any, name: str, kind: str) -> None:
-    """Guards against a backend that is made some other way than by its class (HF3FS), and so would
-    silently stay stock."""
+@pytest.mark.parametrize("kind", ["mha", "nsa"])
+def test_a_stage_gets_the_mixins(factory: Any, kind: str) -> None:
+    """Guards against a backend that is made some other way than by its class, and so would silently
+    stay stock."""
     pool = host_pool(kind, LAYOUT)
-    store = make(factory, name, pool, use_mock_hf3fs_client=True)
+    store = make(factory, "file", pool)
     assert store.page_values
     assert store.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
     assert store.batch_get_v1(hashes(2), slots(3, 4)) == [True, True]

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.patchset.combine import combine
-from sglang.srt.patchset.exchange import exchanged
 from sglang.srt.patchset.guard import mismatches
 
 if TYPE_CHECKING:
@@ -222,10 +221,8 @@ class FlatStore:
 #: Values of ``--hicache-storage-backend``, with module and name of the mixin.
 MIXINS = {
     "file": ("storage_files", "FileParts"),
-    "mooncake": ("storage_kv", "MooncakeParts"),
+    "mooncake": ("storage_mooncake", "MooncakeParts"),
     "nixl": ("storage_files", "NixlParts"),
-    "hf3fs": ("storage_files", "Hf3fsParts"),
-    "eic": ("storage_kv", "EicParts"),
 }
 
 
@@ -250,13 +247,9 @@ class PartsFactory(StorageBackendFactory):
             return super()._create_builtin_backend(
                 backend_name, backend_class, storage_config, mem_pool_host
             )
-        combined = _with_parts(backend_name, backend_class)
-        # HF3FS makes its backend by this name, and not from the class that it is asked for.
-        own = {backend_class.__name__: combined} if backend_name == "hf3fs" else {}
-        with exchanged("buffer_only", backend_class.__module__, own):
-            return super()._create_builtin_backend(
-                backend_name, combined, storage_config, mem_pool_host
-            )
+        return super()._create_builtin_backend(
+            backend_name, _with_parts(backend_name, backend_class), storage_config, mem_pool_host
+        )
 
 
 def _refuse_lost_parts(name: str, pool: HostPool) -> None:

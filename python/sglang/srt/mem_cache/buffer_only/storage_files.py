@@ -1,5 +1,4 @@
-"""Backends that keep values in files, objects or slots of a file: SGLang's ``file``, NIXL's storage
-plugins, and HF3FS."""
+"""Backends that keep values in files: SGLang's ``file``, and NIXL's plugins for files."""
 
 from __future__ import annotations
 
@@ -8,18 +7,17 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import page_parts
-from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, StoreError, is_stage
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, is_stage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-    from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
     class _File(PartStore, HiCacheFile):
@@ -28,11 +26,8 @@ if TYPE_CHECKING:
     class _Nixl(PartStore, HiCacheNixl):
         pass
 
-    class _Hf3fs(PartStore, HiCacheHF3FS):
-        pass
-
 else:
-    _File = _Nixl = _Hf3fs = PartStore
+    _File = _Nixl = PartStore
 
 
 class FileParts(_File):
@@ -112,6 +107,13 @@ class NixlParts(_Nixl):
         super().register_mem_pool_host(mem_pool_host)  # sets is_zero_copy from the layout
         if not is_stage(mem_pool_host):
             return
+        if self.backend_selector.mem_type != "FILE":
+            raise ValueError(
+                f"--hicache-storage-backend nixl with its plugin "
+                f"{self.backend_selector.backend_name} is not supported by "
+                "--hicache-host-memory-mode buffer_only, which is tested with plugins for files "
+                "alone. Use the plugin POSIX, or mooncake."
+            )
         self._agent_lock = threading.Lock()
         whole = [
             (t.data_ptr(), t.numel() * t.element_size()) for t in page_parts.tensors(mem_pool_host)
@@ -130,29 +132,18 @@ class NixlParts(_Nixl):
         return f"{key}_{value.label}" if value.label else key
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
-        if self._in_files():
-            paths = [self.file_manager.get_file_path(key) for key in keys]
-            return [_size(path) == size for path, size in zip(paths, sizes, strict=True)]
-        asked = [(0, 0, 0, key) for key in keys]
-        with self._agent_lock:
-            found = self.agent.query_memory(asked, self.backend_selector.backend_name, "OBJ")
-        return [each is not None for each in found]
+        return [_size(path) == size for path, size in zip(self._paths(keys), sizes, strict=True)]
 
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         there = self.has_values(keys, [view.numel() for view in memory])
         found = [at for at, good in enumerate(there) if good]
-        targets = [keys[at] for at in found]
-        if self._in_files():
-            targets = [self.file_manager.get_file_path(key) for key in targets]
-        views = [memory[at] for at in found]
-        if not found or not self._transfer("READ", views, targets):
+        paths, views = self._paths([keys[at] for at in found]), [memory[at] for at in found]
+        if not found or not self._transfer("READ", views, paths):
             return [0] * len(keys)
         return [view.numel() if good else 0 for view, good in zip(memory, there, strict=True)]
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
-        if not self._in_files():
-            return [self._transfer("WRITE", memory, keys)] * len(keys)
-        paths = [self.file_manager.get_file_path(key) for key in keys]
+        paths = self._paths(keys)
         beside = [f"{path}.{uuid.uuid4().hex}" for path in paths]
         try:
             done = self._transfer("WRITE", memory, beside)
@@ -165,10 +156,10 @@ class NixlParts(_Nixl):
                     os.unlink(source)
         return [done] * len(keys)
 
-    def _in_files(self) -> bool:
-        return bool(self.backend_selector.mem_type == "FILE")
+    def _paths(self, keys: list[str]) -> list[str]:
+        return [self.file_manager.get_file_path(key) for key in keys]
 
-    def _transfer(self, direction: str, memory: list[torch.Tensor], targets: list[str]) -> bool:
+    def _transfer(self, direction: str, memory: list[torch.Tensor], paths: list[str]) -> bool:
         """Move all, or say that it did not work; ends when nothing moves any more."""
         local = [(view.data_ptr(), view.numel(), 0) for view in memory]
         own = [
@@ -177,18 +168,16 @@ class NixlParts(_Nixl):
             if not any(address in span for span in self._pool_memory)
         ]
         with contextlib.ExitStack() as stack:
-            ids = stack.enter_context(_opened(targets)) if self._in_files() else [0] * len(targets)
-            names = [""] * len(targets) if self._in_files() else targets
-            kind = self.backend_selector.mem_type
-            remote = [(0, each[1], device) for each, device in zip(local, ids, strict=True)]
-            named = [(*each, name) for each, name in zip(remote, names, strict=True)]
-            stack.enter_context(self._registered(named, kind))
+            files = stack.enter_context(_opened(paths))
+            remote = [(0, each[1], file) for each, file in zip(local, files, strict=True)]
+            named = [(*each, "") for each in remote]
+            stack.enter_context(self._registered(named, "FILE"))
             stack.enter_context(self._registered(own, "DRAM"))
             with self._agent_lock:
                 handle = self.agent.initialize_xfer(
                     direction,
                     self.agent.get_xfer_descs(local, "DRAM"),
-                    self.agent.get_xfer_descs(remote, kind),
+                    self.agent.get_xfer_descs(remote, "FILE"),
                     self.agent_name,
                 )
                 state = self.agent.transfer(handle)
@@ -223,99 +212,3 @@ def _opened(paths: list[str]) -> Iterator[list[int]]:
             files.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
             stack.callback(os.close, files[-1])
         yield files
-
-
-class Hf3fsParts(_Hf3fs):
-    """K and V have a slot each, as with SGLang; all else of a page shares one slot, since SGLang
-    makes slots as large as that."""
-
-    @override
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        super().register_mem_pool_host(mem_pool_host)  # sets is_zero_copy from the layout
-        if not is_stage(mem_pool_host):
-            return
-        described = page_parts.describe(mem_pool_host)
-        split = self.is_zero_copy and not self.is_mla_model
-        values = page_parts.apart(described) if split else page_parts.packed(described)
-        largest = max(value.size for value in values)
-        if largest > self.bytes_per_page:
-            raise ValueError(
-                f"HF3FS slots of {self.bytes_per_page} bytes do not hold the {largest} bytes of a "
-                f"value of layout {mem_pool_host.layout} (--hicache-mem-layout)"
-            )
-        self.keep(mem_pool_host, values)
-
-    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
-        return f"{page_hash}-{value.label}" if value.label else page_hash
-
-    def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
-        found: list[bool] = self.metadata_client.exists(self.rank, keys)
-        return found
-
-    def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
-        slots = self._slots(keys)
-        found = [at for at, slot in enumerate(slots) if slot is not None]
-        counts = [0] * len(keys)
-        read = self._transfer(
-            "batch_read", [slots[at] for at in found], [memory[at] for at in found]
-        )
-        for at, count in zip(found, read, strict=True):
-            counts[at] = count
-        # Slots are given to other keys when the file is full: what moved meanwhile is not ours.
-        return [
-            count if count and now == slot else 0
-            for count, now, slot in zip(counts, self._slots(keys), slots, strict=True)
-        ]
-
-    def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
-        if self.skip_backup:  # the first rank writes for all
-            return [True] * len(keys)
-        reserved = self.metadata_client.reserve_and_allocate_page_indices(
-            self.rank, [(key, "") for key in keys]
-        )
-        if len(reserved) != len(keys):
-            raise StoreError(f"{len(reserved)} slots reserved for {len(keys)} values")
-        done = [written for written, _ in reserved]
-        wanted = [at for at, (written, slot) in enumerate(reserved) if not written and slot != -1]
-        slots = {at: reserved[at][1] for at in wanted}
-        try:
-            counts = self._transfer(
-                "batch_write", list(slots.values()), [memory[at] for at in wanted]
-            )
-            for at, count in zip(wanted, counts, strict=True):
-                done[at] = count == memory[at].numel()
-        finally:
-            self.metadata_client.confirm_write(
-                self.rank,
-                [(keys[at], slot) for at, slot in slots.items() if done[at]],
-                [slot for at, slot in slots.items() if not done[at]],
-            )
-        return done
-
-    def _slots(self, keys: list[str]) -> list[Any]:
-        slots: list[Any] = self.metadata_client.get_page_indices(self.rank, keys)
-        if len(slots) != len(keys):
-            raise StoreError(f"{len(slots)} slots for {len(keys)} values")
-        return slots
-
-    def _transfer(
-        self, method: str, slots: Sequence[Any], memory: Sequence[torch.Tensor]
-    ) -> list[int]:
-        """Bytes moved between each slot and its memory; ``entries`` of them a request."""
-        offsets = [slot * self.bytes_per_page for slot in slots]
-        batches = [
-            self.executor.submit(
-                getattr(self.clients[self.ac.next()], method),
-                offsets[at : at + self.entries],
-                list(memory[at : at + self.entries]),
-            )
-            for at in range(0, len(offsets), self.entries)
-        ]
-        # All have to end before this does: until then they use the memory.
-        moved: list[int] = []
-        errors = [error for batch in batches if (error := batch.exception()) is not None]
-        if errors:
-            raise errors[0]
-        for batch in batches:
-            moved.extend(batch.result())
-        return moved
