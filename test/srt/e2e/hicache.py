@@ -46,6 +46,8 @@ class Backend:
     env: dict[str, str] = field(default_factory=dict)
     stage: bool = True
     """False: the stock release, with its own host cache."""
+    model: Path | None = None
+    """None: the model of all servers."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,11 @@ class Server:
         return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
 
     def flush(self) -> None:
-        """Empty the tree, as soon as the server is idle and nothing is on its way to the store or
-        from it, but for calls that were given up."""
+        """Empty the tree, as soon as the server is idle and the store has all that it takes."""
 
         def flushed() -> bool:
             with contextlib.suppress(RuntimeError):
-                checks.flush(self.url)
+                checks.flush(self.url, wait_s=30.0)
                 return True
             return False
 
@@ -149,7 +150,12 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
     }
     sizes = Sizes(24_000, page, chunked_prefill_tokens=256, max_running=MAX_RUNNING)
     return aggregated(
-        model, (http, nccl), sizes, stock=not backend.stage, extra_args=arguments, env=env
+        backend.model or model,
+        (http, nccl),
+        sizes,
+        stock=not backend.stage,
+        extra_args=arguments,
+        env=env,
     )
 
 

@@ -27,6 +27,9 @@ GROUP = "buffer_only"
 #: SGLang's, where --hicache-storage-backend-extra-config has no prefetch_threshold.
 PREFETCH_THRESHOLD = 256
 
+#: Storage backends that the mode is tested with; ``dynamic`` is a class of one's own.
+BACKENDS = ("mooncake", "file", "nixl", "dynamic")
+
 #: (attribute, how the user wrote it, why not).
 _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
     ("disable_radix_cache", "--disable-radix-cache", "without a tree nothing is shared"),
@@ -60,7 +63,8 @@ def add_arguments(group: Any) -> None:
         type=int,
         default=None,
         help=f"Size of the stage of {ON}, in pages of --page-size tokens. Default: what {SIZE} "
-        f"holds, else room for {settings.CHUNKS} chunks of --chunked-prefill-size.",
+        f"holds; else {settings.RATIO_FLAG} times the device pool, where it is not SGLang's own "
+        f"{settings.CACHE_RATIO:g}; else what a fast store delivers while pages stay in the stage.",
     )
 
 
@@ -71,7 +75,8 @@ def check_given(args: Any) -> None:
 
 
 def complete(args: Any) -> None:
-    """After SGLang has filled in the rest: check once more, and choose or check the size."""
+    """After SGLang has filled in the rest: check once more, and the size where it is in pages; one
+    that was not given is chosen when the bytes of a page are known."""
     if not args.enable_hierarchical_cache:
         raise ValueError(
             f"{ON} was given, but SGLang turned --enable-hierarchical-cache off for these "
@@ -85,15 +90,9 @@ def complete(args: Any) -> None:
             "Use wait_complete or timeout.",
             ON,
         )
-    if args.page_size is None:
-        return  # a model path for which SGLang completes nothing
-    if args.hicache_size > 0:
-        return  # SGLang knows the bytes of a page when it builds the pool
+    if args.page_size is None or args.hicache_buffer_pages is None:
+        return
     threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
-    if args.hicache_buffer_pages is None:
-        args.hicache_buffer_pages = settings.default_pages(
-            args.chunked_prefill_size, args.page_size, threshold
-        )
     settings.check_pages(args.hicache_buffer_pages, args.page_size, threshold)
 
 
@@ -154,6 +153,12 @@ def _problems(args: Any) -> Iterator[str]:
         yield (
             f"{ON} keeps KV in a store, but --hicache-storage-backend is not given. "
             f"Add --hicache-storage-backend, or use {MODE} cache."
+        )
+    elif args.hicache_storage_backend not in BACKENDS:
+        yield (
+            f"{ON} does not support --hicache-storage-backend {args.hicache_storage_backend}: "
+            f"nothing of this package was tested with it. Use one of {', '.join(BACKENDS)}, or "
+            f"{MODE} cache."
         )
     if args.hicache_write_policy == "write_back":
         yield (

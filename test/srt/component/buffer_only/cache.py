@@ -25,10 +25,10 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, PageStore
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
-from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, StagingPages
 from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -155,7 +155,12 @@ class Cache:
     @property
     def threads(self) -> dict[str, ManualThread]:
         prefetches, backups = self.buffer.prefetches, self.buffer.backups
-        threads = (backups._thread, prefetches._query_thread, prefetches._fetch_thread)
+        threads = (
+            backups._thread,
+            prefetches._query_thread,
+            prefetches._fetch_thread,
+            self.buffer.touches._thread,
+        )
         return {thread.name: thread for thread in threads}
 
     def work(self) -> int:
@@ -221,6 +226,11 @@ class Cache:
 
     def held_tokens(self, tokens: Sequence[int], extra_key: str | None = None) -> int:
         return len(self.match(tokens, extra_key).device_indices)
+
+    def keys(self, tokens: Sequence[int], extra_key: str | None = None) -> list[str]:
+        """Keys of all whole pages of a prompt that the tree has."""
+        node = self.match([*tokens, 0], extra_key).last_device_node
+        return self.buffer.context.store.path_keys(node)
 
     def compute(self, tokens: Sequence[int], extra_key: str | None = None, chunked=False) -> int:
         """A request runs, computes what the tree has not, and is finished; tokens that it hit.

@@ -61,7 +61,7 @@ class Life:
         for _ in range(100):
             self._live_once()
             for cache in self.ranks.caches:
-                cache.now += 0.2
+                cache.now += 0.2 if self.requests else 30.0
             for rid in list(self.requests):
                 self._try(rid)
             held = self.ranks.caches[0].stage.used()
@@ -142,7 +142,7 @@ class Life:
 
     def _work(self, rng: random.Random) -> None:
         cache = self._one(rng)
-        cache.threads[rng.choice(("query", "fetch", "backup"))].run(rng.randint(1, 2))
+        cache.threads[rng.choice(("query", "fetch", "backup", "touch"))].run(rng.randint(1, 2))
         cache.calm()
 
     def _slow(self, rng: random.Random) -> None:

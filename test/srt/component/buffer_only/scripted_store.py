@@ -78,6 +78,8 @@ class ScriptedStore(HiCacheStorage):
         self._before: dict[tuple[str, int], Callable[[], None]] = {}
         self._after: dict[tuple[str, int], Callable[[Any], Any]] = {}
         self._gates: list[Gate] = []
+        #: Whether writes are refused, by this error or by an answer.
+        self.refusing: bool | BaseException = False
         if pool is not None:
             self.register_mem_pool_host(pool)
 
@@ -153,6 +155,10 @@ class ScriptedStore(HiCacheStorage):
         before = [self._bytes(page) for page in pages]
 
         def put() -> list[bool]:
+            if isinstance(self.refusing, BaseException):
+                raise self.refusing
+            if self.refusing:
+                return [False] * len(keys)
             for key, page, was in zip(keys, pages, before, strict=True):
                 now = self._bytes(page)
                 if now != was:

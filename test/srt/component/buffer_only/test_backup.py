@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.reaching import reach
-from sglang.srt.mem_cache.buffer_only.backup import EVICTED, FULL, UNCOVERED
+from sglang.srt.mem_cache.buffer_only.backup import EVICTED, FULL, REFUSED, UNCOVERED
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
@@ -145,13 +149,7 @@ def test_parents_are_written_before_children():
     cache.compute(prompt(2, 3, base=base))
     cache.settle()
     order = [key for method, keys in cache.store.calls if method == "batch_set_v1" for key in keys]
-    expected: list[str] = []
-    node = cache.match(prompt(2, 3, base=base)).last_device_node
-    while node.parent is not None:
-        expected = [*node.hash_value, *expected]
-        node = node.parent
-    # One page stays: the match is of whole pages.
-    assert order == expected
+    assert order == cache.keys(prompt(2, 3, base=base))
 
 
 @pytest.mark.hazard("children-without-parents")
@@ -164,6 +162,8 @@ def test_a_failed_parent_cancels_what_waits_below_it():
     cache.compute(base)
     cache.step()
     cache.compute(prompt(2, 8, base=base))
+    cache.settle()
+    cache.now += 2.0  # until then the store, which took nothing, is not tried again
     cache.settle()
     assert cache.buffer.backups.queue.dropped[UNCOVERED] > 0
     assert not any(node.storage_backed for node in nodes(cache.tree) if len(node.key) > PAGE)
@@ -186,6 +186,7 @@ def test_only_leading_durable_pages_count(good: int):
     (node,) = nodes(cache.tree)
     assert node.stored == good * PAGE and not node.storage_backed and not node.storage_ready
     check_idle(cache)
+    cache.now += 2.0
     cache.compute(prompt(1, 3))
     cache.settle()
     assert node.storage_backed
@@ -254,8 +255,9 @@ def test_nodes_that_wait_to_be_written_are_evicted_last():
 
 @pytest.mark.hazard("tenants-meet-in-store")
 def test_namespaces_have_keys_of_their_own():
-    """Two tenants with the same prompt must never read each other's pages, and a server without
-    namespaces must find the pages of one that knows none."""
+    """Two tenants with the same prompt must never read each other's pages; nor may a request
+    without a namespace read what a stock server has written under SGLang's own key, which could be
+    that of an adapter or of a salted request."""
     cache = Cache()
     tokens = prompt(1, 3)
     keys = {}
@@ -267,7 +269,7 @@ def test_namespaces_have_keys_of_their_own():
         check(cache)
     assert [len(found) for found in keys.values()] == [3, 3, 3]
     plain = cache.match(tokens).last_device_node
-    assert keys[None] == set(plain.hash_value) | set(plain.parent.hash_value)
+    assert not keys[None] & {*plain.hash_value, *plain.parent.hash_value}
     cache.flush()
     for extra_key in ("b", None, "a"):
         assert cache.serve(f"again {extra_key}", tokens, extra_key) == 2 * PAGE
@@ -331,3 +333,90 @@ def test_a_store_that_cannot_be_cleared(how: str):
     cache.let_go()
     cache.settle()
     check_idle(cache)
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+def test_new_weights_on_a_tree_that_was_not_emptied():
+    """KV below a prefix of the old weights is neither's: written under the new weights' keys, every
+    server that has them would read it. After a flush servers with the same weights meet."""
+    old, new = Namespace.of({"weights": "old"}), Namespace.of({"weights": "new"})
+    cache = Cache(pages=8)
+    cache.buffer.use(old, "a")
+    cache.compute(prompt(1, 3))
+    cache.step(work=False)  # one that is being copied is still the old weights'
+    cache.compute(prompt(2, 2))  # one that waits is not known to be
+    cache.buffer.use(new, "b")
+    cache.compute(prompt(3, 2, base=prompt(1, 3)))
+    cache.settle()
+    written = set(cache.store.content)
+    assert len(written) == 7
+    cache.flush()
+    assert cache.serve("r", prompt(3, 2, base=prompt(1, 3))) == 0
+    cache.settle()
+    keys = set(cache.keys(prompt(3, 2, base=prompt(1, 3))))
+    assert len(keys) == 5 and keys <= set(cache.store.content) and not keys & written
+    other = Cache(store=cache.store)
+    other.buffer.use(new, "c")
+    assert other.serve("r", prompt(3, 2, base=prompt(1, 3))) == 4 * PAGE
+
+
+@pytest.mark.hazard("back-pressure-deadlock")
+@pytest.mark.parametrize("way", [True, OSError("full")], ids=["refuses", "raises"])
+def test_a_store_that_takes_nothing(way: bool | OSError):
+    """Retried in every step, a prompt larger than the stage would be copied over and over, keep
+    out all that is behind it, and the server from ever being idle; given up for good, nothing
+    would be stored when the store is well again."""
+    cache = Cache(pages=8, tokens=80 * PAGE)
+    cache.store.refusing = way
+    copies = count_copies(cache)
+    cache.compute(prompt(1, 30))
+    cache.compute(prompt(2, 2))
+    for _ in range(400):  # six seconds
+        cache.step()
+        cache.now += 0.015
+        check(cache, content=False)
+    # One after 0, 1 and 3 s each.
+    assert copies() <= 4 and cache.buffer.backups.queue.dropped[REFUSED] > 0
+    for number in (3, 4):  # the first of them is the next that is tried
+        cache.compute(prompt(number, 2))
+        for _ in range(5):
+            cache.step()
+    assert len(cache.buffer.backups.queue) == 1 and not cache.buffer.busy, "it is in nobody's way"
+    cache.store.refusing = False
+    cache.now += 100.0
+    cache.settle()
+    cache.now += 100.0
+    for tokens in (prompt(1, 30), prompt(2, 2), prompt(3, 2)):
+        cache.compute(tokens)
+    cache.settle()
+    assert all(node.storage_backed for node in nodes(cache.tree))
+    check_idle(cache)
+
+
+def test_no_copy_for_a_store_that_is_down():
+    """What waits stays until the store answers a probe, which comes without any request."""
+    cache = Cache()
+    gate = cache.store.hang("batch_exists")
+    cache.client.query(["f" * 64])
+    assert gate.waiting and not cache.client.up
+    copies = count_copies(cache)
+    cache.compute(prompt(1, 3))
+    for _ in range(20):
+        cache.step()
+    assert copies() == 0 and not cache.buffer.busy
+    cache.let_go()
+    cache.now += 2.0
+    for _ in range(3):
+        cache.step()
+    assert cache.client.up
+    cache.settle()
+    assert len(cache.store.content) == 3
+    check_idle(cache)
+
+
+def count_copies(cache: Cache) -> Callable[[], int]:
+    """How many copies to the stage there have been since."""
+    copier = cache.buffer.context.copier
+    with_count = mock.Mock(side_effect=copier.to_stage)
+    copier.to_stage = with_count
+    return lambda: with_count.call_count

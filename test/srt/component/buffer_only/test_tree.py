@@ -214,8 +214,7 @@ def test_a_backend_with_the_older_calls(lost: int | None):
     tokens = prompt(1, 5)
     cache.compute(tokens)
     cache.settle()
-    (node,) = nodes(cache.tree)
-    keys = list(node.hash_value)
+    keys = cache.keys(tokens)
     cache.flush()
     cache.want("r", tokens)
     for _ in range(2):
@@ -254,8 +253,7 @@ def test_keys_of_the_prefix():
     cache.compute(prompt(1, 3))
     cache.compute(tokens)
     cache.settle()
-    node = cache.match(tokens).last_device_node
-    chain = [*node.parent.hash_value, *node.hash_value]
+    chain = cache.keys(tokens)
     cache.flush()
     cache.serve("r", tokens)
     cache.settle()

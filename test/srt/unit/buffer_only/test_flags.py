@@ -61,7 +61,7 @@ def test_accepted(changes):
     given = args(**changes)
     compat.check_given(given)
     compat.complete(given)
-    assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages", 1024)
+    assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages")
 
 
 def test_sized_as_later_releases_size_it():
@@ -98,6 +98,9 @@ def test_the_stock_mode_is_not_looked_at():
     [
         ({"hicache_host_memory_mode": "buffer"}, "--hicache-host-memory-mode buffer "),
         ({"hicache_storage_backend": None}, "--hicache-storage-backend"),
+        ({"hicache_storage_backend": "hf3fs"}, "--hicache-storage-backend hf3fs"),
+        ({"hicache_storage_backend": "eic"}, "--hicache-storage-backend eic"),
+        ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix"),
         ({"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
         ({"hicache_buffer_pages": 7}, "--hicache-buffer-pages 7"),
         ({"hicache_buffer_pages": 0}, "--hicache-buffer-pages 0"),

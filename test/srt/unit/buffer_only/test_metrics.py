@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from prometheus_client import REGISTRY
@@ -32,18 +33,19 @@ def test_gauges_and_counters():
     client = SimpleNamespace(up=True, under_way=2, overdue=1, faults=Counter())
     store = SimpleNamespace(client=client)
     buffer = SimpleNamespace(
-        context=SimpleNamespace(stage=stage, counters=counters, store=store),
+        context=SimpleNamespace(stage=stage, counters=counters, store=store, page_size=64),
         backups=SimpleNamespace(queue=queue),
     )
     now = 0.0
     mine = metrics.BufferMetrics(clock=lambda: now)
     mine.update(buffer)  # where nobody scrapes, nothing happens
-    mine.bind(LABELS)
+    collector = mock.Mock()
+    mine.bind(LABELS, collector)
     lease = stage.allocate(Direction.BACKUP, 3)
     stage.allocate(Direction.PREFETCH, 2)
     for node in chain(4, 6, 9):
         queue.add(node)
-    counters["store_read_pages"] = 5
+    counters["store_read_pages"], counters["store_written_pages"] = 5, 3
     client.faults[Fault.DEADLINE] += 1
     mine.update(buffer)
     assert (value("pages"), value("write_pages"), value("read_pages")) == (16, 3, 2)
@@ -55,7 +57,7 @@ def test_gauges_and_counters():
     assert value("store_faults_total", fault="error") == 0, "there before the first fault"
     lease.release()
     client.up = False
-    counters["store_read_pages"] = 7
+    counters["store_read_pages"], counters["store_written_pages"] = 7, 4
     mine.update(buffer)
     assert value("write_pages") == 3, "at most once a second"
     now = 1.0
@@ -63,4 +65,6 @@ def test_gauges_and_counters():
     assert value("write_pages") == 0 and value("peak_pages") == 5 and value("store_up") == 0
     assert value("store_faults_total", fault="deadline") == 1
     assert value("store_read_pages_total") == 7
+    # SGLang's own counter, in tokens.
+    assert [call.args for call in collector.log_backuped_tokens.mock_calls] == [(192,), (64,)]
     assert value("dropped_tokens_total", reason="queue_full") == 9

@@ -3,11 +3,13 @@ reported."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
+from sglang.srt.mem_cache.buffer_only import weight_updates
 from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler, report_storage_hit
 
 
@@ -20,6 +22,33 @@ class Stock:
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         return True
+
+    def flush_cache(self) -> bool:
+        self.calls["flush"] += 1
+        return self.is_fully_idle()
+
+    def _check_pending_flush(self) -> None:
+        self.calls["flushed later"] += self.is_fully_idle()
+
+    def release_memory_occupation(self, recv_req: object) -> None:
+        assert self.is_fully_idle()
+        self.calls["released"] += 1
+
+    def update_weights_from_disk(self, recv_req: object) -> object:
+        self.on_update()
+        return "update_weights_from_disk", recv_req
+
+    def update_weights_from_distributed(self, recv_req: object) -> object:
+        self.on_update()
+        return "update_weights_from_distributed", recv_req
+
+    def update_weights_from_tensor(self, recv_req: object) -> object:
+        self.on_update()
+        return "update_weights_from_tensor", recv_req
+
+    def update_weights_from_ipc(self, recv_req: object) -> object:
+        self.on_update()
+        return "update_weights_from_ipc", recv_req
 
     def maybe_sleep_on_idle(self) -> None:
         self.calls["sleep"] += 1
@@ -54,13 +83,61 @@ def scheduler(mode: str = "buffer_only", busy: bool = False) -> Scheduler:
 
 @pytest.mark.hazard("flush-or-detach-under-way", "idle-server")
 def test_busy_pipelines_are_not_idle_and_do_not_sleep():
-    """A flush would take the tree from under them, and a sleeping scheduler would not see that a
-    copy has ended."""
+    """Idle checks of memory would find the locks of a copy, and a sleeping scheduler would not see
+    that it has ended."""
     busy, idle = scheduler(busy=True), scheduler()
     assert not busy.is_fully_idle() and idle.is_fully_idle()
     assert busy.is_fully_idle(for_health_check=True)
     busy.maybe_sleep_on_idle(), idle.maybe_sleep_on_idle()
     assert (busy.calls["sleep"], idle.calls["sleep"]) == (0, 1)
+
+
+@pytest.mark.hazard("flush-or-detach-under-way")
+def test_a_flush_waits_for_no_store():
+    """A store that takes nothing would keep a server from being flushed for ever; an update of the
+    weights, which asserts that the flush was done, would end it."""
+    busy = scheduler(busy=True)
+    assert busy.flush_cache()
+    assert not busy.is_fully_idle()
+
+
+@pytest.mark.parametrize(("left", "flushed"), [(60.0, 0), (-1.0, 1)])
+def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(left, flushed):
+    """``/flush_cache?timeout=``: refused when the time is over, it would be for ever."""
+    busy = scheduler(busy=True)
+    busy._pending_flush = (None, time.monotonic() + left)
+    busy._check_pending_flush()
+    assert busy.calls["flushed later"] == flushed
+
+
+@pytest.mark.parametrize(("tags", "flushes"), [(None, 1), (["kv_cache"], 1), (["weights"], 0)])
+def test_memory_is_released_when_no_copy_uses_it(tags, flushes):
+    """SGLang unmaps the pool before it flushes, and asserts that the server is idle."""
+    busy = scheduler(busy=True)
+    busy.release_memory_occupation(SimpleNamespace(tags=tags))
+    assert busy.calls["flush"] == flushes and busy.calls["released"] == 1
+
+
+UPDATES = [f"update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_new_weights_have_keys_of_their_own(update, monkeypatch):
+    """Or the store would serve the old weights' KV after an update, unless it is cleared."""
+    found = scheduler()
+    monkeypatch.setattr(weight_updates, "fingerprint", lambda model: model)
+    monkeypatch.setattr(weight_updates, "gathered", lambda mine, group: [mine])
+    names = []
+    found.tree_cache.buffer.use = lambda namespace, nonce: names.append(namespace)
+    found.tree_cache.buffer.context = SimpleNamespace(store=SimpleNamespace(namespace=None))
+    found.tree_cache.pool_identity = dict
+    runner = SimpleNamespace(model="old")
+    found.tp_worker, found.tp_cpu_group = SimpleNamespace(model_runner=runner), None
+    found.model_config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
+    found.name_keys()
+    found.on_update = lambda: setattr(runner, "model", "new")
+    assert getattr(found, update)("request") == (update, "request")
+    assert len(names) == 2 and names[0] != names[1]
 
 
 @pytest.mark.hazard("tenants-meet-in-store")

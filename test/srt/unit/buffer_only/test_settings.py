@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 
 from sglang.srt.mem_cache.buffer_only import settings
 
+KB = 1024
 
-@pytest.mark.hazard("wrong-gauges")
+
 @pytest.mark.parametrize(
-    ("chunk", "page", "threshold", "pages"),
+    ("token_bytes", "page", "device_tokens", "pages"),
     [
-        (4096, 64, 256, 512),  # what the pull request's own measurements used
-        (8192, 64, 256, 1024),
-        (8192, 1, 256, 65536),
-        (2048, 16, 256, 1024),
-        (-1, 64, 256, 2048),  # not chunked
-        (None, 64, 256, 2048),
-        (100, 64, 256, 16),  # two pages a chunk
-        (64, 64, 4096, 128),  # two minimal transfers are more than eight chunks
+        (256 * KB, 64, 200_000, 298),  # 32B, 16 bits: 5 GB
+        (128 * KB, 64, 400_000, 596),  # 32B, 8 bits: the pull request measured 512 pages
+        (70 * KB, 64, 1_000_000, 1089),  # a latent of 671B
+        (128 * KB, 1, 400_000, 38146),
+        (2 * KB, 16, 32_768, 2048),  # a small model: the device pool is the most
+        (256 * KB, 64, 256, 8),  # two minimal transfers, whatever the pool has
     ],
 )
-def test_default(chunk: int | None, page: int, threshold: int, pages: int):
-    """Room for eight chunks, and never less than the minimum."""
-    assert settings.default_pages(chunk, page, threshold) == pages
+def test_default(token_bytes: int, page: int, device_tokens: int, pages: int):
+    """As many bytes for every model, no more than the device pool and no less than the minimum."""
+    found = settings.default_pages(token_bytes * page, device_tokens // page, page, 256)
+    assert found == pages
 
 
 @pytest.mark.parametrize(("page", "threshold", "least"), [(16, 256, 32), (64, 256, 8), (64, 1, 2)])
@@ -60,3 +60,11 @@ def test_shares_hold_a_minimal_transfer(page: int, threshold: int, more: int):
 def test_tensor_pages():
     """SGLang indexes the page axis of page-first pools by layer number."""
     assert settings.physical_pages(8, 36) == 36 and settings.physical_pages(64, 36) == 64
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "pages"), [(32 * KB, 128), (256 * KB, 128), (16 << 20, 2), (64 << 20, 1)]
+)
+def test_calls_are_sized_in_bytes(page_bytes: int, pages: int):
+    """128 pages of a large model are gigabytes, for which a call has ten seconds."""
+    assert settings.call_pages(page_bytes) == pages

@@ -62,6 +62,17 @@ def minimum(values: list[int], group: Any) -> list[int]:
     return smallest
 
 
+def gathered(mine: Any, group: Any) -> list[Any]:
+    """What each rank of ``group`` has given, in the order of the ranks, on all of them."""
+    import torch.distributed as dist
+
+    if alone(group):
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def over(group: Any) -> Reduce:
     """The reduction over a ``torch.distributed`` CPU group."""
     return lambda values: minimum(values, group)
@@ -190,6 +201,10 @@ class TransferVote(Vote):
     #: For each backup in order, its durable pages, or ``PENDING``; the same for each prefetch.
     backups: Sequence[int] = field(default=(), metadata={"slots": BACKUP_SLOTS})
     prefetches: Sequence[int] = field(default=(), metadata={"slots": PREFETCH_SLOTS})
+    #: 1 if the store is asked, 0 while it is silent.
+    store_up: int = 1
+    #: Leading tokens that the store has of the path that is looked up, or ``PENDING``.
+    touched: int = 0
 
     diverged = (
         "--hicache-host-memory-mode buffer_only: the ranks of this server have started different "

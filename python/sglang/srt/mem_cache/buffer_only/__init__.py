@@ -9,16 +9,18 @@ leaves the device leaves the tree.
 
 ``page_parts``        the parts of a page (K and V; a latent; latent and index), keys and memory
 ``storage_backends``  what storage backends of a stage share, and the factory that makes them
-``storage_files``     SGLang's ``file``, NIXL's storage plugins, HF3FS
-``storage_kv``        Mooncake, EIC
+``storage_files``     SGLang's ``file``, NIXL's plugins for files
+``storage_mooncake``  Mooncake
 ``store_client``      calls of a store with a deadline; the circuit breaker
-``page_store``        keys of pages; pages in and out of the store, and the threads that wait for it
+``namespaces``        whose KV a page is: model, weights, layout, tenant; keys
+``page_store``        pages in and out of the store, and the threads that wait for it
 
 ``backup``      device to stage to store: what waits, what is under way, marks on the nodes
+``touch``       what is used on the device is kept warm in the store, or written again
 ``prefetch``    store to stage: what a request wants, state by state
 ``load_back``   fetched pages enter the device tree, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported
-``host_pool``, ``tree``, ``scheduler``  the mixins for SGLang's classes
+``host_pool``, ``tree``, ``scheduler``, ``weight_updates``  the mixins for SGLang's classes
 ``upstream``    what is used of SGLang's classes, for the type checker
 """

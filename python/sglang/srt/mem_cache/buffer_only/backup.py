@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, PENDING, TransferVote
-from sglang.srt.mem_cache.buffer_only.page_store import BATCH_PAGES, Job, page_hashes, store_keys
+from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ else:
 FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
 #: The stage is full of what overdue calls of the store may still use.
 STUCK = "store_stuck"
+#: The store did not take what was tried; a request that passes has it tried again.
+REFUSED = "store_refused"
 
 
 class StoredNode(TreeNode):
@@ -44,6 +46,8 @@ class StoredNode(TreeNode):
     launched: int = 0
     #: The pending backup that covers this node, shared with the nodes that a split made of it.
     pending: PendingBackup | None = None
+    #: When the store is to be asked for it again, in agreed milliseconds.
+    touch_after_ms: int = 0
 
     @property
     def storage_backed(self) -> bool:
@@ -85,7 +89,7 @@ def split_marks(front: Node, child: Node, split_len: int) -> None:
     """``front`` has just taken over the first ``split_len`` tokens of ``child``."""
     front.stored, child.stored = _cut(child.stored, split_len)
     front.launched, child.launched = _cut(child.launched, split_len)
-    front.pending = child.pending
+    front.pending, front.touch_after_ms = child.pending, child.touch_after_ms
 
 
 def settle(segment: Segment, durable: int) -> None:
@@ -226,6 +230,30 @@ class Backup:
         return PENDING if self.job.pages is None else self.job.pages
 
 
+class Refusals:
+    """When a store that has taken nothing of a backup is tried again: after ``first_ms``, then
+    after twice that and so on, at most ``longest_ms`` apart. All times are agreed milliseconds."""
+
+    def __init__(self, first_ms: int, longest_ms: int) -> None:
+        self._first, self._longest = first_ms, longest_ms
+        self._wait = first_ms
+        self._retry_at = 0
+        #: Whether the last backup was refused: then one backup is tried, not all that fit.
+        self.refused = False
+
+    def waiting(self, now_ms: int) -> bool:
+        """Whether nothing is to be tried yet."""
+        return self.refused and now_ms < self._retry_at
+
+    def ended(self, taken: bool, now_ms: int) -> None:
+        """A backup has ended; the store took something of it, or nothing."""
+        if taken:
+            self.refused, self._wait = False, self._first
+        elif not self.waiting(now_ms):  # those that were under way with it count once
+            self.refused, self._retry_at = True, now_ms + self._wait
+            self._wait = min(2 * self._wait, self._longest)
+
+
 class _Copied:
     """The finish event of a copy that is not made."""
 
@@ -246,13 +274,25 @@ class Backups:
         self._running: list[Backup] = []
         # Half of what backups may have: one is copied while another one is stored.
         ceiling = context.stage.shares[Direction.BACKUP].ceiling
-        self._most_pages = min(BATCH_PAGES, max(1, ceiling // 2))
+        self._most_pages = min(context.store.batch_pages, max(1, ceiling // 2))
+        client = context.store.client.settings
+        self._refusals = Refusals(int(client.first_retry * 1000), int(client.longest_retry * 1000))
+        self._store_up = True
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or is on its way; what the store was given up for does not
-        count."""
-        return bool(len(self.queue) or any(not backup.overdue for backup in self._running))
+        """Whether anything can be done, or is on its way; what the store was given up for does not
+        count, nor what waits for a store that takes nothing."""
+        return bool((self.queue and not self._held_back) or self._under_way)
+
+    @property
+    def _under_way(self) -> bool:
+        return any(not backup.overdue for backup in self._running)
+
+    @property
+    def _held_back(self) -> bool:
+        """Whether a copy to the stage would be for nothing."""
+        return not self._store_up or self._refusals.waiting(self._context.now_ms)
 
     @property
     def running(self) -> Sequence[Backup]:
@@ -275,6 +315,7 @@ class Backups:
 
     def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks."""
+        self._store_up = bool(agreed.store_up)
         for backup, durable in zip(list(self._running), agreed.backups, strict=True):
             if durable != PENDING:
                 self._answered(backup, durable)
@@ -288,8 +329,10 @@ class Backups:
         """Start what stage and slots have room for, with one copy for all of it."""
         if self._stuck():
             self.queue.clear(STUCK)
-        started = []
-        while len(self._running) < BACKUP_SLOTS:
+        if self._held_back or (self._refusals.refused and self._under_way):
+            return
+        started: list[Backup] = []
+        while len(self._running) < BACKUP_SLOTS and not (started and self._refusals.refused):
             pages = min(self._most_pages, self._context.stage.capacity(Direction.BACKUP))
             segments = self._next_segments(pages)
             if not segments:
@@ -357,7 +400,7 @@ class Backups:
             node, length = segment.node, len(segment.node.key)
             first, last = (length - segment.start) // page, (length - segment.end) // page
             hashes = page_hashes(node, page)[first:last]
-            keys.extend(store_keys(hashes, node.key.extra_key))
+            keys.extend(context.store.keys(hashes, node.key.extra_key))
             context.tree.inc_lock_ref(node)
         staging = context.stage.allocate(Direction.BACKUP, len(keys))
         assert staging is not None, "there was capacity for it"
@@ -399,6 +442,7 @@ class Backups:
         if not backup.overdue:
             counters = self._context.counters
             counters["store_written_pages"] += durable
+            self._refusals.ended(durable > 0, self._context.now_ms)
             if durable < len(backup.keys):
                 counters["store_write_failures"] += 1
                 backup.overdue = True
@@ -413,6 +457,9 @@ class Backups:
         tokens = durable * self._context.page_size
         for segment in backup.segments:
             settle(segment, min(tokens, len(segment)))
+            if tokens < len(segment) and (pending := segment.node.pending) is not None:
+                # Tried on and on, what a store does not take would keep out all that is behind it.
+                self.queue.drop(pending, REFUSED)
             tokens -= min(tokens, len(segment))
 
     def _unlock(self, backup: Backup) -> None:

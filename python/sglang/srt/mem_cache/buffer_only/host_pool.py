@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only.settings import check_size, physical_pages
+from sglang.srt.mem_cache.buffer_only.settings import (
+    CACHE_RATIO,
+    check_size,
+    default_pages,
+    physical_pages,
+)
+from sglang.srt.patchset.compat_buffer_only import prefetch_threshold
 
 if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
@@ -64,6 +70,26 @@ def _of(wanted: _Wanted) -> Iterator[None]:
 def staging() -> bool:
     """Whether what is built now belongs to a stage."""
     return _WANTED.get() is not None
+
+
+def chosen_pages(device_pool: DevicePool, page_size: int, args: Any) -> int:
+    """Pages of the stage of ``device_pool`` by the server's arguments; 0 where ``--hicache-size``
+    says it in gigabytes.
+
+    ``--hicache-buffer-pages`` comes first, then ``--hicache-size``, then a ``--hicache-ratio`` of
+    its own, as part of the device pool.
+    """
+    pages: int | None = args.hicache_buffer_pages
+    if pages is not None or args.hicache_size > 0:
+        return pages or 0
+    device_pages = device_pool.size // page_size
+    if args.hicache_ratio != CACHE_RATIO:
+        return int(args.hicache_ratio * device_pages)
+    found = device_pool.get_kv_size_bytes()
+    pool_bytes = sum(found) if isinstance(found, tuple) else found
+    threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
+    page_bytes = pool_bytes / device_pool.size * page_size
+    return default_pages(page_bytes, device_pages, page_size, threshold)
 
 
 class _Sized:
@@ -115,7 +141,20 @@ def _finish(host: HostPool, device_pool: DevicePool) -> None:
     )
 
 
-class StagePoolMHA(_Pool):
+class _StagePool(_Pool):
+    """What host pools of every kind have in common."""
+
+    #: Pages of the stage that are in use, asked of its owner; None where the pool is no stage.
+    used_pages: Callable[[], int] | None = None
+
+    @override
+    def available_size(self) -> int:
+        if self.used_pages is None:
+            return int(super().available_size())
+        return int(self.size - self.used_pages() * self.page_size)
+
+
+class StagePoolMHA(_StagePool):
     """For ``MHATokenToKVPoolHost``."""
 
     @override
@@ -139,7 +178,7 @@ class StagePoolNSA(StagePoolMHA):
     """For ``NSATokenToKVPoolHost``, which has the same arguments."""
 
 
-class StagePoolMLA(_Pool):
+class StagePoolMLA(_StagePool):
     """For ``MLATokenToKVPoolHost``."""
 
     @override

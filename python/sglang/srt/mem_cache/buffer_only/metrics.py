@@ -33,6 +33,7 @@ COUNTERS = {
     "store_written_pages": "Pages that became durable in the store, on all ranks",
     "store_read_pages": "Pages read from the store, on all ranks",
     "store_write_failures": "Writes that ended before their last page on some rank",
+    "store_lost_pages": "Pages in use on the device that the store had lost, to be written again",
     "store_query_failures": "Queries that failed on this rank",
     "store_read_failures": "Reads that failed on this rank",
     "prefetch_hit_tokens": "Tokens that the store was found to have for a request",
@@ -41,6 +42,8 @@ COUNTERS = {
     "prefetch_timeouts": "Requests that were computed after waiting too long",
     "prefetch_unfulfilled_tokens": "Tokens of hits that were computed after all",
 }
+#: Methods of SGLang's collector that count tokens, with the pages that they are told of.
+SGLANG = {"log_backuped_tokens": "store_written_pages"}
 #: The same with one more label: name, label and text.
 DROPPED = ("dropped_tokens", "reason", "Tokens that were to be written and were not")
 FAULTS = ("store_faults", "fault", "What the store did wrong, in calls or pages of this rank")
@@ -70,11 +73,12 @@ class BufferMetrics:
         self._clock = clock
         self._updated_at: float | None = None
         self._labels: dict[str, Any] | None = None
+        self._collector: Any = None
         self._seen: Counts[tuple[str, str]] = Counts()
 
-    def bind(self, labels: Mapping[str, Any]) -> None:
-        """Report under ``labels`` from now on."""
-        self._labels = dict(labels)
+    def bind(self, labels: Mapping[str, Any], collector: Any) -> None:
+        """Report under ``labels`` from now on, and to SGLang's ``StorageMetricsCollector``."""
+        self._labels, self._collector = dict(labels), collector
 
     def update(self, buffer: Pipelines) -> None:
         """Called in every step; does something once in ``EVERY_S``."""
@@ -87,6 +91,9 @@ class BufferMetrics:
         gauges, counters = _prometheus(tuple(self._labels))
         for name, value in readings(buffer).items():
             gauges[name].labels(**self._labels).set(value)
+        for method, pages in SGLANG.items():
+            new = buffer.context.counters[pages] - self._seen[pages, ""]
+            getattr(self._collector, method)(new * buffer.context.page_size)
         for (name, label, key), total in totals(buffer).items():
             counter = counters[name].labels(**self._labels, **({label: key} if label else {}))
             counter.inc(total - self._seen[name, key])

@@ -8,7 +8,6 @@ follows from it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import threading
@@ -17,6 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
+from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,26 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import Node
 
 logger = logging.getLogger(__name__)
-
-
-def store_keys(hashes: Sequence[str], extra_key: str | None) -> list[str]:
-    """Keys of pages, given SGLang's position-aware page hashes (hex) and the namespace.
-
-    SGLang's hash covers the tokens up to the end of the page, but neither LoRA nor salt, which it
-    keeps apart in the tree by ``extra_key``. An empty namespace keeps SGLang's keys, so that stores
-    filled by other servers stay useful; any other one is hashed into the key together with its
-    length, so that no namespace can imitate another.
-    """
-    if not extra_key:
-        return list(hashes)
-    name = extra_key.encode()
-    seed = hashlib.sha256(b"sglang extra_key" + len(name).to_bytes(8, "little") + name)
-    keys = []
-    for page in hashes:
-        hasher = seed.copy()
-        hasher.update(bytes.fromhex(page))
-        keys.append(hasher.hexdigest())
-    return keys
 
 
 def page_hashes(node: Node, page_size: int) -> list[str]:
@@ -57,15 +39,6 @@ def page_hashes(node: Node, page_size: int) -> list[str]:
         if above.hash_value is None:
             above.hash_value = compute_node_hash_values(above, page_size)
     return node.hash_value or []
-
-
-def path_keys(node: Node, page_size: int) -> list[str]:
-    """Keys of all pages up to the end of ``node``, in the order of the prompt."""
-    pieces = []
-    while node.parent is not None:
-        pieces.append(store_keys(page_hashes(node, page_size), node.key.extra_key))
-        node = node.parent
-    return [key for piece in reversed(pieces) for key in piece]
 
 
 class Job:
@@ -137,40 +110,57 @@ class IOThread:
             job.run()
 
 
-#: Pages in one call of the store, as in SGLang's own controller.
-BATCH_PAGES = 128
-
-
 class PageStore:
-    """One store, behind its client.
+    """One store, behind its client. A call moves at most ``batch_pages`` pages.
 
     ``prefix_keys``, where given, are the keys of all pages before the first one, for backends that
     place a page by them.
     """
 
-    def __init__(self, client: StoreClient, page_size: int, batch_pages: int = BATCH_PAGES) -> None:
+    def __init__(
+        self,
+        client: StoreClient,
+        page_size: int,
+        batch_pages: int = BATCH_PAGES,
+        namespace: Namespace = Namespace.of({}),  # noqa: B008
+    ) -> None:
         self.client = client
-        self._page_size, self._batch_pages = page_size, batch_pages
+        #: Of all keys that are made now; requests have parts of it.
+        self.namespace = namespace
+        self._page_size, self.batch_pages = page_size, batch_pages
+
+    def keys(self, hashes: Sequence[str], extra_key: str | None) -> list[str]:
+        """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``."""
+        return self.namespace.within(extra_key).keys(hashes)
+
+    def path_keys(self, node: Node) -> list[str]:
+        """Keys of all pages up to the end of ``node``, in the order of the prompt."""
+        pieces = []
+        while node.parent is not None:
+            pieces.append(self.keys(page_hashes(node, self._page_size), node.key.extra_key))
+            node = node.parent
+        return [key for piece in reversed(pieces) for key in piece]
 
     def query(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, job: Job) -> int:
         """How many of ``keys`` are in the store, up to the first that is not."""
-        return self._by_batches(self.client.query, keys, prefix_keys, job)
+        return self._by_batches(self.client.query, BATCH_PAGES, keys, prefix_keys, job)
 
     def read(
         self, keys: Sequence[str], slots: torch.Tensor, prefix_keys: Sequence[str] | None, job: Job
     ) -> int:
         """Read pages into the host slots ``slots``, a page after the other; leading pages read."""
-        return self._by_batches(self.client.read, keys, prefix_keys, job, slots)
+        return self._by_batches(self.client.read, self.batch_pages, keys, prefix_keys, job, slots)
 
     def write(
         self, keys: Sequence[str], slots: torch.Tensor, prefix_keys: Sequence[str] | None, job: Job
     ) -> int:
         """Write pages from the host slots ``slots``; leading pages that are durable."""
-        return self._by_batches(self.client.write, keys, prefix_keys, job, slots)
+        return self._by_batches(self.client.write, self.batch_pages, keys, prefix_keys, job, slots)
 
     def _by_batches(
         self,
         call: Callable[..., Outcome],
+        batch_pages: int,
         keys: Sequence[str],
         prefix_keys: Sequence[str] | None,
         job: Job,
@@ -181,7 +171,7 @@ class PageStore:
 
         done = 0
         while done < len(keys) and not job.cancelled:
-            batch = list(keys[done : done + self._batch_pages])
+            batch = list(keys[done : done + batch_pages])
             # A list of its own for each call: backends are known to extend what they are given.
             before = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
             arguments: list[Any] = [batch]
@@ -221,10 +211,12 @@ def search(
         prefix_keys: keys of all pages before them, where the backend wants them.
     """
 
+    namespace = store.namespace.within(extra_key)
+
     def work(job: Job) -> int:
         found = job.found = Found()
         for hashes in _hashed_batches(tokens, last_hash, page_size):
-            keys = store_keys(hashes, extra_key)
+            keys = namespace.keys(hashes)
             before = None if prefix_keys is None else [*prefix_keys, *found.keys]
             good = store.query(keys, before, job)
             found.hashes.extend(hashes[:good])

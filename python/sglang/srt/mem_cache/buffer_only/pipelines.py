@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum, Reduce, TransferVote, agree
 from sglang.srt.mem_cache.buffer_only.backup import Backups
-from sglang.srt.mem_cache.buffer_only.page_store import IOThread, PageStore, path_keys
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
+from sglang.srt.mem_cache.buffer_only.page_store import IOThread, PageStore
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetches
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+from sglang.srt.mem_cache.buffer_only.touch import Touches
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import Node, Tree
@@ -63,7 +65,7 @@ class Context:
 
     def prefix_keys(self, node: Node) -> list[str] | None:
         """Keys of all pages up to the end of ``node``, where the backend wants them."""
-        return path_keys(node, self.page_size) if self.settings.pass_prefix_keys else None
+        return self.store.path_keys(node) if self.settings.pass_prefix_keys else None
 
 
 #: How long the store may keep the threads when the server ends.
@@ -85,6 +87,9 @@ class Pipelines:
         self.context = context
         self.backups = Backups(context)
         self.prefetches = Prefetches(context)
+        self.touches = Touches(context)
+        #: Of the weights that the server has.
+        self._namespace = context.store.namespace
         self._reduce_min = reduce_min
         self._clock = clock
         self._born = clock()
@@ -99,19 +104,42 @@ class Pipelines:
         backup_copies, backups = self.backups.vote()
         load_back_copies, prefetches = self.prefetches.vote()
         now_ms = int((self._clock() - self._born) * 1000)
-        vote = TransferVote(now_ms, backup_copies, load_back_copies, backups, prefetches)
+        up = int(self.context.store.client.poll())
+        vote = TransferVote(
+            now_ms, backup_copies, load_back_copies, backups, prefetches, up, self.touches.vote()
+        )
         agreed = agree(vote, self.context.checksum, self._reduce_min)
         self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)
         self.backups.apply(agreed)
         self.prefetches.apply(agreed)
+        self.touches.apply(agreed.touched)
         # Prefetches first: a request waits for them.
         self.prefetches.launch()
         self.backups.launch()
+        if agreed.store_up:
+            self.touches.launch()
 
     def reset(self) -> None:
         """The tree is about to be emptied."""
         self.backups.reset()
         self.prefetches.reset()
+        self.touches.reset()
+        self.context.store.namespace = self._namespace
+
+    def use(self, namespace: Namespace, nonce: str) -> None:
+        """The server's weights are those of ``namespace`` from now on.
+
+        A tree that was not emptied has KV of other weights, and what is computed below that is of
+        neither. Until it is emptied the keys are this server's alone, by ``nonce``, which is the
+        same on all ranks and on no other server.
+        """
+        if namespace == self._namespace:
+            return
+        self._namespace = namespace
+        mixed = bool(self.context.tree.root_node.children)
+        self.prefetches.cancel_all()
+        store = self.context.store
+        store.namespace = namespace.within(f"mixed {nonce}") if mixed else namespace
 
     def clear_store(self) -> bool:
         """Remove everything from the store; whether it did.
@@ -121,6 +149,7 @@ class Pipelines:
         """
         cleared = self.context.store.client.clear()
         self.prefetches.cancel_all()
+        self.touches.reset()
         self.backups.forget_stored(self.context.tree.root_node)
         return cleared
 
@@ -128,7 +157,8 @@ class Pipelines:
         """End the threads, and close the store; False if it is still in a call, and then it is left
         as it is."""
         client = self.context.store.client
-        ended = [self.backups.close(CLOSE_S), self.prefetches.close(CLOSE_S)]
+        pipelines = (self.backups, self.prefetches, self.touches)
+        ended = [pipeline.close(CLOSE_S) for pipeline in pipelines]
         if not all(ended) or client.under_way:
             return False
         client.close()

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
+from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.buffer_only.upstream import Request
-else:
-    Scheduler = object
 
 
-class BufferOnlyScheduler(Scheduler):
+class BufferOnlyScheduler(NamingScheduler):
     """Stock unless the server was started with ``--hicache-host-memory-mode buffer_only``."""
 
     _request_namespace: str | None = None
 
-    @property
-    def _buffer_only(self) -> bool:
-        return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
+    _store_ignored: bool = False
 
     @override
     def init_cache_with_memory_pool(self) -> None:
@@ -35,6 +34,7 @@ class BufferOnlyScheduler(Scheduler):
                 f"{type(self.tree_cache).__name__}. Remove {MODE_FLAG}, or the option that chose "
                 "that cache."
             )
+        self.name_keys()
 
     @override
     def run_event_loop(self) -> None:
@@ -80,9 +80,40 @@ class BufferOnlyScheduler(Scheduler):
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         idle = bool(super().is_fully_idle(for_health_check))
-        if idle and self._buffer_only and not for_health_check:
+        if idle and self._buffer_only and not (for_health_check or self._store_ignored):
             return not self.tree_cache.buffer.busy
         return idle
+
+    @contextmanager
+    def _without_the_store(self) -> Iterator[None]:
+        """Idle is, meanwhile, who has no requests: what is under way to the store and from it is
+        nothing that a flush has to wait for, since the tree can forget it at any time."""
+        before, self._store_ignored = self._store_ignored, True
+        try:
+            yield
+        finally:
+            self._store_ignored = before
+
+    @override
+    def flush_cache(self) -> Any:
+        with self._without_the_store():
+            return super().flush_cache()
+
+    @override
+    def _check_pending_flush(self) -> None:
+        # One that may wait does so for what is still to be written, but is not refused for it.
+        if self._pending_flush is None or time.monotonic() < self._pending_flush[1]:
+            super()._check_pending_flush()
+            return
+        with self._without_the_store():
+            super()._check_pending_flush()
+
+    @override
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        with self._without_the_store():
+            if self._buffer_only and (not recv_req.tags or "kv_cache" in recv_req.tags):
+                self.flush_cache()  # ends the copies before their memory is taken away
+            return super().release_memory_occupation(recv_req)
 
     @override
     def maybe_sleep_on_idle(self) -> None:

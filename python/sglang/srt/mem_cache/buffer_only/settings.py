@@ -10,16 +10,27 @@ from sglang.srt.patchset import environment
 PAGES_FLAG = "--hicache-buffer-pages"
 SIZE_FLAG = "--hicache-size"
 
-#: The default stage holds so many chunks of a chunked prefill: a few that are written, and a few
-#: hits of other requests that are fetched meanwhile.
-CHUNKS = 8
-#: Tokens of a chunk where chunked prefill is off; SGLang's own default for
-#: ``--max-prefill-tokens``.
-UNCHUNKED = 16384
+RATIO_FLAG = "--hicache-ratio"
+
+#: SGLang's default for ``--hicache-ratio``, which is for a cache: as good as not given.
+CACHE_RATIO = 2.0
+#: The default stage holds what a store delivers (bytes a second of a rank: 100 Gbit/s) while pages
+#: stay in it (seconds: the call, and the wait for a batch), and as much on the way to the store.
+STORE_RATE, STAY_S = 12.5e9, 0.2
 #: Part of the device pool that prefetches may keep from eviction, by anchors and fetched prefixes.
 PINNED_SHARE = 0.5
 #: The queue of pending backups holds so many times the device pool, in tokens.
 QUEUE_POOLS = 2
+
+
+#: Bytes and pages of one call of the store. A call that moves more takes longer than others can
+#: wait, and in the end longer than its deadline: this much is in time from 4 MB/s on.
+CALL_BYTES, BATCH_PAGES = 32 << 20, 128
+
+
+def call_pages(page_bytes: int) -> int:
+    """Pages of ``page_bytes`` that one call of the store moves."""
+    return max(1, min(BATCH_PAGES, CALL_BYTES // page_bytes))
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,13 @@ def minimum_pages(page_size: int, prefetch_threshold: int) -> int:
     return 2 * minimal_transfer(page_size, prefetch_threshold)
 
 
-def default_pages(chunked_prefill_size: int | None, page_size: int, prefetch_threshold: int) -> int:
-    """``CHUNKS`` chunks of ``chunked_prefill_size`` tokens (none or negative: not chunked)."""
-    chunk = chunked_prefill_size if chunked_prefill_size and chunked_prefill_size > 0 else UNCHUNKED
-    return max(CHUNKS * pages_of(chunk, page_size), minimum_pages(page_size, prefetch_threshold))
+def default_pages(
+    page_bytes: float, device_pages: int, page_size: int, prefetch_threshold: int
+) -> int:
+    """The store's rate times how long a page stays, in both directions; no more than the device
+    pool, which is all that the stage could ever be asked for, and no less than the minimum."""
+    wanted = int(2 * STORE_RATE * STAY_S / page_bytes)
+    return max(min(wanted, device_pages), minimum_pages(page_size, prefetch_threshold))
 
 
 def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
@@ -107,6 +121,8 @@ class Settings:
     #: A fetched prefix is kept from eviction for its request so long, at most.
     hold_ms: int = 10_000
     pass_prefix_keys: bool = False
+    #: A path in use is looked up in the store once in so long, which keeps it there.
+    touch_ms: int = 10_000
 
     @property
     def pinned_tokens(self) -> int:

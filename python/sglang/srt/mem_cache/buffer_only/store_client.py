@@ -286,6 +286,13 @@ class StoreClient:
             self._count(Fault.ERROR)
             return None
 
+    def poll(self) -> bool:
+        """Whether the store is asked. Starts the probe that is due, also if nobody calls."""
+        if not self._breaker.closed:
+            with self._lock:
+                self._probe()
+        return self._breaker.closed
+
     # ---- for gauges and tests ----
 
     @property
@@ -350,20 +357,25 @@ class StoreClient:
 
     def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
         with self._lock:
-            if len(self._under_way) >= self.settings.max_calls:
+            if not self._breaker.closed:
+                self._probe()  # beside: the call that started it is refused like any other
                 return None
-            probe = self._breaker.try_probe(self._clock())
-            if not (self._breaker.closed or probe):
-                return None
-            # A probe runs beside: the call that started it is refused like any other.
-            future = self._threads.start(
-                (lambda: self.store.batch_exists([PROBE_KEY], None)) if probe else call
-            )
-            self._under_way.add(future)
-        if probe:
-            future.add_done_callback(self._probed)
-        future.add_done_callback(self._returned)
-        return None if probe else future
+            return self._run(call) if self._has_room else None
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._under_way) < self.settings.max_calls
+
+    def _probe(self) -> None:
+        if self._has_room and self._breaker.try_probe(self._clock()):
+            self._run(lambda: self.store.batch_exists([PROBE_KEY], None), self._probed)
+
+    def _run(self, call: Callable[[], Any], *ended: Callable[[Future[Any]], None]) -> Future[Any]:
+        future = self._threads.start(call)
+        self._under_way.add(future)
+        for callback in (*ended, self._returned):
+            future.add_done_callback(callback)
+        return future
 
     def _returned(self, future: Future[Any]) -> None:
         with self._lock:

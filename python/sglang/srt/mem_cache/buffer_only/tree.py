@@ -9,11 +9,13 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.backup import split_marks
-from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
+from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, of_gigabytes, of_pages
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import (
     Settings,
+    call_pages,
     check_pages,
     check_size,
     minimum_pages,
@@ -59,7 +61,8 @@ class BufferOnlyTree(HiRadixCache):
         if getattr(server_args, "hicache_host_memory_mode", "cache") != "buffer_only":
             super().__init__(params, server_args)
             return
-        pages: int = server_args.hicache_buffer_pages or 0
+        device_pool = params.token_to_kv_pool_allocator.get_kvcache()
+        pages = chosen_pages(device_pool, params.page_size, server_args)
         gigabytes: float = server_args.hicache_size
         with of_pages(pages) if pages else of_gigabytes(gigabytes):
             super().__init__(params, server_args)
@@ -70,14 +73,17 @@ class BufferOnlyTree(HiRadixCache):
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
         self.buffer = Pipelines(self._build_context(pages), over(self.tp_group))
+        self.token_to_kv_pool_host.used_pages = self.buffer.context.stage.used
         self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
-            self._buffer_metrics.bind(self.storage_metrics_collector.labels)
+            collector = self.storage_metrics_collector
+            self._buffer_metrics.bind(collector.labels, collector)
         self.eviction_strategy: Any = PendingLast(self.eviction_strategy)
 
     def _build_context(self, pages: int) -> Context:
         controller, device = self.cache_controller, self.token_to_kv_pool_allocator
+        host = self.token_to_kv_pool_host
         settings = Settings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
@@ -91,11 +97,21 @@ class BufferOnlyTree(HiRadixCache):
         return Context(
             tree=self,
             stage=Stage(pages, *shares(pages)),
-            store=PageStore(self._store_client(controller), self.page_size),
+            store=PageStore(
+                self._store_client(controller),
+                self.page_size,
+                call_pages(host.size_per_token * self.page_size),
+                namespace=Namespace.of(self.pool_identity()),
+            ),
             copier=Copier(controller, lambda: self.forward_stream),
             settings=settings,
             skip_backup=controller.backup_skip,
         )
+
+    def pool_identity(self) -> dict[str, Any]:
+        """How the KV of this server lies in a page (``namespaces``)."""
+        identity = pool_identity(self.token_to_kv_pool_host, self.cache_controller.tp_size)
+        return {**identity, "bigrams": self.is_eagle}
 
     def _store_client(self, controller: Controller) -> StoreClient:
         backend, pool = controller.storage_backend, self.token_to_kv_pool_host
@@ -111,6 +127,7 @@ class BufferOnlyTree(HiRadixCache):
             super()._inc_hit_count(node, chunked)
         elif not chunked:
             node.hit_count += 1
+            self.buffer.touches.used(node)
             if not node.storage_ready and node.hit_count >= self.write_through_threshold:
                 self.buffer.backups.request(node)
 

@@ -35,6 +35,7 @@ class Node(Protocol):
     stored: int
     launched: int
     pending: PendingBackup | None
+    touch_after_ms: int
 
     def __init__(self, *, priority: int = 0) -> None: ...
 
@@ -86,6 +87,9 @@ class DevicePool(Protocol):
 
     size: int
     layer_num: int
+    dtype: torch.dtype
+
+    def get_kv_size_bytes(self) -> int | tuple[int, int]: ...
 
 
 class HostPool(Protocol):
@@ -100,8 +104,9 @@ class HostPool(Protocol):
     size: int
     size_per_token: int
     kv_buffer: torch.Tensor
-    #: Set by ``host_pool``.
+    #: Set by ``host_pool``, and by the tree.
     is_stage: bool
+    used_pages: Callable[[], int] | None
 
     def get_data_page(self, index: int) -> torch.Tensor: ...
 

@@ -1,0 +1,72 @@
+"""The scheduler's part of namespaces: keys of the store name the weights, also after an update."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.rank_agreement import gathered
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, fingerprint, model_identity
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+logger = logging.getLogger(__name__)
+
+
+class NamingScheduler(Scheduler):
+    """Base of ``scheduler.BufferOnlyScheduler``; stock unless the mode is buffer_only."""
+
+    @property
+    def _buffer_only(self) -> bool:
+        return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
+
+    def name_keys(self) -> None:
+        """Name the keys by the weights that are in memory now; on all ranks at the same time."""
+        start = time.monotonic()
+        runner, tree = self.tp_worker.model_runner, self.tree_cache
+        config = self.model_config.hf_config.to_dict()
+        # All ranks of the server: with data parallel attention, one of its groups alone does not
+        # hold all experts.
+        ranks = gathered((fingerprint(runner.model), uuid.uuid4().hex), self.tp_cpu_group)
+        model = model_identity(config, (weights for weights, _ in ranks))
+        pool = tree.pool_identity()
+        tree.buffer.use(Namespace.of({"model": model, "pool": pool}), nonce=ranks[0][1])
+        logger.info(
+            "HiCache keys are those of weights %s, configuration %s and pages %s (found in %.1f s; "
+            "servers read each other's pages where all three are equal): namespace %s",
+            Namespace.of({"weights": model["weights"]}),
+            model["config"][:12],
+            Namespace.of(pool),
+            time.monotonic() - start,
+            tree.buffer.context.store.namespace,
+        )
+
+    @override
+    def update_weights_from_disk(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_disk, recv_req)
+
+    @override
+    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_distributed, recv_req)
+
+    @override
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_tensor, recv_req)
+
+    @override
+    def update_weights_from_ipc(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_ipc, recv_req)
+
+    def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        answer = update(recv_req)
+        if self._buffer_only:
+            self.name_keys()  # also after one that failed: it may have written some of them
+        return answer

@@ -1,0 +1,143 @@
+"""Keys in the store: who computes the same bytes meets, and nobody else ever does."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.mem_cache.buffer_only import namespaces
+from sglang.srt.mem_cache.buffer_only.namespaces import (
+    Namespace,
+    config_identity,
+    fingerprint,
+    pool_identity,
+)
+
+HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(4)]
+SERVER = Namespace.of({"model": "one"})
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+@given(st.text(), st.text())
+def test_namespaces_are_disjoint(one: str, other: str):
+    """Tenants, adapters and salts with the same tokens; also without any, where SGLang's own keys
+    may be those of a stock server's adapters."""
+    mine, theirs = (set(SERVER.within(name).keys(HASHES)) for name in (one, other))
+    assert len(mine) == len(HASHES) and not mine & set(HASHES)
+    assert mine == theirs if one == other else not mine & theirs
+    assert not mine & set(Namespace.of({"model": "two"}).within(one).keys(HASHES))
+
+
+def test_keys_do_not_depend_on_who_asks():
+    """Another process, and another cut into nodes, must find what this one wrote."""
+    keys = SERVER.keys(HASHES)
+    assert keys == SERVER.keys(HASHES[:1]) + SERVER.keys(HASHES[1:])
+    assert keys == Namespace.of({"model": "one"}).within(None).keys(HASHES)
+    assert Namespace.of({"a": 1, "b": [2]}) == Namespace.of({"b": [2], "a": 1})
+
+
+# ---- weights ----
+
+
+def model(seed: int, scale: float = 1.0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    found = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3, bias=False))
+    with torch.no_grad():
+        found[1].weight *= scale
+    return found
+
+
+def test_two_servers_of_one_model_meet():
+    """On different hosts the same files lie at different places."""
+    assert fingerprint(model(1)) == fingerprint(model(1))
+
+
+@pytest.mark.parametrize(
+    "other", [model(2), model(1, 1.5), model(1).half(), model(1).bfloat16()], ids=range(4)
+)
+def test_two_models_never_meet(other: torch.nn.Module):
+    """Of one shape; one that differs in a single matrix; the same weights in another dtype."""
+    assert fingerprint(other) != fingerprint(model(1))
+
+
+@pytest.mark.parametrize("at", [0, 1, 30, 63])
+def test_every_bit_counts(at: int):
+    """A model edited in one place is another model; so is one in which two elements have changed
+    places."""
+    edited, swapped = model(1), model(1)
+    with torch.no_grad():
+        edited[0].weight.view(-1).view(torch.int32)[at] ^= 1
+        flat = swapped[0].weight.view(-1)
+        flat[at], flat[at - 1] = flat[at - 1].clone(), flat[at].clone()
+    assert len({fingerprint(each) for each in (model(1), edited, swapped)}) == 3
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 24, 1 << 20])
+def test_blocks_of_any_size(block: int, monkeypatch: pytest.MonkeyPatch):
+    """Tensors are read in blocks, so that no copy of a large one is made; a transposed view is one
+    that ``contiguous`` would copy."""
+    monkeypatch.setattr(namespaces, "_BLOCK", block)
+    tall = torch.arange(60.0).view(3, 4, 5)
+    pieces = list(namespaces._blocks(tall.transpose(0, 2)))
+    assert all(piece.numel() <= block for piece in pieces)
+    assert torch.equal(
+        torch.cat([piece.reshape(-1) for piece in pieces]), tall.transpose(0, 2).reshape(-1)
+    )
+    other = tall.clone()
+    other[2, 3, 4] += 1
+    assert namespaces._sums(tall.transpose(0, 2)) != namespaces._sums(other.transpose(0, 2))
+    assert namespaces._sums(torch.empty(0, 3)) == []
+
+
+def test_scales_of_quantized_kv_count():
+    """They are plain attributes of SGLang's attention, and scale what is stored."""
+    scaled = model(1)
+    scaled[0].k_scale_float = 0.5
+    assert fingerprint(scaled) != fingerprint(model(1))
+
+
+def test_configuration():
+    """The rotary base changes KV and no weight; where the model lay does not."""
+    config = {"rope_theta": 1e6, "_name_or_path": "/a", "text": {"_x": 1, "layers": 2}}
+    same = {"rope_theta": 1e6, "_name_or_path": "/b", "text": {"layers": 2}}
+    same["transformers_version"] = "5.0"
+    assert config_identity(config) == config_identity(same)
+    assert config_identity(config) != config_identity(config | {"rope_theta": 1e4})
+
+
+# ---- pages ----
+
+
+class Pool:
+    """As much of a host pool as the identity looks at."""
+
+    def __init__(self, **changes: object) -> None:
+        vars(self).update({"layout": "page_first", "page_size": 16, "layer_num": 4} | changes)
+        self.device_pool = SimpleNamespace(dtype=changes.get("dtype", torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp_size"),
+    [
+        ({"dtype": torch.float8_e5m2}, 4),
+        ({"dtype": torch.bfloat16}, 4),
+        ({"layout": "page_first_direct"}, 4),
+        ({"page_size": 64}, 4),
+        ({"layer_num": 5}, 4),
+        ({}, 8),
+    ],
+)
+def test_pages_that_are_read_differently_never_meet(
+    changes: dict[str, object], tp_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each of these has pages of the same bytes and other content."""
+    parts = [SimpleNamespace(label="k", size=64)]
+    monkeypatch.setattr(namespaces.page_parts, "describe", lambda pool: parts)
+    plain = Namespace.of(pool_identity(Pool(), 4))
+    assert plain == Namespace.of(pool_identity(Pool(), 4))
+    assert plain != Namespace.of(pool_identity(Pool(**changes), tp_size))
