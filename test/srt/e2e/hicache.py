@@ -20,7 +20,7 @@ from benchmark.harness import checks
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
-from benchmark.harness.servers import ServerConfig, Sizes, aggregated
+from benchmark.harness.servers import ServerConfig, Sizes, aggregated, tensor_parallel
 from chaos import store
 from chaos.logs import log_problems
 from e2e.support import START_METHOD, Ids
@@ -48,6 +48,8 @@ class Backend:
     """False: the stock release, with its own host cache."""
     model: Path | None = None
     """None: the model of all servers."""
+    ranks: int = 1
+    """Tensor parallel."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def servers(
 def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> ServerConfig:
     http, nccl = allocate_ports(2)
     extra = {**backend.extra_config, "prefetch_threshold": page}
+    parallel, parallel_env = tensor_parallel(backend.ranks)
     stage = ("--hicache-host-memory-mode", "buffer_only", "--hicache-buffer-pages")
     arguments = (
         "--enable-hierarchical-cache",
@@ -138,8 +141,10 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),
         "--sleep-on-idle",  # the other server needs the core
+        *parallel,
     )
     env = {
+        **parallel_env,
         START_METHOD: "fork",
         "PYTHONPATH": os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH")))),
         # A slow machine must not turn hits into timeouts.

@@ -17,6 +17,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.patchset.combine import combine
 
 METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
+SLOW_S = 2.0
+"""What a call of a slow store takes."""
 _Base: Any = combine(HiCacheFile, FileParts)
 
 
@@ -35,13 +37,17 @@ class SteeredFile(_Base):
         self._pass("batch_get_v1")
         return super().batch_get_v1(*args, **kwargs)
 
-    def batch_set_v1(self, *args: Any, **kwargs: Any) -> Any:
+    def batch_set_v1(self, keys: list[str], *args: Any, **kwargs: Any) -> Any:
         self._pass("batch_set_v1")
-        return super().batch_set_v1(*args, **kwargs)
+        if (self._gates / "refuse").exists():
+            return [False] * len(keys)
+        return super().batch_set_v1(keys, *args, **kwargs)
 
     def _pass(self, method: str) -> None:
         if (self._gates / f"fail {method}").exists():
             raise OSError(f"{method} is made to fail")
+        if (self._gates / "slow").exists():
+            time.sleep(SLOW_S)
         gate = self._gates / f"hold {method}"
         while gate.exists():
             (self._gates / f"held {method}").touch()
@@ -58,6 +64,18 @@ class Gates:
     def fail(self, method: str) -> Iterator[None]:
         """Every call raises meanwhile."""
         with self._closed(f"fail {method}"):
+            yield
+
+    @contextmanager
+    def refuse(self) -> Iterator[None]:
+        """Nothing is written meanwhile, and no error says so."""
+        with self._closed("refuse"):
+            yield
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """Every call takes ``SLOW_S`` meanwhile."""
+        with self._closed("slow"):
             yield
 
     @contextmanager

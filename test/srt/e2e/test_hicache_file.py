@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
+from benchmark.harness import checks
 from e2e import hicache
 from e2e.hicache import MAX_RUNNING, Backend, Server, until
 from e2e.hicache_scenarios import Questions, answers_are_right, clients_leave, questions
@@ -104,6 +106,30 @@ def test_calls_that_hang(reader: Server, gates: Gates, asked: Questions) -> None
             if method in HELD_PAGES:
                 until(lambda pages=HELD_PAGES[method]: reader.stage()[pages] > 0)
         hicache.works_again(reader, prompts, expected)
+    reader.drained()
+
+
+@pytest.mark.hazard("flush-or-detach-under-way")
+@pytest.mark.parametrize("way", ["refuse", "slow"])
+def test_a_store_that_is_slow_or_takes_nothing(
+    reader: Server, gates: Gates, asked: Questions, model: Path, way: str
+) -> None:
+    """Calls of two seconds are no fault, and an answer that nothing was written is no error: both
+    must neither hold up requests nor have a flush refused, which would end the server when it
+    updates its weights."""
+    prompts, expected = asked.fresh()
+    reader.flush()
+    with getattr(gates, way)():
+        assert reader.generated(prompts) == expected
+        checks.wait_idle(reader.process, reader.url, 30.0)
+        checks.flush(reader.url)  # at once, whatever is under way
+        assert reader.generated(prompts) == expected
+        checks.wait_idle(reader.process, reader.url, 30.0)
+        body = {"model_path": str(model), "flush_cache": True}
+        updated = requests.post(f"{reader.url}/update_weights_from_disk", json=body, timeout=120)
+        assert updated.json()["success"], updated.text
+        assert reader.generated(prompts) == expected
+    hicache.works_again(reader, prompts, expected)
     reader.drained()
 
 

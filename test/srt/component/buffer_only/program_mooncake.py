@@ -32,7 +32,7 @@ from component.buffer_only.host_pools import (  # noqa: E402
     host_pool,
     slots,
 )
-from component.buffer_only.masters import Master, end_with_parent, freeze  # noqa: E402
+from component.buffer_only.masters import SEGMENT, Master, end_with_parent, freeze  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient  # noqa: E402
@@ -43,6 +43,8 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa
 #: Kinds of pools and their layouts.
 PAGES = [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]
 
+PAGE_BYTES = 12 << 10
+"""Of a page of the multi-head pool."""
 DEADLINE = 3.0
 """Seconds that a call may take."""
 
@@ -181,6 +183,24 @@ def holder_hangs(master: Master) -> None:
         other.wait(10)
 
 
+def full(master: Master) -> None:
+    """Three times what the store holds is written to it: what it refuses is a failure and nothing
+    else, and a page that is looked up now and then is not among those that it evicts."""
+    pool = host_pool("mha", "page_first_direct")
+    client = client_of(backend(pool, master.extra_config, "full"))
+    hot, cold, *others = (f"{number:064x}" for number in range(1, 3 * SEGMENT // PAGE_BYTES))
+    assert client.write([hot, cold], slots(0, 1)).pages == 2
+    written = content(pool, 0)
+    for at in range(0, len(others), 6):
+        assert client.query([hot]).pages == 1, "what is used was evicted"
+        batch = others[at : at + 6]
+        outcome = client.write(batch, slots(*range(len(batch))))
+        assert outcome.fault in (None, Fault.MISSING), outcome
+    assert client.up and client.query([cold]).pages == 0
+    fill(pool, seed=5)
+    assert client.read([hot], slots(3)).pages == 1 and content(pool, 3) == written
+
+
 def hold(extra: dict[str, Any]) -> None:
     """Be the other server."""
     pool = host_pool("mha", "page_first_direct")
@@ -196,6 +216,7 @@ SCENARIOS: dict[str, Callable[[Master], None]] = {
     "holder_hangs": holder_hangs,
     "master_hangs": master_hangs,
     "master_restarts": master_restarts,
+    "full": full,
 }
 SCENARIOS |= {
     f"pages_{kind}_{layout}": partial(pages, kind=kind, layout=layout) for kind, layout in PAGES

@@ -46,3 +46,9 @@ def test_the_server_that_has_the_pages_hangs(output: str) -> None:
     """Guards against pages that are handed out again while a read may still write into them: this
     one does, when the other server goes on."""
     programs.passed(output, "holder_hangs")
+
+
+def test_a_store_that_is_full(output: str) -> None:
+    """Guards against a full store that costs more than hits, and against losing first the prefixes
+    that are always on the device: a look-up is what keeps them (``touch``)."""
+    programs.passed(output, "full")
