@@ -170,15 +170,15 @@ def test_aborts_in_each_state(reader: Server, gates: Gates, asked: Questions) ->
             gates.wait_held(method)
             _abort(reader, f"held at {method}", answer)
 
-    # The server is full: what the next one wants is fetched and published while it waits.
+    # The server is full: what the next one wants is fetched, and waits with it in the stage.
     reader.flush()
     full = [prompt[1:100]] * MAX_RUNNING
-    loaded = reader.stage()["prefetch_loaded_tokens_total"]
     with hicache.asked(reader, full, LONG) as running:
         until(lambda: reader.running() == MAX_RUNNING)
         with hicache.asked(reader, prompt, rid="it waits") as answer:
-            until(lambda: reader.stage()["prefetch_loaded_tokens_total"] > loaded)
+            until(lambda: reader.stage()["read_pages"] > 0)
             _abort(reader, "it waits", answer)
+        until(lambda: reader.stage()["read_pages"] == 0)
         assert reader.running() == MAX_RUNNING
         reader.abort(everything=True)
         for one in running.result(10):

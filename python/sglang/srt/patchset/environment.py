@@ -231,7 +231,7 @@ STORE_LONGEST_RETRY = _seconds(
     "Longest time between two probes.",
 )  # fmt: skip
 STORE_MAX_CALLS = _integer(
-    "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 8,
+    "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 16,
     "Calls of the store under way at one time, given-up ones included. While there are so many, "
     "none is started.",
     least=1,

@@ -12,6 +12,7 @@ import functools
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,12 +20,17 @@ import torch
 import torch.distributed as dist
 
 from component.buffer_only.scripted_store import Gate, ScriptedStore, until
-from component.buffer_only.threads import ManualThread
+from component.buffer_only.threads import ManualThreads
 from sglang.srt import server_args as arguments
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
@@ -71,7 +77,7 @@ class Cache:
         tokens: int = 40 * PAGE,
         reduce_min: Callable[[list[int]], list[int]] = list,
         rank: int = 0,
-        threads: Any = ManualThread,
+        threads: Any = ManualThreads,
         settings: dict[str, Any] | None = None,
         batch_pages: int = BATCH_PAGES,
         **changes: Any,
@@ -153,12 +159,12 @@ class Cache:
     # ---- threads ----
 
     @property
-    def threads(self) -> dict[str, ManualThread]:
+    def threads(self) -> dict[str, ManualThreads]:
         prefetches, backups = self.buffer.prefetches, self.buffer.backups
         threads = (
             backups._thread,
-            prefetches._query_thread,
-            prefetches._fetch_thread,
+            prefetches._threads,
+            prefetches.fetches._threads,
             self.buffer.touches._thread,
         )
         return {thread.name: thread for thread in threads}
@@ -184,24 +190,27 @@ class Cache:
         raise AssertionError(f"still busy: {self.describe()}")
 
     def settle_until_done(self, rid: str) -> None:
-        """Steps until the read of ``rid`` has ended, or is only waiting to be claimed."""
+        """Steps until all that will come for ``rid`` is in the stage."""
         for _ in range(100):
-            if self.state(rid) in (None, State.DONE):
+            if self.state(rid) in (None, State.STAGED, State.MISSED):
                 return
             self.step()
         raise AssertionError(f"{rid} is never done: {self.describe()}")
 
     def settle_until_ready(self, rid: str) -> None:
-        """Steps until the scheduler may admit ``rid``, and the end of what that left."""
+        """Steps until the scheduler admits ``rid``, and the end of what that left."""
         self.settle_until_done(rid)
+        prefetch = self.prefetch(rid)
         assert self.tree.check_prefetch_progress(rid)
+        if prefetch is not None:
+            self.admit(rid, [*prefetch.key.token_ids, 0], prefetch.key.extra_key)
         self.settle()
 
     def store_calls(self, method: str) -> int:
         return sum(name == method for name, _ in self.store.calls)
 
     def describe(self) -> str:
-        states = [(one.rid, one.state.name) for one in self.buffer.prefetches.running]
+        states = [(one.rid, one.state.name) for one in self.buffer.prefetches.prefetches]
         return (
             f"pending {len(self.buffer.backups.queue)}, "
             f"backups {len(self.buffer.backups.running)}, prefetches {states}, "
@@ -232,25 +241,65 @@ class Cache:
         node = self.match([*tokens, 0], extra_key).last_device_node
         return self.buffer.context.store.path_keys(node)
 
-    def compute(self, tokens: Sequence[int], extra_key: str | None = None, chunked=False) -> int:
+    def admit(
+        self, rid: str | None, tokens: Sequence[int], extra_key: str | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """A request enters a batch as in SGLang's ``PrefillAdder``; slots of its prefix, and their
+        node. ``rid`` is None for one that never asked the store.
+
+        Raises:
+            MemoryError: the device has no room for it.
+        """
+        req = SimpleNamespace(rid=rid)
+        seen = list(tokens) if rid is None else list(tokens)[:-1]
+        match = self.tree.match_prefix(
+            MatchPrefixParams(key=RadixKey(seen, extra_key), req=None if rid is None else req)
+        )
+        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
+        req.host_hit_length = match.host_hit_length
+        self.tree.inc_lock_ref(req.last_node)
+        room = self.allocator.available_size() + self.tree.evictable_size()
+        try:
+            if len(tokens) - len(req.prefix_indices) > room:
+                raise MemoryError
+            if req.host_hit_length:
+                params = InitLoadBackParams(match.last_host_node, req.host_hit_length, req=req)
+                new, node = self.tree.init_load_back(params)
+                assert len(new) == match.host_hit_length
+                req.prefix_indices = torch.cat([req.prefix_indices, new])
+            else:
+                node = req.last_node
+        finally:
+            self.tree.dec_lock_ref(req.last_node)
+        if self.tree.ready_to_load_host_cache() >= 0:
+            for event, _ in self.buffer.prefetches.load_backs._copies._launches:
+                event.synchronize()  # a batch waits for the layers that are being loaded
+        if rid is not None:
+            self.buffer.prefetches.cancel(rid)
+        return req.prefix_indices, node
+
+    def compute(
+        self,
+        tokens: Sequence[int],
+        extra_key: str | None = None,
+        chunked: bool = False,
+        rid: str | None = None,
+    ) -> int:
         """A request runs, computes what the tree has not, and is finished; tokens that it hit.
 
         Raises:
             MemoryError: the device has no room for it.
         """
         tokens = list(tokens)[: len(tokens) // PAGE * PAGE]
-        match = self.match(tokens, extra_key)
-        hit = len(match.device_indices)
-        if self.tree.ready_to_load_host_cache() >= 0:
-            for event, _ in self.buffer.prefetches.load_backs._copies._launches:
-                event.synchronize()  # a batch waits for the layers that are being loaded
-        self.verify(tokens, match.device_indices, extra_key)
-        self.tree.inc_lock_ref(match.last_device_node)
+        prefix, node = self.admit(rid, tokens, extra_key)
+        hit = len(prefix)
+        self.verify(tokens, prefix, extra_key)
+        self.tree.inc_lock_ref(node)
         try:
             new = self._slots(len(tokens) - hit)
         finally:
-            self.tree.dec_lock_ref(match.last_device_node)
-        slots = torch.cat([match.device_indices, new])
+            self.tree.dec_lock_ref(node)
+        slots = torch.cat([prefix, new])
         self.fill(tokens, slots, hit, extra_key)
         key = RadixKey(tokens, extra_key)
         result = self.tree.insert(InsertParams(key=key, value=slots, chunked=chunked))
@@ -263,7 +312,7 @@ class Cache:
         for _ in range(200):
             self.step()
             if self.tree.check_prefetch_progress(rid):
-                return self.compute(tokens, extra_key)
+                return self.compute(tokens, extra_key, rid=rid)
         raise AssertionError(f"{rid} is never admitted: {self.describe()}")
 
     def evict(self, tokens: int) -> int:

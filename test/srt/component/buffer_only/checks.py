@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 from component.buffer_only.cache import PAGE, Cache
-from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, PREFETCH_SLOTS
-from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, FETCH_SLOTS, QUERY_SLOTS
 
 
 def nodes(tree: Any) -> list[Any]:
@@ -43,7 +42,9 @@ def check_idle(cache: Cache) -> None:
     """Nothing is held by anybody."""
     check(cache)
     assert not cache.buffer.busy
-    assert not cache.buffer.prefetches.running and not cache.buffer.backups.running
+    prefetches = cache.buffer.prefetches
+    assert not prefetches.fetches.under_way and not prefetches._queries
+    assert not prefetches.fetches._brought and not cache.buffer.backups.running
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
@@ -69,13 +70,7 @@ def _check_tree(cache: Cache) -> None:
 
 def _check_locks(cache: Cache) -> None:
     locks: Counter[Any] = Counter()
-    references: Counter[Any] = Counter()
     prefetches, backups = cache.buffer.prefetches, cache.buffer.backups
-    for prefetch in prefetches.running:
-        if prefetch.pin is not None:
-            assert prefetch.pin.held and prefetch.state not in (State.DRAINING, State.OVERDUE)
-            locks.update(path(prefetch.pin.node))
-            references[prefetch.pin.node] += 1
     for load_back in prefetches.load_backs.under_way:
         locks.update(path(load_back.node))
     for backup in backups._copies.owners:
@@ -83,23 +78,29 @@ def _check_locks(cache: Cache) -> None:
             locks.update(path(segment.node))
     for node in nodes(cache.tree):
         assert node.lock_ref == locks[node], (node.lock_ref, locks[node])
-        assert node.host_ref_counter == references[node]
+        assert node.host_ref_counter == 0
 
 
 def _check_stage(cache: Cache) -> None:
     prefetches, backups, stage = cache.buffer.prefetches, cache.buffer.backups, cache.stage
     assert stage.problems() == []
-    staging = [prefetch.staging for prefetch in prefetches.running if prefetch.staging is not None]
-    staging += cache.hogs
-    staging += [load_back.staging for load_back in prefetches.load_backs.under_way] + [
-        backup.staging for backup in backups.running
-    ]
+    fetches = prefetches.fetches
+    pieces = {piece for prefetch in prefetches.prefetches for piece in prefetch.pieces}
+    assert all(piece.staged or piece in fetches.under_way for piece in pieces)
+    staging = [piece.staging for piece in pieces.union(fetches.under_way)] + cache.hogs
+    staging += [one for load_back in prefetches.load_backs.under_way for one in load_back.staging]
+    staging += [backup.staging for backup in backups.running]
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
         assert stage.used(direction) <= share.ceiling
-    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches.running) <= PREFETCH_SLOTS
-    pinned = prefetches._pinned_with(None)
-    assert pinned <= cache.buffer.context.settings.pinned_tokens
+    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches._queries) <= QUERY_SLOTS
+    assert len(fetches.under_way) <= FETCH_SLOTS
+    for prefetch in prefetches.prefetches:
+        assert [p.start for p in prefetch.pieces] == sorted(p.start for p in prefetch.pieces)
+        for piece in prefetch.pieces:
+            assert len(piece.staging.pages) == len(piece.keys) > 0
+    brought = [key for piece in pieces for key in piece.keys]
+    assert set(fetches._brought) <= set(brought)
 
 
 def _check_queue(cache: Cache) -> None:

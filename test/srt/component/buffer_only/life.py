@@ -21,9 +21,9 @@ METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 
 #: Every event, as often as it is taken in a random life.
 WEIGHTS = {
-    "arrive": 8, "admit": 12, "abort": 2, "retract": 1, "compute": 4, "evict": 4, "split": 3,
-    "step": 6, "live": 14, "work": 8, "slow": 2, "fast": 4, "fail": 2, "partly": 2, "lose": 1,
-    "hang": 0.5, "let_go": 1, "time": 2, "flush": 1, "clear": 0.3,
+    "arrive": 8, "admit": 12, "abort": 2, "retract": 1, "reorder": 2, "compute": 4, "evict": 4,
+    "split": 3, "step": 6, "live": 14, "work": 8, "slow": 2, "fast": 4, "fail": 2, "partly": 2,
+    "lose": 1, "hang": 0.5, "let_go": 1, "time": 2, "flush": 1, "clear": 0.3,
 }  # fmt: skip
 
 
@@ -89,15 +89,29 @@ class Life:
     def _try(self, rid: str) -> None:
         """The scheduler looks at a request, and runs it if it can."""
         if self.ranks.each(lambda cache: cache.tree.check_prefetch_progress(rid)):
-            tokens, extra_key = self.requests.pop(rid)
+            tokens, extra_key = self.requests[rid]
+            if self.ranks.each(lambda cache: run(cache, tokens, extra_key, rid)) < 0:
+                self.taken["no room"] += 1
+                if len(tokens) >= self.ranks.caches[0].device.size:
+                    self._abort_one(rid)
+                return
+            del self.requests[rid]
             self.taken["from store"] += self.ranks.each(lambda c: c.tree.take_storage_hit(rid)) > 0
-            self.ranks.each(lambda cache: run(cache, tokens, extra_key))
             self.taken["admitted"] += 1
 
     def _abort(self, rng: random.Random) -> None:
-        rid = self._pick(rng)
+        self._abort_one(self._pick(rng))
+
+    def _abort_one(self, rid: str) -> None:
         del self.requests[rid]
         self.ranks.each(lambda cache: cache.tree.release_aborted_request(rid))
+
+    def _reorder(self, rng: random.Random) -> None:
+        """The scheduler's policy has another order."""
+        rids = list(self.requests)
+        rng.shuffle(rids)
+        self.requests = {rid: self.requests[rid] for rid in rids}
+        self.ranks.each(lambda cache: cache.buffer.prefetches.in_line(rids))
 
     def _retract(self, rng: random.Random) -> None:
         """The same request asks again."""
@@ -200,9 +214,9 @@ def request(rng: random.Random) -> tuple[list[int], str | None]:
     return rng.choice(BANK), rng.choice((None, None, "tenant"))
 
 
-def run(cache: Cache, tokens: list[int], extra_key: str | None) -> int:
+def run(cache: Cache, tokens: list[int], extra_key: str | None, rid: str | None = None) -> int:
     """The request runs; what it hit, or -1 where the device has no room now."""
     try:
-        return cache.compute(tokens, extra_key)
+        return cache.compute(tokens, extra_key, rid=rid)
     except MemoryError:
         return -1

@@ -81,12 +81,19 @@ def shape(cache: Cache) -> Any:
          node.stored, node.launched, node.lock_ref, node.host_ref_counter)
         for node in nodes(cache.tree)
     )  # fmt: skip
-    reads = cache.buffer.prefetches
-    states = [(read.rid, read.state.name, read.begin, len(read.keys)) for read in reads.running]
+    prefetches = cache.buffer.prefetches
+    states = [
+        (one.rid, one.state.name, one.place, one.begin, len(one.keys), one.asked_ms, one.again_ms,
+         [(piece.start, piece.staged, piece.staging.pages) for piece in one.pieces])
+        for one in prefetches.prefetches
+    ]  # fmt: skip
     return (
         tree,
         states,
-        [read.rid for read in reads.waiting],
+        [
+            (piece.start, piece.overdue, piece.staging.pages)
+            for piece in prefetches.fetches.under_way
+        ],
         [len(op.keys) for op in cache.buffer.backups.running],
         cache.stage.used(),
         cache.allocator.available_size(),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from component.buffer_only.cache import Cache, Later
+from component.buffer_only.cache import Cache
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import MAX_LOAD_BACKS, Direction
+from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 
 def reach(cache: Cache, state: State, rid: str = "r") -> None:
@@ -16,16 +16,11 @@ def reach(cache: Cache, state: State, rid: str = "r") -> None:
         cache.hogs.append(
             cache.stage.allocate(Direction.PREFETCH, cache.stage.capacity(Direction.PREFETCH))
         )
-    if state is State.STAGED:
-        cache.slow = True
-        for _ in range(MAX_LOAD_BACKS):
-            cache.buffer.prefetches.load_backs._copies.add(Later(cache, lambda: None), ())
     for _ in range(20):
         if cache.state(rid) is state:
             for hog in cache.hogs:
                 hog.release()
             cache.hogs.clear()
-            cache.slow = False
             return
         cache.step(work=cache.state(rid) in (State.QUERYING, State.FETCHING))
     raise AssertionError(f"{state} is never reached: {cache.describe()}")

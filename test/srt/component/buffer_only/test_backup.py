@@ -299,7 +299,7 @@ def test_the_store_is_cleared():
 
 
 @pytest.mark.hazard("stale-beliefs")
-@pytest.mark.parametrize("state", [State.QUERYING, State.FETCHING, State.STAGED, State.DONE])
+@pytest.mark.parametrize("state", [State.QUERYING, State.FETCHING, State.STAGED])
 def test_the_store_is_cleared_under_a_read(state: State):
     """What was found before would enter the tree as stored, and never be written again."""
     cache = Cache()

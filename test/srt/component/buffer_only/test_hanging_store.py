@@ -43,9 +43,9 @@ def test_a_read_that_hangs(cache: Cache):
     gate = cache.store.hang("batch_get_v1")
     assert cache.serve("r", PROMPT) == 0
     assert gate.entered.is_set()
-    (read,) = cache.buffer.prefetches.running
-    assert read.state is State.OVERDUE and read.rid == "r"
-    kept = set(read.staging.pages)
+    (piece,) = cache.buffer.prefetches.fetches.under_way
+    assert piece.overdue and piece.owner is None
+    kept = set(piece.staging.pages)
     for number in range(10, 16):
         cache.compute(prompt(number, 3))
         cache.step()
@@ -96,9 +96,9 @@ def test_a_read_that_hangs_half_way():
     cache.store.hang("batch_get_v1", call=2)
     assert cache.serve("r", PROMPT) == 2 * PAGE
     cache.step()
-    (rest,) = cache.buffer.prefetches.running
+    (rest,) = cache.buffer.prefetches.fetches.under_way
     kept = set(rest.staging.pages)
-    assert rest.state is State.OVERDUE and len(kept) == 2 == cache.stage.used(Direction.PREFETCH)
+    assert rest.overdue and len(kept) == 2 == cache.stage.used(Direction.PREFETCH)
     check(cache)
     cache.store.written.clear()
     let_go(cache)
@@ -150,6 +150,8 @@ def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
         assert not cache.tree.check_prefetch_progress(rid)
         cache.step()
         assert cache.tree.check_prefetch_progress(rid) and cache.now == before
+        assert cache.buffer.prefetches.loadable(rid, 0, len(tokens)) == 0
+        cache.tree.release_aborted_request(rid)
         check(cache)
     cache.compute(prompt(8, 3))
     for _ in range(5):
@@ -179,8 +181,11 @@ def test_a_read_that_waits_for_one_that_hangs():
     assert cache.state("second") is State.FETCHING and cache.state("third") is State.FOUND
     for _ in range(3):
         cache.step()
-    assert cache.prefetch("third") is None
-    assert cache.tree.check_prefetch_progress("third")
+    assert cache.state("third") is State.MISSED
+    for rid in ("second", "third"):
+        assert cache.tree.check_prefetch_progress(rid)
+        assert cache.buffer.prefetches.loadable(rid, 0, 36) == 0
+        cache.tree.release_aborted_request(rid)
     let_go(cache)
     check_idle(cache)
 
@@ -232,6 +237,7 @@ def test_a_store_that_hangs_on_one_rank(method: str):
     assert gate.waiting and second.client.under_way == 0
     assert ranks.each(lambda cache: cache.stage.stranded) == 4
     assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
+    ranks.each(lambda cache: cache.tree.release_aborted_request("r"))
     assert not any(node.stored for node in nodes(second.tree)), "durable on one rank is not durable"
     first.let_go()
     ranks.live(2)
@@ -254,6 +260,6 @@ def test_a_query_that_hangs(cache: Cache):
     """It holds no pages, so that nothing is left of it when the deadline is over."""
     cache.store.hang("batch_exists")
     assert cache.serve("r", PROMPT) == 0
-    assert not cache.buffer.prefetches.running
+    assert not cache.buffer.prefetches._queries
     let_go(cache)
     check_idle(cache)

@@ -97,8 +97,8 @@ def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], ful
             assert mixin.get_next_disagg_prefill_batch_to_run(loop) is None
         else:
             assert loop.get_new_batch_prefill() is None
-    assert cache.state("r") is State.DONE and len(cache.store.content) == 15
-    assert cache.tree.check_prefetch_progress("r")
+    assert cache.state("r") is State.STAGED and len(cache.store.content) == 15
+    cache.settle_until_ready("r")
     check_idle(cache)
 
 

@@ -27,24 +27,33 @@ def filled(stored: int = 9, **changes: Any) -> Cache:
 
 
 def test_states_and_what_they_hold():
-    """WAITING holds nothing, a pin comes with the query, staging pages with the fetch, and they go
-    as soon as the copy to the device has ended, admitted or not."""
+    """Nothing of the device in any state; staging pages from the fetch on, and until the copy to
+    the device has ended, which the admission starts."""
     cache = filled()
     cache.want("r", PROMPT)
     read = cache.prefetch("r")
-    assert read.state is State.WAITING and read.pin is None
-    for state, pinned, pages in [
-        (State.QUERYING, True, 0),
-        (State.FETCHING, True, 6),
-        (State.FETCHING, True, 6 + 2),
-        (State.DONE, True, 2),
+    free = cache.allocator.available_size()
+    assert read.state is State.WAITING
+    for state, pages in [
+        (State.QUERYING, 0),
+        (State.FETCHING, 6 + 2),
+        (State.STAGED, 6 + 2),
+        (State.STAGED, 6 + 2),
     ]:
-        cache.step(work=cache.state("r") is not State.QUERYING or state is not State.QUERYING)
+        cache.step()
         check(cache)
-        assert (read.state, read.pin is not None, cache.stage.used()) == (state, pinned, pages)
+        assert (read.state, cache.stage.used()) == (state, pages)
+        assert cache.allocator.available_size() == free and cache.tree.protected_size() == 0
+    assert cache.tree.check_prefetch_progress("r") and cache.state("r") is State.STAGED
+    cache.slow = True
+    slots, node = cache.buffer.prefetches.load("r", 0, 8 * PAGE)
+    assert cache.prefetch("r") is None
+    for _ in range(2):
+        cache.step()
+        assert cache.stage.used() == 6 + 2 and node.lock_ref == 1
+    cache.slow = False
     cache.step()
-    assert cache.stage.used() == 0 and read.state is State.DONE
-    assert cache.tree.check_prefetch_progress("r") and read.pin is None
+    assert cache.stage.used() == 0 and node.lock_ref == 0
     assert cache.compute(PROMPT) == 8 * PAGE
     cache.settle()
     check_idle(cache)
@@ -53,7 +62,7 @@ def test_states_and_what_they_hold():
 @pytest.mark.hazard("host-pool-size")
 def test_allocated_by_the_hit_and_not_by_the_request():
     """A hundred pages asked for, three there: a stage of any size must not be taken by a miss."""
-    cache = filled(3)
+    cache = filled(3, tokens=120 * PAGE)
     long = [*PROMPT[: 3 * PAGE], *prompt(7, 100)]
     cache.want("r", long)
     reach(cache, State.FETCHING)
@@ -104,18 +113,18 @@ def test_a_hit_larger_than_the_stage_comes_in_rounds():
         check(cache)
         if cache.tree.check_prefetch_progress("r"):
             break
-    assert cache.compute(tokens) == 29 * PAGE and cache.stage.peak <= 4
+    assert cache.compute(tokens, rid="r") == 29 * PAGE and cache.stage.peak <= 4
     assert cache.tree.take_storage_hit("r") == 29 * PAGE
     cache.settle()
     check_idle(cache)
 
 
 @pytest.mark.hazard("prefix-under-prefetch")
-@pytest.mark.parametrize("state", list(State)[:6])
+@pytest.mark.parametrize("state", list(State)[:5])
 @pytest.mark.parametrize("late", [False, True])
 def test_abort_in_every_state(state: State, late: bool):
-    """Pin and references go at once; staging pages when the store has let go of them; the answer
-    of the store, before the abort or after, changes nothing any more."""
+    """Staging pages go when the store has let go of them; its answer, before the abort or after,
+    changes nothing any more."""
     cache = filled()
     cache.want("r", PROMPT)
     reach(cache, state)
@@ -123,14 +132,13 @@ def test_abort_in_every_state(state: State, late: bool):
         cache.work()
     cache.tree.release_aborted_request("r")
     assert cache.prefetch("r") is None and cache.tree.pop_prefetch_loaded_tokens("r") == 0
-    assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
     check(cache)
     cache.settle()
     check_idle(cache)
 
 
 @pytest.mark.hazard("staging-pages")
-@pytest.mark.parametrize("state", list(State)[1:6])
+@pytest.mark.parametrize("state", list(State)[1:5])
 def test_same_request_id_again(state: State):
     """A retracted request asks again under its id; the first attempt's pages and answers are not
     the second one's."""
@@ -146,7 +154,7 @@ def test_same_request_id_again(state: State):
 
 
 @pytest.mark.hazard("flush-or-detach-under-way")
-@pytest.mark.parametrize("state", list(State)[:6])
+@pytest.mark.parametrize("state", list(State)[:5])
 def test_flush_in_every_state(state: State):
     """A flush ends every read; answers that come after it free their pages and touch no node of
     the new tree."""
@@ -214,23 +222,32 @@ def test_only_leading_pages_count(lost: int, how: str):
 
 
 @pytest.mark.hazard("prefix-under-prefetch")
-@pytest.mark.parametrize(
-    "state", [State.QUERYING, State.FOUND, State.FETCHING, State.STAGED, State.DONE]
-)
-def test_the_anchor_survives_eviction_and_splits(state: State):
-    """Unpinned, it would be evicted, or its half be taken for the whole, while the store works."""
+@pytest.mark.parametrize("state", list(State)[1:5])
+@pytest.mark.parametrize("how", ["evicted", "split", "half evicted"])
+def test_what_the_tree_held_may_go_or_be_split(state: State, how: str):
+    """Nothing keeps it, so that nobody's hit is in the way of those who run. It comes from the
+    store then, like the rest, and what is in the stage already is not fetched again."""
     cache = filled()
+    cache.compute(PROMPT[: 2 * PAGE])
     cache.compute(PROMPT[: 4 * PAGE])
     cache.settle()
+    cache.store.calls.clear()
     cache.want("r", PROMPT)
     reach(cache, state)
-    anchor = cache.prefetch("r").pin.node
-    assert cache.evict(10_000) == 0
-    cache.match(PROMPT[: 2 * PAGE])
-    assert anchor.parent.parent is not None, "it was split"
+    if how == "split":
+        cache.match(PROMPT[:PAGE])
+    else:
+        assert cache.evict(1) == 2 * PAGE
+        assert how == "half evicted" or cache.evict(1) == 2 * PAGE
     check(cache)
-    cache.settle_until_ready("r")
-    assert cache.held_tokens(PROMPT) == 8 * PAGE
+    for _ in range(10):
+        cache.step()
+        if cache.tree.check_prefetch_progress("r"):
+            break
+    assert cache.compute(PROMPT, rid="r") == 8 * PAGE
+    fetched = [key for method, keys in cache.store.calls for key in keys if "get" in method]
+    expected = {"split": 4, "half evicted": 6, "evicted": 8}[how]
+    assert len(fetched) == len(set(fetched)) == expected
     cache.settle()
     check_idle(cache)
 
@@ -241,13 +258,14 @@ def test_pages_on_their_way_to_the_device_are_kept():
     back, the staging pages would be filled with something else while they are read."""
     cache = filled(pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, State.STAGED)
     cache.slow = True
-    cache.step()
+    _, node = cache.buffer.prefetches.load("r", 0, 8 * PAGE)
+    cache.buffer.prefetches.load_backs.launch()
     (load,) = cache.buffer.prefetches.load_backs.under_way
     cache.tree.release_aborted_request("r")
     assert cache.evict(10_000) == 0 and cache.stage.used(Direction.PREFETCH) == 8
-    assert load.staging.live and load.node.lock_ref == 1
+    assert load.node is node and node.lock_ref == 1
     for _ in range(3):
         cache.step()
     check(cache)
@@ -260,8 +278,8 @@ def test_pages_on_their_way_to_the_device_are_kept():
 @pytest.mark.hazard("slots-freed-under-copy")
 @pytest.mark.parametrize("pages", [1, 4, 6, 9])
 def test_another_request_computes_it_meanwhile(pages: int):
-    """Published as well, its pages would be in the tree twice, or those of the copy be freed under
-    it; only what is still missing is published."""
+    """Its pages would be in the tree twice, or those of the copy be freed under it; only what is
+    still missing is loaded."""
     cache = filled(pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
@@ -276,16 +294,21 @@ def test_another_request_computes_it_meanwhile(pages: int):
 
 
 def test_no_device_memory():
-    """A fetched hit that the device has no room for is dropped; the request computes when it
-    can."""
+    """A hit waits in the stage until the device has room for its request; it takes nothing from
+    those who run, and is there when they have ended."""
     cache = filled()
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, State.STAGED)
     taken = cache.allocator.alloc(cache.allocator.available_size())
-    cache.step()
-    assert cache.tree.check_prefetch_progress("r") and cache.stage.used() == 0
-    assert cache.buffer.context.counters["prefetch_unfulfilled_tokens"] == 8 * PAGE
+    for _ in range(3):
+        cache.step()
+        cache.now += 20.0
+        assert cache.tree.check_prefetch_progress("r")
+        with pytest.raises(MemoryError):
+            cache.admit("r", PROMPT)
+        assert cache.stage.used() == 8 and cache.tree.protected_size() == 0
     cache.allocator.free(taken)
+    assert cache.compute(PROMPT, rid="r") == 8 * PAGE
     cache.settle()
     check_idle(cache)
 
@@ -301,28 +324,63 @@ def test_a_request_waits_for_a_silent_store_only_so_long():
     assert not cache.tree.check_prefetch_progress("r")
     cache.now += 0.2
     cache.step(work=False)
-    assert cache.tree.check_prefetch_progress("r") and cache.stage.used() == 6
+    assert cache.tree.check_prefetch_progress("r") and cache.stage.used() == 8
     assert cache.buffer.context.counters["prefetch_timeouts"] == 1
+    assert cache.compute(PROMPT, rid="r") == 0
     cache.settle()
     check_idle(cache)
 
 
-@pytest.mark.parametrize("state", list(State)[:6])
+@pytest.mark.parametrize("state", list(State)[:4])
 def test_time_runs_out_in_every_state(state: State):
-    """The request computes, and nothing of its prefetch is kept but what the store may still use.
-    One that is fetched, and that nobody claims, is let go as well."""
+    """The request computes, and nothing of its prefetch is kept but what the store may still
+    use."""
     cache = filled()
     cache.want("r", PROMPT)
     reach(cache, state)
-    if state is not State.DONE:
-        assert not cache.tree.check_prefetch_progress("r")
-    cache.slow = True  # a copy that runs keeps its own lock, and no other
+    assert not cache.tree.check_prefetch_progress("r")
     cache.now += 10.1
     cache.step(work=False)
-    assert cache.prefetch("r") is None and cache.tree.check_prefetch_progress("r")
-    assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
-    assert not any(read.pin for read in cache.buffer.prefetches.running)
-    cache.slow = False
+    assert cache.state("r") is State.MISSED and cache.tree.check_prefetch_progress("r")
+    assert not cache.prefetch("r").pieces
+    assert cache.compute(PROMPT, rid="r") == 0
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("policy", ["wait_complete", "timeout", "best_effort"])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_had_arrived_is_used(policy: str, first: bool):
+    """When the time is over, or the request does not wait at all. Pages behind a gap are of no
+    use."""
+    changes = {"policy": policy, "timeout_base_ms": 100, "timeout_page_ms": 1}
+    cache = filled(settings=changes)
+    cache.want("r", PROMPT)
+    reach(cache, State.FETCHING)
+    assert cache.tree.check_prefetch_progress("r") is (policy == "best_effort")
+    if not first:
+        cache.threads["fetch"].jobs.rotate(-1)
+    cache.threads["fetch"].run(1)
+    cache.step(work=False)
+    if policy != "best_effort":
+        cache.now += 10.1
+        cache.step(work=False)
+    assert cache.tree.check_prefetch_progress("r")
+    assert cache.compute(PROMPT, rid="r") == (6 * PAGE if first else 0)
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_parked_prefix_does_not_expire():
+    """A request may wait for minutes; what was fetched for it is still there then."""
+    cache = filled()
+    cache.want("r", PROMPT)
+    reach(cache, State.STAGED)
+    for _ in range(5):
+        cache.now += 60.0
+        cache.step()
+    assert cache.tree.check_prefetch_progress("r")
+    assert cache.compute(PROMPT, rid="r") == 8 * PAGE
     cache.settle()
     check_idle(cache)
 
@@ -338,6 +396,7 @@ def test_the_policy_timeout_waits_by_length():
         cache.now += seconds
         cache.step(work=False)
         assert cache.tree.check_prefetch_progress("r") is ready
+    cache.tree.release_aborted_request("r")
     cache.settle()
     check_idle(cache)
 
@@ -348,10 +407,11 @@ def test_the_policy_best_effort_never_waits():
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
     assert cache.tree.check_prefetch_progress("r")
+    cache.tree.release_aborted_request("r")
     cache.settle()
     cache.want("s", PROMPT)
-    cache.settle_until_done("s")
-    assert cache.tree.check_prefetch_progress("s") and cache.held_tokens(PROMPT) == 8 * PAGE
+    cache.settle_until_ready("s")
+    assert cache.held_tokens(PROMPT) == 8 * PAGE
     cache.settle()
     check_idle(cache)
 
@@ -371,49 +431,9 @@ def test_nobody_waits_for_ever_for_the_stage():
     cache.now += 1.1
     cache.step()
     assert cache.tree.check_prefetch_progress("r")
+    assert cache.compute(PROMPT, rid="r") == 0
     hog.release()
     cache.hogs.clear()
-    cache.settle()
-    check_idle(cache)
-
-
-@pytest.mark.hazard("prefix-under-prefetch")
-def test_pins_are_capped_and_go_after_a_while():
-    """Prefetched prefixes of requests that are not admitted must leave the device to those that
-    are: half of it, and not for ever."""
-    cache = Cache(pages=64, tokens=40 * PAGE, settings={"hold_ms": 1000})
-    prompts = [prompt(number, 9) for number in range(6)]
-    for tokens in prompts:
-        cache.compute(tokens)
-        cache.settle()
-    cache.flush()
-    for number, tokens in enumerate(prompts):
-        cache.want(f"r{number}", tokens)
-    for _ in range(30):
-        cache.step()
-        check(cache)  # asserts the cap
-    states = [cache.state(f"r{number}") for number in range(6)]
-    assert states == [State.DONE] * 2 + [State.FOUND] * 4
-    assert cache.tree.protected_size() == 2 * 8 * PAGE
-    cache.now += 1.1
-    for _ in range(30):
-        cache.step()
-        check(cache)
-    assert [cache.state(f"r{number}") for number in range(4)] == [None, None, *[State.DONE] * 2]
-    for number in range(6):
-        cache.tree.release_aborted_request(f"r{number}")
-    cache.settle()
-    check_idle(cache)
-
-
-def test_a_prefix_that_alone_would_pin_too_much():
-    """It is fetched as far as the cap goes, rather than waiting for room that never comes."""
-    cache = Cache(pages=64, tokens=40 * PAGE)
-    tokens = prompt(1, 30)
-    cache.compute(tokens)
-    cache.settle()
-    cache.flush()
-    assert cache.serve("r", tokens) == 20 * PAGE
     cache.settle()
     check_idle(cache)
 
@@ -432,52 +452,79 @@ def test_reads_and_writes_do_not_starve_each_other():
         cache.threads["query"].run()
         cache.step(work=False)
     assert cache.stage.used(Direction.PREFETCH) >= 1
-    cache.threads["query"].run(), cache.threads["fetch"].run()
     for _ in range(20):
-        cache.step(work=False)
         cache.threads["fetch"].run()
-    assert cache.held_tokens(PROMPT) == 8 * PAGE, "reads went on while no write ended"
-    cache.tree.release_aborted_request("r")
-    cache.settle()
+        cache.step(work=False)
+    assert cache.tree.check_prefetch_progress("r"), "reads went on while no write ended"
+    cache.settle_until_ready("r")
+    assert cache.held_tokens(PROMPT) == 8 * PAGE
     check_idle(cache)
 
 
 @pytest.mark.hazard("copy-not-ordered")
 def test_a_batch_waits_for_the_copy():
-    """The batch that is formed in the step of the publication, or in any later one before the copy
-    has ended, gets the layer counter to wait for."""
+    """The batch that a request is loaded for gets the layer counter of its own copy to wait for;
+    those after it, which run when it has, nothing."""
     cache = filled()
     cache.want("r", PROMPT)
     assert cache.tree.ready_to_load_host_cache() == -1
-    reach(cache, State.FETCHING)
-    cache.step()
+    reach(cache, State.STAGED)
+    assert cache.tree.ready_to_load_host_cache() == -1
+    cache.slow = True
+    cache.buffer.prefetches.load("r", 0, 8 * PAGE)
     index = cache.tree.ready_to_load_host_cache()
     counter = cache.tree.cache_controller.layer_done_counter
-    assert index == counter.producer_index >= 0
-    cache.settle_until_done("r")
-    cache.tree.release_aborted_request("r")
+    assert index == max(0, counter.producer_index)
+    assert cache.tree.ready_to_load_host_cache() == -1, "it runs after the batch that waits"
+    cache.slow = False
     cache.settle()
-    assert cache.tree.ready_to_load_host_cache() == -1
+
+
+@pytest.mark.hazard("copy-not-ordered")
+def test_a_copy_without_a_batch():
+    """A request that was loaded and then found no place in a batch: the copy is made all the same,
+    and every batch waits for it while it runs."""
+    cache = filled()
+    cache.want("r", PROMPT)
+    reach(cache, State.STAGED)
+    cache.buffer.prefetches.load("r", 0, 8 * PAGE)
+    cache.slow = True
+    cache.step()
+    assert [cache.tree.ready_to_load_host_cache() >= 0 for _ in range(2)] == [True, True]
+    cache.slow = False
+    cache.settle()
+    assert cache.tree.ready_to_load_host_cache() == -1 and cache.held_tokens(PROMPT) == 8 * PAGE
+    check_idle(cache)
 
 
 def test_a_burst_with_one_prefix_reads_it_once():
     """Each on its own, sixteen requests would read the prefix sixteen times, through a stage that
     is too small for one."""
     cache = filled(pages=8, tokens=80 * PAGE)
-    rids = [f"r{number}" for number in range(16)]
-    for number, rid in enumerate(rids):
-        cache.want(rid, prompt(50 + number, 1, base=PROMPT))
-    for _ in range(60):
-        cache.step()
-        check(cache)
-    assert [cache.state(rid) for rid in rids] == [State.DONE] * 16
+    prompts = {f"r{number}": prompt(50 + number, 1, base=PROMPT) for number in range(16)}
+    for rid, tokens in prompts.items():
+        cache.want(rid, tokens)
+    admit_in_line(cache, prompts, lambda: check(cache))
     fetched = [key for method, keys in cache.store.calls for key in keys if "get" in method]
     assert len(fetched) == len(set(fetched)) == 9
-    for rid in rids:
-        assert cache.tree.check_prefetch_progress(rid)
     assert cache.held_tokens(PROMPT) == 9 * PAGE
     cache.settle()
     check_idle(cache)
+
+
+def admit_in_line(cache: Cache, prompts: dict[str, list[int]], after: Any = lambda: None) -> int:
+    """Steps of a scheduler that admits all that are ready, first in line first; tokens of hits."""
+    hits = 0
+    for _ in range(200):
+        if not prompts:
+            return hits
+        cache.buffer.prefetches.in_line(prompts)
+        cache.step()
+        for rid in list(prompts):
+            if cache.tree.check_prefetch_progress(rid):
+                hits += cache.compute(prompts.pop(rid), rid=rid)
+        after()
+    raise AssertionError(f"never admitted: {list(prompts)}: {cache.describe()}")
 
 
 def test_a_burst_whose_first_read_fails():
@@ -488,10 +535,18 @@ def test_a_burst_whose_first_read_fails():
     for _ in range(2):
         cache.step()
     cache.store.fail("batch_get_v1")
-    for number in range(3):
-        cache.settle_until_done(f"r{number}")
-    assert cache.held_tokens(PROMPT) == 9 * PAGE
-    for number in range(3):
-        cache.tree.check_prefetch_progress(f"r{number}")
+    prompts = {f"r{number}": prompt(50 + number, 1, base=PROMPT) for number in range(3)}
+    del prompts["r0"]
+    for _ in range(4):
+        cache.step()
+    assert cache.state("r0") is State.MISSED
+    for _ in range(4):
+        cache.step()
+    assert cache.tree.check_prefetch_progress("r1")
+    assert not cache.tree.check_prefetch_progress("r2"), "it waits for the one before it"
+    assert cache.compute(prompts["r1"], rid="r1") == 9 * PAGE
+    assert cache.tree.check_prefetch_progress("r2")
+    assert cache.compute(prompts["r2"], rid="r2") == 9 * PAGE
+    cache.tree.release_aborted_request("r0")
     cache.settle()
     check_idle(cache)

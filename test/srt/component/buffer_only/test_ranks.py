@@ -86,7 +86,7 @@ def test_pages_that_only_one_rank_has(ranks: Ranks, pages: tuple[int, int], when
             lose(cache, page)
     ranks.live(6)
     assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
-    assert ranks.each(lambda cache: cache.held_tokens(PROMPT)) == min(4, *pages) * PAGE
+    assert ranks.each(lambda cache: len(cache.admit("r", PROMPT)[0])) == min(4, *pages) * PAGE
     idle(ranks)
 
 
@@ -102,6 +102,7 @@ def test_a_clock_that_runs_ahead(ranks: Ranks):
         ranks.step()
         ranks.check()
         assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r")) is ready
+    assert ranks.each(lambda cache: len(cache.admit("r", PROMPT)[0])) == 0
     idle(ranks)
 
 
@@ -116,6 +117,7 @@ def test_one_collective_a_step(ranks: Ranks):
         ranks.live()
     assert len(ranks.group.log) - before == 12 and len(set.union(*ranks.group.log)) == 1
     assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
+    assert ranks.each(lambda cache: len(cache.admit("r", PROMPT)[0])) == 4 * PAGE
     idle(ranks)
 
 

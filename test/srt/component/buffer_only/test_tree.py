@@ -15,7 +15,7 @@ from component.buffer_only.checks import check_idle, nodes
 from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
-from sglang.srt.mem_cache.buffer_only.page_store import IOThread
+from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
 from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
@@ -176,14 +176,14 @@ def test_a_store_in_a_call_is_not_closed():
 
 def test_with_threads():
     """The threads that servers have; only the order of things is open."""
-    cache = Cache(threads=IOThread)
+    cache = Cache(threads=IOThreads)
     tokens = prompt(1, 6)
     cache.compute(tokens)
     wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
     cache.flush()
     cache.want("r", tokens)
     wait_for(cache, lambda: cache.tree.check_prefetch_progress("r"))
-    assert cache.compute(tokens) == 5 * PAGE
+    assert cache.compute(tokens, rid="r") == 5 * PAGE
     wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
     check_idle(cache)
     assert cache.buffer.close()

@@ -1,4 +1,4 @@
-"""A thread that does its jobs when a test says so, on the test's thread."""
+"""Threads that do their jobs when a test says so, on the test's thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import deque
 from sglang.srt.mem_cache.buffer_only.page_store import Job
 
 
-class ManualThread:
-    """Like ``IOThread``, but nothing happens before ``run``."""
+class ManualThreads:
+    """Like ``IOThreads``, but nothing happens before ``run``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name
         self.jobs: deque[Job] = deque()
 

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from sglang.srt.mem_cache.buffer_only.page_store import IOThread, Job
+from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, Job
 
 
-def ended(thread: IOThread) -> None:
+def ended(thread: IOThreads) -> None:
     """Wait for all jobs of a thread."""
     last = threading.Event()
     thread.submit(lambda job: last.set() or 0)
@@ -20,7 +20,7 @@ def ended(thread: IOThread) -> None:
 @pytest.mark.hazard("store-exception")
 def test_an_exception_ends_the_job_and_not_the_thread():
     """Or nothing would ever be written or read again, and no staging page come back."""
-    thread = IOThread("test")
+    thread = IOThreads("test")
 
     def fail(job: Job) -> int:
         raise KeyError("unexpected")

@@ -19,6 +19,7 @@ class Stock:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.batch = None
+        self.waiting_queue: list[object] = []
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         return True
@@ -75,8 +76,13 @@ def scheduler(mode: str = "buffer_only", busy: bool = False) -> Scheduler:
     found = Scheduler()
     found.server_args = SimpleNamespace(hicache_host_memory_mode=mode)
     hits = {"r": 8}
+    found.said = []
+    prefetches = SimpleNamespace(
+        in_line=lambda rids: found.said.append(list(rids)), cancel=found.said.append
+    )
     found.tree_cache = SimpleNamespace(
-        buffer=SimpleNamespace(busy=busy), take_storage_hit=lambda rid: hits.pop(rid, 0)
+        buffer=SimpleNamespace(busy=busy, prefetches=prefetches),
+        take_storage_hit=lambda rid: hits.pop(rid, 0),
     )
     return found
 
@@ -186,6 +192,18 @@ def test_reported_once():
     retracted = request(retracted_stain=True)
     report_storage_hit(retracted, 8)
     assert retracted.cached_tokens_storage == 0
+
+
+def test_prefetches_know_the_line_and_who_runs():
+    """They are fetched in the order of the queue, with those behind it that wait for their decode
+    server; what is kept for a request that runs would never be given back."""
+    found = scheduler()
+    found.waiting_queue = [request(rid="b"), request(rid="a")]
+    found.get_new_batch_prefill()
+    found.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[request(rid="c")])
+    found.batch = SimpleNamespace(reqs=[request(rid="b")])
+    found.get_new_batch_prefill()
+    assert found.said == [["b", "a"], ["b", "a", "c"], "b"]
 
 
 def test_the_stock_mode_is_stock():

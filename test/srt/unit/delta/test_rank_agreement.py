@@ -10,8 +10,9 @@ import torch.distributed as dist
 from sglang.srt.disaggregation.delta import rank_agreement
 from sglang.srt.disaggregation.delta.rank_agreement import (
     BACKUP_SLOTS,
+    FETCH_SLOTS,
     PENDING,
-    PREFETCH_SLOTS,
+    QUERY_SLOTS,
     AdmissionVote,
     AnyVote,
     Checksum,
@@ -73,13 +74,13 @@ def test_pools_that_differ_are_noticed(free: int, protected: int) -> None:
 
 
 @pytest.mark.hazard("ranks-part-in-collective")
-@pytest.mark.parametrize(("backups", "fetches"), [(0, 0), (3, 1), (BACKUP_SLOTS, PREFETCH_SLOTS)])
+@pytest.mark.parametrize(("backups", "fetches"), [(0, 0), (3, 1), (BACKUP_SLOTS, FETCH_SLOTS)])
 def test_the_length_is_fixed(backups: int, fetches: int) -> None:
     """Or a rank with an empty queue would leave a collective out, and the server hang."""
     lengths = set()
-    vote = TransferVote(0, 0, 0, (1,) * backups, (1,) * fetches)
+    vote = TransferVote(0, 0, 0, (1,) * backups, (1,) * fetches, (1,) * fetches)
     agree(vote, Checksum(), lambda vector: lengths.add(len(vector)) or vector)
-    assert lengths == {7 + BACKUP_SLOTS + PREFETCH_SLOTS}
+    assert lengths == {7 + BACKUP_SLOTS + QUERY_SLOTS + FETCH_SLOTS}
     with pytest.raises(ValueError, match="at most"):
         agree(TransferVote(0, 0, 0, (1,) * (BACKUP_SLOTS + 1)), Checksum(), list)
 

@@ -184,9 +184,9 @@ class AdmissionVote(Vote):
 
 #: A store job that has not ended on some rank. Less than any number of pages, so that MIN keeps it.
 PENDING = -1
-#: Transfers that the vector has room for: its length is the same whatever the queues hold. A
-#: prefetch may leave pages behind that an overdue call of the store still uses: half are for these.
-BACKUP_SLOTS, PREFETCH_SLOTS = 16, 64
+#: Transfers that the vector has room for: its length is the same whatever the queues hold. A fetch
+#: may leave pages behind that an overdue call of the store still uses.
+BACKUP_SLOTS, QUERY_SLOTS, FETCH_SLOTS = 16, 48, 32
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,11 @@ class TransferVote(Vote):
     #: Leading device-to-stage and stage-to-device copies that have ended.
     backup_copies: int
     load_back_copies: int
-    #: For each backup in order, its durable pages, or ``PENDING``; the same for each prefetch.
+    #: For each backup in order, its durable pages, or ``PENDING``; the same for what each query has
+    #: found, and each fetch has brought.
     backups: Sequence[int] = field(default=(), metadata={"slots": BACKUP_SLOTS})
-    prefetches: Sequence[int] = field(default=(), metadata={"slots": PREFETCH_SLOTS})
+    queries: Sequence[int] = field(default=(), metadata={"slots": QUERY_SLOTS})
+    fetches: Sequence[int] = field(default=(), metadata={"slots": FETCH_SLOTS})
     #: 1 if the store is asked, 0 while it is silent.
     store_up: int = 1
     #: Leading tokens that the store has of the path that is looked up, or ``PENDING``.

@@ -17,8 +17,10 @@ leaves the device leaves the tree.
 
 ``backup``      device to stage to store: what waits, what is under way, marks on the nodes
 ``touch``       what is used on the device is kept warm in the store, or written again
-``prefetch``    store to stage: what a request wants, state by state
-``load_back``   fetched pages enter the device tree, and are copied there
+``prefetch``    what a request wants of the store, and what of it is in the stage
+``prefetch_line``  all of them, in the order of the queue: store to stage, state by state
+``fetch``       pages on their way from the store into the stage
+``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported
 ``host_pool``, ``tree``, ``scheduler``, ``weight_updates``  the mixins for SGLang's classes

@@ -85,25 +85,33 @@ class Job:
             self.pages = pages  # last: the scheduler looks at everything else after it
 
 
-class IOThread:
-    """A daemon thread that runs jobs one after the other, and never ends because of one."""
+class IOThreads:
+    """Daemon threads that run jobs in the order of their submission, and never end because of
+    one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = 1) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"hicache-{name}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hicache-{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Callable[[Job], int]) -> Job:
-        """Run ``work`` after all that was submitted before."""
+        """Run ``work`` when a thread has time for it."""
         job = Job(work)
         self._jobs.put(job)
         return job
 
     def close(self, timeout: float) -> bool:
-        """End after the jobs that are queued; False if that takes more than ``timeout`` seconds."""
-        self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """End after the jobs that are queued; False if a thread takes more than ``timeout``
+        seconds."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

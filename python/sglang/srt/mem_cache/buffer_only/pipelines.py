@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum, Reduce, TransferVote, agree
 from sglang.srt.mem_cache.buffer_only.backup import Backups
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
-from sglang.srt.mem_cache.buffer_only.page_store import IOThread, PageStore
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetches
+from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, PageStore
+from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
 from sglang.srt.mem_cache.buffer_only.touch import Touches
@@ -41,8 +41,10 @@ class Context:
     counters: Counter[str] = field(default_factory=Counter)
     #: Agreed time in milliseconds, as of the last step.
     now_ms: int = 0
-    #: Makes the threads; tests make ones that stand still.
-    make_thread: Callable[[str], IOThread] = IOThread
+    #: Bytes of a page in the stage.
+    page_bytes: int = 0
+    #: Makes threads, of a name and as many as wanted; tests make ones that stand still.
+    make_thread: Callable[..., IOThreads] = IOThreads
 
     @property
     def page_size(self) -> int:
@@ -86,7 +88,7 @@ class Pipelines:
     ) -> None:
         self.context = context
         self.backups = Backups(context)
-        self.prefetches = Prefetches(context)
+        self.prefetches = PrefetchLine(context)
         self.touches = Touches(context)
         #: Of the weights that the server has.
         self._namespace = context.store.namespace
@@ -102,11 +104,12 @@ class Pipelines:
     def step(self) -> None:
         """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""
         backup_copies, backups = self.backups.vote()
-        load_back_copies, prefetches = self.prefetches.vote()
+        load_back_copies, queries, fetches = self.prefetches.vote()
         now_ms = int((self._clock() - self._born) * 1000)
         up = int(self.context.store.client.poll())
+        touched = self.touches.vote()
         vote = TransferVote(
-            now_ms, backup_copies, load_back_copies, backups, prefetches, up, self.touches.vote()
+            now_ms, backup_copies, load_back_copies, backups, queries, fetches, up, touched
         )
         agreed = agree(vote, self.context.checksum, self._reduce_min)
         self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)

@@ -71,11 +71,22 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def get_new_batch_prefill(self) -> Any:
+        if not self._buffer_only:
+            return super().get_new_batch_prefill()
+        prefetches = self.tree_cache.buffer.prefetches
+        prefetches.in_line(req.rid for req in self._waiting())
         batch = super().get_new_batch_prefill()
-        if self._buffer_only and batch is not None:
+        if batch is not None:
             for req in batch.reqs:
+                prefetches.cancel(req.rid)  # it runs
                 report_storage_hit(req, self.tree_cache.take_storage_hit(req.rid))
         return batch
+
+    def _waiting(self) -> list[Request]:
+        """Requests that have not run, in the order in which they will."""
+        # On a prefill server they wait for their decode server first.
+        bootstrap = getattr(self, "disagg_prefill_bootstrap_queue", None)
+        return [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:

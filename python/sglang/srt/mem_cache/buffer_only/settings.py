@@ -17,8 +17,6 @@ CACHE_RATIO = 2.0
 #: The default stage holds what a store delivers (bytes a second of a rank: 100 Gbit/s) while pages
 #: stay in it (seconds: the call, and the wait for a batch), and as much on the way to the store.
 STORE_RATE, STAY_S = 12.5e9, 0.2
-#: Part of the device pool that prefetches may keep from eviction, by anchors and fetched prefixes.
-PINNED_SHARE = 0.5
 #: The queue of pending backups holds so many times the device pool, in tokens.
 QUEUE_POOLS = 2
 
@@ -118,16 +116,9 @@ class Settings:
     #: Under the policy "timeout", this and so much for each page instead.
     timeout_base_ms: float = 1_000.0
     timeout_page_ms: float = 4.0
-    #: A fetched prefix is kept from eviction for its request so long, at most.
-    hold_ms: int = 10_000
     pass_prefix_keys: bool = False
     #: A path in use is looked up in the store once in so long, which keeps it there.
     touch_ms: int = 10_000
-
-    @property
-    def pinned_tokens(self) -> int:
-        """Most tokens that prefetches may pin."""
-        return int(self.device_tokens * PINNED_SHARE)
 
     @property
     def queue_tokens(self) -> int:
@@ -148,7 +139,7 @@ class StoreClientSettings:
     """Bounds of the calls of one store; durations in seconds."""
 
     deadline: float = 10.0
-    max_calls: int = 8
+    max_calls: int = 16
     first_retry: float = 1.0
     longest_retry: float = 60.0
 

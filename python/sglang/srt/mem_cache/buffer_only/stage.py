@@ -135,9 +135,6 @@ class Stage:
         self._free.extend(staging.pages)
 
 
-#: SGLang's layer counter has three sets of events; one may belong to the batch that runs now.
-MAX_LOAD_BACKS = 2
-
 Owner = TypeVar("Owner")
 #: Host slots and device slots.
 Pair = tuple["torch.Tensor", "torch.Tensor"]

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import Controller, Key, Node, Stream
+    from sglang.srt.mem_cache.buffer_only.upstream import Controller, Key, Node, Request, Stream
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 else:
     HiRadixCache = object
@@ -106,6 +106,7 @@ class BufferOnlyTree(HiRadixCache):
             copier=Copier(controller, lambda: self.forward_stream),
             settings=settings,
             skip_backup=controller.backup_skip,
+            page_bytes=self.token_to_kv_pool_host.size_per_token * self.page_size,
         )
 
     def pool_identity(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class BufferOnlyTree(HiRadixCache):
         if self.buffer is not None:
             self.buffer.backups.queue.deleted(node)
 
-    # ---- prefetch ----
+    # ---- prefetch, load back ----
 
     def request_prefetch(self, rid: str, key: Key) -> None:
         """Prefetch the part of ``key`` (a ``RadixKey``) that the store has and the tree has not.
@@ -166,6 +167,30 @@ class BufferOnlyTree(HiRadixCache):
         if self.buffer is None:
             return bool(super().check_prefetch_progress(req_id))
         return self.buffer.prefetches.ready(req_id)
+
+    @override
+    def match_prefix(self, params: Any) -> Any:
+        match = super().match_prefix(params)
+        if self.buffer is None or params.req is None:
+            return match
+        # A request that is about to be admitted: SGLang counts what is in the stage as it counts
+        # hits in host memory, in the device memory that the request needs and not in what it
+        # computes, and then calls ``init_load_back``.
+        key, _ = self.maybe_bigram_convert(params.key)
+        held = len(match.device_indices)
+        staged = self.buffer.prefetches.loadable(params.req.rid, held, len(key))
+        return match._replace(host_hit_length=staged)
+
+    @override
+    def init_load_back(self, params: Any) -> Any:
+        if self.buffer is None:
+            return super().init_load_back(params)
+        req: Request = params.req
+        held, tokens = len(req.prefix_indices), params.host_hit_length
+        # Not a hit in host memory: ``report_storage_hit`` says what it is.
+        req.host_hit_length = 0
+        loaded = self.buffer.prefetches.load(req.rid, held, tokens)
+        return loaded or (req.prefix_indices[:0], req.last_node)
 
     @override
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
@@ -190,7 +215,7 @@ class BufferOnlyTree(HiRadixCache):
     def ready_to_load_host_cache(self) -> int:
         if self.buffer is None:
             return int(super().ready_to_load_host_cache())
-        return self.buffer.prefetches.load_backs.consumer_index
+        return self.buffer.prefetches.load_backs.launch()
 
     # ---- every step, and the end ----
 

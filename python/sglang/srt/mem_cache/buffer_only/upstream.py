@@ -42,10 +42,6 @@ class Node(Protocol):
     @property
     def storage_ready(self) -> bool: ...
 
-    def protect_host(self) -> None: ...
-
-    def release_host(self) -> None: ...
-
 
 class Allocator(Protocol):
     """Of the device pool; sizes in tokens."""
@@ -63,6 +59,8 @@ class Tree(Protocol):
     root_node: Node
     page_size: int
     evictable_size_: int
+    #: Of ``tree.BufferOnlyTree``.
+    inserts: int
     token_to_kv_pool_allocator: Allocator
     prefetch_loaded_tokens_by_reqid: dict[str, int]
     get_child_key_fn: Callable[[Key], Any]
@@ -172,10 +170,13 @@ class Request(Protocol):
     """``Req``."""
 
     rid: str
+    prefix_indices: torch.Tensor
+    last_node: Node
     origin_input_ids: list[int]
     output_ids: list[int]
     extra_key: str | None
     lora_id: str | None
     retracted_stain: bool
+    host_hit_length: int
     cached_tokens_device: int
     cached_tokens_storage: int

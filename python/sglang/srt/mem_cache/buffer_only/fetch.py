@@ -1,0 +1,174 @@
+"""Pages on their way from the store into the stage, and those that are there for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
+from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch
+from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
+from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+
+#: Threads that fetch. With the other threads they stay below the most calls of the store that may
+#: be under way (``SGLANG_HICACHE_STORE_MAX_CALLS``).
+THREADS = 4
+#: Pieces that the threads have at a time: more of them would be fetched out of turn.
+MAX_FETCHES = 2 * THREADS
+#: Most bytes of a piece.
+PIECE_BYTES = 32 * 2**20
+
+
+class Fetches:
+    """The pieces of all prefetches of one rank."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._threads = context.make_thread("fetch", THREADS)
+        #: Those that the store works for, oldest first: what the ranks vote on.
+        self._under_way: list[Piece] = []
+        #: Who brings a page, or has it in the stage.
+        self._brought: dict[str, Prefetch] = {}
+        #: Grows whenever pages came, or went.
+        self.changes = 0
+        round_pages = max(1, context.stage.shares[Direction.PREFETCH].ceiling // 2)
+        least = minimal_transfer(context.page_size, context.settings.prefetch_threshold)
+        #: Fewer pages than this are not worth a call, unless they are all that is missing.
+        self.least_pages = min(least, round_pages)
+        #: Most pages of a piece: half of the stage, so that one half can be copied to the device
+        #: while the other one is fetched.
+        self.piece_pages = max(1, min(PIECE_BYTES // max(1, context.page_bytes), round_pages))
+
+    @property
+    def under_way(self) -> tuple[Piece, ...]:
+        """Pieces that the store works for, or may still write into, oldest first."""
+        return tuple(self._under_way)
+
+    @property
+    def running(self) -> int:
+        """The same without those that were given up."""
+        return sum(not piece.overdue for piece in self._under_way)
+
+    @property
+    def capacity(self) -> int:
+        """Pages that could be fetched now."""
+        return self._context.stage.capacity(Direction.PREFETCH)
+
+    @property
+    def most(self) -> int:
+        """Pages that could be fetched if nothing else were in the stage."""
+        return self._context.stage.eventual_capacity(Direction.PREFETCH)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether another piece may be started; each may leave one behind."""
+        return self.running < MAX_FETCHES and len(self._under_way) < FETCH_SLOTS - MAX_FETCHES
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can be fetched until an overdue call returns."""
+        overdue = len(self._under_way) - self.running
+        return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
+
+    def comes_before(self, prefetch: Prefetch) -> Callable[[str], bool]:
+        """Whether somebody earlier in line brings a page, or has it in the stage: a burst of
+        requests with one prefix would fetch it once for each of them."""
+
+        def comes(key: str) -> bool:
+            other = self._brought.get(key)
+            return other is not None and other.place < prefetch.place
+
+        return comes
+
+    def start(self, prefetch: Prefetch, start: int, stop: int) -> None:
+        """Fetch the pages ``start .. stop`` of a prompt, for which there is capacity."""
+        context = self._context
+        staging = context.stage.allocate(Direction.PREFETCH, stop - start)
+        assert staging is not None, "there was capacity for it"
+        keys = prefetch.keys[start - prefetch.begin : stop - prefetch.begin]
+        before, slots = prefetch.keys_before(start), slots_of(staging.pages, context.page_size)
+        context.checksum.note("fetch", prefetch.rid, start, stop)
+        job = self._threads.submit(lambda job: context.store.read(keys, slots, before, job))
+        piece = Piece(prefetch, start, keys, staging, job)
+        prefetch.add(piece)
+        self._under_way.append(piece)
+        for key in keys:
+            self._brought.setdefault(key, prefetch)
+        self.changes += 1
+
+    def apply(self, outcomes: Sequence[int]) -> list[tuple[Prefetch, int | None]]:
+        """Act on what the store has answered on all ranks.
+
+        Returns:
+            For each piece that has come: whose it is, and where its hit ends now, if the store did
+            not have all of the piece any more.
+        """
+        came = []
+        for piece, pages in zip(list(self._under_way), outcomes, strict=True):
+            if pages == PENDING:
+                if piece.overdue:
+                    self._context.strand(piece.staging)
+                continue
+            self.changes += 1
+            if piece.overdue:
+                self._under_way.remove(piece)
+                piece.staging.release()
+            elif piece.owner is None:
+                piece.overdue = True  # until it is known that nothing writes into it any more
+            else:
+                came.append((piece.owner, self._came(piece.owner, piece, pages)))
+        return came
+
+    def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> int | None:
+        """``piece`` is in the stage, as far as it is good."""
+        counters, whole = self._context.counters, len(piece.keys)
+        assert piece.job is not None
+        counters["store_read_failures"] += piece.job.fault is not None
+        counters["store_read_pages"] += pages
+        rest = piece
+        if 0 < pages < whole:
+            staging = piece.staging.split(pages)
+            rest = Piece(None, piece.start + pages, piece.keys[pages:], staging, piece.job)
+            piece.keys = piece.keys[:pages]
+            self._forget(prefetch, rest.keys)
+            self._under_way.append(rest)
+        if pages:
+            self._under_way.remove(piece)
+            piece.job = None
+        if pages == whole:
+            return None
+        if not pages:
+            self.drop(prefetch, [piece])
+        rest.overdue = True
+        return rest.start
+
+    def drop(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
+        """Give pieces back; those on their way, as soon as the store has let go of them."""
+        for piece in list(pieces):
+            self.changes += 1
+            prefetch.pieces.remove(piece)
+            self._forget(prefetch, piece.keys)
+            piece.owner = None
+            if piece.job is None:
+                piece.staging.release()
+            else:
+                piece.job.cancel()
+
+    def hand_over(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
+        """The staging pages of ``pieces`` are a copy's to give back."""
+        for piece in list(pieces):
+            self.changes += 1
+            prefetch.pieces.remove(piece)
+            self._forget(prefetch, piece.keys)
+
+    def close(self, timeout: float) -> bool:
+        """End the threads; False if that takes more than ``timeout`` seconds."""
+        return self._threads.close(timeout)
+
+    def _forget(self, prefetch: Prefetch, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self._brought.get(key) is prefetch:
+                del self._brought[key]

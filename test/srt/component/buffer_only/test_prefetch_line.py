@@ -1,0 +1,180 @@
+"""Many requests in line: who is fetched first, who gives pages back, and that nobody is in the way
+of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import check, check_idle
+from component.buffer_only.test_prefetch import admit_in_line
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.prefetch_line import AGAIN_MS
+from sglang.srt.mem_cache.buffer_only.stage import Direction
+
+
+def stored(prompts: list[list[int]], **changes: object) -> Cache:
+    """A cache with an empty tree, and a store that has all of ``prompts``."""
+    cache = Cache(**changes)
+    for tokens in prompts:
+        cache.compute(tokens)
+        cache.settle()
+    cache.flush()
+    cache.store.calls.clear()
+    return cache
+
+
+@pytest.mark.hazard("back-pressure-deadlock")
+@pytest.mark.parametrize("stage", [16, 200])
+def test_many_requests_with_long_prefixes_on_the_device(stage: int):
+    """Thirty with ten pages in the tree and nineteen in the store each, where the device has room
+    for two thirds of it: no clock moves, nobody waits for pins, and no hit is lost."""
+    anchors = [prompt(number, 10) for number in range(30)]
+    prompts = [prompt(100 + number, 20, base=anchors[number]) for number in range(30)]
+    cache = stored(prompts, pages=stage, tokens=600 * PAGE)
+    for tokens in anchors:
+        cache.compute(tokens)
+    cache.settle()
+    line = {f"r{number}": tokens for number, tokens in enumerate(prompts)}
+    for rid, tokens in line.items():
+        cache.want(rid, tokens)
+    for _ in range(5):
+        cache.step()
+        check(cache, content=False)
+        assert cache.tree.protected_size() == 0
+    hits = admit_in_line(cache, line)
+    assert hits == 30 * 29 * PAGE and cache.buffer.context.counters["prefetch_timeouts"] == 0
+    cache.settle()
+    check_idle(cache)
+
+
+def test_parked_hits_do_not_keep_others_from_the_store():
+    """However many wait with their pages in the stage, the next one is asked for; with no hit it
+    is ready at once."""
+    prompts = [prompt(number, 2) for number in range(60)]
+    cache = stored(prompts, pages=200, tokens=200 * PAGE)
+    for number, tokens in enumerate(prompts):
+        cache.want(f"r{number}", tokens)
+    for _ in range(20):
+        cache.step()
+    assert [cache.state(f"r{number}") for number in range(60)] == [State.STAGED] * 60
+    cache.want("missing", prompt(99, 5))
+    for _ in range(2):
+        cache.step()
+    assert cache.tree.check_prefetch_progress("missing") and cache.now == 0
+    cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
+def test_first_in_line_is_fetched_first():
+    """And the stage goes as far as it goes; the order is the scheduler's, not that of arrival."""
+    prompts = {f"r{number}": prompt(number, 5) for number in range(6)}
+    cache = stored(list(prompts.values()), pages=16)
+    for rid, tokens in prompts.items():
+        cache.want(rid, tokens)
+    cache.buffer.prefetches.in_line(["r4", "r2", "r5", "r0", "r1", "r3"])
+    for _ in range(6):
+        cache.step()
+        check(cache)
+    staged = [rid for rid in prompts if cache.state(rid) is State.STAGED]
+    assert sorted(staged) == ["r2", "r4", "r5"]
+    assert cache.stage.used(Direction.PREFETCH) == 12
+    line = {rid: prompts[rid] for rid in ["r4", "r2", "r5", "r0", "r1", "r3"]}
+    assert admit_in_line(cache, line, lambda: check(cache)) == 6 * 4 * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.hazard("back-pressure-deadlock")
+def test_the_last_in_line_gives_its_pages_back():
+    """The scheduler waits for a request that came to the front behind others whose pages fill the
+    stage; they are fetched anew in their turn."""
+    prompts = {f"r{number}": prompt(number, 5) for number in range(4)}
+    cache = stored(list(prompts.values()), pages=16)
+    for rid in ("r0", "r1", "r2"):
+        cache.want(rid, prompts[rid])
+    for _ in range(6):
+        cache.step()
+    cache.want("r3", prompts["r3"])
+    for _ in range(3):
+        cache.step()
+    assert cache.state("r3") is State.FOUND and cache.stage.capacity(Direction.PREFETCH) == 0
+    cache.buffer.prefetches.in_line(["r3", "r0", "r1", "r2"])
+    assert not cache.tree.check_prefetch_progress("r3")
+    cache.step(work=False)
+    check(cache)
+    assert [cache.state(rid) for rid in ("r3", "r0", "r1", "r2")] == [
+        State.FETCHING, State.STAGED, State.STAGED, State.FOUND,
+    ]  # fmt: skip
+    line = {rid: prompts[rid] for rid in ("r3", "r0", "r1", "r2")}
+    assert admit_in_line(cache, line, lambda: check(cache)) == 4 * 4 * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_request_that_is_in_no_queue_any_more():
+    """Whoever ended it, and whether or not anybody was told: it keeps no page."""
+    cache = stored([prompt(1, 5), prompt(2, 5)])
+    cache.want("gone", prompt(1, 5))
+    cache.want("here", prompt(2, 5))
+    for _ in range(4):
+        cache.step()
+    assert cache.stage.used() == 8
+    cache.buffer.prefetches.in_line(["here"])
+    assert cache.prefetch("gone") is None and cache.stage.used() == 4
+    cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_miss_is_asked_again_while_its_request_waits():
+    """In a burst over several servers one computes and writes what all of them want. Nobody waits
+    for the answer, and after a few times it is enough."""
+    cache = stored([prompt(1, 5)])
+    content = dict(cache.store.content)
+    cache.store.content.clear()
+    cache.want("r", prompt(1, 5))
+    for _ in range(2):
+        cache.step()
+    assert cache.state("r") is State.MISSED and cache.tree.check_prefetch_progress("r")
+    cache.now += 0.6
+    cache.step(work=False)
+    assert cache.store_calls("batch_exists") == 1 and cache.prefetch("r").query is not None
+    assert cache.tree.check_prefetch_progress("r"), "nobody waits for the second answer"
+    cache.step()
+    assert cache.state("r") is State.MISSED
+    cache.store.content.update(content)
+    cache.now += 2.1
+    for _ in range(4):
+        cache.step()
+    assert cache.state("r") is State.STAGED
+    assert cache.tree.check_prefetch_progress("r")
+    assert cache.compute(prompt(1, 5), rid="r") == 4 * PAGE
+    cache.settle()
+    cache.store.calls.clear()
+    cache.want("never", prompt(3, 5))
+    for _ in range(20):
+        cache.now += 10.0
+        cache.step()
+    assert cache.store_calls("batch_exists") == 1 + len(AGAIN_MS)
+    cache.tree.release_aborted_request("never")
+    cache.settle()
+    check_idle(cache)
+
+
+def test_an_admission_that_sees_what_a_load_needs():
+    """SGLang counts the pages of a hit in the stage before it admits the request: it is told of
+    them, but not of more than the request may take over."""
+    cache = stored([prompt(1, 9)])
+    cache.want("r", prompt(1, 9))
+    for _ in range(4):
+        cache.step()
+    prefetches = cache.buffer.prefetches
+    assert prefetches.loadable("r", 0, 36) == 8 * PAGE
+    assert prefetches.loadable("r", 0, 5 * PAGE + 1) == 5 * PAGE
+    assert prefetches.loadable("r", 3 * PAGE, 36) == 5 * PAGE
+    assert prefetches.loadable("r", 9 * PAGE, 36) == prefetches.loadable("other", 0, 36) == 0
+    cache.tree.release_aborted_request("r")
+    cache.settle()
+    check_idle(cache)
