@@ -243,10 +243,8 @@ class Rank:
             return
         if any(it.number == number and it.peer == peer and not it.heard for it in self.listings):
             return  # decode refuses a number whose pages it still holds
-        if request is not None and request.room.state in (State.COMPLETING, State.COMPLETE):
-            return  # a number is used again when prefill has answered as well
         listing = Listing(number, peer, announcement(number, host=peer))
-        if request is not None:
+        if request is not None and not request.room.is_complete:
             listing.writers.append(request)
         self.listings.append(listing)
         self.table.announce(number, peer, listing.info)

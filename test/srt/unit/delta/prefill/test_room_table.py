@@ -318,6 +318,37 @@ def test_an_announcement_after_the_end_is_answered_at_once(scene: Scene) -> None
     assert scene.told[-1] == (7, "aborted", ["late"]) and scene.table.destinations(7) == []
 
 
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize(
+    "steps", ["enter complete", "enter complete leave last", "enter complete last forget"]
+)
+def test_an_announcement_of_a_number_that_is_complete(scene: Scene, steps: str) -> None:
+    """Guards against a request that waits for its bootstrap timeout, and a decode rank that waits
+    for its own: its announcement was filed with the earlier request of its number, which decode has
+    all of and which the scheduler has not let go."""
+    old = scene.request(7, "D")
+    does = {
+        "enter": lambda: scene.table.enter(7),
+        "complete": lambda: scene.table.complete(7),
+        "leave": lambda: scene.table.leave(7),
+        "last": scene.last,
+        "forget": lambda: scene.table.forget(old),
+    }
+    for step in steps.split():
+        does[step]()
+    assert not scene.table.announce(7, "D", "pages of the next")
+    ((number, reason, told),) = scene.told
+    assert (number, told) == (7, ["pages of the next"]) and "has not ended here" in reason
+    scene.last()
+    scene.table.leave(7)
+    assert old.delivered
+    scene.table.forget(old)
+    new, refused = scene.table.claim(7)
+    assert refused == reason
+    scene.table.forget(new)
+    assert scene.table.announce(7, "D", "again") and scene.table.claim(7)[1] is None
+
+
 def test_an_announcement_repeated_while_its_pages_are_written(scene: Scene) -> None:
     """Guards against a decode rank that is told at once, for it says so a second time, that nothing
     is written to its pages, while the write is still under way."""

@@ -160,6 +160,11 @@ class Room:
     #: All its decode ranks were told that it is complete.
     delivered: bool = False
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its decode ranks have all of it, or are being told so."""
+        return self.state in _COMPLETE or (self.state is State.LINGERING and self.delivered)
+
 
 class Listener(Protocol):
     """Who is told of rooms: the rank's manager. Called on the thread that made it so."""
@@ -338,13 +343,18 @@ class RoomTable:
         """A decode rank listed its pages. False if they will not be filled, which it is told.
 
         A decode rank may announce a room after it failed here: it is told at once. But where
-        something is under way, maybe to these very pages, it is told when that has settled.
+        something is under way, maybe to these very pages, it is told when that has settled. One
+        that uses the number of a complete room again, before the scheduler is done with that one's
+        request, is told at once too, and so is its request when it comes.
         """
         with self._lock:
             room = self._rooms.get(number)
             refused = self._ended[number][0] if room is None and number in self._ended else None
             if room is not None and room.state is State.DRAINED:
                 refused = room.reason
+            elif room is not None and room.is_complete:
+                refused = f"room {number}: an earlier request of its number has not ended here yet"
+                self._remember(number, refused, had_request=False)
             if refused is None:
                 if room is None:
                     room = Room(number, announced_at=self.scheduler_time.seconds())
