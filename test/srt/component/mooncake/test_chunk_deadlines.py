@@ -13,7 +13,11 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, GatedQueue
+from sglang.srt.disaggregation.delta.mooncake.worker import (
+    ChunkWorker,
+    GatedQueue,
+    SettlingExecutor,
+)
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 SESSION = "10.0.0.2:7001"
@@ -61,6 +65,12 @@ class Rank:
 
     def failed(self) -> dict[int, str]:
         return dict(self.manager.failure_records)
+
+
+def gated(rank: Rank) -> GatedQueue:
+    """The queue as SGLang's worker for staging buffers sees it."""
+    queue = rank.manager.transfer_queues[0]
+    return GatedQueue(queue, rank.manager, SettlingExecutor(ThreadPoolExecutor(1)))
 
 
 @pytest.fixture
@@ -132,7 +142,7 @@ def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
     rank.announce(1, 2)
     rank.send(1)
     rank.send(2)
-    queue = GatedQueue(rank.manager.transfer_queues[0], rank.manager)
+    queue = gated(rank)
     queue.put(queue.get())
     assert queue.get().room == 2
     assert rank.manager.chunk_deadlines.rooms() == [1, 2]
@@ -164,7 +174,7 @@ def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) 
     assert rank.failed() == {} and rank.said == []
     early, late = (manager.transfer_queues[0]._buf[at] for at in (0, 1))
     if staging:
-        assert GatedQueue(manager.transfer_queues[0], manager).get() is late
+        assert gated(rank).get() is late
         return
     rank.take(60.0)
     assert rank.now == 10.0, "nothing was sent"

@@ -83,13 +83,15 @@ class Queue(FastQueue):
         return super().get()
 
 
-def serve(manager: Any, rooms: list[int], worker: Any) -> None:
+def serve(manager: Any, rooms: list[int], worker: Any, executor: Any = None) -> None:
     """Let ``worker(queue)`` serve the chunks of ``rooms``, then end."""
     queue = Queue()
     for room in rooms:
         queue.put(chunk(room))
     with pytest.raises(Stop):
-        serve_staging(manager, queue, worker)
+        serve_staging(
+            manager, queue, executor or ThreadPoolExecutor(1), lambda gated, _: worker(gated)
+        )
 
 
 def open_rooms(manager: Any, *rooms: int) -> list[Any]:
@@ -156,3 +158,39 @@ def test_the_staging_worker_starts_again() -> None:
     assert manager.rooms.stopped(2) == "session failed"
     assert manager.rooms.stopped(3) is None
     assert manager.request_status == {1: 0, 2: 0, 3: KVPoll.WaitingForInput}
+
+
+@pytest.mark.hazard("siblings-write-on")
+def test_a_transfer_that_fails_in_the_staging_worker() -> None:
+    """Guards against a room called drained while other layers of its failed chunk are still
+    written: SGLang's worker waits for none after the first that fails, and the engine's error says
+    nothing of the others. Nor may the decode rank be refused for ever: it has to register again."""
+    manager, info = prefill(), SimpleNamespace(mooncake_session_id="D:1", is_ours=True)
+    first, later = open_rooms(manager, 1, 2)
+    for room in (1, 2):
+        manager.rooms.announce(room, "D:1", info)
+    manager.decode_kv_args_table["D:1"] = object()
+    release, ended = threading.Event(), []
+    told: list[int] = []
+    manager.room_drained = lambda room, reason, infos: told.append(room)
+
+    def worker(queue: Any, executor: Any) -> None:
+        while True:
+            room = queue.get().room
+            if room == 1:
+                executor.submit(lambda: (release.wait(10), ended.append(1)))
+                threading.Timer(0.05, release.set).start()
+            # As SGLang does, for a transfer that failed and for a decode rank to which one has.
+            manager.failed_sessions.add("D:1")
+            manager.record_failure(room, "failed")
+            manager.update_status(room, KVPoll.Failed)
+
+    queue = Queue()
+    for room in (1, 2):
+        queue.put(chunk(room))
+    with pytest.raises(Stop):
+        serve_staging(manager, queue, ThreadPoolExecutor(1), worker)
+    assert ended == [1], "left while a layer was still written"
+    assert first.is_over and manager.rooms.is_under_way(1) and told == [2]
+    assert later.is_over and not manager.rooms.is_under_way(2), "nothing of it was written"
+    assert manager.decode_kv_args_table == {}

@@ -149,7 +149,9 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None) -> None:
         if self.enable_staging:
             stock = super().transfer_worker
-            serve_staging(self, queue, lambda gated: stock(gated, executor, staging_buffer))
+            serve_staging(
+                self, queue, executor, lambda gated, calls: stock(gated, calls, staging_buffer)
+            )
         worker = ChunkWorker(self, executor)
         while True:
             worker.take(queue.get())

@@ -195,11 +195,17 @@ class ChunkWorker:
 class GatedQueue:
     """Chunks of rooms that may still be written; a room is busy from its chunk to the next one."""
 
-    def __init__(self, queue: Any, manager: DeltaMooncakeManager) -> None:
+    def __init__(
+        self, queue: Any, manager: DeltaMooncakeManager, executor: SettlingExecutor
+    ) -> None:
+        """``executor``: what the worker's calls of the engine run on."""
         self._queue = queue
         self._manager = manager
+        self._executor = executor
         self._chunk: QueuedChunk | None = None
         self._is_put_back = False
+        #: Decode ranks of the chunk to which no transfer had failed when it was handed out.
+        self._sound: list[MooncakeTransferInfo] = []
 
     def get(self) -> Any:
         """Leave the room of the chunk before, and wait for one whose room may be entered."""
@@ -208,8 +214,13 @@ class GatedQueue:
             chunk = self._queue.get()
             if self._manager.rooms.enter(chunk.room, chunk.life):
                 self._chunk = chunk
+                infos = self._manager.rooms.destinations(chunk.room)
+                self._sound = [info for info in infos if not self._has_failed(info)]
                 return chunk
             self._manager.chunk_deadlines.over(chunk)
+
+    def _has_failed(self, info: MooncakeTransferInfo) -> bool:
+        return self._manager.has_failed_session(info.mooncake_session_id)
 
     def put(self, chunk: QueuedChunk) -> None:
         """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
@@ -223,23 +234,36 @@ class GatedQueue:
         if chunk is None:
             return
         manager, room = self._manager, chunk.room
+        self._executor.settle()
+        broken = [info for info in self._sound if self._has_failed(info)]
+        for info in broken:
+            manager.session_failed(info)  # SGLang's worker only notes that it did
         if error is not None:
             manager.rooms.fail(room, Reason.TRANSPORT, f"room {room}: {error}")
         elif is_failed(manager.request_status.get(room)):
             text = manager.failure_records.get(room, f"room {room}: a transfer failed")
             manager.rooms.fail(room, Reason.TRANSPORT, text)
-        manager.rooms.leave(room)
+        if broken:
+            manager.leave_later(room)
+        else:
+            manager.rooms.leave(room)
         if not is_put_back:
             manager.chunk_deadlines.over(chunk)
 
 
-def serve_staging(manager: DeltaMooncakeManager, queue: Any, worker: Callable[[Any], None]) -> None:
-    """Run SGLang's ``worker`` on ``queue`` for ever. It ends with an exception at the first
+def serve_staging(
+    manager: DeltaMooncakeManager,
+    queue: Any,
+    executor: concurrent.futures.Executor,
+    worker: Callable[[Any, Any], None],
+) -> None:
+    """Run SGLang's ``worker(queue, executor)`` for ever. It ends with an exception at the first
     unexpected thing; that fails one room, and it starts again."""
-    gated = GatedQueue(queue, manager)
+    settling = SettlingExecutor(executor)
+    gated = GatedQueue(queue, manager, settling)
     while True:
         try:
-            worker(gated)
+            worker(gated, settling)
         except Exception as error:
             logger.exception("SGLang's staging worker ended; its room fails, and it starts again")
             gated.leave(error)
