@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from component.transfer.bare import prefill
@@ -35,6 +36,33 @@ def test_all_layers_settle_before_a_chunk_is_done() -> None:
     threading.Timer(0.05, release.set).start()
     executor.settle()
     assert ended == [1]
+
+
+@pytest.mark.hazard("slow-peer")
+def test_layers_for_a_dead_decode_rank_are_not_tried_one_by_one() -> None:
+    """Guards against a dead decode rank of another tensor parallel size that holds up the others of
+    its queue for a timeout of the engine a layer, instead of one."""
+    manager = prefill()
+    manager.kv_args = SimpleNamespace(
+        kv_data_ptrs=[1000 * n for n in range(1, 9)], kv_item_lens=[64] * 8, page_size=4,
+        kv_head_num=2, engine_rank=0, prefill_start_layer=0,
+    )  # fmt: skip
+    returned, tried = threading.Event(), []
+
+    def transfer(session: str, blocks: Any) -> int:
+        tried.append(session)
+        if len(tried) > 1:
+            returned.wait(10)
+        return -1
+
+    manager._transfer_data = transfer
+    executor, pages = SettlingExecutor(ThreadPoolExecutor(1)), np.array([0, 1], np.int32)
+    status = manager.send_kvcache_slice(
+        "D:1", pages, manager.kv_args.kv_data_ptrs, pages, 0, 2, 32, executor
+    )
+    returned.set()
+    executor.settle()
+    assert status == -1 and len(tried) <= 2, "one that failed, and one that had begun"
 
 
 def test_a_worker_outlives_what_it_cannot_even_report() -> None:

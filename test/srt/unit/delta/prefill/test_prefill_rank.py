@@ -284,6 +284,24 @@ def test_a_decode_rank_that_falls_silent(side: Side) -> None:
     assert advance(side, 60) == [], "once"
 
 
+@pytest.mark.hazard("dead-peer-leftovers")
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_the_socket_of_a_decode_rank_that_is_gone(side: Side, is_registered: bool) -> None:
+    """Guards against a socket for each decode rank that ever was, with which ZeroMQ tries to
+    connect ten times a second: also of one whose registration went before it (Mooncake, after a
+    transfer to it failed; NIXL, when it lost the connection)."""
+    side.request()
+    side.announce()
+    ping(side, "D")
+    ((host, port, _),) = side.sockets.take()
+    if not is_registered:
+        del side.manager.decode_kv_args_table["D"]
+    assert advance(side, 119) == [] and side.sockets.dropped == []
+    assert advance(side, 1) == ["D"]
+    assert [room for _, room, _ in side.stopped()] == [ROOM] and side.sockets.dropped == []
+    assert advance(side, 5) == [] and side.sockets.dropped == [(host, port)], "once it was told"
+
+
 def test_a_stranger_that_pings_leaves_nothing(side: Side) -> None:
     """Guards against a table that any sender of pings can grow."""
     for number in range(100):

@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import as_completed
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import pages
-from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines, QueuedChunk
 from sglang.srt.disaggregation.delta.mooncake.messages import (
@@ -51,7 +51,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
         self.session_lock = threading.Lock()
-        self._sockets = PeerSockets()
         #: Rooms with writes that may still be under way: until when they count as such.
         self._unsettled: list[tuple[float, int]] = []
         #: Until when the chunks in the queues, and in calls of the engine, have to be over.
@@ -65,10 +64,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     @override
     def forget_peer(self, peer: str) -> None:
-        gone = self.decode_kv_args_table.pop(peer, None)
+        self.decode_kv_args_table.pop(peer, None)
         self.session_registered(peer)
-        if gone is not None:
-            self._sockets.drop(gone.endpoint, gone.dst_port)
 
     # ---- prefill side: sending ----
 
@@ -194,8 +191,14 @@ class DeltaMooncakeManager(MooncakeKVManager):
                 futures.append(
                     executor.submit(self._transfer_data, mooncake_session_id, list(runs))
                 )
-        statuses = [int(future.result()) for future in futures]  # all settle before it is judged
-        return next((status for status in statuses if status), 0)
+        try:
+            statuses = (int(future.result()) for future in as_completed(futures))
+            return next((status for status in statuses if status), 0)
+        finally:
+            # To a decode rank that is dead each takes its whole timeout, with the queue's other
+            # ranks behind it. What has begun goes on: the worker waits for it.
+            for future in futures:
+                future.cancel()
 
     def slice_bytes(self, dst_tp_rank: int, dst_attn_tp_size: int) -> int:
         """Bytes of every page that go from this rank to a decode rank of another size."""
@@ -222,7 +225,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
             super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             return
         frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
-        self._sockets.send_frames(remote, dst_port, frames)
+        assert self.decode_ranks is not None
+        self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
 
     @override
     def send_aux_data_to_endpoint(
@@ -235,7 +239,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
             return
         numbers = [str(int(number)).encode("ascii") for number in (room, buffer_index, aux_index)]
         frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
-        self._sockets.send_frames(remote, dst_port, frames)
+        assert self.decode_ranks is not None
+        self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
 
     # ---- prefill side: transfers that failed ----
 

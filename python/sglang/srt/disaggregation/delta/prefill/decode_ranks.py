@@ -131,12 +131,20 @@ class DecodeRanks:
         self._rooms = rooms
         self._clock = clock
         self._sockets = PeerSockets()
-        #: When each decode rank that pings was last heard of, by the name it registered under.
-        self._heard: dict[str, float] = {}
+        #: When each decode rank that pings was last heard of, by the name it registered under, and
+        #: where it listens.
+        self._heard: dict[str, tuple[float, str, int]] = {}
+        #: Where those listened that the last tick found gone.
+        self._gone: list[tuple[str, int]] = []
         self._timeout_s = environment.PEER_TIMEOUT.read()
         self._probes = probes or Probes(self._timeout_s, clock)
 
     # ---- to decode ranks ----
+
+    @property
+    def sockets(self) -> PeerSockets:
+        """For messages of a backend's own to decode ranks."""
+        return self._sockets
 
     def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing is written for ``room``, now and later: they may have their pages back."""
@@ -185,7 +193,7 @@ class DecodeRanks:
         if isinstance(message, control.Ping):
             known = message.peer in self._manager.decode_kv_args_table
             if known:
-                self._heard[message.peer] = self._clock()
+                self._heard[message.peer] = self._clock(), message.host, message.port
             self._sockets.send(message.host, message.port, control.Pong(message.to, known))
         elif isinstance(message, control.Withdraw):
             self._withdraw(message)
@@ -214,10 +222,19 @@ class DecodeRanks:
         their port for as long; their rooms fail."""
         self._rooms.tick()
         now = self._clock()
-        lost = [peer for peer, at in list(self._heard.items()) if now - at >= self._timeout_s]
-        for peer in lost:
-            del self._heard[peer]
-        lost += self._probes.gone(self._manager.decode_kv_args_table, self._heard)
+        # Those that the last tick found gone have been told by now, if they are there after all.
+        # Kept, ZeroMQ would try to connect to those that are not ten times a second, for ever.
+        for where in self._gone:
+            self._sockets.drop(*where)
+        heard = list(self._heard.items())
+        lost = [peer for peer, (at, _, _) in heard if now - at >= self._timeout_s]
+        self._gone = [self._heard.pop(peer)[1:] for peer in lost]
+        registered = self._manager.decode_kv_args_table
+        for peer in self._probes.gone(registered, self._heard):
+            lost.append(peer)
+            info = registered.get(peer)  # a worker may just have lost the connection
+            if info is not None:
+                self._gone.append((info.endpoint, info.dst_port))
         for peer in lost:
             for room in self._rooms.numbers(peer):
                 self._rooms.fail(
