@@ -42,7 +42,7 @@ def test_all_layers_settle_before_a_chunk_is_done() -> None:
 def test_layers_for_a_dead_decode_rank_are_not_tried_one_by_one() -> None:
     """Guards against a dead decode rank of another tensor parallel size that holds up the others of
     its queue for a timeout of the engine a layer, instead of one."""
-    manager = prefill()
+    manager = prefill("mooncake")
     manager.kv_args = SimpleNamespace(
         kv_data_ptrs=[1000 * n for n in range(1, 9)], kv_item_lens=[64] * 8, page_size=4,
         kv_head_num=2, engine_rank=0, prefill_start_layer=0,
@@ -193,7 +193,7 @@ def test_a_transfer_that_fails_in_the_staging_worker() -> None:
     """Guards against a room called drained while other layers of its failed chunk are still
     written: SGLang's worker waits for none after the first that fails, and the engine's error says
     nothing of the others. Nor may the decode rank be refused for ever: it has to register again."""
-    manager, info = prefill(), SimpleNamespace(mooncake_session_id="D:1", is_ours=True)
+    manager, info = prefill("mooncake"), SimpleNamespace(mooncake_session_id="D:1", is_ours=True)
     first, later = open_rooms(manager, 1, 2)
     for room in (1, 2):
         manager.rooms.announce(room, "D:1", info)

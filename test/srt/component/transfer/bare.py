@@ -90,7 +90,7 @@ def prefill(backend: str) -> Any:
     """A prefill rank's manager; NIXL's transfer workers have nothing to drop."""
     manager = bare(backend, DisaggregationMode.PREFILL)
     if backend == "nixl":
-        manager.transfers = SimpleNamespace(cancel=lambda room, kind: None)
+        manager.transfers = SimpleNamespace(cancel=lambda *_: None)
     return manager
 
 
