@@ -218,6 +218,10 @@ BUFFER_READ_TIMEOUT = _seconds(
     "Longest wait of a request for its prefetch, from when the scheduler first looks at it. Then "
     "it computes.",
 )  # fmt: skip
+BUFFER_ALWAYS_FETCH = _switch(
+    "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH", "store",
+    "Fetch every hit of the store, also one that would take longer than computing it (measured).",
+)  # fmt: skip
 STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
     "Longest call of the store; after that the store counts as down until it answers a probe.",

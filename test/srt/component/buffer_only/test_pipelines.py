@@ -164,10 +164,30 @@ def test_copies_wait_for_the_forward_pass(overlap: bool):
         assert order.log[::2] == ["write waits for forward", "load waits for forward"]
 
 
+@pytest.mark.hazard("copy-not-ordered")
+@pytest.mark.parametrize(
+    ("written", "waits"),
+    [(None, True), ([], False), ([4, 5, 9], False), ([9, 3], True)],
+)
+def test_a_load_runs_beside_the_batch_that_runs(written: list[int] | None, waits: bool):
+    """Unless that writes to a slot which a finished request gave back, and the load has now; after
+    the load, it would be the running batch's KV there."""
+    order, ack = Order(), SimpleNamespace(finish_event="event")
+    controller = SimpleNamespace(
+        load_stream=order.stream("load"), load_queue=[], ack_load_queue=[ack],
+        start_loading=lambda: 0,
+    )  # fmt: skip
+    slots = None if written is None else torch.tensor(written, dtype=torch.int64)
+    forward = order.stream("forward")
+    copier = Copier(controller, lambda: forward, lambda: slots)
+    copier.to_device([(torch.arange(2), torch.arange(2)), (torch.arange(2), torch.arange(2, 4))])
+    assert bool(order.log) is waits
+
+
 def test_the_schedulers_forward_stream_is_the_one_that_is_waited_for():
     """It is made after the cache."""
     cache = Cache()
     copier = cache.tree._build_context(16).copier
     assert copier._forward_stream() is None
-    cache.tree.forward_stream = "made later"
-    assert copier._forward_stream() == "made later"
+    cache.tree.forward_stream, cache.tree.written = "made later", "slots"
+    assert (copier._forward_stream(), copier._written()) == ("made later", "slots")

@@ -3,14 +3,19 @@ of the others."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle
 from component.buffer_only.test_prefetch import admit_in_line
+from sglang.srt.disaggregation.delta import event_log
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_line import AGAIN_MS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 
 def stored(prompts: list[list[int]], **changes: object) -> Cache:
@@ -178,3 +183,71 @@ def test_an_admission_that_sees_what_a_load_needs():
     cache.tree.release_aborted_request("r")
     cache.settle()
     check_idle(cache)
+
+
+def measured(cache: Cache, call_seconds: float) -> None:
+    """A store whose calls take so long, and a model that computes 1,000 tokens a second."""
+    cache.buffer.computed(1000, 1.0)
+    cache.buffer.prefetches.fetches.call_seconds.add(call_seconds)
+    cache.buffer.prefetches.fetches.call_bytes.add(1e6)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_hit_that_would_be_slower_is_computed(always: bool):
+    """Sixteen tokens take 16 ms to compute. Nobody waits for a call of a second for them."""
+    cache = stored([prompt(1, 5)], settings={"always_fetch": always})
+    measured(cache, 1.0)
+    cache.want("r", prompt(1, 5))
+    for _ in range(4):
+        cache.step()
+    assert cache.state("r") is (State.STAGED if always else State.MISSED)
+    assert cache.tree.check_prefetch_progress("r") and cache.now == 0
+    assert cache.compute(prompt(1, 5), rid="r") == (4 * PAGE if always else 0)
+    choice = Choice.UNMEASURED if always else Choice.SLOWER
+    assert cache.buffer.context.choices == {choice: 1}
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
+    """Those before it compute for longer than its call takes."""
+    prompts = {f"r{number}": prompt(number, 5) for number in range(4)}
+    cache = stored([prompts["r3"]])
+    measured(cache, 0.05)
+    for rid, tokens in prompts.items():
+        cache.want(rid, tokens)
+    for _ in range(4):
+        cache.step()
+    assert [cache.state(rid) for rid in prompts] == [State.MISSED] * 3 + [State.STAGED]
+    assert cache.buffer.context.choices == {Choice.FASTER: 1}
+    cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
+def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Histograms and the event log say where the time of a request went."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_EVENT_LOG", str(tmp_path))
+    event_log.event_log.cache_clear()
+    cache = stored([prompt(1, 5)])
+    cache.buffer.context.times.take()
+    cache.want("r", prompt(1, 5))
+    for seconds in (1.0, 2.0, 4.0, 8.0, 16.0):
+        cache.now += seconds
+        cache.step()
+    assert cache.compute(prompt(1, 5), rid="r") == 4 * PAGE
+    cache.now += 32.0
+    cache.settle()
+    assert dict(cache.buffer.context.times.take()) == {
+        "prefetch_query_seconds": 3.0,
+        "prefetch_wait_seconds": 0.0,
+        "prefetch_fetch_seconds": 4.0,
+        "prefetch_staged_seconds": 24.0,
+        "load_back_seconds": 32.0,
+    }
+    (file,) = tmp_path.glob("hicache-*.jsonl")
+    event_log.event_log.cache_clear()
+    event = msgspec.json.decode(file.read_bytes(), type=event_log.Prefetched)
+    assert (event.rid, event.loaded_tokens, event.choice) == ("r", 16, "unmeasured")
+    spent = (event.query_ms, event.wait_ms, event.fetch_ms, event.staged_ms)
+    assert spent == (3000, 0, 4000, 24000)

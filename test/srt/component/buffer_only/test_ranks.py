@@ -121,6 +121,21 @@ def test_one_collective_a_step(ranks: Ranks):
     idle(ranks)
 
 
+@pytest.mark.hazard("ranks-part-in-collective")
+def test_a_store_that_is_slow_on_one_rank(ranks: Ranks):
+    """The slowest rank's speeds count: one that chose by its own would fetch what the other one
+    computes."""
+    for cache, seconds in zip(ranks.caches, (5.0, 1e-6), strict=True):
+        cache.buffer.computed(1000, 1.0)
+        cache.buffer.prefetches.fetches.call_seconds.add(seconds)
+        cache.buffer.prefetches.fetches.call_bytes.add(1e6)
+    ranks.each(lambda cache: cache.want("r", PROMPT))
+    ranks.live(4)
+    assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
+    assert ranks.each(lambda cache: len(cache.admit("r", PROMPT)[0])) == 0
+    idle(ranks)
+
+
 def test_ranks_that_do_different_things_end(ranks: Ranks):
     """They would go on with different pages under the same keys."""
     ranks.caches[1].compute(prompt(3, 2))

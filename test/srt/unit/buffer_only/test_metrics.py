@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.buffer_only.backup import BackupQueue
 from sglang.srt.mem_cache.buffer_only.settings import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
+from sglang.srt.mem_cache.buffer_only.times import Times
 from unit.buffer_only.nodes import chain
 
 LABELS = {"tp_rank": 0, "storage_backend": "unit test"}
@@ -30,13 +31,22 @@ def test_gauges_and_counters():
     stage = Stage(16, *shares(16))
     queue = BackupQueue(10)
     counters: Counter[str] = Counter()
+    times = Times()
     client = SimpleNamespace(up=True, under_way=2, overdue=1, faults=Counter())
     store = SimpleNamespace(client=client)
     buffer = SimpleNamespace(
-        context=SimpleNamespace(stage=stage, counters=counters, store=store, page_size=64),
+        context=SimpleNamespace(
+            stage=stage,
+            counters=counters,
+            choices=Counter(),
+            times=times,
+            store=store,
+            page_size=64,
+        ),
         backups=SimpleNamespace(queue=queue),
     )
     now = 0.0
+    times.loaded(20)
     mine = metrics.BufferMetrics(clock=lambda: now)
     mine.update(buffer)  # where nobody scrapes, nothing happens
     collector = mock.Mock()
@@ -65,6 +75,9 @@ def test_gauges_and_counters():
     assert value("write_pages") == 0 and value("peak_pages") == 5 and value("store_up") == 0
     assert value("store_faults_total", fault="deadline") == 1
     assert value("store_read_pages_total") == 7
-    # SGLang's own counter, in tokens.
+    assert value("load_back_seconds_sum") == 0.02 and times.take() == []
+    assert value("prefetch_choices_total", choice="slower") == 0
+    # SGLang's own counters, in tokens.
+    assert [call.args for call in collector.log_prefetched_tokens.mock_calls] == [(320,), (128,)]
     assert [call.args for call in collector.log_backuped_tokens.mock_calls] == [(192,), (64,)]
     assert value("dropped_tokens_total", reason="queue_full") == 9

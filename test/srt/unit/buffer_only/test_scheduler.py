@@ -57,6 +57,12 @@ class Stock:
     def get_new_batch_prefill(self) -> object:
         return self.batch
 
+    def run_batch(self, batch: object, pp_proxy_tensors: object = None) -> object:
+        return batch
+
+    def process_batch_result(self, batch: object, result: object) -> None:
+        self.calls["result"] += 1
+
     def _prefetch_kvcache(self, req: object) -> None:
         self.calls["stock prefetch"] += 1
 
@@ -204,6 +210,45 @@ def test_prefetches_know_the_line_and_who_runs():
     found.batch = SimpleNamespace(reqs=[request(rid="b")])
     found.get_new_batch_prefill()
     assert found.said == [["b", "a"], ["b", "a", "c"], "b"]
+
+
+def batch(tokens: int, extend: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: extend),
+        prefill_stats=SimpleNamespace(log_input_tokens=tokens),
+        out_cache_loc="slots",
+    )
+
+
+def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """A batch that was launched under another one begins when that has ended; a decode batch that
+    still has the figures of its prefill counts for nothing."""
+    found = scheduler()
+    found.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    computed: list[tuple[int, float]] = []
+    found.tree_cache.buffer.computed = lambda *what: computed.append(what)
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    first, second, third = batch(1000), batch(500), batch(1, extend=False)
+    found.run_batch(first)
+    assert found.tree_cache.written == "slots"
+    now = 101.0
+    found.run_batch(second)
+    now = 102.0
+    found.process_batch_result(first, None)
+    found.run_batch(third)
+    now = 105.0
+    found.process_batch_result(second, None)
+    found.process_batch_result(third, None)
+    assert computed == [(1000, 2.0), (500, 3.0)] and found.calls["result"] == 3
+
+
+def test_slots_that_a_draft_model_writes_are_not_known():
+    """Its verification writes to more than the batch says."""
+    found = scheduler()
+    found.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    found.run_batch(batch(1))
+    assert found.tree_cache.written is None
 
 
 def test_the_stock_mode_is_stock():

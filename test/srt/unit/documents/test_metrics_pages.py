@@ -23,7 +23,8 @@ def ours() -> dict[str, tuple[str, list[str]]]:
     found = {each.exported_name: (each.kind, list(each.labels)) for each in METRICS.values()}
     stage = {name: ("gauge", []) for name in buffer_only.GAUGES}
     stage |= {f"{name}_total": ("counter", []) for name in buffer_only.COUNTERS}
-    for name, label, _ in (buffer_only.DROPPED, buffer_only.FAULTS):
+    stage |= {name: ("histogram", []) for name in buffer_only.HISTOGRAMS}
+    for name, label, _ in buffer_only.LABELLED:
         stage[f"{name}_total"] = ("counter", [label])
     return found | {buffer_only.PREFIX + name: about for name, about in stage.items()}
 

@@ -1,4 +1,5 @@
-"""The event log: one JSON line for each step of a room, from its announcement to its arrival.
+"""The event log: one JSON line for each step of a room, from its announcement to its arrival, and
+for each request that asked HiCache's store (``hicache-<pid>.jsonl``).
 
 Off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
 ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
@@ -79,7 +81,26 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
     room: int
 
 
-Event = Admitted | Sent | Announced | Moved | Arrived
+class Prefetched(msgspec.Struct, frozen=True, tag="prefetched", kw_only=True):
+    """A request whose prefix was looked for in HiCache's store runs, or is gone.
+
+    Milliseconds until the store had answered, until its pages were fetched, while they were, and
+    from then on, in the stage; ``choice`` as in the metric ``prefetch_choices``.
+    """
+
+    at: float
+    rid: str
+    prompt_tokens: int
+    hit_pages: int
+    loaded_tokens: int
+    choice: str | None
+    query_ms: int
+    wait_ms: int
+    fetch_ms: int
+    staged_ms: int
+
+
+Event = Admitted | Sent | Announced | Moved | Arrived | Prefetched
 
 
 class EventLog:
@@ -158,3 +179,11 @@ def log_arrived(room: int) -> None:
     log = event_log("decode")
     if log is not None:
         log.write(Arrived(at=now(), room=room))
+
+
+@best_effort
+def log_prefetched(event: Callable[[], Prefetched]) -> None:
+    """A request that asked HiCache's store runs, or is gone; ``event`` is made if the log is on."""
+    log = event_log("hicache")
+    if log is not None:
+        log.write(event())

@@ -207,6 +207,10 @@ class TransferVote(Vote):
     store_up: int = 1
     #: Leading tokens that the store has of the path that is looked up, or ``PENDING``.
     touched: int = 0
+    #: Of ``worth.Speeds``, the slowest rank's: the time of a call negated.
+    minus_call_us: int = 0
+    call_bytes: int = 0
+    tokens_per_s: int = 0
 
     diverged = (
         "--hicache-host-memory-mode buffer_only: the ranks of this server have started different "

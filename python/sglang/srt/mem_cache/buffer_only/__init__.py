@@ -20,8 +20,10 @@ leaves the device leaves the tree.
 ``prefetch``    what a request wants of the store, and what of it is in the stage
 ``prefetch_line``  all of them, in the order of the queue: store to stage, state by state
 ``fetch``       pages on their way from the store into the stage
+``worth``       load or recompute (pure)
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
+``times``       how long a request was in which state
 ``metrics``     what is reported
 ``host_pool``, ``tree``, ``scheduler``, ``weight_updates``  the mixins for SGLang's classes
 ``upstream``    what is used of SGLang's classes, for the type checker

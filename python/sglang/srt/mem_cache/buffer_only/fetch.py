@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
+from sglang.srt.mem_cache.buffer_only.worth import Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
@@ -32,8 +33,10 @@ class Fetches:
         self._under_way: list[Piece] = []
         #: Who brings a page, or has it in the stage.
         self._brought: dict[str, Prefetch] = {}
-        #: Grows whenever pages came, or went.
-        self.changes = 0
+        #: Grows whenever pages came, or went; and when some of them went into the tree.
+        self.changes = self.handed_over = 0
+        #: Of calls that were answered, on this rank: seconds and bytes.
+        self.call_seconds, self.call_bytes = Mean(), Mean()
         round_pages = max(1, context.stage.shares[Direction.PREFETCH].ceiling // 2)
         least = minimal_transfer(context.page_size, context.settings.prefetch_threshold)
         #: Fewer pages than this are not worth a call, unless they are all that is missing.
@@ -128,6 +131,9 @@ class Fetches:
         assert piece.job is not None
         counters["store_read_failures"] += piece.job.fault is not None
         counters["store_read_pages"] += pages
+        if piece.job.fault is None and pages:
+            self.call_seconds.add(piece.job.seconds)
+            self.call_bytes.add(pages * self._context.page_bytes)
         rest = piece
         if 0 < pages < whole:
             staging = piece.staging.split(pages)
@@ -150,6 +156,7 @@ class Fetches:
         for piece in list(pieces):
             self.changes += 1
             prefetch.pieces.remove(piece)
+            prefetch.blocked = None
             self._forget(prefetch, piece.keys)
             piece.owner = None
             if piece.job is None:
@@ -159,6 +166,7 @@ class Fetches:
 
     def hand_over(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
         """The staging pages of ``pieces`` are a copy's to give back."""
+        self.handed_over += 1
         for piece in list(pieces):
             self.changes += 1
             prefetch.pieces.remove(piece)

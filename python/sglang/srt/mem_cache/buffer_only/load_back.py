@@ -26,6 +26,8 @@ class LoadBack:
 
     node: Node
     staging: list[StagingPages]
+    #: When it was queued; agreed milliseconds.
+    since_ms: int
 
 
 class LoadBacks:
@@ -74,7 +76,9 @@ class LoadBacks:
             return None
         node = _append(tree, above, key[held:], slots, list(hashes))
         tree.inc_lock_ref(node)
-        self._queued.append((LoadBack(node, staging), (slots_of(pages, page), slots)))
+        self._queued.append(
+            (LoadBack(node, staging, self._context.now_ms), (slots_of(pages, page), slots))
+        )
         return slots, node
 
     def launch(self) -> int:
@@ -106,6 +110,7 @@ class LoadBacks:
     def finish(self, launches: int) -> None:
         """The first ``launches`` launches have ended on all ranks, or are waited for now."""
         for load_back in self._copies.pop(launches):
+            self._context.times.loaded(self._context.now_ms - load_back.since_ms)
             self._release(load_back)
 
     def reset(self) -> None:

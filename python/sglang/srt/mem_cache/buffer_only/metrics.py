@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
+from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
@@ -43,27 +44,45 @@ COUNTERS = {
     "prefetch_unfulfilled_tokens": "Tokens of hits that were computed after all",
 }
 #: Methods of SGLang's collector that count tokens, with the pages that they are told of.
-SGLANG = {"log_backuped_tokens": "store_written_pages"}
+SGLANG = {
+    "log_backuped_tokens": "store_written_pages",
+    "log_prefetched_tokens": "store_read_pages",
+}
 #: The same with one more label: name, label and text.
 DROPPED = ("dropped_tokens", "reason", "Tokens that were to be written and were not")
 FAULTS = ("store_faults", "fault", "What the store did wrong, in calls or pages of this rank")
+CHOICES = ("prefetch_choices", "choice", "Hits, by whether they were fetched, and why")
+LABELLED = (DROPPED, FAULTS, CHOICES)
+#: In seconds.
+HISTOGRAMS = {
+    "prefetch_query_seconds": "From a request's arrival until the store has said what it has of it",
+    "prefetch_wait_seconds": "From there until its hit is fetched, as far as the stage was full",
+    "prefetch_fetch_seconds": "Until the hit is in the stage",
+    "prefetch_staged_seconds": "From there until the request runs, or is gone",
+    "load_back_seconds": "From the admission until the copy to the device was seen to have ended",
+}
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 #: Seconds between two updates.
 EVERY_S = 1.0
 
 
 @cache
-def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
-    from prometheus_client import Counter, Gauge
+    from prometheus_client import Counter, Gauge, Histogram
 
     gauges = {
         name: Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
         for name, text in GAUGES.items()
     }
     counters = {name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()}
-    for name, label, text in (DROPPED, FAULTS):
+    for name, label, text in LABELLED:
         counters[name] = Counter(PREFIX + name, text, (*labelnames, label))
-    return gauges, counters
+    histograms = {
+        name: Histogram(PREFIX + name, text, labelnames, buckets=BUCKETS)
+        for name, text in HISTOGRAMS.items()
+    }
+    return gauges, counters, histograms
 
 
 class BufferMetrics:
@@ -88,7 +107,9 @@ class BufferMetrics:
         if self._updated_at is not None and now - self._updated_at < EVERY_S:
             return
         self._updated_at = now
-        gauges, counters = _prometheus(tuple(self._labels))
+        gauges, counters, histograms = _prometheus(tuple(self._labels))
+        for name, seconds in buffer.context.times.take():
+            histograms[name].labels(**self._labels).observe(seconds)
         for name, value in readings(buffer).items():
             gauges[name].labels(**self._labels).set(value)
         for method, pages in SGLANG.items():
@@ -110,6 +131,9 @@ def totals(buffer: Pipelines) -> dict[tuple[str, str, str], int]:
     name, label, _ = FAULTS
     for fault in Fault:
         found[name, label, fault.value] = context.store.client.faults[fault]
+    name, label, _ = CHOICES
+    for choice in Choice:
+        found[name, label, choice.value] = context.choices[choice]
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Job:
         self.fault: str | None = None
         #: Calls that were given up and may still use the staging pages.
         self.overdue_calls: list[Future[object]] = []
+        #: How long the work took.
+        self.seconds = 0.0
         #: Leading good pages; None until the job has ended.
         self.pages: int | None = None
         self._cancelled = threading.Event()
@@ -72,7 +75,7 @@ class Job:
 
     def run(self) -> None:
         """Do the work, on an I/O thread."""
-        pages = 0
+        pages, began = 0, time.monotonic()
         try:
             pages = self._work(self)
         except Exception:
@@ -82,6 +85,7 @@ class Job:
                 "requests that want them compute. This is a defect: please report it"
             )
         finally:
+            self.seconds = time.monotonic() - began
             self.pages = pages  # last: the scheduler looks at everything else after it
 
 

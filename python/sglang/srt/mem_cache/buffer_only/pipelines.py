@@ -16,7 +16,9 @@ from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, PageStore
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+from sglang.srt.mem_cache.buffer_only.times import Times
 from sglang.srt.mem_cache.buffer_only.touch import Touches
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import Node, Tree
@@ -39,6 +41,9 @@ class Context:
     checksum: Checksum = field(default_factory=Checksum)
     #: What was done so far: see ``metrics.COUNTERS``.
     counters: Counter[str] = field(default_factory=Counter)
+    #: Hits, by what became of them.
+    choices: Counter[Choice] = field(default_factory=Counter)
+    times: Times = field(default_factory=Times)
     #: Agreed time in milliseconds, as of the last step.
     now_ms: int = 0
     #: Bytes of a page in the stage.
@@ -90,6 +95,8 @@ class Pipelines:
         self.backups = Backups(context)
         self.prefetches = PrefetchLine(context)
         self.touches = Touches(context)
+        #: To compute a token of a prompt, on this rank.
+        self._token_seconds = Mean(keep=0.9997)
         #: Of the weights that the server has.
         self._namespace = context.store.namespace
         self._reduce_min = reduce_min
@@ -108,8 +115,14 @@ class Pipelines:
         now_ms = int((self._clock() - self._born) * 1000)
         up = int(self.context.store.client.poll())
         touched = self.touches.vote()
+        calls = self.prefetches.fetches
+        speeds = (
+            -int(calls.call_seconds.value * 1e6),
+            int(calls.call_bytes.value),
+            int(1 / self._token_seconds.value) if self._token_seconds.value else 0,
+        )
         vote = TransferVote(
-            now_ms, backup_copies, load_back_copies, backups, queries, fetches, up, touched
+            now_ms, backup_copies, load_back_copies, backups, queries, fetches, up, touched, *speeds
         )
         agreed = agree(vote, self.context.checksum, self._reduce_min)
         self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)
@@ -121,6 +134,11 @@ class Pipelines:
         self.backups.launch()
         if agreed.store_up:
             self.touches.launch()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A batch has computed so many tokens of prompts."""
+        if tokens > 0 and seconds > 0:
+            self._token_seconds.add(seconds / tokens, tokens)
 
     def reset(self) -> None:
         """The tree is about to be emptied."""

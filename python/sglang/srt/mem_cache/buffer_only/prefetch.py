@@ -15,6 +15,7 @@ store has answered on all ranks, and after a call that was given up until that h
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
     from sglang.srt.mem_cache.buffer_only.upstream import Key
+    from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 
 class State(enum.Enum):
@@ -92,6 +94,9 @@ class Prefetch:
     key: Key
     #: Place in line; smaller is earlier.
     place: int
+    #: When the state was entered, and how long each one lasted before; agreed milliseconds.
+    since_ms: int = 0
+    spent_ms: Counter[State] = field(default_factory=Counter)
     state: State = State.WAITING
     #: The store was asked for the pages from ``begin`` on; the hit, from there to ``end``.
     begin: int = 0
@@ -107,9 +112,19 @@ class Prefetch:
     #: When the scheduler first waited for it, until it need not.
     asked_ms: int | None = None
     deferred: bool = False
-    #: What was known when this prefetch last could not go on, and when it was last not ready.
+    #: Whether the hit is fetched, and why; None before that was decided.
+    choice: Choice | None = None
+    #: What was known when this prefetch last had nothing to do, and when it was last not ready.
     blocked: object = None
     unready: object = None
+
+    #: Tokens that came into the tree for it.
+    loaded: int = 0
+
+    def enter(self, state: State, now_ms: int) -> None:
+        """It is in ``state`` from now on."""
+        self.spent_ms[self.state] += now_ms - self.since_ms
+        self.state, self.since_ms = state, now_ms
 
     @property
     def end(self) -> int:

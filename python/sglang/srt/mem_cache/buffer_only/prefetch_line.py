@@ -16,10 +16,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING, QUERY_SLOTS, TransferVote
+from sglang.srt.mem_cache.buffer_only.fetch import THREADS as SIDE_BY_SIDE
 from sglang.srt.mem_cache.buffer_only.fetch import Fetches
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
 from sglang.srt.mem_cache.buffer_only.page_store import Found, page_hashes, search
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
+from sglang.srt.mem_cache.buffer_only.settings import pages_of
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Hit, Speeds, choose
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,10 @@ THREADS = 2
 #: A prefix that the store has not is asked for again so long after the last time, while its request
 #: waits; then not any more. Nobody waits for these.
 AGAIN_MS = (500, 2000, 8000)
+#: Requests for which the tree is looked at in a step, to fetch for them.
+MOST_LOOKED_AT = 32
+#: Instead of what was known when a prefetch was last looked at: its own pieces bring all of it.
+ALL_COMES = "all comes"
 
 
 class PrefetchLine:
@@ -45,6 +52,9 @@ class PrefetchLine:
         self._queries: list[Query] = []
         self.fetches = Fetches(context)
         self.load_backs = LoadBacks(context)
+        #: Agreed by the ranks.
+        self._speeds = Speeds()
+        self._slower_in_a_row = 0
         self._arrivals = 0
 
     @property
@@ -66,19 +76,23 @@ class PrefetchLine:
         self.cancel(rid)
         if len(key) >= self._context.settings.prefetch_threshold:
             self._arrivals += 1
-            self._by_rid[rid] = Prefetch(rid, key, self._arrivals)
+            self._by_rid[rid] = Prefetch(rid, key, self._arrivals, self._context.now_ms)
 
     def in_line(self, rids: Iterable[str]) -> None:
         """The requests that wait, first in line first. Who is not among them is gone."""
         if not self._by_rid:
             return
         places = {rid: place for place, rid in enumerate(rids)}
-        for prefetch in list(self._by_rid.values()):
+        before = -1
+        for prefetch in self.prefetches:
             if prefetch.rid not in places:
                 self._end(prefetch)
                 self._context.tree.prefetch_loaded_tokens_by_reqid.pop(prefetch.rid, None)
-            elif prefetch.place != places[prefetch.rid]:
-                prefetch.place, prefetch.blocked = places[prefetch.rid], None
+                continue
+            prefetch.place = places[prefetch.rid]
+            if prefetch.place < before:
+                self.fetches.changes += 1  # who brings pages for whom is another question now
+            before = prefetch.place
 
     def ready(self, rid: str) -> bool:
         """Whether the request can be scheduled; asked in each step that could admit it."""
@@ -134,6 +148,7 @@ class PrefetchLine:
     def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks, and on time that has run out."""
         self.load_backs.finish(agreed.load_back_copies)
+        self._speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
         for query, pages in zip(list(self._queries), agreed.queries, strict=True):
             if pages != PENDING:
                 self._answered(query, pages)
@@ -159,8 +174,12 @@ class PrefetchLine:
         for prefetch in line:
             if self._wants_query(prefetch) and len(self._queries) < QUERY_SLOTS:
                 self._query(prefetch)
+        looked_at = 0
         for prefetch in line:
-            if prefetch.state in (State.FOUND, State.FETCHING) and not self._fetch(prefetch):
+            if prefetch.state not in (State.FOUND, State.FETCHING) or self._idle(prefetch):
+                continue
+            looked_at += 1
+            if not self._fetch(prefetch) or looked_at == MOST_LOOKED_AT:
                 break
         self._load_ahead(line)
         self.load_backs.launch_apart()
@@ -207,7 +226,7 @@ class PrefetchLine:
         prefetch.begin, prefetch.prefix_keys = held, before
         prefetch.hashes, prefetch.keys = [], []
         if prefetch.state is State.WAITING:
-            prefetch.state = State.QUERYING
+            self._enter(prefetch, State.QUERYING)
 
     def _answered(self, query: Query, pages: int) -> None:
         """QUERYING -> FOUND or MISSED."""
@@ -224,7 +243,7 @@ class PrefetchLine:
         prefetch.hashes, prefetch.keys = found.hashes[:pages], found.keys[:pages]
         context.counters["prefetch_hit_tokens"] += pages * context.page_size
         self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
-        prefetch.state = State.FOUND
+        self._enter(prefetch, State.FOUND)
         prefetch.blocked = prefetch.unready = None
 
     def _missed(self, prefetch: Prefetch) -> None:
@@ -232,23 +251,34 @@ class PrefetchLine:
         self.fetches.drop(prefetch, prefetch.pieces)
         turn = prefetch.queries - 1
         again = self._context.now_ms + AGAIN_MS[turn] if turn < len(AGAIN_MS) else None
-        prefetch.state, prefetch.again_ms = State.MISSED, again
+        prefetch.again_ms = again
+        self._enter(prefetch, State.MISSED)
+
+    def _idle(self, prefetch: Prefetch) -> bool:
+        """Whether there is nothing to do for it: all is on its way, or nothing has changed."""
+        now = (self.fetches.changes, self.fetches.capacity)
+        return prefetch.blocked in (ALL_COMES, now)
 
     def _fetch(self, prefetch: Prefetch) -> bool:
         """Bring what is missing, as far as it goes; False where nobody behind it gets more."""
         fetches = self.fetches
-        if prefetch.blocked == (fetches.changes, fetches.capacity):
-            return True
         held, _ = self._match(prefetch)
         if held < prefetch.begin:
             self._ask_anew(prefetch)
             return True
         over = [one for one in prefetch.pieces if one.staged and one.stop <= held]
         fetches.drop(prefetch, over)
+        if prefetch.choice is None and fetches.has_slot and held < prefetch.end:
+            prefetch.choice = self._choose(prefetch, held)
+        if prefetch.choice is Choice.SLOWER:
+            self._settle(prefetch)
+            return True
         whole = self._start_fetches(prefetch, held)
         self._look(prefetch, held)
         if whole:
-            prefetch.blocked = (fetches.changes, fetches.capacity)
+            own = prefetch.missing(held, 1, lambda key: False) is None
+            now = (fetches.changes, fetches.capacity)
+            prefetch.blocked = ALL_COMES if own else now
         elif not prefetch.deferred:
             prefetch.deferred = True
             tokens = len(prefetch.keys) * self._context.page_size
@@ -269,12 +299,33 @@ class PrefetchLine:
             fetches.start(prefetch, start, min(stop, start + fetches.capacity))
         return True
 
+    def _choose(self, prefetch: Prefetch, held: int) -> Choice:
+        """Whether the hit is there before it could be computed."""
+        context, fetches, choice = self._context, self.fetches, Choice.UNMEASURED
+        pages, ahead = prefetch.end - held, 0
+        if prefetch.asked_ms is None:
+            before = [one for one in self._by_rid.values() if one.place < prefetch.place]
+            ahead = sum(len(one.key) - one.end * context.page_size for one in before)
+        if not context.settings.always_fetch:
+            hit = Hit(
+                tokens=pages * context.page_size,
+                calls=pages_of(pages, fetches.piece_pages),
+                call_bytes=min(pages, fetches.piece_pages) * context.page_bytes,
+                calls_ahead=fetches.running,
+                tokens_ahead=ahead,
+            )
+            choice = choose(self._speeds, hit, SIDE_BY_SIDE, self._slower_in_a_row)
+        self._slower_in_a_row = self._slower_in_a_row + 1 if choice is Choice.SLOWER else 0
+        context.choices[choice] += 1
+        return choice
+
     def _look(self, prefetch: Prefetch, held: int) -> None:
         """FOUND, FETCHING or STAGED, by what is there."""
         if prefetch.state in (State.FOUND, State.FETCHING, State.STAGED):
+            prefetch.blocked = None
             whole = held + prefetch.staged_from(held) >= prefetch.end
             rest = State.STAGED if whole else State.FOUND
-            prefetch.state = State.FETCHING if prefetch.fetching else rest
+            self._enter(prefetch, State.FETCHING if prefetch.fetching else rest)
 
     def _load_ahead(self, line: list[Prefetch]) -> None:
         """Of a hit that is larger than the stage, copy what is in the stage into the tree, if the
@@ -310,13 +361,14 @@ class PrefetchLine:
             context.counters["prefetch_loaded_tokens"] += new
             hits = context.tree.prefetch_loaded_tokens_by_reqid
             hits[prefetch.rid] = hits.get(prefetch.rid, 0) + new
+            prefetch.loaded += new
         return loaded
 
     def _ready(self, prefetch: Prefetch) -> bool:
         """Whether all that will come is in the tree or in the stage."""
         if prefetch.state in (State.MISSED, State.WAITING, State.QUERYING):
             return prefetch.state is State.MISSED
-        now = (self.fetches.changes, self._context.tree.inserts)
+        now = (self.fetches.handed_over, self._context.tree.inserts)  # what makes the tree grow
         if prefetch.state is not State.STAGED and prefetch.unready == now:
             return False
         prefetch.unready = now
@@ -333,7 +385,7 @@ class PrefetchLine:
         if prefetch.queries > len(AGAIN_MS):
             self._settle(prefetch)
             return False
-        prefetch.state = State.WAITING
+        self._enter(prefetch, State.WAITING)
         return True
 
     def _settle(self, prefetch: Prefetch) -> None:
@@ -343,11 +395,13 @@ class PrefetchLine:
         self._cancel_query(prefetch)
         self._cut(prefetch, held + staged if staged else prefetch.begin)
         prefetch.queries, prefetch.again_ms = len(AGAIN_MS) + 1, None
-        prefetch.state = State.STAGED if staged else State.MISSED
+        self._enter(prefetch, State.STAGED if staged else State.MISSED)
 
     def _end(self, prefetch: Prefetch) -> None:
         """Nobody wants it any more."""
         del self._by_rid[prefetch.rid]
+        self._enter(prefetch, prefetch.state)
+        self._context.times.ended(prefetch)
         self._cancel_query(prefetch)
         self.fetches.drop(prefetch, prefetch.pieces)
 
@@ -362,6 +416,7 @@ class PrefetchLine:
         pages = max(0, end - prefetch.begin)
         self._unfulfilled(max(0, len(prefetch.keys) - pages))
         prefetch.hashes, prefetch.keys = prefetch.hashes[:pages], prefetch.keys[:pages]
+        prefetch.unready = None
         self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > end])
 
     def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
@@ -389,6 +444,9 @@ class PrefetchLine:
 
         match = self._context.tree.match_prefix(MatchPrefixParams(key=prefetch.key))
         return len(match.device_indices) // self._context.page_size, match.last_device_node
+
+    def _enter(self, prefetch: Prefetch, state: State) -> None:
+        prefetch.enter(state, self._context.now_ms)
 
     def _unfulfilled(self, pages: int) -> None:
         tokens = pages * self._context.page_size

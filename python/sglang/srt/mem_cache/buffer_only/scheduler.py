@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -22,6 +24,12 @@ class BufferOnlyScheduler(NamingScheduler):
     _request_namespace: str | None = None
 
     _store_ignored: bool = False
+    _last_result: float = 0.0
+
+    @cached_property
+    def _launched(self) -> deque[float]:
+        """When the batches were launched whose results are not processed."""
+        return deque(maxlen=4)
 
     @override
     def init_cache_with_memory_pool(self) -> None:
@@ -87,6 +95,26 @@ class BufferOnlyScheduler(NamingScheduler):
         # On a prefill server they wait for their decode server first.
         bootstrap = getattr(self, "disagg_prefill_bootstrap_queue", None)
         return [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
+
+    @override
+    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        if self._buffer_only:
+            self._launched.append(time.monotonic())
+            # A draft model's verification writes to more than these.
+            plain = self.spec_algorithm.is_none()
+            self.tree_cache.written = batch.out_cache_loc if plain else None
+        return super().run_batch(batch, pp_proxy_tensors)
+
+    @override
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        if self._buffer_only and self._launched:
+            # A batch that was launched under another one begins when that has ended.
+            now, began = time.monotonic(), max(self._launched.popleft(), self._last_result)
+            self._last_result = now
+            if batch.forward_mode.is_extend() and batch.prefill_stats is not None:
+                tokens = batch.prefill_stats.log_input_tokens
+                self.tree_cache.buffer.computed(tokens, now - began)
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:

@@ -117,6 +117,8 @@ class Settings:
     timeout_base_ms: float = 1_000.0
     timeout_page_ms: float = 4.0
     pass_prefix_keys: bool = False
+    #: Fetch every hit, however slow the store is.
+    always_fetch: bool = False
     #: A path in use is looked up in the store once in so long, which keeps it there.
     touch_ms: int = 10_000
 

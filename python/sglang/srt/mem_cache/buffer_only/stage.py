@@ -149,6 +149,13 @@ def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
     return (starts[:, None] + torch.arange(page_size, dtype=torch.int64)).flatten()
 
 
+def meets(slots: Sequence[torch.Tensor], written: torch.Tensor | None) -> bool:
+    """Whether one of ``slots`` is, or may be, among those that are being written."""
+    import torch
+
+    return written is None or any(bool(torch.isin(one, written).any()) for one in slots)
+
+
 class Copies(Generic[Owner]):
     """Launches of one direction that have not been seen to end, oldest first."""
 
@@ -192,13 +199,20 @@ class Copier:
     Args:
         controller: SGLang's ``HiCacheController``.
         forward_stream: gives the stream of the forward passes, or None. What a request has just
-            computed is complete only when that stream gets there; and a batch that is still running
-            may write to a slot that a request, finished meanwhile, has given back.
+            computed is complete only when that stream gets there.
+        written: gives the device slots that the batch on that stream writes to, None where they are
+            not known. A request that finished meanwhile may have given one of them back.
     """
 
-    def __init__(self, controller: Controller, forward_stream: Callable[[], Stream | None]) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        forward_stream: Callable[[], Stream | None],
+        written: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:
         self._controller = controller
         self._forward_stream = forward_stream
+        self._written = written
 
     def to_stage(self, pairs: Sequence[Pair]) -> Event:
         """Launch a copy from the device; its finish event."""
@@ -210,9 +224,13 @@ class Copier:
         return finish_event
 
     def to_device(self, pairs: Sequence[Pair]) -> tuple[Event, int]:
-        """The same to the device, layer by layer; finish event and the batch's consumer index."""
+        """The same to the device, layer by layer; finish event and the batch's consumer index.
+
+        It runs beside the batch that runs now, unless that writes to one of its slots.
+        """
         controller = self._controller
-        self._after_forward(controller.load_stream)
+        if meets([device for _, device in pairs], self._written()):
+            self._after_forward(controller.load_stream)
         controller.load_queue.extend(self._operations(pairs))
         consumer_index = controller.start_loading()
         finish_event: Event = controller.ack_load_queue.pop().finish_event

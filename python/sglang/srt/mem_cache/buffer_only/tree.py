@@ -27,6 +27,8 @@ from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang.srt.mem_cache.buffer_only.upstream import Controller, Key, Node, Request, Stream
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 else:
@@ -54,6 +56,8 @@ class BufferOnlyTree(HiRadixCache):
     inserts: int
     #: The stream of the forward passes, set by the scheduler.
     forward_stream: Stream | None = None
+    #: Device slots that the batch launched last writes to, None where they are not known.
+    written: torch.Tensor | None = None
     _closing: bool = False
 
     @override
@@ -93,6 +97,7 @@ class BufferOnlyTree(HiRadixCache):
             timeout_base_ms=self.prefetch_timeout_base * 1000,
             timeout_page_ms=self.prefetch_timeout_per_page * 1000,
             pass_prefix_keys=self.hicache_storage_pass_prefix_keys,
+            always_fetch=environment.BUFFER_ALWAYS_FETCH.read(),
         )
         return Context(
             tree=self,
@@ -103,7 +108,7 @@ class BufferOnlyTree(HiRadixCache):
                 call_pages(host.size_per_token * self.page_size),
                 namespace=Namespace.of(self.pool_identity()),
             ),
-            copier=Copier(controller, lambda: self.forward_stream),
+            copier=Copier(controller, lambda: self.forward_stream, lambda: self.written),
             settings=settings,
             skip_backup=controller.backup_skip,
             page_bytes=self.token_to_kv_pool_host.size_per_token * self.page_size,

@@ -1,0 +1,99 @@
+"""Load or recompute: does a request get on sooner with a hit of the store, or without it (pure).
+
+The speeds of the store and of the model are measured while the server runs; its ranks decide from
+the slowest rank's. A hit is fetched while its request waits in line, so that only what the fetch
+takes longer than that counts against it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class Choice(enum.Enum):
+    """What to do with a hit, and why; the values are for metrics."""
+
+    #: It is there sooner than it could be computed.
+    FASTER = "faster"
+    #: It is fetched, because the store or the model was not measured yet, or because
+    #: ``SGLANG_HICACHE_BUFFER_ALWAYS_FETCH`` is set.
+    UNMEASURED = "unmeasured"
+    #: It would be slower, and is fetched to see whether the store is still so slow.
+    TRIAL = "trial"
+    #: It would be slower: the request computes.
+    SLOWER = "slower"
+
+
+#: One in so many hits that would be slower is a trial.
+TRIAL_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What is known of the store and of the model; 0: not measured."""
+
+    #: Mean time of a call that fetches, and its mean size.
+    call_us: int = 0
+    call_bytes: int = 0
+    #: Of prefill.
+    tokens_per_s: int = 0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A hit, and what comes before it.
+
+    Attributes:
+        tokens: that need not be computed.
+        calls: of the store, for all of it.
+        call_bytes: of one of them.
+        calls_ahead: that the store is busy with.
+        tokens_ahead: that those in line before it will compute.
+    """
+
+    tokens: int
+    calls: int
+    call_bytes: int
+    calls_ahead: int = 0
+    tokens_ahead: int = 0
+
+
+def fetch_seconds(speeds: Speeds, hit: Hit, side_by_side: int) -> float:
+    """Until the hit is in the stage, with so many calls side by side.
+
+    A call that is smaller than the mean is not taken for faster: it may be latency that counts.
+    """
+    rounds = math.ceil((hit.calls + hit.calls_ahead) / side_by_side)
+    return rounds * speeds.call_us / 1e6 * max(1.0, hit.call_bytes / speeds.call_bytes)
+
+
+def choose(speeds: Speeds, hit: Hit, side_by_side: int, slower_in_a_row: int) -> Choice:
+    """Whether to fetch ``hit``; ``slower_in_a_row``: hits that were not, since the last trial."""
+    if not (speeds.call_bytes and speeds.tokens_per_s):
+        return Choice.UNMEASURED
+    waits = hit.tokens_ahead / speeds.tokens_per_s
+    late = max(0.0, fetch_seconds(speeds, hit, side_by_side) - waits)
+    if late <= hit.tokens / speeds.tokens_per_s:
+        return Choice.FASTER
+    return Choice.TRIAL if slower_in_a_row + 1 >= TRIAL_EVERY else Choice.SLOWER
+
+
+class Mean:
+    """A mean in which what is old fades: each entry counts for ``1 - keep``."""
+
+    def __init__(self, keep: float = 0.9) -> None:
+        self._keep = keep
+        self._weight = self._value = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """One more, that counts ``weight`` times."""
+        kept = self._weight * self._keep**weight
+        self._weight = kept + weight
+        self._value += (value - self._value) * weight / self._weight
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return self._value

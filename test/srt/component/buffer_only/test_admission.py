@@ -1,0 +1,98 @@
+"""SGLang's own admission over a hit in the stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import check_idle
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+PROMPT = prompt(1, 9)
+
+
+@pytest.fixture
+def cache() -> Cache:
+    """An empty tree, and the hit of request "r" in the stage."""
+    found = Cache()
+    found.compute(PROMPT)
+    found.settle()
+    found.flush()
+    found.want("r", PROMPT)
+    for _ in range(4):
+        found.step()
+    assert found.state("r") is State.STAGED
+    return found
+
+
+def request(new_tokens: int = 4) -> Any:
+    return Req("r", "", list(PROMPT), SamplingParams(max_new_tokens=new_tokens))
+
+
+def add(cache: Cache, req: Any, chunk: int | None = None) -> AddReqResult:
+    """As the scheduler does for each request that waits."""
+    assert cache.tree.check_prefetch_progress(req.rid)
+    adder = PrefillAdder(
+        PAGE, cache.tree, cache.allocator, None, 0.5, rem_input_tokens=1000, rem_chunk_tokens=chunk
+    )
+    req.init_next_round_input(cache.tree)
+    result = adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    assert (result is AddReqResult.NO_TOKEN) == (not adder.can_run_list)
+    return result
+
+
+@pytest.mark.parametrize("chunk", [None, 2 * PAGE])
+def test_a_hit_is_loaded_when_its_request_is_admitted(cache: Cache, chunk: int | None):
+    """It is computed from the end of the hit on, and a chunk is filled with what is left."""
+    req = request()
+    assert add(cache, req, chunk) is AddReqResult.CONTINUE
+    assert len(req.prefix_indices) == 8 * PAGE and req.extend_input_len == PAGE
+    assert req.last_node.lock_ref == 2, "the request's, and the copy's"
+    assert cache.tree.ready_to_load_host_cache() >= 0 and req.host_hit_length == 0
+    cache.settle()
+    assert req.last_node.lock_ref == 1
+    cache.verify(PROMPT, req.prefix_indices)
+    cache.tree.dec_lock_ref(req.last_node)
+    check_idle(cache)
+
+
+@pytest.mark.hazard("back-pressure-deadlock")
+@pytest.mark.parametrize("free", [0, 8, 9])
+def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
+    """It takes not a page: neither from those who run, who would be retracted for it, nor from the
+    tree; its hit stays in the stage."""
+    room = cache.allocator.available_size() - free * PAGE
+    taken = cache.allocator.alloc(room)
+    for _ in range(3):
+        req = request()
+        assert add(cache, req) is AddReqResult.NO_TOKEN
+        assert cache.tree.ready_to_load_host_cache() == -1
+        assert cache.allocator.available_size() == free * PAGE
+        cache.step()
+        assert cache.state("r") is State.STAGED and cache.tree.protected_size() == 0
+    cache.allocator.free(taken)
+    req = request()
+    assert add(cache, req) is AddReqResult.CONTINUE and len(req.prefix_indices) == 8 * PAGE
+    cache.tree.ready_to_load_host_cache()
+    cache.settle()
+    cache.tree.dec_lock_ref(req.last_node)
+    check_idle(cache)
+
+
+def test_a_request_that_wants_logprobs_of_its_prompt(cache: Cache):
+    """It computes from there on; of the hit it takes what lies before."""
+    req = request()
+    req.return_logprob, req.logprob_start_len = True, 3 * PAGE + 1
+    assert add(cache, req) is AddReqResult.CONTINUE
+    assert len(req.prefix_indices) == 3 * PAGE and cache.prefetch("r") is None
+    assert torch.equal(req.prefix_indices, cache.match(PROMPT[: 3 * PAGE]).device_indices)
+    cache.tree.ready_to_load_host_cache()
+    cache.settle()
+    cache.tree.dec_lock_ref(req.last_node)
+    check_idle(cache)

@@ -1,0 +1,75 @@
+"""Load or recompute: the arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglang.srt.mem_cache.buffer_only.worth import (
+    TRIAL_EVERY,
+    Choice,
+    Hit,
+    Mean,
+    Speeds,
+    choose,
+    fetch_seconds,
+)
+
+#: A call of 10 ms for 8 MB; 10,000 tokens a second.
+SPEEDS = Speeds(call_us=10_000, call_bytes=8_000_000, tokens_per_s=10_000)
+
+
+@pytest.mark.parametrize(
+    ("hit", "seconds"),
+    [
+        (Hit(1000, calls=1, call_bytes=8_000_000), 0.01),
+        (Hit(1000, calls=1, call_bytes=100), 0.01),
+        (Hit(1000, calls=1, call_bytes=16_000_000), 0.02),
+        (Hit(1000, calls=4, call_bytes=8_000_000), 0.01),
+        (Hit(1000, calls=5, call_bytes=8_000_000), 0.02),
+        (Hit(1000, calls=1, call_bytes=8_000_000, calls_ahead=8), 0.03),
+    ],
+)
+def test_how_long_a_fetch_takes(hit: Hit, seconds: float):
+    """In rounds of four calls, each as long as its bytes, or as a call of the mean size."""
+    assert fetch_seconds(SPEEDS, hit, side_by_side=4) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tokens_ahead", "choice"),
+    [(101, 0, Choice.FASTER), (99, 0, Choice.SLOWER), (50, 51, Choice.FASTER)],
+)
+def test_who_is_first(tokens: int, tokens_ahead: int, choice: Choice):
+    """A hit of 10 ms against the time to compute it; what is fetched while the request waits for
+    others costs it nothing."""
+    hit = Hit(tokens, calls=1, call_bytes=8_000_000, tokens_ahead=tokens_ahead)
+    assert choose(SPEEDS, hit, 4, 0) is choice
+
+
+@pytest.mark.parametrize("missing", ["call_bytes", "tokens_per_s"])
+def test_what_was_never_measured_is_tried(missing: str):
+    """Or nothing would ever be known of it."""
+    hit = Hit(1, calls=100, call_bytes=8_000_000)
+    assert choose(replace(SPEEDS, **{missing: 0}), hit, 4, 0) is Choice.UNMEASURED
+
+
+def test_a_slow_store_is_tried_now_and_then():
+    """It may be faster by now, which only a fetch can tell."""
+    hit, choices = Hit(1, calls=1, call_bytes=8_000_000), []
+    for row in range(TRIAL_EVERY):
+        choices.append(choose(SPEEDS, hit, 4, row))
+    assert choices == [Choice.SLOWER] * (TRIAL_EVERY - 1) + [Choice.TRIAL]
+
+
+def test_a_mean_that_forgets():
+    """The first value counts whole, and an old one less and less."""
+    mean = Mean(keep=0.5)
+    assert mean.value == 0
+    mean.add(10.0)
+    assert mean.value == 10.0
+    mean.add(40.0)
+    assert mean.value == pytest.approx((0.5 * 10 + 40) / 1.5)
+    for _ in range(40):
+        mean.add(7.0)
+    assert mean.value == pytest.approx(7.0)
