@@ -39,6 +39,12 @@ def test_paged_allocator_and_retraction_copies() -> None:
     check("program_allocator.py")
 
 
+def test_speculative_forms_are_those_of_the_kernels() -> None:
+    """Guards against a chain of drafts that is put into other slots or cut at another place than on
+    a GPU: every form does what SGLang's Triton kernel does, in Triton's interpreter."""
+    check("program_speculative.py", TRITON_INTERPRET="1")
+
+
 def test_hicache_host_pools() -> None:
     """Guards against pinning, and against KV that differs after a round trip through the host,
     in both layouts of the direct I/O backend, with and without MLA."""

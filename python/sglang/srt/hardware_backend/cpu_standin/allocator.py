@@ -99,10 +99,10 @@ class Launch:
     """Takes the place of a Triton kernel: ``kernel[grid](...)`` calls a function once."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+        self.function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self._function
+        return self.function
 
 
 def edit(module: ModuleType) -> None:

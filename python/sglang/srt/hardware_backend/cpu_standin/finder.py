@@ -25,12 +25,16 @@ EDIT_FILES = {
     "nixl_cu13._api": ("nixl",),
     "sglang.srt.distributed.parallel_state": ("dp_attention",),
     "sglang.srt.entrypoints.engine": ("start_method",),
-    "sglang.srt.layers.attention.torch_native_backend": ("dp_attention",),
+    "sglang.srt.layers.attention.torch_native_backend": ("dp_attention", "draft_attention"),
     "sglang.srt.layers.dp_attention": ("dp_attention",),
     "sglang.srt.mem_cache.allocator": ("allocator",),
+    "sglang.srt.mem_cache.memory_pool": ("speculative",),
     "sglang.srt.mem_cache.memory_pool_host": ("host_pool",),
     "sglang.srt.model_executor.forward_batch_info": ("dp_attention",),
     "sglang.srt.model_executor.model_runner": ("replicas",),
+    "sglang.srt.speculative.draft_utils": ("draft_attention",),
+    "sglang.srt.speculative.eagle_utils": ("speculative",),
+    "sglang.srt.speculative.spec_utils": ("speculative",),
 }
 
 #: Packages made of names only, all submodules included. ``sgl_kernel`` is shadowed where it is

@@ -1,0 +1,188 @@
+"""Speculative decoding without Triton and CUDA kernels: EAGLE with a chain of drafts (top-k 1).
+
+A draft is a tree of tokens in general, and a chain with ``--speculative-eagle-topk 1``; only the
+chain has a CPU form. The forms are checked against SGLang's own kernels in Triton's interpreter
+(``test/srt/unit/cpu_standin/test_speculative.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .allocator import Launch
+
+
+def edit(module: ModuleType) -> None:
+    """After any of the modules of ``_FORMS``: put the CPU forms in the place of its kernels."""
+    for name, form in _FORMS[module.__name__].items():
+        setattr(module, name, form)
+
+
+def _each(*tensors: Tensor) -> Iterator[tuple[int, ...]]:
+    return zip(*(tensor.tolist() for tensor in tensors), strict=False)
+
+
+def _only_chains(topk: int) -> None:
+    if topk != 1:
+        raise NotImplementedError(
+            f"--speculative-eagle-topk {topk} has no CPU form in the stand-in: use 1"
+        )
+
+
+# ---- speculative.spec_utils ----
+
+
+def assign_rows(rows: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor) -> None:
+    """Put ``slots`` into the rows ``rows`` of ``table``, for request i at ``start[i]:end[i]``."""
+    at = 0
+    for row, first, last in _each(rows, start, end):
+        table[row, first:last] = slots[at : at + last - first].to(table.dtype)
+        at += last - first
+
+
+def _assign_req_to_token_pool(
+    rows: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor, *sizes: int
+) -> None:
+    """Signature of SGLang's ``assign_req_to_token_pool``."""
+    assign_rows(rows, table, start, end, slots)
+
+
+def _assign_draft_cache_locs(
+    rows: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    extend_lens: Tensor,
+    new_pages: Tensor,
+    slots: Tensor,
+    source: Tensor | None,
+    target: Tensor | None,
+    last_page_lens: Tensor | None,
+    duplicates: int,
+    pool_len: int,
+    topk: int,
+    steps: int,
+    *sizes: int,
+) -> None:
+    """Signature of SGLang's ``assign_draft_cache_locs``: ``steps`` slots behind each request."""
+    _only_chains(topk)
+    assign_rows(rows, table, lens, lens + steps, slots)
+
+
+def _after_decode(
+    ids: Tensor, lens: Tensor, accepted: Tensor, positions: Tensor, last: Tensor, *sizes: int
+) -> None:
+    """Signature of SGLang's ``create_extend_after_decode_spec_info``.
+
+    The draft runs on the ``accepted[i]`` tokens that end at ``lens[i]``: writes their positions,
+    and the last of the ids of each request.
+    """
+    at = 0
+    for request, (length, count) in enumerate(_each(lens, accepted)):
+        positions[at : at + count] = torch.arange(length - count, length)
+        at += count
+        last[request] = ids[at - 1]
+
+
+def _align_evict_mask(lens: Tensor, evict: Tensor, page: int, drafts: int, *sizes: int) -> None:
+    """Signature of SGLang's ``align_evict_mask_to_page_size``.
+
+    Clears the slots of the last page that is kept: a page goes as a whole or not at all.
+    """
+    mask = evict.view(-1, drafts)
+    for request, length in enumerate(lens.tolist()):
+        kept = drafts - int(mask[request].sum())
+        start = (length + kept - 1) // page * page - length
+        mask[request, max(start, 0) : max(0, min(start + page, drafts))] = False
+
+
+# ---- speculative.eagle_utils ----
+
+
+def build_chain(
+    parents: Tensor,
+    scores: Tensor,
+    lens: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    following: Tensor,
+    siblings: Tensor,
+    topk: int,
+    steps: int,
+    drafts: int,
+    mask_mode: int = 0,
+) -> None:
+    """Signature of ``sgl_kernel.build_tree_kernel_efficient``, with a mask of all keys.
+
+    Token j of request i is row ``i * drafts + j``, stands at ``lens[i] + j``, sees the request and
+    the drafts up to itself, and is followed by the next.
+    """
+    _only_chains(topk)
+    depth = torch.arange(drafts)
+    positions.view(-1, drafts).copy_(lens[:, None] + depth)
+    index.copy_(torch.arange(index.numel()).view_as(index))
+    following[:, :-1] = depth[1:]
+    at = 0
+    for length in lens.tolist():
+        end = at + drafts * (length + drafts)
+        seen = torch.ones(drafts, drafts, dtype=torch.bool).tril()
+        mask[at:end].view(drafts, -1)[:, length:] = seen
+        at = end
+
+
+def verify_chain(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+    topk: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In the place of ``verify_tree_greedy_func``: a draft is accepted as long as each of its
+    tokens is the one that the target predicts for that place."""
+    _only_chains(topk)
+    agree = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1)
+    counts = agree.sum(1)
+    accept_token_num.copy_(counts)
+    drafts, steps = candidates.shape[1], torch.arange(accept_index.shape[1])
+    first = torch.arange(len(candidates))[:, None] * drafts
+    accept_index.copy_(torch.where(steps <= counts[:, None], first + steps, -1))
+    for request, count in enumerate(counts.tolist()):
+        at = request * drafts
+        predicts[at : at + count + 1] = target_predict[request, : count + 1].to(predicts.dtype)
+    return predicts, accept_index, accept_token_num
+
+
+# ---- mem_cache.memory_pool ----
+
+
+def _move_kv(
+    pointers: Tensor, strides: Tensor, target: Tensor, source: Tensor, *sizes: int, **options: int
+) -> None:
+    """Signature of SGLang's ``copy_all_layer_kv_cache_tiled``: a pool that serves speculation tries
+    it once at its start, on one slot and itself. A chain of drafts moves no KV."""
+    if not torch.equal(target, source):
+        raise NotImplementedError("moving KV between slots has no CPU form in the stand-in")
+
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "sglang.srt.speculative.spec_utils": {
+        "assign_req_to_token_pool": Launch(_assign_req_to_token_pool),
+        "assign_draft_cache_locs": Launch(_assign_draft_cache_locs),
+        "create_extend_after_decode_spec_info": Launch(_after_decode),
+        "align_evict_mask_to_page_size": Launch(_align_evict_mask),
+    },
+    "sglang.srt.speculative.eagle_utils": {
+        "sgl_build_tree_kernel_efficient": build_chain,
+        "verify_tree_greedy_func": verify_chain,
+    },
+    "sglang.srt.mem_cache.memory_pool": {"copy_all_layer_kv_cache_tiled": Launch(_move_kv)},
+}

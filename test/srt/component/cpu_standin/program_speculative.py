@@ -1,0 +1,86 @@
+"""Each speculative form of the stand-in against SGLang's own Triton kernel, in its interpreter."""
+
+import importlib.util
+import os
+import random
+from importlib.machinery import SourceFileLoader
+
+import torch
+import triton.runtime.interpreter as interpreter
+
+from sglang.srt.hardware_backend.cpu_standin import speculative
+from sglang.srt.speculative import spec_utils
+
+# The module once more, without the stand-in's edit. TRITON_INTERPRET=1 is set.
+loader = SourceFileLoader("kernels", spec_utils.__file__)
+kernels = importlib.util.module_from_spec(importlib.util.spec_from_loader("kernels", loader))
+loader.exec_module(kernels)
+
+# With numpy 2 a range over a tensor of one value needs this.
+interpreter.tl.core.tensor.__index__ = lambda value: int(value.handle.data.item())
+
+FORMS = {
+    name: form.function
+    for name, form in speculative._FORMS["sglang.srt.speculative.spec_utils"].items()
+}
+RNG = random.Random(5)
+POOL_LEN = 96
+
+
+def power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def same(name: str, batch: int, *arguments: object, changed: tuple[int, ...]) -> None:
+    """Kernel and form make the same of the arguments ``changed``."""
+    pairs = [(a.clone(), a.clone()) if isinstance(a, torch.Tensor) else (a, a) for a in arguments]
+    theirs, ours = ([pair[side] for pair in pairs] for side in (0, 1))
+    getattr(kernels, name)[(batch,)](*theirs)
+    FORMS[name](*ours)
+    for at in changed:
+        assert torch.equal(theirs[at], ours[at]), (name, theirs[at], ours[at])
+
+
+def batch_of() -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Size, rows, table and lengths of a random batch."""
+    size = RNG.randint(1, 5)
+    rows = torch.tensor(RNG.sample(range(8), size))
+    table = torch.randint(1, 1000, (8, POOL_LEN), dtype=torch.int32)
+    return size, rows, table, torch.tensor([RNG.randint(1, 70) for _ in range(size)])
+
+
+for _ in range(40):
+    size, rows, table, lens = batch_of()
+    steps, page = RNG.randint(1, 4), RNG.choice([1, 2, 16])
+    counts = torch.tensor([RNG.randint(1, steps + 1) for _ in range(size)])
+    slots = torch.randint(1, 1000, (int(counts.sum()),))
+    same(
+        *("assign_req_to_token_pool", size, rows, table, lens, lens + counts, slots),
+        *(POOL_LEN, power(size)),
+        changed=(1,),
+    )
+    slots = torch.randint(1, 1000, (size * steps,))
+    empty = torch.empty((), dtype=torch.int64)
+    same(
+        *("assign_draft_cache_locs", size, rows, table, lens, empty, empty, slots),
+        *(None, None, None, 0, POOL_LEN, 1, steps, page, power(size), power(steps + page)),
+        changed=(1, 5),
+    )
+    ids = torch.randint(0, 600, (int(counts.sum()),))
+    positions = torch.zeros(len(ids), dtype=torch.int64)
+    last = torch.zeros(size, dtype=torch.int32)
+    same(
+        *("create_extend_after_decode_spec_info", size, ids, lens + 70, counts, positions, last),
+        power(max(steps + 1, size)),
+        changed=(3, 4),
+    )
+    evict = torch.ones(size * (steps + 1), dtype=torch.bool)
+    for request, count in enumerate(counts.tolist()):
+        evict[request * (steps + 1) : request * (steps + 1) + count] = False
+    same(
+        *("align_evict_mask_to_page_size", size, lens, evict, page, steps + 1, power(steps + 1)),
+        changed=(1,),
+    )
+print("CHECKED", flush=True)
+os._exit(0)

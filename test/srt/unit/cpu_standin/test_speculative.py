@@ -1,0 +1,110 @@
+"""A chain of drafts on the CPU stand-in, against references that go token by token.
+
+The forms of Triton kernels are compared with these in ``component/cpu_standin``.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.hardware_backend.cpu_standin import draft_attention, speculative
+
+TOKENS = st.integers(0, 3)
+
+
+@st.composite
+def verified(draw):
+    """Drafts of some requests, the last known token first, and what the target says after each."""
+    width = draw(st.integers(2, 5))
+    row = st.lists(TOKENS, min_size=width, max_size=width)
+    size = draw(st.integers(1, 4))
+    return [[draw(row) for _ in range(size)] for _ in range(2)]
+
+
+@given(verified())
+def test_verify(drafted) -> None:
+    """Guards against a draft that is accepted behind a wrong one, or without the target's token
+    that follows the last right one."""
+    candidates, target = (torch.tensor(rows) for rows in drafted)
+    size, width = candidates.shape
+    predicts = torch.full((size * width + 1,), -5, dtype=torch.int32)
+    index = torch.full((size, width), -1, dtype=torch.int32)
+    count = torch.empty(size, dtype=torch.int32)
+    empty = torch.empty(0)
+    speculative.verify_chain(
+        predicts, index, count, candidates, empty, empty, empty, target, topk=1
+    )
+    for row in range(size):
+        accepted = [row * width]
+        for at in range(1, width):
+            if candidates[row, at] != target[row, at - 1]:
+                break
+            accepted.append(row * width + at)
+        assert index[row].tolist() == accepted + [-1] * (width - len(accepted))
+        assert int(count[row]) == len(accepted) - 1
+        said = [int(target[row, at - row * width]) for at in accepted]
+        assert predicts[accepted].tolist() == said
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 4))
+def test_build(lens: list[int], steps: int) -> None:
+    """Guards against a draft that sees what comes behind it, or stands at another position."""
+    drafts, size = steps + 1, len(lens)
+    mask = torch.ones(sum(drafts * (length + drafts) for length in lens), dtype=torch.bool)
+    positions = torch.empty(size * drafts, dtype=torch.int64)
+    index, following, siblings = torch.full((3, size, drafts), -1)
+    empty = torch.empty(0)
+    speculative.build_chain(
+        *(empty, empty, torch.tensor(lens), mask, positions, index, following, siblings),
+        *(1, steps, drafts),
+    )
+    rows = iter(mask.tolist())
+    for request, length in enumerate(lens):
+        for draft in range(drafts):
+            seen = [next(rows) for _ in range(length + drafts)]
+            assert seen == [key <= length + draft for key in range(length + drafts)]
+            at = request * drafts + draft
+            assert positions[at] == length + draft
+            assert index[request, draft] == at
+            last = draft == drafts - 1
+            assert following[request, draft] == (-1 if last else draft + 1)
+    assert (siblings == -1).all()
+
+
+def test_trees_are_refused() -> None:
+    """Guards against a tree of drafts that is taken for a chain."""
+    empty = torch.empty(0)
+    with pytest.raises(NotImplementedError, match="topk 2"):
+        speculative.verify_chain(*(empty,) * 8, topk=2)
+
+
+def test_no_kv_is_moved() -> None:
+    """Guards against accepted drafts whose KV stays where it was."""
+    pointers = torch.zeros(1)
+    same, other = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    speculative._move_kv(pointers, pointers, same, same, 1, 4, BYTES_PER_TILE=128)
+    with pytest.raises(NotImplementedError, match="moving KV"):
+        speculative._move_kv(pointers, pointers, same, other, 1, 4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=3))
+def test_attention(requests: list[tuple[int, int]]) -> None:
+    """Guards against queries that see keys behind them, or those of another request: each is as if
+    it stood alone at the end of its own text."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 64, 2, 8)
+    table = torch.stack([torch.randperm(64)[:16] for _ in range(8)])
+    rows = torch.tensor([7, 2, 5])[: len(requests)]
+    lens, counts = [before + new for before, new in requests], [new for _, new in requests]
+    query = torch.randn(sum(counts), 4, 8)
+    found = draft_attention.attend(query, keys, values, table, rows, lens, counts, 0.5)
+    at = 0
+    for row, (before, new) in zip(rows.tolist(), requests, strict=True):
+        for ahead in range(new):
+            slots = table[row, : before + ahead + 1]
+            for head in range(4):
+                scores = keys[slots, head // 2] @ query[at, head] * 0.5
+                expected = scores.softmax(0) @ values[slots, head // 2]
+                assert torch.allclose(found[at, head], expected, atol=1e-5)
+            at += 1
