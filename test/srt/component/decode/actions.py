@@ -153,7 +153,7 @@ class Life:
 
     def batch(self, number: int) -> None:
         rng = random.Random(number)
-        self.decoder.tick_batch(lambda req: rng.randrange(TOKENS))
+        self.decoder.tick_batch(lambda req: rng.randrange(TOKENS), lambda req: rng.randrange(8))
 
     def retract(self, number: int) -> None:
         self.decoder.retract()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from component.decode import kv
+from component.decode import drafting, kv
 from component.decode.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
@@ -40,6 +40,9 @@ def check(decoder: Any) -> None:
     problems += _claims(decoder)
     problems += _tables(decoder, held)
     problems += _content(decoder, readers(decoder))
+    if decoder.steps:
+        waiting = [req for req in decoder.waiting_queue if not is_fake(req)]
+        problems += [problem for req in waiting for problem in drafting.start_problems(req)]
     for entry in decoder.disagg_decode_transfer_queue.queue:
         problems += _announcement(decoder, entry)
     assert not problems, "; ".join(problems)
@@ -83,22 +86,42 @@ def _tables(decoder: Any, held: list[Any]) -> list[str]:
     return problems
 
 
+class Expected(NamedTuple):
+    """Slots, the tags of the KV in them, and of the draft model's KV, if there is one."""
+
+    name: str
+    slots: torch.Tensor
+    values: list[int]
+    drafts: list[int]
+
+
 def _content(decoder: Any, held: list[Any]) -> list[str]:
     """Every slot of the tree, and every slot that a request may read, holds its tokens' KV."""
     expected = [*_of_tree(decoder.tree_cache), *(_of_request(decoder, req) for req in held)]
     if not expected:
         return []
     # One read for all: this runs after every step.
-    found = kv.read(decoder.pool, torch.cat([slots.to(torch.int64) for _, slots, _ in expected]))
+    slots = torch.cat([each.slots.to(torch.int64) for each in expected])
+    found = kv.read(decoder.pool, slots)
+    drafts = kv.read(decoder.draft_pool, slots) if decoder.draft_pool is not None else []
     problems, at = [], 0
-    for name, slots, values in expected:
-        if found[at : at + len(slots)] != values:
-            problems.append(f"{name}: its slots hold other KV than its tokens'")
-        at += len(slots)
+    for each in expected:
+        end = at + len(each.slots)
+        if found[at:end] != each.values:
+            problems.append(f"{each.name}: its slots hold other KV than its tokens'")
+        if drafts and not _drafts_fit(decoder, drafts[at:end], each.drafts):
+            problems.append(f"{each.name}: its slots hold other draft KV than its tokens'")
+        at = end
     return problems
 
 
-def _of_tree(tree: Any) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
+def _drafts_fit(decoder: Any, found: list[int], right: list[int]) -> bool:
+    """A guess of the draft model's is enough where an answer ended."""
+    pairs = zip(found, right, strict=True)
+    return all(value == tag or (value == -tag and tag in decoder.guessed) for value, tag in pairs)
+
+
+def _of_tree(tree: Any) -> Iterator[Expected]:
     """KV of the weights that are served now; where it cannot be hit any more, of its own."""
     stack = [(node, 0) for node in tree.root_node.children.values()]
     while stack:
@@ -106,19 +129,24 @@ def _of_tree(tree: Any) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
         key, weights = node.key.extra_key, tree.generation
         if isinstance(key, Retired):
             weights, key = key
-        values = kv.tags(node.key.token_ids, key, start, weights)
-        yield f"node {node.id}", node.value, values
+        ids = node.key.token_ids
+        behind = []
+        if tree.is_eagle:  # pairs of tokens
+            ids, behind = [first for first, _ in ids], [ids[-1][1]]
+        tags = kv.tags([*ids, *behind], key, start, weights)
+        values = tags[: len(ids)]
+        yield Expected(f"node {node.id}", node.value, values, tags[1:])
         stack += [(child, values[-1]) for child in node.children.values()]
 
 
-def _of_request(decoder: Any, req: Any) -> tuple[str, torch.Tensor, list[int]]:
+def _of_request(decoder: Any, req: Any) -> Expected:
     """What has arrived of a request; of a warm-up request nothing ever does."""
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
     visible = 0 if is_fake(req) else arrived
-    ids = (req.origin_input_ids + req.output_ids)[:visible]
-    values = kv.tags(ids, req.extra_key, weights=record_of(req).generation)
+    ids = req.origin_input_ids + req.output_ids
+    tags = kv.tags(ids[: visible + 1], req.extra_key, weights=record_of(req).generation)
     row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx, :visible]
-    return f"request {req.rid}", row, values
+    return Expected(f"request {req.rid}", row, tags[:visible], tags[1 : visible + 1])
 
 
 def _announcement(decoder: Any, entry: Any) -> list[str]:

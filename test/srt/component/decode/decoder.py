@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from component.decode import kv
+from component.decode import drafting, kv
 from component.decode.peer import Mailbox, Manager, Room, WarmUpRoom
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import (
@@ -67,15 +67,16 @@ def build_tree(decoder: Any, policy: str) -> Any:
             token_to_kv_pool_allocator=decoder.token_to_kv_pool_allocator,
             page_size=decoder.page_size,
             eviction_policy=policy,
+            is_eagle=decoder.spec_algorithm.is_eagle(),
         )
     )
     tree.evictable_leaves = OrderedSet()
-    tree.serve_decode()
+    tree.serve_decode(decoder.draft_pool)
     return tree
 
 
 class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
-    """One rank of a decode server."""
+    """One rank of a decode server. ``steps``: of the draft model a decode step, 0 for none."""
 
     def __init__(
         self,
@@ -86,7 +87,10 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         reserve: int = 32,
         policy: str = "lru",
         group: Any = None,
+        steps: int = 0,
     ) -> None:
+        self.steps = steps
+        self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
         self.server_args = ServerArgs(
             model_path="dummy",
             page_size=page,
@@ -94,11 +98,15 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             disaggregation_transfer_backend="nixl",
             attention_backend="torch_native",
             device="cpu",
+            **drafting.arguments(steps),
         )
         self.server_args.disaggregation_decode_enable_radix_cache = True
         set_global_server_args_for_scheduler(self.server_args)
         self.page_size, self.max_total_num_tokens = page, tokens
         self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page)
+        self.draft_pool = kv.build_pool(tokens, page)[0] if steps else None
+        #: Tags whose draft KV may be a guess: nobody computed it again when the answer had ended.
+        self.guessed: set[int] = set()
         self.req_to_token_pool = DecodeReqToTokenPool(rows, 1024, "cpu", False, 8)
         self.tree_cache = build_tree(self, policy)
         self.metadata = MetadataBuffers(METADATA_SLOTS, 1, torch.float32)
@@ -116,8 +124,14 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         """What SGLang's own ``__init__`` leaves behind on a server without extras."""
         self.__dict__.update(
             disaggregation_mode=DisaggregationMode.DECODE,
-            model_config=SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False),
-            spec_algorithm=SpeculativeAlgorithm.NONE,
+            model_config=SimpleNamespace(
+                vocab_size=VOCABULARY,
+                is_encoder_decoder=False,
+                hidden_size=1,
+                dtype=torch.float32,
+            ),
+            spec_num_accepted_tokens=0,
+            spec_num_forward_ct=0,
             grammar_manager=SimpleNamespace(
                 grammar_queue=[],
                 has_waiting_grammars=lambda: False,
@@ -222,7 +236,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             f"r{number:05d}",
             "",
             list(token_ids),
-            SamplingParams(max_new_tokens=new),
+            SamplingParams(max_new_tokens=new, temperature=0.0),
             bootstrap_host=FAKE_BOOTSTRAP_HOST if warm_up else host,
             bootstrap_port=8998,
             bootstrap_room=1000 + number,
@@ -277,12 +291,19 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             weights = record_of(req).generation
             values = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)[prefix:]
             slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
-            kv.write(self.pool, slots.to(torch.int64)[: len(values)], values)
+            slots = slots.to(torch.int64)[: len(values)]
+            kv.write(self.pool, slots, values)
+            if self.draft_pool is not None:
+                whole = [*req.origin_input_ids, first_token]
+                drafts = kv.tags(whole, req.extra_key, weights=weights)[prefix + 1 :]
+                kv.write(self.draft_pool, slots, drafts)
             room.state = KVPoll.Success
         if metadata and room.poll() == KVPoll.Success and room.writing:
             index = room.metadata_index
             self.metadata.output_ids[index, 0] = first_token
             self.metadata.cached_tokens[index, 0] = cached
+            if self.steps:
+                drafting.send_start(self.metadata, index, req)
             self.metadata.bootstrap_room[index, 0] = req.bootstrap_room
             room.writing = False
 
@@ -290,7 +311,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         """Prefill ends a transfer that decode gave up: it fills pages it was told of long ago."""
         slots = (torch.tensor(room.pages)[:, None] * self.page_size).reshape(-1)
         slots = (slots[:, None] + torch.arange(self.page_size)).reshape(-1).to(torch.int64)
-        kv.write(self.pool, slots, [-7] * len(slots))
+        for pool in (self.pool, self.draft_pool):
+            if pool is not None:
+                kv.write(pool, slots, [-7] * len(slots))
         self.metadata.bootstrap_room[room.metadata_index, 0] = 7
         room.writing = False
 
@@ -304,38 +327,46 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         """Resume, admit, collect."""
         self.process_decode_queue()
 
-    def tick_batch(self, next_token: Any = lambda req: 2) -> None:
-        """Prebuilt batch, decode batch, forward pass, results."""
+    def tick_batch(self, next_token: Any = lambda req: 2, accepted: Any = lambda req: 1) -> None:
+        """Prebuilt batch, decode batch, forward pass, results.
+
+        ``next_token``: what the target says next; ``accepted``: so many drafts are right, if there
+        are that many.
+        """
         batch = self.get_next_disagg_decode_batch_to_run()
         self.last_batch = self.cur_batch = batch
         if batch is None:
             self.cur_batch = None
             return
-        for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
-            token_ids = req.origin_input_ids + req.output_ids
-            assert len(token_ids) == req.kv_committed_len
-            values = kv.tags(token_ids, req.extra_key, weights=record_of(req).generation)
-            kv.write(self.pool, slot[None], values[-1:])
-        tokens = torch.tensor([next_token(req) for req in batch.reqs])
-        batch.output_ids = tokens
         running = list(batch.reqs)
-        self.process_batch_result_decode(
-            batch,
-            SimpleNamespace(
-                copy_done=None,
-                logits_output=None,
-                next_token_ids=tokens,
-                can_run_cuda_graph=False,
-                num_accepted_tokens=0,
-            ),
-        )
-        batch.filter_batch()
+        if self.steps:
+            result = drafting.step(self, batch, next_token, accepted)
+        else:
+            result = self._forward(batch, next_token)
+        self.process_batch_result_decode(batch, result)
+        batch.filter_batch(v1_spec_info_filtered=True)
         self.cur_batch = None
         if batch.is_empty():
             self.last_batch = None
         for req in running:
             if req.finished():
                 self.finished_texts.append(req.origin_input_ids + req.output_ids)
+
+    def _forward(self, batch: Any, next_token: Any) -> Any:
+        """One token more for each request of the batch."""
+        for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
+            token_ids = req.origin_input_ids + req.output_ids
+            assert len(token_ids) == req.kv_committed_len
+            values = kv.tags(token_ids, req.extra_key, weights=record_of(req).generation)
+            kv.write(self.pool, slot[None], values[-1:])
+        batch.output_ids = torch.tensor([next_token(req) for req in batch.reqs])
+        return SimpleNamespace(
+            copy_done=None,
+            logits_output=None,
+            next_token_ids=batch.output_ids,
+            can_run_cuda_graph=False,
+            num_accepted_tokens=0,
+        )
 
     def retract(self) -> None:
         """Put requests back, as SGLang does when the pool is full."""

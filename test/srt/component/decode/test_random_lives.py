@@ -40,6 +40,24 @@ def test_random_life(
     assert all(life.seen.values()), f"this seed does not reach everything: {life.seen}"
 
 
+@pytest.mark.parametrize(
+    ("page", "tokens", "wait", "steps", "seed"),
+    [(1, 600, "0", 3, 1), (2, 640, "8", 1, 2), (16, 1024, "0", 3, 3), (16, 800, "32", 1, 4)],
+)
+def test_random_life_with_speculation(
+    monkeypatch: pytest.MonkeyPatch, page: int, tokens: int, wait: str, steps: int, seed: int
+) -> None:
+    """Guards against the same with a draft model beside the target: slots of both pools, answers
+    that grow by several tokens a step, drafts that are rejected."""
+    monkeypatch.setenv(WAIT, wait)
+    life = Life(Decoder(page, tokens, steps=steps), seed)
+    life.run(1500, seed)
+    assert len(life.decoder.submitted) > 100
+    # The last slot of a prompt depends on the answer, so something is always moved.
+    assert life.seen.pop("full_hits") == 0
+    assert all(life.seen.values()), f"this seed does not reach everything: {life.seen}"
+
+
 def _stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.delattr(DecodeRadixTree, name)
 

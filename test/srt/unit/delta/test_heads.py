@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.delta.pages import (
     HeadSlice,
     heads_of,
+    of_one_shape,
     plan_heads,
     slice_descriptors,
     sources_of,
@@ -168,3 +169,21 @@ def test_refused_memory(changes: dict[str, object], text: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=text):
         slice_descriptors(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("item_lens", "latent", "alike"),
+    [
+        ([64] * 8, False, True),
+        ([64] * 4 + [48] * 4, False, True),  # values are shorter
+        ([64] * 4 + [48] * 4 + [64] + [48], False, True),  # a draft of one layer behind them
+        ([64] * 8 + [32] * 2, False, False),
+        ([64] * 4 + [48] * 4 + [64] * 2, False, False),
+        ([64] * 4 + [48] * 4 + [32] + [24], False, False),
+        ([64] * 5, True, True),
+        ([64] * 4 + [32] * 2, True, False),
+    ],
+)
+def test_layers_of_one_shape(item_lens: list[int], latent: bool, alike: bool) -> None:
+    """Guards against a draft model's heads that are cut like the target's, and are not."""
+    assert of_one_shape(item_lens, latent=latent) == alike

@@ -145,6 +145,16 @@ _DECLARED = (
         labels=("reason",),
     ),
     *declare(
+        "counter",
+        "decode",
+        {
+            "decode_spec_verify_steps": "Steps in which the target verified a draft, of requests "
+            "that ended",
+            "decode_spec_accepted_tokens": "Draft tokens that were accepted in them",
+        },
+        labels=("prefix",),
+    ),
+    *declare(
         "gauge",
         "decode",
         {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -269,3 +270,20 @@ def _addresses(
     of_page = pages.astype(np.uint64)[None, :, None] * np.uint64(item_len)
     flat: Addresses = (of_buffer + of_page + offsets[None, None, :]).reshape(-1)
     return flat
+
+
+def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
+    """Whether all layers of a KV pool, and of the draft model's behind it, have heads alike.
+
+    ``item_lens``: bytes of a page by buffer: keys of the target's layers, their values, then the
+    same of the draft's layers. ``latent``: one buffer a layer (MLA).
+    """
+    runs = [(size, len(list(run))) for size, run in groupby(item_lens)]
+    if len(runs) <= 1:
+        return True
+    if latent or len(runs) % 2:
+        return False
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    return len({(key[0], value[0]) for key, value in pairs}) == 1 and all(
+        key[1] == value[1] for key, value in pairs
+    )

@@ -23,6 +23,7 @@ class Tree:
 
     device = "cpu"
     root_node = 0
+    is_eagle = False
 
     def __init__(self) -> None:
         self.locks: Counter[int] = Counter()

@@ -9,6 +9,7 @@ import prometheus_client
 import pytest
 
 from sglang.srt.disaggregation.delta.decode import scheduler as metrics
+from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
 from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES
 
@@ -61,3 +62,24 @@ def test_refusals_by_reason() -> None:
     assert sample("decode_admission_refused_total", reason="no_tokens") == before + 2
     assert (sample("decode_admission_refused_total", reason="no_request_row") or 0) >= 1
     assert decode.refusals == {"no_tokens": 3, "no_request_row": 1}
+
+
+def test_drafts_on_hits_and_misses() -> None:
+    """Guards against drafts that are worse behind prefixes from the tree, and nobody can see it."""
+    decode = DecodeMetrics()
+    decode.bind(LABELS)
+
+    def count(name: str, prefix: str) -> float:
+        return sample(f"decode_spec_{name}_total", prefix=prefix) or 0
+
+    def end(hit: int, steps: int, accepted: int) -> None:
+        req = SimpleNamespace(spec_verify_ct=steps, spec_accepted_tokens=accepted)
+        record_of(req).hit_tokens = hit  # type: ignore[arg-type]
+        decode.speculated(req)
+
+    end(64, 10, 7)
+    end(16, 5, 1)
+    end(0, 4, 2)
+    end(0, 0, 0)  # it ended with its first token
+    assert (count("verify_steps", "hit"), count("accepted_tokens", "hit")) == (15, 8)
+    assert (count("verify_steps", "miss"), count("accepted_tokens", "miss")) == (4, 2)

@@ -10,6 +10,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``candidates``        the first requests in line, their leases, and what the ranks agree on
 ``admission``         whether a request fits, and the slots for it; how long it may wait
 ``claims``            what running and admitted requests hold and may still need, as sums
+``speculation``       what a draft model beside the target changes
 ``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch; resumed KV
 ``receiver``          decode's end of a room: sends the announcement
 ``transfer_queue``    announcements, metadata slots, and committed KV entering the tree

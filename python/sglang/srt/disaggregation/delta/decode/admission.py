@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     expected_length,
     final_length,
 )
+from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import alone
 from sglang.srt.patchset import environment
@@ -42,17 +43,19 @@ class Limits(NamedTuple):
     window: int
 
     @classmethod
-    def read(cls, page: int) -> Limits:
-        """From the environment.
+    def read(cls, page: int, pairs: bool = False) -> Limits:
+        """From the environment. ``pairs``: keys are pairs of tokens, so that a slot can be shared
+        by who has the token behind it as well.
 
         Raises:
             ValueError: a variable is not the number that it must be.
         """
+        window = page_ceil(environment.PREFIX_WAIT_TOKENS.read(), page)
         return cls(
             for_memory=environment.ADMISSION_TIMEOUT.read(),
             for_prefix=environment.PREFIX_WAIT_TIMEOUT.read(),
             log_after=environment.WAIT_LOG.read(),
-            window=page_ceil(environment.PREFIX_WAIT_TOKENS.read(), page),
+            window=window + pairs if window else 0,
         )
 
 
@@ -75,7 +78,8 @@ class DecodeBudget:
         self._page = self._allocator.page_size
         self._cap: int = queue.num_reserved_decode_tokens
         #: What admitted requests hold; the tree tells it of every change.
-        self.claims = Claims(self._cap, self._page)
+        self._step = step_tokens(queue.scheduler.server_args, self._page)
+        self.claims = Claims(self._cap, self._page, self._step)
         self._tree.claims = self.claims
         #: Tokens that this rank has and another one has not; zero while ranks are in step.
         self.surplus = 0
@@ -95,7 +99,7 @@ class DecodeBudget:
         if cost > pool.free - taken - self.surplus - pool.reserved:
             return Refusal("no_tokens", cost)
         whole = page_ceil(length, self._page)
-        need = page_ceil(expected_length(req, length), self._page) - whole
+        need = page_ceil(expected_length(req, length, self._step), self._page) - whole
         total = self._queue.max_total_num_tokens
         if not self.claims.everyone_can_finish(prefix.node, whole - prefix.length, need, total):
             return Refusal("cannot_finish", cost)
@@ -118,9 +122,9 @@ class DecodeBudget:
 
     def cost(self, candidate: Candidate, prefix: int) -> int:
         """What admitting it takes beyond a locked ``prefix``, in tokens."""
-        claim = Claim(candidate.length, final_length(candidate.req))
+        claim = Claim(candidate.length, final_length(candidate.req, self._step))
         if candidate.resumes:
-            return entry_cost(prefix, claim, self._cap, self._page)
+            return entry_cost(prefix, claim, self.claims.cap, self._page)
         cap = self.claims.entry_cap
         return entry_cost(prefix, entering(claim), cap, self._page)
 

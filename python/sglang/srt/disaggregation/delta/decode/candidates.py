@@ -267,7 +267,8 @@ def settle(
         candidate.shares = offer >= Offer.SHARED
         length = max(offer - Offer.SHARED, 0)
         if length < candidate.lease.length:
-            shorter = candidate.token_ids[:length]
+            # With pairs of tokens as keys, so many slots take one token more.
+            shorter = candidate.token_ids[: length + tree.is_eagle]
             before = candidate.lease
             # The new lock first: nothing of the path is free for a moment.
             candidate.lease = PrefixLease.take(tree, shorter, candidate.req.extra_key)

@@ -179,12 +179,15 @@ class Needs:
 
 
 class Claims:
-    """The claims on one decode pool. ``cap``: what a running request reserves at most, tokens."""
+    """The claims on one decode pool. ``cap``: what a running request reserves at most, tokens.
 
-    def __init__(self, cap: int, page: int) -> None:
-        self.cap, self.page = cap, page
+    ``step``: with speculation, the tokens that a step wants free for each request; else 0.
+    """
+
+    def __init__(self, cap: int, page: int, step: int = 0) -> None:
+        self.cap, self.page, self.step = max(cap, step), page, step
         #: The cap of a request that does not run yet; at least a page, like the flag itself.
-        self.entry_cap = max(cap // 2, page)
+        self.entry_cap = max(cap // 2, page, step)
         #: By the id of the request, which the holding keeps alive.
         self._holdings: dict[int, Holding] = {}
         self._running: dict[int, Holding] = {}
@@ -204,10 +207,10 @@ class Claims:
     def entered(self, req: Req, node: TreeNode, shared: int, allocated: int) -> None:
         """``req`` holds ``allocated`` tokens; the tree shares ``shared`` of them, to ``node``."""
         holding = Holding(req, node, shared, allocated, Stage.ENTERING)
-        claim = entering(Claim(allocated, final_length(req)))
+        claim = entering(Claim(allocated, final_length(req, self.step)))
         holding.reserved = growth(claim, self.entry_cap, self.page)
         whole = page_ceil(allocated, self.page)
-        holding.need = page_ceil(expected_length(req, allocated), self.page) - whole
+        holding.need = page_ceil(expected_length(req, allocated, self.step), self.page) - whole
         self._holdings[id(req)] = holding
         self._entering += holding.reserved
         self._entering_needs.add(holding)
@@ -229,7 +232,7 @@ class Claims:
         self._unpin(holding)
         self.catch_up()
         holding.stage = Stage.RUNNING
-        holding.track = self._growth.add(req.kv_allocated_len, final_length(req))
+        holding.track = self._growth.add(req.kv_allocated_len, final_length(req, self.step))
         self._running[id(req)] = holding
         self._expect(holding)
 
@@ -348,16 +351,23 @@ class Claims:
         """File how much a running request is expected to need, and until when that is right."""
         req = holding.req
         expected = expected_length(req, req.kv_allocated_len)
-        holding.need = page_ceil(expected, self.page)
+        holding.need = page_ceil(expected + self.step, self.page)
         self._running_needs.add(holding)
-        if expected < final_length(req):
+        if not self.step and expected < final_length(req):
             until = self._growth.steps + expected - req.kv_allocated_len
             heapq.heappush(self._outgrow, (until, id(req)))
 
     def catch_up(self) -> None:
         """Make the steps that the batch has made: each request of it has one token more for each,
         so that any of them tells how many there were. Called once a step: a long answer beside
-        which nobody comes or goes would be thousands of steps at once."""
+        which nobody comes or goes would be thousands of steps at once.
+
+        With speculation each request has grown by as many tokens as were accepted for it, and all
+        of them are looked at (48 at most, unless SGLang is told otherwise)."""
+        if self.step:
+            for each in self._running.values():
+                self._refile(each)
+            return
         if not self._running:
             self._outgrow.clear()
             return
@@ -371,6 +381,17 @@ class Claims:
             if holding is not None:
                 self._running_needs.remove(holding)
                 self._expect(holding)
+
+    def _refile(self, holding: Holding) -> None:
+        """Count a running request with the tokens that it has now."""
+        assert holding.track is not None, "it runs"
+        req = holding.req
+        if req.kv_allocated_len == holding.track.start:
+            return
+        self._growth.remove(holding.track)
+        holding.track = self._growth.add(req.kv_allocated_len, final_length(req, self.step))
+        self._running_needs.remove(holding)
+        self._expect(holding)
 
 
 def _below(node: TreeNode | None, *covers: Container[int]) -> int:

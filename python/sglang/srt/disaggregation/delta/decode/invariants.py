@@ -127,8 +127,8 @@ def claims_problems(
     """
     problems = []
     page, cap = claims.page, claims.cap
-    reserved = sum(growth(_claim(req), cap, page) for req in running) + sum(
-        growth(entering(_claim(req)), claims.entry_cap, page) for req in waiting
+    reserved = sum(growth(_claim(req, claims.step), cap, page) for req in running) + sum(
+        growth(entering(_claim(req, claims.step)), claims.entry_cap, page) for req in waiting
     )
     if claims.reserved != reserved:
         problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
@@ -145,7 +145,7 @@ def claims_problems(
     needs = [0]
     for req in (*running, *waiting):
         shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
-        whole = page_ceil(expected_length(req, req.kv_allocated_len), page)
+        whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step), page)
         needs.append(whole - shared - private.get(id(req), 0))
     for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
         found = claims.everyone_can_finish(None, 0, 0, size)
@@ -157,8 +157,8 @@ def claims_problems(
     return problems
 
 
-def _claim(req: Req) -> Claim:
-    return Claim(req.kv_allocated_len, final_length(req))
+def _claim(req: Req, step: int) -> Claim:
+    return Claim(req.kv_allocated_len, final_length(req, step))
 
 
 def _up(node: TreeNode) -> Iterator[TreeNode]:

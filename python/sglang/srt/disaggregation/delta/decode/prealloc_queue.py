@@ -27,7 +27,10 @@ from sglang.srt.disaggregation.delta.decode.handshakes import (
     fail,
     give_up,
 )
-from sglang.srt.disaggregation.delta.decode.prefix_tree import restore_private
+from sglang.srt.disaggregation.delta.decode.prefix_tree import (
+    restore_private,
+    restore_private_draft,
+)
 from sglang.srt.disaggregation.delta.decode.record import (
     PrefixKey,
     Refusal,
@@ -184,7 +187,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def _read_limits(self) -> Limits:
         """The settings, once a step."""
-        self._limits = Limits.read(self._page)
+        self._limits = Limits.read(self._page, self.tree_cache.is_eagle)
         return self._limits
 
     def _ready(self) -> list[QueueEntry]:
@@ -347,6 +350,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self._enter(candidate, slots)
             candidate.req.is_retracted = False
             restore_private(candidate.req, slots, self.token_to_kv_pool_allocator)
+            if self.tree_cache.draft_pool is not None:
+                restore_private_draft(candidate.req, slots, self.tree_cache.draft_pool)
             back.append(candidate.req)
         return None
 

@@ -7,7 +7,7 @@ enters the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,10 +119,9 @@ class KnownPrefix:
         """Where the match ended that gave ``lease``."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        page = token_ids[lease.length : lease.length + tree.page_size]
-        following = None
-        if len(page) == tree.page_size:
-            following = tree.get_child_key_fn(RadixKey(page, extra_key))
+        page = token_ids[lease.length : lease.length + tree.page_size + tree.is_eagle]
+        key, _ = tree.maybe_bigram_convert(RadixKey(page, extra_key))
+        following = tree.get_child_key_fn(key) if len(key) == tree.page_size else None
         return cls(tree.root_node, tree.generation, lease.node, lease.length, following)
 
     def holds(self, tree: DecodeRadixTree) -> bool:
@@ -183,10 +182,13 @@ class DecodeRadixTree(RadixCache):
     generation: int = 0
     #: What requests hold; set by the admission budget of a decode server.
     claims: Claims | None = None
+    #: The draft model's KV pool, with the same slots; None without speculation.
+    draft_pool: Any = None
 
-    def serve_decode(self) -> None:
+    def serve_decode(self, draft_pool: Any = None) -> None:
         """Switch to the rules of a decode server."""
         self.serves_decode = True
+        self.draft_pool = draft_pool
 
     def may_share(self, req: Req) -> bool:
         """Whether ``req`` may match here, and once its transfer is committed, insert."""
@@ -299,7 +301,7 @@ class DecodeRadixTree(RadixCache):
         if not self._may_insert(req):
             return
         committed = req.kv_committed_len
-        if page_floor(committed, self.page_size) <= req.cache_protected_len:
+        if page_floor(committed - self.is_eagle, self.page_size) <= req.cache_protected_len:
             return  # all of it is in the tree already
         # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
         # it would put an unwritten slot into the tree.
@@ -325,6 +327,11 @@ class DecodeRadixTree(RadixCache):
             rows = self.req_to_token_pool.req_to_token
             own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_committed_len]
             record_of(req).slots_at_end = own.to(torch.int64, copy=True)
+            if self.draft_pool is not None and hasattr(req, "kv_cache_cpu"):
+                # It is being retracted: SGLang has copied the target's KV, and of the draft's
+                # knows nothing.
+                slots = rows[req.req_pool_idx, : req.kv_committed_len]
+                record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
         super().cache_finished_req(req, is_insert)
 
 
@@ -340,6 +347,8 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             # The round input was just rebuilt with the first generated token, which has no KV yet.
             req.fill_ids = req.fill_ids[: req.kv_committed_len]
             req.set_extend_input_len(len(req.fill_ids) - len(req.prefix_indices))
+            # A chain of drafts starts behind a token of this batch.
+            assert req.extend_input_len or not self.tree_cache.is_eagle, "pairs never end a text"
             # Clients see the cached tokens that prefill reported; stock would add our prefix.
             req.already_computed = len(req.prefix_indices)
         super().prepare_for_prebuilt()
@@ -385,10 +394,30 @@ def restore_private(req: Req, slots: torch.Tensor, allocator: PageAllocator) -> 
     Shared pages are never written: other requests read them, and their content is the same.
     """
     chunk = allocator.get_kvcache().cpu_offloading_chunk_size
-    head, rest = without_leading(req.kv_cache_cpu, chunk, req.cache_protected_len)
-    at = min(len(slots), -req.cache_protected_len % chunk)
-    if at:
-        allocator.load_cpu_copy(head, slots[:at])
-    if at < len(slots):
-        allocator.load_cpu_copy(rest, slots[at:])
+    _load(req.kv_cache_cpu, chunk, req.cache_protected_len, slots, allocator.load_cpu_copy)
     del req.kv_cache_cpu
+
+
+def restore_private_draft(req: Req, slots: torch.Tensor, draft_pool: Any) -> None:
+    """The same of the draft model's KV, which has the same slots."""
+    record = record_of(req)
+    assert record.draft_copy is not None, "it was retracted"
+    chunk, shared = draft_pool.cpu_offloading_chunk_size, req.cache_protected_len
+    _load(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
+    record.draft_copy = None
+
+
+def _load(
+    copy: list[list[Any]],
+    chunk: int,
+    shared: int,
+    slots: torch.Tensor,
+    load: Callable[[list[list[Any]], torch.Tensor], None],
+) -> None:
+    """Call ``load`` with what is behind ``shared`` tokens, and the slots for it."""
+    head, rest = without_leading(copy, chunk, shared)
+    at = min(len(slots), -shared % chunk)
+    if at:
+        load(head, slots[:at])
+    if at < len(slots):
+        load(rest, slots[at:])

@@ -56,6 +56,11 @@ class Req(Protocol):
     prefix_indices: torch.Tensor
     #: A retracted request's KV: a list a layer of chunks.
     kv_cache_cpu: list[list[Any]]
+    #: With speculation, what its first draft starts from: chosen tokens with their probabilities,
+    #: and the target's hidden state.
+    output_topk_p: torch.Tensor
+    output_topk_index: torch.Tensor
+    hidden_states_tensor: torch.Tensor
     #: ``record.DecodeRecord``; read through ``record.record_of``.
     delta: Any
 

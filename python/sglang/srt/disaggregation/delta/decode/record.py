@@ -83,6 +83,8 @@ class DecodeRecord:
     refused_for: set[str] = field(default_factory=set)
     #: The KV that its transfer brings, where others wait for it.
     arriving: PrefixKey | None = None
+    #: Tokens of the prefix that it was announced with.
+    hit_tokens: int = 0
     #: KV and metadata are here: on this rank prefill has nothing left to write.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).
@@ -91,6 +93,8 @@ class DecodeRecord:
     failure: str | None = None
     #: All KV of the prompt arrived, on all ranks.
     committed: bool = False
+    #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
+    draft_copy: list[list[Any]] | None = None
     #: Slots that were its own when it last gave them back (1-D int64).
     slots_at_end: torch.Tensor | None = None
 
@@ -167,13 +171,16 @@ def may_insert(req: Req) -> bool:
 # ---- how long it can become, and what it may still take of the pool ----
 
 
-def final_length(req: Req) -> int:
-    """The longest that a request's KV can become, in tokens."""
-    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens)
+def final_length(req: Req, step: int = 0) -> int:
+    """The longest that a request's KV can become, in tokens.
+
+    ``step``: with speculation, what its last step wants free (``speculation.step_tokens``).
+    """
+    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens) + step
 
 
-def expected_length(req: Req, allocated: int) -> int:
-    """How long its KV is taken to become by SGLang's estimate, in tokens.
+def expected_length(req: Req, allocated: int, step: int = 0) -> int:
+    """How long its KV is taken to become by SGLang's estimate, in tokens; ``step`` as above.
 
     Clients ask for far more new tokens than come, so SGLang expects 4,096 at most
     (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). An answer that is longer already is expected to go
@@ -183,7 +190,7 @@ def expected_length(req: Req, allocated: int) -> int:
 
     prompt = len(req.origin_input_ids)
     clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
-    return int(prompt + min(req.sampling_params.max_new_tokens, clip))
+    return int(prompt + min(req.sampling_params.max_new_tokens, clip)) + step
 
 
 @dataclass(frozen=True)

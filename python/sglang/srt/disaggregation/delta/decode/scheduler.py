@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.metrics import (
     DECODE_COUNTERS,
     DECODE_GAUGES,
@@ -53,6 +54,7 @@ def end_streaming(scheduler: DisaggScheduler, recv_req: Any) -> None:
     queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
     for req in retracted:
         req.__dict__.pop("kv_cache_cpu", None)
+        record_of(req).draft_copy = None
     gone = {id(req) for req in resumed}
     scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in gone]
     for req in resumed:
@@ -87,6 +89,17 @@ class DecodeMetrics:
         self.refusals[reason] += 1
         if self._labels:
             METRICS["decode_admission_refused"].child(self._labels, reason=reason).inc()
+
+    def speculated(self, req: Any) -> None:
+        """A request ended: count its drafts apart from those of others, by whether the tree held a
+        prefix of it. ``req``: SGLang's ``Req``."""
+        if self._labels and req.spec_verify_ct:
+            prefix = "hit" if record_of(req).hit_tokens else "miss"
+            for name, count in (
+                ("decode_spec_verify_steps", req.spec_verify_ct),
+                ("decode_spec_accepted_tokens", req.spec_accepted_tokens),
+            ):
+                METRICS[name].child(self._labels, prefix=prefix).inc(count)
 
     def update(self, scheduler: DisaggScheduler) -> None:
         """Set the gauges, at most once in ``EVERY_S``; called in every scheduling step."""
@@ -207,12 +220,23 @@ class DisaggScheduler(DecodeFlush):
                 "chose that cache."
             )
         Limits.read(self.page_size)  # wrong values are refused at start
-        self.tree_cache.serve_decode()
+        draft = draft_pool(self)
+        if draft is not None:
+            check_draft_pool(pool, draft)
+        self.tree_cache.serve_decode(draft)
         logger.info(
             "decode radix cache is on: page size %d, at most %d reserved tokens a request",
             self.page_size,
             self.server_args.num_reserved_decode_tokens,
         )
+        if draft is not None:
+            logger.info(
+                "decode radix cache with speculation: %s, %d steps, %d draft tokens; the tree's "
+                "pages hold the draft model's KV too",
+                self.server_args.speculative_algorithm,
+                self.server_args.speculative_num_steps,
+                self.server_args.speculative_num_draft_tokens,
+            )
 
     @override
     def init_disaggregation(self) -> None:
@@ -248,6 +272,10 @@ class DisaggScheduler(DecodeFlush):
         super().process_batch_result(batch, result)
         if self._radix_on_decode:
             self.disagg_decode_prealloc_queue.step_writes.result_processed()
+            if self.draft_worker is not None:
+                for req in batch.reqs:
+                    if req.finished():
+                        self.decode_metrics.speculated(req)
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:

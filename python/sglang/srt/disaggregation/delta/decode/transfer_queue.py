@@ -22,6 +22,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
 from sglang.srt.disaggregation.delta.event_log import Admitted, event_log, now
 from sglang.srt.disaggregation.delta.metrics import STATS
 
@@ -134,6 +135,7 @@ def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) 
             entry.kv_receiver.send_metadata(pages, index, None)
         else:
             entry.kv_receiver.announce(pages, index, req.cache_protected_len)
+        record_of(req).hit_tokens = req.cache_protected_len
         if not is_fake(req):
             _count(req, pages, sum(manager.kv_args.kv_item_lens), at)
 
@@ -275,6 +277,8 @@ class RadixTransferQueue(DecodeTransferQueue):
         """The transfer is complete. False if its metadata were overwritten after the poll."""
         req = entry.req
         if req.finished_reason is None:
+            if not self.spec_algorithm.is_none():
+                own_draft_state(req)
             self._free_slot(entry)
             self.tree_cache.adopt(req)
             return True

@@ -1,0 +1,284 @@
+"""Lengths, budget and both pools of a decode server with a draft model (EAGLE, top-k 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from component.decode import kv
+from component.decode.checks import check, check_idle
+from component.decode.decoder import Decoder
+from component.decode.pair import Pair, ranks_reduce
+from component.decode.rank_life import RankLife
+from component.decode.steps import ids, tick
+from sglang.srt.disaggregation.delta.decode import speculation
+from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
+from sglang.srt.disaggregation.delta.pages import page_floor
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+pytestmark = pytest.mark.usefixtures("no_prefix_wait")
+
+PAGES = [1, 2, 16]
+
+
+def run(decoder: Decoder, prompt: list[int], new: int = 10) -> Any:
+    """A request from its arrival to its last token; how much of it was a hit."""
+    req = decoder.submit(prompt, new=new)
+    tick(decoder)
+    decoder.deliver(req)
+    hit = decoder.room(req).prefix_len
+    decoder.drain()
+    check_idle(decoder)
+    return req, hit
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("page", PAGES)
+def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
+    """Guards against lengths that are off by one where a text of n tokens shares n-1 slots: each
+    turn hits whole pages of all but the last committed token of the turn before."""
+    decoder = Decoder(page, 4096, steps=steps)
+    text = ids(1, 37)
+    committed = 0
+    for turn in range(5):
+        req, hit = run(decoder, text)
+        assert hit == max(page_floor(committed - 1, page), 0)
+        committed = len(req.origin_input_ids) + len(req.output_ids) - 1
+        text = [*req.origin_input_ids, *req.output_ids, *ids(turn + 2, 11)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_whole_prompt_is_never_a_hit(page: int, more: int) -> None:
+    """Guards against a slot shared by whom the next token does not fit: of a prompt of whole pages
+    at least the last is always moved."""
+    decoder = Decoder(page, 1024, steps=1)
+    prompt = ids(3, 32 + more)
+    run(decoder, prompt)
+    _, hit = run(decoder, prompt)
+    assert hit == page_floor(32 + more - 1, page)
+    assert len(decoder.rooms[-1].pages) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_ranks_with_different_trees_announce_one_length(page: int) -> None:
+    """Guards against a rank that cuts its match one page below what was agreed: prefill would fail
+    the room."""
+    with ranks_reduce():
+        pair = Pair(lambda rank, group: RankLife(Decoder(page, 1024, group=group, steps=1), rank))
+        try:
+            prompt = ids(1, 80)
+            pair.run(lambda life: life.decoder.submit(prompt, new=1) and None)
+            pair.run(lambda life: life.decoder.drain())
+
+            def shorten(life: Any) -> None:
+                if life.rank == 0:
+                    tree = life.decoder.tree_cache
+                    _split(tree, prompt[:49])
+                    tree.evict(EvictParams(num_tokens=1))
+
+            pair.call(lambda rank: shorten(pair.sides[rank]))
+            pair.call(lambda rank: pair.sides[rank].decoder.submit([*prompt, 1, 2], new=1))
+            pair.call(lambda rank: pair.sides[rank].decoder.tick_queues())
+            lengths = [side.decoder.rooms[-1].prefix_len for side in pair.sides]
+            assert lengths[0] == lengths[1] == 48
+        finally:
+            pair.close()
+
+
+def _split(tree: Any, token_ids: list[int]) -> None:
+    """Have a node of the tree end with the slots of ``token_ids``."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tree.match_prefix(MatchPrefixParams(key=RadixKey(token_ids, None)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("evict", [False, True], ids=["tree kept", "tree evicted"])
+def test_a_retracted_request_keeps_its_draft_kv(page: int, evict: bool) -> None:
+    """Guards against a resumed request whose slots hold the draft KV of somebody else: it would
+    draft from that, and put it into the tree for all others."""
+    decoder = Decoder(page, 1024, steps=3)
+    first, second = (decoder.submit(ids(number, 50), new=40) for number in (1, 2))
+    tick(decoder)
+    decoder.deliver(first)
+    decoder.deliver(second)
+    tick(decoder)
+    for _ in range(3):
+        decoder.tick_batch()
+        check(decoder)
+    decoder.retract()
+    check(decoder)
+    (retracted,) = decoder.disagg_decode_prealloc_queue.retracted_queue
+    if evict:
+        decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
+    for pool in (decoder.pool, decoder.draft_pool):
+        free = decoder.token_to_kv_pool_allocator
+        pages = torch.cat([free.free_pages, free.release_pages])
+        slots = (pages[:, None] * page + torch.arange(page)).flatten()
+        kv.write(pool, slots, [-5] * len(slots))
+    tick(decoder)
+    assert retracted in decoder.waiting_queue
+    decoder.drain()
+    assert len(retracted.output_ids) == 40
+    check_idle(decoder)
+
+
+def test_an_aborted_retracted_request_drops_both_copies() -> None:
+    """Guards against a draft's copy that stays in memory for as long as anybody knows the
+    request."""
+    from sglang.srt.disaggregation.delta.decode.record import record_of
+
+    decoder = Decoder(16, 1024, steps=1)
+    reqs = [decoder.submit(ids(number, 50), new=40) for number in (1, 2)]
+    tick(decoder)
+    for req in reqs:
+        decoder.deliver(req)
+    tick(decoder)
+    decoder.tick_batch()
+    decoder.retract()
+    (retracted,) = decoder.disagg_decode_prealloc_queue.retracted_queue
+    assert record_of(retracted).draft_copy is not None
+    decoder.abort(retracted.rid)
+    assert record_of(retracted).draft_copy is None and not hasattr(retracted, "kv_cache_cpu")
+    decoder.drain()
+    check_idle(decoder)
+
+
+def test_the_start_of_a_draft_is_the_requests_own() -> None:
+    """Guards against views into a metadata slot: the slot is another room's before a request that
+    waits for a place in the batch has run."""
+    decoder = Decoder(16, 2048, steps=1)
+    decoder.max_running_requests = 1
+    reqs = [decoder.submit(ids(number, 30), new=20) for number in range(1, 5)]
+    tick(decoder)
+    for req in reqs:
+        decoder.deliver(req)
+        tick(decoder)
+    decoder.tick_batch()
+    assert len(decoder.waiting_queue) == 3
+    # Their metadata slots are free: other rooms' metadata come.
+    metadata = decoder.metadata
+    for buffer in (
+        metadata.output_hidden_states,
+        metadata.output_topk_p,
+        metadata.output_topk_index,
+    ):
+        buffer.fill_(7)
+    check(decoder)
+    decoder.drain()
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("steps", "drafts"), [(1, 2), (3, 4), (7, 8), (15, 16), (16, 17)])
+def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, drafts: int) -> None:
+    """Guards against a budget that lets requests in which SGLang retracts in their first step, and
+    aborts if they are alone."""
+    decoder = Decoder(page, 1024, steps=steps)
+    batch = ScheduleBatch(
+        reqs=[object()],
+        token_to_kv_pool_allocator=decoder.token_to_kv_pool_allocator,
+        spec_algorithm=decoder.spec_algorithm,
+        enable_overlap=False,
+    )
+    assert decoder.server_args.speculative_num_draft_tokens == drafts
+    wanted = speculation.step_tokens(decoder.server_args, page)
+    assert wanted == batch.new_tokens_required_next_decode()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_who_was_admitted_is_not_aborted_for_memory(page: int) -> None:
+    """Guards against the same over whole answers: many requests on a small pool all end."""
+    decoder = Decoder(page, 640, steps=3, reserve=16)
+    reqs = [decoder.submit(ids(number, 60), new=60) for number in range(1, 9)]
+    decoder.drain()
+    assert [len(req.output_ids) for req in reqs] == [60] * 8
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_adopt_walks_a_prompt_once(
+    page: int, matches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a prompt that is inserted once more in its prebuilt batch: of whole pages
+    there seems to be one left, and with pairs of tokens there is not."""
+    decoder = Decoder(page, 1024, steps=1)
+    inserts: list[int] = []
+    insert = DecodeRadixTree.insert
+    monkeypatch.setattr(
+        DecodeRadixTree, "insert", lambda tree, p: (inserts.append(1), insert(tree, p))[1]
+    )
+    req = decoder.submit(ids(1, 32), new=8)
+    tick(decoder)
+    decoder.deliver(req)
+    tick(decoder)
+    decoder.tick_batch()
+    assert len(inserts) == 1
+    decoder.drain()
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_blocked_request_is_matched_again_when_its_prefix_grew(page: int) -> None:
+    """Guards against a match that is remembered for ever: what the prompt goes on with is looked up
+    by pairs of tokens too."""
+    decoder = Decoder(page, 640, steps=1)
+    prompt = ids(1, 128)
+    run(decoder, prompt[:33], new=1)
+    holder, other = decoder.submit(ids(2, 300), new=1), decoder.submit(prompt[:65], new=1)
+    tick(decoder)
+    blocked = decoder.submit([*prompt, *ids(3, 200)], new=1)
+    tick(decoder)
+    assert decoder.queued == [blocked]
+    decoder.deliver(other)
+    tick(decoder)
+    decoder.tick_batch()
+    decoder.deliver(holder)
+    tick(decoder)
+    decoder.tick_batch()
+    tick(decoder)
+    assert decoder.in_transfer == [blocked] and decoder.rooms[-1].prefix_len == 64
+    decoder.drain()
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_waiting_for_a_prefix_is_worth_it(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a wait for tokens of which one less can be shared: with so many equal next
+    tokens nobody waits, with one more the whole window is a hit."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "16")
+    for common, waits in ((16, False), (17, True)):
+        decoder = Decoder(page, 1024, steps=1)
+        first = decoder.submit(ids(1, 40), new=1)
+        tick(decoder)
+        second = decoder.submit([*ids(1, common), *[49] * 20], new=1)
+        tick(decoder)
+        assert (second in decoder.queued) == waits
+        decoder.deliver(first)
+        tick(decoder)
+        tick(decoder)
+        assert not waits or decoder.rooms[-1].prefix_len == 16
+        decoder.drain()
+        check_idle(decoder)
+
+
+class Unlike:
+    """A pool of other pages."""
+
+    page_size, size = 2, 640
+
+
+def test_pools_of_other_slots_are_refused() -> None:
+    """Guards against a draft model whose pages are not the target's: its KV would land anywhere."""
+    decoder = Decoder(16, 640, steps=1)
+    speculation.check_draft_pool(decoder.pool, decoder.draft_pool)
+    with pytest.raises(ValueError, match="differ in page size"):
+        speculation.check_draft_pool(decoder.pool, Unlike())
+    indexed = type("Indexed", (Unlike,), {"get_state_buf_infos": lambda self: None})()
+    with pytest.raises(ValueError, match="per-request state"):
+        speculation.check_draft_pool(decoder.pool, indexed)
