@@ -105,6 +105,12 @@ class Result:
     cached_by_source: Mapping[str, int] = field(default_factory=dict)
     """The same by where they were: ``device``, ``host``, ``storage`` (``/generate`` only)."""
     completion_tokens: int = 0
+    verify_steps: int = 0
+    """With speculation: steps of the target, each of which said at least one token."""
+    drafted_tokens: int = 0
+    """With speculation: tokens that the draft model proposed in them."""
+    accepted_tokens: int = 0
+    """Those of them that the target said too."""
     finished_at: float = 0.0
     http_bytes: int = 0
     """Bodies of all requests and answers, bytes; headers are not counted."""
@@ -267,6 +273,9 @@ def _take_generate(result: Result, event: Json) -> None:
     result.prompt_tokens = meta["prompt_tokens"]
     result.cached_tokens = meta["cached_tokens"]
     result.cached_by_source = meta.get("cached_tokens_details") or {}
+    result.verify_steps = meta.get("spec_verify_ct", 0)
+    result.drafted_tokens = meta.get("spec_draft_token_num", 0)
+    result.accepted_tokens = meta.get("spec_accept_token_num", 0)
     # Cumulative by default; only the new ones with --incremental-streaming-output.
     ids = event.get("output_ids", [])
     result.output_ids = list(ids) if len(ids) == count else result.output_ids + list(ids)

@@ -30,12 +30,6 @@ _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
         "it keeps only a part of a request's KV in the device pool",
     ),
     (
-        "speculative_algorithm",
-        "--speculative-algorithm",
-        "the tree would be keyed by pairs of tokens, and requests would hold slots beyond their "
-        "committed KV; this cache accounts for neither",
-    ),
-    (
         "disaggregation_decode_enable_offload_kvcache",
         "--disaggregation-decode-enable-offload-kvcache",
         "it frees the pages of finished requests, which the radix cache keeps",
@@ -56,6 +50,16 @@ _EXCLUSIVE_ENV: tuple[tuple[str, str], ...] = (
     ("SGLANG_DISAGG_STAGING_BUFFER", "it always receives whole prompts"),
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "it replaces the radix tree"),
 )
+
+
+#: Speculation whose draft model has KV with the target's page indices. SGLang reads NEXTN as EAGLE.
+_DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
+#: Why the others are refused.
+_NOT_DRAFTING = {
+    "STANDALONE": "SGLang's decode server gives its draft model nothing to start from after a "
+    "transfer, and its metadata buffers are smaller than those of prefill",
+    "NGRAM": "SGLang's decode server drafts nothing from n-grams after a transfer",
+}
 
 
 def groups(args: Any) -> tuple[str, ...]:
@@ -131,6 +135,7 @@ def _problems(args: Any) -> Iterator[str]:
     for name, why in _EXCLUSIVE_ENV:
         if sglang_switch(name):
             yield _conflict(f"{name}=1", why)
+    yield from _speculation_problems(args)
     if args.pp_size > 1:
         yield _conflict(
             "--pipeline-parallel-size above 1",
@@ -142,6 +147,36 @@ def _problems(args: Any) -> Iterator[str]:
             f"{FLAG} needs --num-reserved-decode-tokens ({reserved}) to be at least "
             f"--page-size ({page_size}), or the admission budget ignores the rounding to pages. "
             f"Use --num-reserved-decode-tokens {page_size} or more."
+        )
+
+
+def _speculation_problems(args: Any) -> Iterator[str]:
+    algorithm = args.speculative_algorithm
+    if algorithm is None:
+        return
+    if algorithm not in _DRAFTING:
+        why = _NOT_DRAFTING.get(
+            algorithm, "what its draft model needs to be transferred is unknown"
+        )
+        yield _conflict(f"--speculative-algorithm {algorithm}", why)
+    # Before SGLang has filled in what the user left out, it is None.
+    if (args.speculative_eagle_topk or 1) > 1:
+        yield _conflict(
+            f"--speculative-eagle-topk {args.speculative_eagle_topk} (SGLang's own choice for some "
+            "models where none is given)",
+            "a tree of drafts takes more slots than admission counts, and moves KV between them "
+            "when one is accepted; use --speculative-eagle-topk 1",
+        )
+    if args.enable_multi_layer_eagle:
+        yield _conflict(
+            "--enable-multi-layer-eagle",
+            "each of its layers has a KV pool of its own, and SGLang transfers the first only",
+        )
+    if sglang_switch("SGLANG_ENABLE_SPEC_V2"):
+        yield _conflict(
+            "SGLANG_ENABLE_SPEC_V2=1",
+            "a step that is still running may write to pages that were given to a transfer since, "
+            "and prefill would send the draft's start of another request",
         )
 
 

@@ -90,6 +90,13 @@ def complete(args: Any) -> None:
             "Use wait_complete or timeout.",
             ON,
         )
+    if args.speculative_algorithm:
+        logger.warning(
+            "%s with --speculative-algorithm: the store has the target's KV only, so behind a "
+            "prefix that was loaded from it the draft model's KV is not the text's: answers are "
+            "the same, and fewer drafts are accepted, also by a decode server that it is sent to.",
+            ON,
+        )
     if args.page_size is None or args.hicache_buffer_pages is None:
         return
     threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from sglang.srt import server_args
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import capability
@@ -101,9 +102,13 @@ def test_without_the_flag_nobody_is_asked(answers: list[Any]) -> None:
         (conn.CommonKVBootstrapServer, False),
     ],
 )
-def test_the_real_bootstrap_server_says_what_it_takes(server_class: Any, takes: bool) -> None:
+def test_the_real_bootstrap_server_says_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, server_class: Any, takes: bool
+) -> None:
     """Guards against a route that is missing, or that stock's own routes hide; and against one
     where prefill moves whole prompts: it would write them into the pages of a delta."""
+    drafting = SimpleNamespace(speculative_algorithm="EAGLE")
+    monkeypatch.setattr(server_args, "_global_server_args", drafting)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -117,10 +122,46 @@ def test_the_real_bootstrap_server_says_what_it_takes(server_class: Any, takes: 
             threading.Event().wait(0.05)
         assert found is not None and bool(found.incarnation) == takes
         expected = capability.OURS if takes else capability.STOCK
-        assert msgspec.structs.replace(found, incarnation=None) == expected
+        assert msgspec.structs.replace(found, incarnation=None, speculative=None) == expected
+        assert found.speculative == ("EAGLE" if takes else None)
         assert isinstance(server, DeltaBootstrapServer)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "warned"),
+    [("none", "EAGLE", 1), ("EAGLE", "EAGLE", 0), (None, "EAGLE", 0), ("none", None, 0)],
+)
+def test_prompts_without_draft_kv_are_said_once(
+    answers: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    theirs: str | None,
+    ours: str | None,
+    warned: int,
+) -> None:
+    """Guards against drafts that are rejected behind every prompt, and no line that says why; and
+    against one for each handshake."""
+    made = manager()
+    made.server_args.speculative_algorithm = ours
+    says = msgspec.structs.replace(capability.OURS, incarnation="a", speculative=theirs)
+    answers += [says, says]
+    for _ in range(2):
+        made.prefill_info_table.clear()
+        ask(made)
+    assert caplog.text.count("prompts come without draft KV") == warned
+
+
+def test_a_draft_behind_the_target() -> None:
+    """Guards against values in the draft model's buffers, where decode has a draft of as many
+    layers as the target and prefill has none: stock looks for pipeline stages there."""
+    made = manager(pp_size=1)
+    made.kv_args = SimpleNamespace(prefill_start_layer=0)
+    ours, theirs = [1, 2, 3, 4], [11, 12, 13, 14, 21, 22, 23, 24]
+    assert made.get_mha_kv_ptrs_with_pp(ours, theirs) == ([1, 2], [3, 4], [11, 12], [13, 14], 2)
+    made.pp_size = 2
+    *_, values, layers = made.get_mha_kv_ptrs_with_pp(ours, theirs)
+    assert (values, layers) == ([21, 22], 2)
 
 
 def test_other_backends_keep_their_statuses(monkeypatch: pytest.MonkeyPatch) -> None:

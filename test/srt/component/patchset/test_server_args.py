@@ -82,7 +82,7 @@ def test_field_order_and_pickle():
         ({"disaggregation_mode": "null"}, "--disaggregation-mode"),
         ({"disaggregation_transfer_backend": "fake"}, "--disaggregation-transfer-backend"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm"),
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"pp_size": 2}, "--pipeline-parallel-size"),

@@ -23,6 +23,7 @@ def args(**changes):
         "enable_hierarchical_cache": True,
         "disaggregation_mode": "null",
         "disable_radix_cache": False,
+        "speculative_algorithm": None,
         "enable_lmcache": False,
         "enable_hisparse": False,
         "enable_streaming_session": False,
@@ -83,6 +84,12 @@ def test_best_effort_is_warned_of(caplog):
     """SGLang's default, under which an idle server fetches nothing."""
     compat.complete(args(hicache_storage_prefetch_policy="best_effort"))
     assert "Use wait_complete or timeout" in caplog.text
+
+
+def test_a_draft_model_is_warned_of(caplog):
+    """The store keeps none of its KV, and nothing but the accept rate would show it."""
+    compat.complete(args(speculative_algorithm="EAGLE"))
+    assert "fewer drafts are accepted" in caplog.text
 
 
 def test_the_stock_mode_is_not_looked_at():

@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     check_announcement,
     check_registration,
+    metadata_fit,
 )
 from sglang.srt.disaggregation.delta.wire import DeltaFrame
 
@@ -25,9 +26,9 @@ GOOD = {
 }
 
 
-def register(mla: bool = False, **changes: Any) -> None:
+def register(mla: bool = False, lens: tuple[int, ...] = (64,) * 4, **changes: Any) -> None:
     """A registration at a prefill rank of two, with four KV and two metadata buffers."""
-    ours = SimpleNamespace(kv_data_ptrs=[1] * 4, aux_data_ptrs=[1] * 2, kv_item_lens=[64] * 4)
+    ours = SimpleNamespace(kv_data_ptrs=[1] * 4, aux_data_ptrs=[1] * 2, kv_item_lens=lens)
     manager = SimpleNamespace(kv_args=ours, is_mla_backend=mla, attn_tp_size=2, pp_size=1)
     check_registration(manager, **(GOOD | changes))
 
@@ -46,6 +47,7 @@ def register(mla: bool = False, **changes: Any) -> None:
         ({"item_len": -64}, "-64 bytes"),
         ({"item_len": 0, "tp_size": 4}, "0 bytes"),
         ({"item_len": 32, "tp_size": 4, "mla": True}, "32 bytes"),
+        ({"lens": (64, 64, 64, 32, 32, 32), "tp_size": 4}, "draft model have other sizes"),
     ],
 )
 def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: str) -> None:
@@ -62,12 +64,31 @@ def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: st
         {"kv_buffers": 6},  # decode has draft layers as well
         {"item_len": 32, "tp_size": 4},  # half of the heads
         {"item_len": None},
+        {"lens": (64, 64, 64, 32, 32, 32)},  # a draft of other heads, between equal sizes
+        {"lens": (64, 64, 48, 48, 64, 48), "item_len": 32, "tp_size": 4},  # a draft like the target
         {"tp_rank": 3},  # an engine rank, over all data parallel groups
     ],
 )
 def test_registrations_that_fit(changes: dict[str, Any]) -> None:
     """Guards against peers refused that SGLang serves."""
     register(**changes)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "sent", "wanted", "fits"),
+    [
+        (0, 64, 64, True),
+        (0, 64, 512, False),
+        (8, 768, 768, True),
+        (8, 64, 768, True),  # prefill has no draft model
+        (8, 128, 768, False),
+        (8, 64, 32, False),
+    ],
+)
+def test_metadata_that_fit(buffer: int, sent: int, wanted: int, fits: bool) -> None:
+    """Guards against bytes beyond a slot, and against a prefill server without a draft model whose
+    rooms all fail: of hidden states it sends a stub."""
+    assert metadata_fit(buffer, sent, wanted) == fits
 
 
 def announce(pages: Any = (3, 9), slot: int | None = 0, needed: int = 1, **frame: Any) -> None:

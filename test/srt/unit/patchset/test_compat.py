@@ -19,6 +19,8 @@ def args(**changes):
         "disaggregation_decode_enable_offload_kvcache": False,
         "enable_hisparse": False,
         "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "enable_multi_layer_eagle": False,
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
         "enable_streaming_session": False,
@@ -35,6 +37,7 @@ def args(**changes):
 def _no_environment(monkeypatch):
     for name, _ in compat._EXCLUSIVE_ENV:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SGLANG_ENABLE_SPEC_V2", raising=False)
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
@@ -58,8 +61,18 @@ def test_accepted(page_size, backend):
             for b in ("mori", "ascend", "fake")
         ),
         ({"enable_hisparse": True}, "--enable-hisparse"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+        *(
+            ({"speculative_algorithm": name}, f"--speculative-algorithm {name}")
+            for name in ("STANDALONE", "NGRAM", "LATER")
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            "--speculative-eagle-topk 4",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
+            "--enable-multi-layer-eagle",
+        ),
         (
             {"disaggregation_decode_enable_offload_kvcache": True},
             "--disaggregation-decode-enable-offload-kvcache",
@@ -79,6 +92,19 @@ def test_refused(changes, named):
     message = str(error.value)
     assert message.startswith(compat.FLAG) and named in message
     assert any(way in message for way in ("Use ", "Remove one", "Give it to"))
+
+
+@pytest.mark.parametrize("topk", [None, 1])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN"])
+def test_chains_of_drafts_are_accepted(monkeypatch, algorithm, topk):
+    """NEXTN is what the user writes, and EAGLE what SGLang makes of it; the number of drafts may be
+    left to SGLang. Its newer workers are refused: they overlap steps with transfers."""
+    drafting = args(speculative_algorithm=algorithm, speculative_eagle_topk=topk)
+    compat.check_decode_radix_args(drafting)
+    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "1")
+    compat.check_decode_radix_args(args())
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_SPEC_V2=1"):
+        compat.check_decode_radix_args(drafting)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from sglang.srt.patchset import environment
 logger = logging.getLogger(__name__)
 
 ROUTE = "/pd_capabilities"
+#: Prompts bring the target's KV only.
+NO_DRAFTS = "none"
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -27,12 +29,14 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     ``delta`` and ``control``: the versions of its delta frame and its control messages, or 0.
     ``incarnation``: names this run of the server; another one at the same address is another
-    server, whose ranks know nobody yet.
+    server, whose ranks know nobody yet. ``speculative``: its ``--speculative-algorithm``, or
+    ``NO_DRAFTS``; None where it does not say.
     """
 
     delta: int = 0
     control: int = 0
     incarnation: str | None = None
+    speculative: str | None = None
 
     @property
     def takes_delta(self) -> bool:

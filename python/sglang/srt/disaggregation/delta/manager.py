@@ -69,7 +69,18 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
         return any(getattr(each, "moves_deltas", False) for each in names)
 
     async def _handle_capabilities(self, request: web.Request) -> web.Response:
-        return web.json_response(msgspec.to_builtins(self._capabilities))
+        says = msgspec.structs.replace(self._capabilities, speculative=_speculation())
+        return web.json_response(msgspec.to_builtins(says))
+
+
+def _speculation() -> str | None:
+    """What this prefill server drafts with, for its capabilities."""
+    from sglang.srt.server_args import get_global_server_args
+
+    try:
+        return get_global_server_args().speculative_algorithm or capability.NO_DRAFTS
+    except ValueError:  # of several tokenizers' router, SGLang does not set them
+        return None
 
 
 class DeltaManager(CommonKVManager):
@@ -183,6 +194,19 @@ class DeltaManager(CommonKVManager):
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
         return CommonKVReceiver
+
+    @override
+    def get_mha_kv_ptrs_with_pp(
+        self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]
+    ) -> tuple[list[int], list[int], list[int], list[int], int]:
+        # A decode server may have a draft model where prefill has none: its buffers stand behind
+        # the target's. Stock takes such a list for one of more pipeline stages where the draft has
+        # as many layers as the target, or several times as many.
+        if self.pp_size == 1 and len(dst_kv_ptrs) > len(src_kv_ptrs):
+            dst_kv_ptrs = dst_kv_ptrs[: len(src_kv_ptrs)]
+        found: tuple[list[int], list[int], list[int], list[int], int]
+        found = super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
+        return found
 
     @override
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

@@ -21,6 +21,7 @@ from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.delta import control, wire
 from sglang.srt.disaggregation.delta.logs import RateLimitedLog
+from sglang.srt.disaggregation.delta.pages import of_one_shape
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
@@ -241,6 +242,15 @@ def check_registration(
         )
     if tp_size < 1 or tp_rank < 0:
         raise BadMessage(f"decode rank {tp_rank} of {tp_size} cannot be")
+    if tp_size != manager.attn_tp_size and not of_one_shape(
+        ours.kv_item_lens, latent=manager.is_mla_backend
+    ):
+        raise BadMessage(
+            "the KV pages of the draft model have other sizes than the target's (other heads), and "
+            f"between tensor parallel sizes {manager.attn_tp_size} on prefill and {tp_size} on "
+            "decode heads are cut alike in all layers: use one tensor parallel size, or no "
+            "--speculative-algorithm"
+        )
     if item_len is None:
         return
     same_layout = manager.is_mla_backend or tp_size == manager.attn_tp_size
@@ -249,6 +259,17 @@ def check_registration(
             f"decode's KV pages have {item_len} bytes, this prefill rank's "
             f"{ours.kv_item_lens[0]}: model, page size or KV dtype differ"
         )
+
+
+#: The hidden states among SGLang's metadata buffers, and their bytes on a prefill server that has
+#: no draft model.
+HIDDEN_STATES, NO_HIDDEN_STATES = 8, 64
+
+
+def metadata_fit(buffer: int, sent: int, wanted: int) -> bool:
+    """Whether ``sent`` bytes belong into a slot of ``wanted`` bytes of a metadata buffer."""
+    without_draft = buffer == HIDDEN_STATES and sent == NO_HIDDEN_STATES
+    return sent == wanted or (without_draft and sent < wanted)
 
 
 def check_announcement(info: Announcement) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -89,10 +88,10 @@ def manager_of(side: Side, is_mla: bool = False) -> Any:
     """What ``Layout`` reads of a manager, with SGLang's own choice of layers."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
-    manager = SimpleNamespace(kv_args=side.args, is_mla_backend=is_mla, attn_tp_size=side.size)
-    for name in ("get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp"):
-        method = types.MethodType(getattr(CommonKVManager, name), manager)
-        setattr(manager, name, method)
+    manager = object.__new__(CommonKVManager)
+    manager.__dict__.update(
+        kv_args=side.args, is_mla_backend=is_mla, attn_tp_size=side.size, pp_size=1
+    )
     return manager
 
 

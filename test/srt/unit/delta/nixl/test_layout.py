@@ -51,6 +51,7 @@ def test_a_pipeline_stage(is_mla: bool, start_layer: int) -> None:
     scene = Scene(is_mla)
     keys, values = list(range(6)), list(range(10, 16))
     scene.info.dst_kv_ptrs = keys if is_mla else keys + values
+    scene.manager.pp_size = 3
     scene.prefill.args.prefill_start_layer = start_layer
     pair = scene.layout.kv(scene.info, 17)
     mine = slice(start_layer, start_layer + 2)

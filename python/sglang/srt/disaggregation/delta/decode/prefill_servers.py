@@ -183,9 +183,25 @@ class PrefillServers:
             if before is not None and before.incarnation != capabilities.incarnation:
                 self._forget_writers(address)
             self._capabilities[address] = capabilities
+            if before is None or before.incarnation != capabilities.incarnation:
+                self._compare_drafts(address, capabilities)
             self._epochs[address] += 1
             self.refusals.pop(address, None)
         return True
+
+    def _compare_drafts(self, address: str, capabilities: capability.Capabilities) -> None:
+        """Warn where prompts come without the draft model's KV that this server would use."""
+        if capabilities.speculative != capability.NO_DRAFTS:
+            return
+        algorithm = self._manager.server_args.speculative_algorithm
+        if algorithm:
+            logger.warning(
+                "prefill server %s runs without --speculative-algorithm, this decode server with "
+                "%s: prompts come without draft KV, and fewer drafts are accepted behind them; "
+                "start prefill with the same draft model",
+                address,
+                algorithm,
+            )
 
     def capabilities(self, address: str) -> capability.Capabilities:
         """What the server at ``address`` understands; that of a stock one if it is unknown."""

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     DeltaTransferInfo,
     check_registration,
+    metadata_fit,
 )
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class MooncakeStatuses:
         item_len = ours.aux_item_lens[buffer]
         if not 0 <= slot < ours.aux_data_lens[buffer] // item_len:
             raise BadMessage(f"room {room}: there is no metadata slot {slot}")
-        if not len(data) == length == item_len:
+        if len(data) != length or not metadata_fit(buffer, length, item_len):
             raise BadMessage(
                 f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} wanted"
             )

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -33,6 +34,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
     check_registration,
+    metadata_fit,
 )
 from sglang.srt.disaggregation.delta.prefill.room_table import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
@@ -308,17 +310,18 @@ class DeltaNixlManager(NixlKVManager):
         if slot is None or note.writer in status.done_writers:
             return slot is not None
         lengths = [len(part) for part in note.metadata]
-        if lengths != list(ours.aux_item_lens):
+        wanted = list(ours.aux_item_lens)
+        if len(lengths) != len(wanted) or not all(map(metadata_fit, count(), lengths, wanted)):
             assert self.servers is not None  # without it no room has a slot here
             self.servers.fail(
                 note.room,
                 Reason.MISMATCH,
                 f"room {note.room}: prefill sent metadata of {lengths} bytes, and this decode rank "
-                f"has {list(ours.aux_item_lens)}: model or SGLang's version differ",
+                f"has {wanted}: model or SGLang's version differ",
             )
             return False
-        for base, part in zip(ours.aux_data_ptrs, note.metadata, strict=True):
-            ctypes.memmove(base + slot * len(part), part, len(part))
+        for base, size, part in zip(ours.aux_data_ptrs, wanted, note.metadata, strict=True):
+            ctypes.memmove(base + slot * size, part, len(part))
         return True
 
     @cached_property

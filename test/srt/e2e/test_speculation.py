@@ -1,0 +1,232 @@
+"""A decode server with a draft model and the radix cache: the same answers, and drafts as good.
+
+The draft model is the target itself (``models/untied.py``, ``models/random_qwen3.py``): the first
+has nearly all its drafts accepted, the second nearly none, and with it any wrong KV of the target
+changes the text. Wrong draft KV changes no answer, only how many drafts are accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmark.harness.client import Request, Result
+from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES
+from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.servers import Sizes
+from e2e.support import START_METHOD, Ids, Reference, pair_config, prompt_maker, settle
+from models import untied
+
+POOL = 30_000
+TURNS = 5
+
+
+def drafting(model: Path, steps: int) -> tuple[str, ...]:
+    """Server arguments: ``model`` is its own draft."""
+    return (
+        *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(model)),
+        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(steps + 1)),
+    )
+
+
+def speculative_pair(model: Path, logs: Path, steps: int, **changes: Any) -> Any:
+    """A pair with a draft model on both servers."""
+    config = pair_config(model, logs, **changes)
+    args = drafting(model, steps)
+    return config.__class__(
+        **{
+            **config.__dict__,
+            "prefill_args": (*config.prefill_args, *args),
+            "decode_args": (*config.decode_args, *args),
+        }
+    )
+
+
+def outputs(results: Sequence[Result]) -> list[Ids]:
+    """Token ids of answers without errors."""
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.output_ids for result in results]
+
+
+def accept_rate(results: Sequence[Result]) -> float:
+    """The part of the drafts that was accepted."""
+    drafted = sum(result.drafted_tokens for result in results)
+    return sum(result.accepted_tokens for result in results) / drafted
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``tiny_arith`` as a model that can be its own draft."""
+    return untied.build(tmp_path_factory.mktemp("untied") / "untied")
+
+
+def questions(count: int) -> list[str]:
+    """Held-out questions."""
+    lines = (untied.SOURCE / "test_set.jsonl").read_text().splitlines()
+    return [json.loads(line)["question"] for line in lines[:count]]
+
+
+class Conversations:
+    """Chats of several turns, as token ids; each turn goes on from the answer before it."""
+
+    def __init__(self, model: Path, count: int, turns: int) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        asked = questions(count * turns)
+        self._asked = [asked[at::count] for at in range(count)]
+        self.prompts: list[Ids] = [self._user(asks[0]) for asks in self._asked]
+        self._turn = 0
+
+    def _user(self, text: str) -> Ids:
+        message = [{"role": "user", "content": text}]
+        ids = self._tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    def answer(self, answers: Sequence[Ids]) -> None:
+        """The next turn of each."""
+        self._turn += 1
+        self.prompts = [
+            [*prompt, *answer, *self._user(asks[self._turn])]
+            for prompt, answer, asks in zip(self.prompts, answers, self._asked, strict=True)
+        ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("page_size", "steps"), [(1, 1), (1, 3), (16, 1), (16, 3)])
+def test_aggregated_speculation_is_plain_greedy(
+    model: Path, reference: Reference, logs: Path, page_size: int, steps: int
+) -> None:
+    """The stand-in's draft, verification and attention are what SGLang's kernels do: an answer is
+    the one without speculation, token by token."""
+    tokens = prompt_maker(model, seed=3)
+    prompts = [tokens(100 + 61 * i) for i in range(6)]
+    sizes = Sizes(pool_tokens=POOL, page_size=page_size, chunked_prefill_tokens=256)
+    args = ("--sleep-on-idle", *drafting(model, steps))
+    with Aggregated(model, logs, sizes, extra_args=args, env={START_METHOD: "fork"}) as server:
+        for _ in range(2):  # the second time from the tree
+            assert server.generate(prompts, 40) == reference.answers(prompts, 40)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "steps"), [(16, 3), pytest.param(1, 1, marks=pytest.mark.nightly)]
+)
+def test_conversations_on_a_pool_that_evicts(
+    model: Path, reference: Reference, logs: Path, page_size: int, steps: int
+) -> None:
+    """The same as in ``test_equality`` with a draft model on both servers: prefixes longer than a
+    chunk of prefill, a pool that evicts, and requests that are retracted all the time."""
+    tokens = prompt_maker(model, seed=page_size)
+    config = speculative_pair(
+        model,
+        logs,
+        steps,
+        page_size=page_size,
+        decode_tokens=4096,
+        decode_env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
+    )
+    with Pair(config, logs) as pair:
+        prompts: list[Ids] = [tokens(200 + 37 * i) for i in range(8)]
+        for _ in range(5):
+            expected = reference.answers(prompts, 24)
+            assert pair.generate(prompts, 24) == expected
+            prompts = [
+                [*prompt, *answer, *tokens(19)]
+                for prompt, answer in zip(prompts, expected, strict=True)
+            ]
+        settle(pair)
+        assert pair.metrics()[1][HIT_TOKENS] > 0
+        assert "#retracted_reqs: " in pair.processes["decode"].log_text()
+
+
+class Rates(NamedTuple):
+    """Accept rates of the same prompts, whose answers are the same."""
+
+    #: Later turns of conversations: the turn before is in the tree.
+    turns: float
+    #: Asked again: all but the last page is in the tree.
+    again: float
+    #: Nothing is in the tree.
+    misses: float
+
+
+def rates(arithmetic: Path, logs: Path, **changes: Any) -> Rates:
+    """Conversations; then the same prompts again, and in namespaces of their own."""
+    config = speculative_pair(arithmetic, logs, 1, page_size=16, decode_tokens=POOL, **changes)
+    chats = Conversations(arithmetic, 5, TURNS)
+    prompts: list[Ids] = []
+    turns: list[Result] = []
+    with Pair(config, logs) as pair:
+        for turn in range(TURNS):
+            results = pair.send([Request(prompt, 60) for prompt in chats.prompts])
+            if turn:
+                prompts += chats.prompts
+                turns += results
+            if turn < TURNS - 1:
+                chats.answer(outputs(results))
+        again = pair.send([Request(prompt, 60) for prompt in prompts], concurrency=6)
+        hit_tokens = pair.metrics()[1][HIT_TOKENS]
+        apart = [Request(p, 60, extra={"extra_key": f"{at}"}) for at, p in enumerate(prompts)]
+        misses = pair.send(apart, concurrency=6)
+        settle(pair)
+        assert pair.metrics()[1][HIT_TOKENS] == hit_tokens
+    assert hit_tokens > 0.9 * sum(map(len, prompts))
+    assert outputs(turns) == outputs(again) == outputs(misses)
+    found = Rates(*map(accept_rate, (turns, again, misses)))
+    print(found)
+    return found
+
+
+def test_drafts_on_hits_are_as_good_as_on_misses(arithmetic: Path, logs: Path) -> None:
+    """Draft KV that is missing, another text's, or one token aside behind a prefix hit: no answer
+    would show it, and drafts would be rejected."""
+    found = rates(arithmetic, logs)
+    assert found.misses > 0.9
+    assert min(found.turns, found.again) >= 0.98 * found.misses
+
+
+@pytest.mark.nightly
+def test_lost_draft_kv_shows(arithmetic: Path, logs: Path) -> None:
+    """The control: with the draft KV of every shared prefix zeroed, the answers are the same and
+    the accept rate of prompts from the tree falls clearly below that of misses."""
+    tests = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+    env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.zeroed_drafts", "PYTHONPATH": path}
+    found = rates(arithmetic, logs, decode_env=env)
+    assert found.again < 0.9 * found.misses
+
+
+@pytest.mark.nightly
+def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> None:
+    """Admission that counts draft tokens twice, or evicts for them, would cost hits: over the same
+    conversations a turn hits at most two tokens less. (Bytes: the draft's KV is moved as well.)"""
+    chats = {True: Conversations(arithmetic, 8, TURNS), False: Conversations(arithmetic, 8, TURNS)}
+    metrics: dict[bool, dict[str, float]] = {}
+    for drafts, asked in chats.items():
+        folder = logs / str(drafts)
+        sizes: dict[str, Any] = {"page_size": 1, "decode_tokens": 6000}
+        config = (
+            speculative_pair(arithmetic, folder, 3, **sizes)
+            if drafts
+            else pair_config(arithmetic, folder, **sizes)
+        )
+        with Pair(config, folder) as pair:
+            for turn in range(TURNS):
+                answers = pair.generate(asked.prompts, 60)
+                if turn < TURNS - 1:
+                    asked.answer(answers)
+            settle(pair)
+            metrics[drafts] = pair.metrics()[1]
+        shown = (HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES, "sglang:spec_accept_length")
+        print(f"speculation {drafts}:", {name: metrics[drafts].get(name) for name in shown})
+    assert chats[True].prompts == chats[False].prompts
+    lost = metrics[False][HIT_TOKENS] - metrics[True][HIT_TOKENS]
+    assert 0 <= lost <= 2 * 8 * TURNS
+    assert metrics[True][PROMPT_TOKENS] == metrics[False][PROMPT_TOKENS]
