@@ -47,7 +47,7 @@ def register(mla: bool = False, lens: tuple[int, ...] = (64,) * 4, **changes: An
         ({"item_len": -64}, "-64 bytes"),
         ({"item_len": 0, "tp_size": 4}, "0 bytes"),
         ({"item_len": 32, "tp_size": 4, "mla": True}, "32 bytes"),
-        ({"lens": (64, 64, 64, 32, 32, 32), "tp_size": 4}, "draft model have other sizes"),
+        ({"lens": (64, 64, 64, 64, 32, 32), "tp_size": 4}, "draft model have other sizes"),
     ],
 )
 def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: str) -> None:
@@ -64,7 +64,7 @@ def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: st
         {"kv_buffers": 6},  # decode has draft layers as well
         {"item_len": 32, "tp_size": 4},  # half of the heads
         {"item_len": None},
-        {"lens": (64, 64, 64, 32, 32, 32)},  # a draft of other heads, between equal sizes
+        {"lens": (64, 64, 64, 64, 32, 32)},  # a draft of other heads, between equal sizes
         {"lens": (64, 64, 48, 48, 64, 48), "item_len": 32, "tp_size": 4},  # a draft like the target
         {"tp_rank": 3},  # an engine rank, over all data parallel groups
     ],

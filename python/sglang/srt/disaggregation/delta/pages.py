@@ -276,7 +276,8 @@ def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
     """Whether all layers of a KV pool, and of the draft model's behind it, have heads alike.
 
     ``item_lens``: bytes of a page by buffer: keys of the target's layers, their values, then the
-    same of the draft's layers. ``latent``: one buffer a layer (MLA).
+    same of the draft's layers. ``latent``: one buffer a layer (MLA). A draft of as many layers as
+    the target looks like values of another size than keys; real ones have far fewer.
     """
     runs = [(size, len(list(run))) for size, run in groupby(item_lens)]
     if len(runs) <= 1:
