@@ -192,6 +192,29 @@ def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, drafts: int) -
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_what_a_step_takes_is_reserved(page: int) -> None:
+    """Guards against requests near their end that reserve nothing more, while each step of SGLang's
+    wants room for all its drafts; and against sums that take one token a step for granted."""
+    decoder = Decoder(page, 2048, steps=3, reserve=16)
+    reqs = [decoder.submit(ids(number, 30), new=10 * number) for number in range(1, 5)]
+    tick(decoder)
+    for req in reqs:
+        decoder.deliver(req)
+    tick(decoder)
+    claims = decoder.disagg_decode_prealloc_queue._budget.claims
+    for step in range(100):
+        decoder.tick_batch(accepted=lambda req, step=step: step + len(req.output_ids))
+        check(decoder)
+        batch = decoder.running_batch
+        if batch.is_empty():
+            break
+        batch.filter_batch(v1_spec_info_filtered=True)
+        assert claims.reserved >= batch.new_tokens_required_next_decode()
+    assert [len(req.output_ids) for req in reqs] == [10, 20, 30, 40]
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_who_was_admitted_is_not_aborted_for_memory(page: int) -> None:
     """Guards against the same over whole answers: many requests on a small pool all end."""
     decoder = Decoder(page, 640, steps=3, reserve=16)
