@@ -203,7 +203,7 @@ def test_what_a_step_takes_is_reserved(page: int) -> None:
     tick(decoder)
     claims = decoder.disagg_decode_prealloc_queue._budget.claims
     for step in range(100):
-        decoder.tick_batch(accepted=lambda req, step=step: step + len(req.output_ids))
+        decoder.tick_batch(accepted=lambda req, step=step: step + int(req.rid[1:]))
         check(decoder)
         batch = decoder.running_batch
         if batch.is_empty():
