@@ -233,7 +233,7 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.radix_cache",
         name="TreeNode",
-        mixin=f"{_CACHE}.buffer_only.backup:StoredNode",
+        mixin=f"{_CACHE}.buffer_only.backup_queue:StoredNode",
         why="a node notes what the store holds of it",
     ),
     Replacement(

@@ -10,7 +10,7 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.reaching import reach
-from sglang.srt.mem_cache.buffer_only.backup import EVICTED, FULL, REFUSED, UNCOVERED
+from sglang.srt.mem_cache.buffer_only.backup_queue import EVICTED, FULL, REFUSED, UNCOVERED
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction

@@ -81,6 +81,36 @@ def test_the_tree_uses_what_the_gigabytes_hold():
             Cache(pages=None, hicache_size=gigabytes, **change)
 
 
+@pytest.mark.parametrize(
+    ("given", "pages"),
+    [
+        ({}, 40),  # five gigabytes are more than the device pool, which is the most
+        ({"hicache_ratio": 0.5}, 20),
+        ({"hicache_ratio": 1.5}, 60),
+        ({"hicache_ratio": 0.5, "hicache_buffer_pages": 16}, 16),
+    ],
+    ids=str,
+)
+def test_sizes_of_the_stage(given: dict[str, Any], pages: int):
+    """What nobody asked for, and what SGLang 0.5.23 means by its ratio."""
+    cache = Cache(**{"pages": given.pop("hicache_buffer_pages", None), **given})
+    assert cache.tree.buffer.context.stage.pages == pages
+
+
+@pytest.mark.hazard("wrong-gauges")
+def test_the_host_pool_says_what_the_stage_uses():
+    """``sglang:hicache_host_used_tokens`` is the pool's size less what is free in it; SGLang's own
+    list of free slots knows nothing of a stage."""
+    cache = Cache(pages=16)
+    host = cache.tree.token_to_kv_pool_host
+    assert host.available_size() == host.size
+    cache.compute(prompt(1, 3))
+    cache.step()
+    assert host.size - host.available_size() == 3 * PAGE == cache.stage.used() * PAGE
+    cache.settle()
+    assert host.available_size() == host.size
+
+
 def test_without_the_mode_everything_is_sglangs():
     """The patch set is installed on servers that do not ask for it."""
     cache = Cache.__new__(Cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.mem_cache.buffer_only.backup import StoredNode, split_marks
+from sglang.srt.mem_cache.buffer_only.backup_queue import StoredNode, split_marks
 
 
 class Node(StoredNode):

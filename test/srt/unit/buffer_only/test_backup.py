@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.mem_cache.buffer_only.backup import (
+from sglang.srt.mem_cache.buffer_only.backup_queue import (
     EVICTED,
     FLUSHED,
     FULL,

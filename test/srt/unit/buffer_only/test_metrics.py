@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.backup import BackupQueue
+from sglang.srt.mem_cache.buffer_only.backup_queue import BackupQueue
 from sglang.srt.mem_cache.buffer_only.settings import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import Fault

@@ -15,7 +15,8 @@ leaves the device leaves the tree.
 ``namespaces``        whose KV a page is: model, weights, layout, tenant; keys
 ``page_store``        pages in and out of the store, and the threads that wait for it
 
-``backup``      device to stage to store: what waits, what is under way, marks on the nodes
+``backup_queue``  what waits to be written; marks on the nodes
+``backup``      device to stage to store
 ``touch``       what is used on the device is kept warm in the store, or written again
 ``prefetch``    what a request wants of the store, and what of it is in the stage
 ``prefetch_line``  all of them, in the order of the queue: store to stage, state by state

@@ -5,206 +5,32 @@ and slots go, waiting pages are put into *backups*: their nodes are locked until
 stage has ended, then a thread has the store write them, and the staging pages are free as soon as
 the store has answered, whatever it said.
 
-What a node knows about its copy in the store is noted on it. Positions are counted in tokens *back
-from the end of a node*. Splitting a node cuts off its front and leaves its end where it was, and a
-deleted node keeps its parent, so such a position names the same tokens for as long as a transfer
-may take.
+What became of it is noted on the nodes (``backup_queue``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, PENDING, TransferVote
+from sglang.srt.mem_cache.buffer_only.backup_queue import (
+    FLUSHED,
+    REFUSED,
+    STUCK,
+    UNCOVERED,
+    BackupQueue,
+    Segment,
+    covered,
+    settle,
+)
 from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
     from sglang.srt.mem_cache.buffer_only.upstream import Event, Node
-    from sglang.srt.mem_cache.radix_cache import TreeNode
-else:
-    TreeNode = object
-
-#: Why tokens were not written, or not yet: label values of the counter.
-FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
-#: The stage is full of what overdue calls of the store may still use.
-STUCK = "store_stuck"
-#: The store did not take what was tried; a request that passes has it tried again.
-REFUSED = "store_refused"
-
-
-class StoredNode(TreeNode):
-    """Mixin for SGLang's ``TreeNode``. All zero, and unused, unless the mode is buffer_only."""
-
-    #: Leading tokens that are durable in the store, on every rank.
-    stored: int = 0
-    #: Leading tokens that are durable or on their way; never less than ``stored``.
-    launched: int = 0
-    #: The pending backup that covers this node, shared with the nodes that a split made of it.
-    pending: PendingBackup | None = None
-    #: When the store is to be asked for it again, in agreed milliseconds.
-    touch_after_ms: int = 0
-
-    @property
-    def storage_backed(self) -> bool:
-        """Whether all of this node is durable in the store, on every rank."""
-        return self.key is not None and self.stored >= len(self.key)
-
-    @property
-    def storage_ready(self) -> bool:
-        """Whether the node can be evicted from the device without losing its KV."""
-        return bool(self.backuped or self.storage_backed)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens of a path: from ``start`` to ``end`` back from the end of ``node`` (start > end >=
-    0)."""
-
-    node: Node
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.start - self.end
-
-
-def path_pieces(node: Node, tokens: int) -> Iterator[tuple[Node, int]]:
-    """The nodes under the last ``tokens`` tokens up to the end of ``node``, last node first.
-
-    Yields each with how far its end lies back from the end of ``node``.
-    """
-    back = 0
-    while back < tokens and node.parent is not None:
-        yield node, back
-        back += len(node.key)
-        node = node.parent
-
-
-def split_marks(front: Node, child: Node, split_len: int) -> None:
-    """``front`` has just taken over the first ``split_len`` tokens of ``child``."""
-    front.stored, child.stored = _cut(child.stored, split_len)
-    front.launched, child.launched = _cut(child.launched, split_len)
-    front.pending, front.touch_after_ms = child.pending, child.touch_after_ms
-
-
-def settle(segment: Segment, durable: int) -> None:
-    """The write of ``segment`` has ended; its first ``durable`` tokens are in the store.
-
-    Only what adjoins a node's stored tokens counts: a page behind a missing one is out of reach.
-    What is not durable may be written again.
-    """
-    for node, back in path_pieces(segment.node, segment.start):
-        length = len(node.key)
-        origin = back + length  # the node's first token, back from the segment's node
-        if origin <= segment.end:
-            continue  # a split has left the node wholly behind the segment
-        start, end = origin - segment.start, origin - segment.start + durable
-        if start <= node.stored < end:
-            node.stored = min(length, end)
-            node.launched = max(node.launched, node.stored)
-        if durable < len(segment):
-            node.launched = node.stored
-
-
-def _cut(leading: int, split_len: int) -> tuple[int, int]:
-    return min(leading, split_len), max(0, leading - split_len)
-
-
-class PendingBackup:
-    """One node that is to be written, with all that a split cuts off its front until then."""
-
-    __slots__ = ("node", "serial", "tokens")
-
-    def __init__(self, serial: int, node: Node, tokens: int) -> None:
-        self.serial = serial
-        #: The last node of the path that is to be written.
-        self.node = node
-        #: Tokens to write, up to the end of ``node``.
-        self.tokens = tokens
-
-    def pieces(self) -> list[Node]:
-        """The nodes that the tokens lie in now, in the order of the prompt."""
-        return [node for node, _ in path_pieces(self.node, self.tokens)][::-1]
-
-
-class BackupQueue:
-    """First in, first out; at most one entry a node; at most ``max_tokens`` tokens.
-
-    Entries hold no lock: what is evicted while it waits is dropped. All that is dropped is counted
-    in ``dropped``, in tokens by reason.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.tokens = 0
-        self.dropped: Counter[str] = Counter()
-        self._queue: dict[int, PendingBackup] = {}
-        self._serial = 0
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[PendingBackup]:
-        return iter(list(self._queue.values()))
-
-    def head(self) -> PendingBackup | None:
-        """The oldest entry."""
-        return next(iter(self._queue.values()), None)
-
-    def add(self, node: Node) -> bool:
-        """Queue ``node``, which has no entry; False where the queue has no room for it."""
-        tokens = len(node.key)
-        if self.tokens + tokens > self.max_tokens:
-            self.dropped[FULL] += tokens
-            return False
-        self._serial += 1
-        node.pending = self._queue[self._serial] = PendingBackup(self._serial, node, tokens)
-        self.tokens += tokens
-        return True
-
-    def done(self, pending: PendingBackup) -> None:
-        """All of ``pending`` was launched."""
-        self._remove(pending)
-
-    def drop(self, pending: PendingBackup, reason: str) -> None:
-        """``pending`` will not be launched."""
-        self.dropped[reason] += sum(map(_unlaunched, pending.pieces()))
-        self._remove(pending)
-
-    def deleted(self, node: Node) -> None:
-        """``node``, a leaf, has left the tree; what a split made of its front may still be
-        there."""
-        pending = node.pending
-        if pending is None:
-            return
-        lost = len(node.key)
-        if pending.tokens <= lost or node.parent is None:
-            self.drop(pending, EVICTED)
-            return
-        node.pending = None
-        self.dropped[EVICTED] += _unlaunched(node)
-        self.tokens -= lost
-        pending.node, pending.tokens = node.parent, pending.tokens - lost
-
-    def clear(self, reason: str) -> None:
-        """Drop everything."""
-        for pending in self:
-            self.drop(pending, reason)
-
-    def _remove(self, pending: PendingBackup) -> None:
-        del self._queue[pending.serial]
-        self.tokens -= pending.tokens
-        for node in pending.pieces():
-            node.pending = None
-
-
-def _unlaunched(node: Node) -> int:
-    return len(node.key) - node.launched
 
 
 @dataclass(eq=False)
@@ -302,7 +128,7 @@ class Backups:
     def request(self, node: Node) -> None:
         """Have ``node`` written, and before it all above it that is neither stored nor waiting."""
         chain = []
-        while node.parent is not None and node.pending is None and not _covered(node):
+        while node.parent is not None and node.pending is None and not covered(node):
             chain.append(node)
             node = node.parent
         for missing in reversed(chain):
@@ -376,7 +202,7 @@ class Backups:
         page, found = self._context.page_size, []
         while pages > 0 and (pending := self.queue.head()) is not None:
             for node in pending.pieces():
-                if not _covered(node.parent):
+                if not covered(node.parent):
                     self.queue.drop(pending, UNCOVERED)
                     break
                 left = len(node.key) - node.launched
@@ -465,8 +291,3 @@ class Backups:
     def _unlock(self, backup: Backup) -> None:
         for segment in backup.segments:
             self._context.tree.dec_lock_ref(segment.node)
-
-
-def _covered(node: Node | None) -> bool:
-    """Whether all of ``node`` is in the store or launched before; the root always is."""
-    return node is None or node.parent is None or node.launched >= len(node.key)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING
-from sglang.srt.mem_cache.buffer_only.backup import path_pieces
+from sglang.srt.mem_cache.buffer_only.backup_queue import path_pieces
 from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 
 if TYPE_CHECKING:

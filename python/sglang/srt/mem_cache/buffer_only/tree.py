@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.backup import split_marks
+from sglang.srt.mem_cache.buffer_only.backup_queue import split_marks
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
@@ -46,7 +46,7 @@ class BufferOnlyTree(HiRadixCache):
 
     A node that is evicted from the device is gone from the tree; the next request that wants it
     finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
-    what the store holds of a node is noted on the node (``backup.StoredNode``).
+    what the store holds of a node is noted on the node (``backup_queue.StoredNode``).
     """
 
     #: Backup and prefetch; None in SGLang's own mode.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.backup import PendingBackup
+    from sglang.srt.mem_cache.buffer_only.backup_queue import PendingBackup
 
 
 class Key(Protocol):
@@ -23,7 +23,7 @@ class Key(Protocol):
 
 
 class Node(Protocol):
-    """``TreeNode``, with what ``backup.StoredNode`` adds; ``parent`` is None for the root alone."""
+    """``TreeNode``, with what ``backup_queue.StoredNode`` adds; only the root has no ``parent``."""
 
     parent: Node | None
     children: dict[Any, Node]
