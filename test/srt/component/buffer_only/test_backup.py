@@ -360,6 +360,25 @@ def test_new_weights_on_a_tree_that_was_not_emptied():
     assert other.serve("r", prompt(3, 2, base=prompt(1, 3))) == 4 * PAGE
 
 
+def test_weights_that_are_not_known_yet():
+    """Between two updates of some tensors each the weights are nobody's, flushed or not."""
+    known = Namespace.of({"weights": "known"})
+    cache = Cache()
+    cache.buffer.use(known, "a")
+    keys = []
+    for nonce in ("b", "c"):
+        cache.buffer.hide(nonce)
+        cache.flush()
+        cache.compute(prompt(1, 2))
+        cache.settle()
+        keys += cache.keys(prompt(1, 2))
+    assert len(set(keys)) == 4 and set(keys) == set(cache.store.content)
+    cache.flush()
+    cache.buffer.use(known, "d")
+    assert cache.serve("r", prompt(1, 3)) == 0
+    assert not set(cache.keys(prompt(1, 3))) & set(keys)
+
+
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("way", [True, OSError("full")], ids=["refuses", "raises"])
 def test_a_store_that_takes_nothing(way: bool | OSError):

@@ -148,8 +148,20 @@ def test_new_weights_have_keys_of_their_own(update, monkeypatch):
     found.model_config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
     found.name_keys()
     found.on_update = lambda: setattr(runner, "model", "new")
-    assert getattr(found, update)("request") == (update, "request")
+    request = SimpleNamespace(flush_cache=True)
+    assert getattr(found, update)(request) == (update, request)
     assert len(names) == 2 and names[0] != names[1]
+    # Weights that come in many pieces: named once, when the cache is flushed at the end.
+    hidden: list[str] = []
+    found.tree_cache.buffer.hide = hidden.append
+    for piece in ("a", "b", "c"):
+        found.on_update = lambda piece=piece: setattr(runner, "model", piece)
+        getattr(found, update)(SimpleNamespace(flush_cache=False))
+    assert len(names) == 2 and len(set(hidden)) == 3
+    found.server_args.enable_dp_attention = False
+    for _ in range(2):
+        assert found.flush_cache()
+    assert len(set(names)) == len(names) == 3
 
 
 @pytest.mark.hazard("tenants-meet-in-store")

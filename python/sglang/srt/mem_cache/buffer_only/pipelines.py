@@ -162,6 +162,13 @@ class Pipelines:
         store = self.context.store
         store.namespace = namespace.within(f"mixed {nonce}") if mixed else namespace
 
+    def hide(self, nonce: str) -> None:
+        """The server's weights have changed, and nobody knows yet into which: until ``use`` the
+        keys are this server's alone, by ``nonce``."""
+        self._namespace = self._namespace.within(f"changed {nonce}")
+        self.prefetches.cancel_all()
+        self.context.store.namespace = self._namespace
+
     def clear_store(self) -> bool:
         """Remove everything from the store; whether it did.
 

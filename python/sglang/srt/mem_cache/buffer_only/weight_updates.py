@@ -1,4 +1,9 @@
-"""The scheduler's part of namespaces: keys of the store name the weights, also after an update."""
+"""The scheduler's part of namespaces: keys of the store name the weights, also after an update.
+
+Weights may come in many updates of some tensors each, all but the last of which leave the cache as
+it is. The fingerprint, a second or so for a large model, is taken once after those: when the cache
+is flushed. Until then keys are this server's alone.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,9 @@ logger = logging.getLogger(__name__)
 class NamingScheduler(Scheduler):
     """Base of ``scheduler.BufferOnlyScheduler``; stock unless the mode is buffer_only."""
 
+    #: Whether the weights in memory may be others than those that the keys name.
+    _weights_changed: bool = False
+
     @property
     def _buffer_only(self) -> bool:
         return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
@@ -38,6 +46,7 @@ class NamingScheduler(Scheduler):
         ranks = gathered((fingerprint(runner.model), uuid.uuid4().hex), self.tp_cpu_group)
         model = model_identity(config, (weights for weights, _ in ranks))
         pool = tree.pool_identity()
+        self._weights_changed = False
         tree.buffer.use(Namespace.of({"model": model, "pool": pool}), nonce=ranks[0][1])
         logger.info(
             "HiCache keys are those of weights %s, configuration %s and pages %s (found in %.1f s; "
@@ -65,8 +74,22 @@ class NamingScheduler(Scheduler):
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return self._named_anew(super().update_weights_from_ipc, recv_req)
 
+    @override
+    def flush_cache(self) -> Any:
+        flushed = super().flush_cache()
+        # With data parallel attention each rank flushes when it is idle, and not all at a time.
+        if flushed and self._weights_changed and not self.server_args.enable_dp_attention:
+            self.name_keys()
+        return flushed
+
     def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        if not self._buffer_only:
+            return update(recv_req)
+        self._weights_changed = True  # also by one that fails: it may have written some of them
         answer = update(recv_req)
-        if self._buffer_only:
-            self.name_keys()  # also after one that failed: it may have written some of them
+        if self._weights_changed and recv_req.flush_cache:
+            self.name_keys()
+        elif self._weights_changed:
+            nonces = gathered(uuid.uuid4().hex, self.tp_cpu_group)
+            self.tree_cache.buffer.hide(nonces[0])
         return answer
