@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
 from component.buffer_only.backends import combined, config  # noqa: E402
 from component.buffer_only.host_pools import (  # noqa: E402
     KINDS,
+    PAGE,
     content,
     fill,
     hashes,
@@ -40,8 +41,9 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa
     MooncakeStore,
 )
 
-#: Kinds of pools and their layouts.
-PAGES = [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]
+#: Kinds of pools, their layouts and page sizes.
+PAGES = [("nsa", "page_first", PAGE), *((kind, "page_first_direct", PAGE) for kind in KINDS)]
+PAGES += [(kind, "page_first_direct", page) for kind in ("mha", "mla") for page in (1, 16)]
 
 PAGE_BYTES = 12 << 10
 """Of a page of the multi-head pool."""
@@ -71,21 +73,22 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> No
         time.sleep(0.05)
 
 
-def pages(master: Master, kind: str, layout: str) -> None:
+def pages(master: Master, kind: str, layout: str, page: int) -> None:
     """What one server writes, another reads, from its own memory; a missing page is missing."""
-    ours, theirs = host_pool(kind, layout), host_pool(kind, layout)
+    ours, theirs = (host_pool(kind, layout, page=page) for _ in range(2))
     fill(theirs, seed=3)
-    tag = f"{kind}-{layout}"
+    tag = f"{kind}-{layout}-{page}"
+    at = partial(slots, page=page)
     writer, reader = (backend(pool, master.extra_config, tag) for pool in (ours, theirs))
     first, gone, last = hashes(3)
-    assert writer.batch_set_v1([first, last], slots(4, 1)) == [True, True]
+    assert writer.batch_set_v1([first, last], at(4, 1)) == [True, True]
     assert reader.batch_exists([first, last, gone]) == 2
     untouched = content(theirs, 0)
-    assert reader.batch_get_v1([first, gone, last], slots(2, 3, 5)) == [True, False, True]
+    assert reader.batch_get_v1([first, gone, last], at(2, 3, 5)) == [True, False, True]
     assert [content(theirs, 2), content(theirs, 5)] == [content(ours, 4), content(ours, 1)]
     assert content(theirs, 0) == untouched
-    assert reader.batch_set_v1([first, gone], slots(0, 3)) == [True, True]
-    assert writer.batch_get_v1([first], slots(0)) == [True]
+    assert reader.batch_set_v1([first, gone], at(0, 3)) == [True, True]
+    assert writer.batch_get_v1([first], at(0)) == [True]
     assert content(ours, 0) == content(ours, 4), "what is stored is not written again"
 
 
@@ -219,7 +222,8 @@ SCENARIOS: dict[str, Callable[[Master], None]] = {
     "full": full,
 }
 SCENARIOS |= {
-    f"pages_{kind}_{layout}": partial(pages, kind=kind, layout=layout) for kind, layout in PAGES
+    f"pages_{kind}_{layout}_{page}": partial(pages, kind=kind, layout=layout, page=page)
+    for kind, layout, page in PAGES
 }
 
 

@@ -62,6 +62,20 @@ def test_every_byte_of_a_page_comes_back(make: Any, backend: str, kind: str, lay
     assert content(pool, 0) == untouched
 
 
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_of_other_sizes_come_back(make: Any, backend: str, kind: str, page: int) -> None:
+    """Guards against bytes and places that are those of pages of 64 tokens only."""
+    pool = host_pool(kind, "page_first_direct", page=page)
+    store = make(backend, pool)
+    written = [content(pool, number) for number in (4, 1)]
+    assert store.batch_set_v1(hashes(2), slots(4, 1, page=page)) == [True, True]
+    fill(pool, seed=9)
+    assert store.batch_get_v1(hashes(2), slots(0, 5, page=page)) == [True, True]
+    assert [content(pool, number) for number in (0, 5)] == written
+
+
 @pytest.mark.parametrize(("backend", "kind", "layout"), COMBINATIONS)
 def test_a_page_that_is_missing_is_missing_alone(
     make: Any, backend: str, kind: str, layout: str

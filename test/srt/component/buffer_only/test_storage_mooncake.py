@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from component import programs
-from component.buffer_only.host_pools import KINDS
+from component.buffer_only.host_pools import KINDS, PAGE
 from component.buffer_only.masters import PROGRAM
 
 pytestmark = pytest.mark.skipif(
@@ -22,13 +22,17 @@ def output() -> str:
     return programs.run(__file__, "program_mooncake.py")
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("nsa", "page_first"), *((kind, "page_first_direct") for kind in KINDS)]
-)
-def test_another_server_reads_what_one_wrote(output: str, kind: str, layout: str) -> None:
+POOLS = [("nsa", "page_first", PAGE), *((kind, "page_first_direct", PAGE) for kind in KINDS)]
+POOLS += [(kind, "page_first_direct", page) for kind in ("mha", "mla") for page in (1, 16)]
+
+
+@pytest.mark.parametrize(("kind", "layout", "page"), POOLS)
+def test_another_server_reads_what_one_wrote(
+    output: str, kind: str, layout: str, page: int
+) -> None:
     """Guards against host tensors that are not registered (NSA's index), against parts that change
     places, and against a missing page that moves the others."""
-    programs.passed(output, f"pages_{kind}_{layout}")
+    programs.passed(output, f"pages_{kind}_{layout}_{page}")
 
 
 def test_the_master_hangs(output: str) -> None:
