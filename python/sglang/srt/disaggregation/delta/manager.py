@@ -299,11 +299,12 @@ class DeltaManager(CommonKVManager):
             )
         }
         if self.rooms is not None:
-            # Announced before their request is here: that is not a leftover (and has a deadline).
-            early = set(self.rooms.unclaimed())
+            # Announced before their request is here (which has a deadline), or waited for although
+            # their request is gone: those are no leftovers.
+            known = {*self.rooms.unclaimed(), *self.rooms.lingering()}
             tables["rooms"] = self.rooms.numbers()
             for name in ("rooms", "transfer_infos"):
-                tables[name] = [room for room in tables[name] if room not in early]
+                tables[name] = [room for room in tables[name] if room not in known]
         if self.servers is not None:
             tables["deferred"] = self.servers.deferred_rooms()
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())

@@ -273,6 +273,7 @@ def test_a_transfer_that_never_settles(rank: PrefillRank) -> None:
     assert sender.poll() == KVPoll.Failed and len(rank.agent.under_way()) == 2
     text = str(failure_of(sender))
     assert "not delivered to decode (posted)" in text and "_TRANSFER_TIMEOUT" in text
+    assert not any(rank.manager.open_rooms().values()), "an idle server takes it for a leak"
     rank.tick(0.25)
     assert rank.sockets.stopped == []
     rank.settle()

@@ -320,8 +320,4 @@ class DeltaMooncakeManager(MooncakeKVManager):
     @override
     def open_rooms(self) -> dict[str, list[int]]:
         tables: dict[str, list[int]] = super().open_rooms()
-        # Rooms whose failed transfers are waited for are no leftover: that has an end.
-        waited_for = {room for _, room in list(getattr(self, "_unsettled", ()))}
-        if "rooms" in tables:
-            tables["rooms"] = [room for room in tables["rooms"] if room not in waited_for]
         return tables | {"progress": sorted(getattr(self, "_progress", ()))}

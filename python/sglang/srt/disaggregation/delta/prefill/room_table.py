@@ -474,6 +474,16 @@ class RoomTable:
             gone = _GONE | {State.ANNOUNCED}
             return [number for number, room in self._rooms.items() if room.state not in gone]
 
+    def lingering(self) -> list[int]:
+        """Rooms that were given up and whose request is gone, with writes that may still land: they
+        missed their deadline or were broken off."""
+        with self._lock:
+            return [
+                number
+                for number, room in self._rooms.items()
+                if room.state is State.LINGERING and room.reason is not None
+            ]
+
     def unclaimed(self, for_s: float = 0.0) -> list[int]:
         """Rooms that were announced so many seconds ago and whose request did not come."""
         now = self.scheduler_time.seconds()
