@@ -163,7 +163,7 @@ class Cache:
         prefetches, backups = self.buffer.prefetches, self.buffer.backups
         threads = (
             backups._thread,
-            prefetches._threads,
+            prefetches.queries._threads,
             prefetches.fetches._threads,
             self.buffer.touches._thread,
         )

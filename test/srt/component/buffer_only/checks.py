@@ -43,7 +43,7 @@ def check_idle(cache: Cache) -> None:
     check(cache)
     assert not cache.buffer.busy
     prefetches = cache.buffer.prefetches
-    assert not prefetches.fetches.under_way and not prefetches._queries
+    assert not prefetches.fetches.under_way and not prefetches.queries.under_way
     assert not prefetches.fetches._brought and not cache.buffer.backups.running
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
@@ -93,7 +93,7 @@ def _check_stage(cache: Cache) -> None:
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
         assert stage.used(direction) <= share.ceiling
-    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches._queries) <= QUERY_SLOTS
+    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches.queries.under_way) <= QUERY_SLOTS
     assert len(fetches.under_way) <= FETCH_SLOTS
     for prefetch in prefetches.prefetches:
         assert [p.start for p in prefetch.pieces] == sorted(p.start for p in prefetch.pieces)

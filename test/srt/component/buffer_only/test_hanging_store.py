@@ -260,6 +260,6 @@ def test_a_query_that_hangs(cache: Cache):
     """It holds no pages, so that nothing is left of it when the deadline is over."""
     cache.store.hang("batch_exists")
     assert cache.serve("r", PROMPT) == 0
-    assert not cache.buffer.prefetches._queries
+    assert not cache.buffer.prefetches.queries.under_way
     let_go(cache)
     check_idle(cache)

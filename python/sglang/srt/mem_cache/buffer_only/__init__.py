@@ -20,6 +20,7 @@ leaves the device leaves the tree.
 ``touch``       what is used on the device is kept warm in the store, or written again
 ``prefetch``    what a request wants of the store, and what of it is in the stage
 ``prefetch_line``  all of them, in the order of the queue: store to stage, state by state
+``query``       what the store has of a prompt
 ``fetch``       pages on their way from the store into the stage
 ``worth``       load or recompute (pure)
 ``load_back``   fetched pages enter the device tree at admission, and are copied there

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import PENDING, QUERY_SLOTS, TransferVote
+from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
 from sglang.srt.mem_cache.buffer_only.fetch import THREADS as SIDE_BY_SIDE
 from sglang.srt.mem_cache.buffer_only.fetch import Fetches
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.page_store import Found, page_hashes, search
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.query import Queries
 from sglang.srt.mem_cache.buffer_only.settings import pages_of
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Hit, Speeds, choose
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
     from sglang.srt.mem_cache.buffer_only.upstream import Key, Node
 
-#: Threads that ask the store; see ``fetch.THREADS``.
-THREADS = 2
 #: A prefix that the store has not is asked for again so long after the last time, while its request
 #: waits; then not any more. Nobody waits for these.
 AGAIN_MS = (500, 2000, 8000)
@@ -46,10 +44,8 @@ class PrefetchLine:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._threads = context.make_thread("query", THREADS)
         self._by_rid: dict[str, Prefetch] = {}
-        #: Questions to the store, oldest first: what the ranks vote on.
-        self._queries: list[Query] = []
+        self.queries = Queries(context)
         self.fetches = Fetches(context)
         self.load_backs = LoadBacks(context)
         #: Agreed by the ranks.
@@ -61,7 +57,7 @@ class PrefetchLine:
     def busy(self) -> bool:
         """Whether anything waits or is on its way; what the store was given up for does not
         count."""
-        calls = len(self._queries) + self.fetches.running
+        calls = len(self.queries.under_way) + self.fetches.running
         return bool(self._by_rid or calls or len(self.load_backs))
 
     @property
@@ -141,7 +137,7 @@ class PrefetchLine:
         """Copies that have ended, and what is known of each call of the store, on this rank."""
         return (
             self.load_backs.ended(),
-            tuple(query.outcome for query in self._queries),
+            tuple(query.outcome for query in self.queries.under_way),
             tuple(piece.outcome for piece in self.fetches.under_way),
         )
 
@@ -149,9 +145,8 @@ class PrefetchLine:
         """Act on what has ended on all ranks, and on time that has run out."""
         self.load_backs.finish(agreed.load_back_copies)
         self._speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
-        for query, pages in zip(list(self._queries), agreed.queries, strict=True):
-            if pages != PENDING:
-                self._answered(query, pages)
+        for prefetch in self.queries.apply(agreed.queries):
+            self._answered(prefetch)
         for prefetch, end in self.fetches.apply(agreed.fetches):
             if end is not None:
                 self._cut(prefetch, end)  # the store has lost the rest since it was asked
@@ -172,7 +167,7 @@ class PrefetchLine:
                 if prefetch.state in (State.WAITING, State.FOUND):
                     self._settle(prefetch)
         for prefetch in line:
-            if self._wants_query(prefetch) and len(self._queries) < QUERY_SLOTS:
+            if self._wants_query(prefetch) and self.queries.has_slot:
                 self._query(prefetch)
         looked_at = 0
         for prefetch in line:
@@ -196,7 +191,7 @@ class PrefetchLine:
 
     def close(self, timeout: float) -> bool:
         """End the threads; False if one takes more than ``timeout`` seconds."""
-        return self._threads.close(timeout) and self.fetches.close(timeout)
+        return self.queries.close(timeout) and self.fetches.close(timeout)
 
     # ---- from state to state ----
 
@@ -214,34 +209,18 @@ class PrefetchLine:
         if len(prefetch.key) - tokens < context.settings.prefetch_threshold:
             self._end(prefetch)  # the tree has it by now
             return
-        last_hash = page_hashes(node, context.page_size)[-1] if held else None
-        before = context.prefix_keys(node)
-        key, page = prefetch.key, context.page_size
-        wanted = key.token_ids[tokens:]
-        work = search(context.store, wanted, page, last_hash, key.extra_key, before)
-        context.checksum.note("query", prefetch.rid, held)
-        prefetch.query = Query(prefetch, self._threads.submit(work))
-        self._queries.append(prefetch.query)
-        prefetch.queries += 1
-        prefetch.begin, prefetch.prefix_keys = held, before
-        prefetch.hashes, prefetch.keys = [], []
+        self.queries.start(prefetch, held, node)
         if prefetch.state is State.WAITING:
             self._enter(prefetch, State.QUERYING)
 
-    def _answered(self, query: Query, pages: int) -> None:
+    def _answered(self, prefetch: Prefetch) -> None:
         """QUERYING -> FOUND or MISSED."""
-        self._queries.remove(query)
-        context, prefetch = self._context, query.owner
-        context.counters["store_query_failures"] += query.job.fault is not None
-        if prefetch is None:
-            return
-        prefetch.query = None
-        if pages * context.page_size < context.settings.prefetch_threshold:
+        tokens = len(prefetch.keys) * self._context.page_size
+        if tokens < self._context.settings.prefetch_threshold:
+            prefetch.hashes, prefetch.keys = [], []
             self._missed(prefetch)
             return
-        found = query.job.found or Found()
-        prefetch.hashes, prefetch.keys = found.hashes[:pages], found.keys[:pages]
-        context.counters["prefetch_hit_tokens"] += pages * context.page_size
+        self._context.counters["prefetch_hit_tokens"] += tokens
         self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
         self._enter(prefetch, State.FOUND)
         prefetch.blocked = prefetch.unready = None
@@ -392,7 +371,7 @@ class PrefetchLine:
         """No more will come: the request runs with what is in the stage."""
         held, _ = self._match(prefetch)
         staged = prefetch.staged_from(held)
-        self._cancel_query(prefetch)
+        self.queries.cancel(prefetch)
         self._cut(prefetch, held + staged if staged else prefetch.begin)
         prefetch.queries, prefetch.again_ms = len(AGAIN_MS) + 1, None
         self._enter(prefetch, State.STAGED if staged else State.MISSED)
@@ -402,14 +381,8 @@ class PrefetchLine:
         del self._by_rid[prefetch.rid]
         self._enter(prefetch, prefetch.state)
         self._context.times.ended(prefetch)
-        self._cancel_query(prefetch)
+        self.queries.cancel(prefetch)
         self.fetches.drop(prefetch, prefetch.pieces)
-
-    def _cancel_query(self, prefetch: Prefetch) -> None:
-        if prefetch.query is not None:
-            prefetch.query.job.cancel()
-            prefetch.query.owner = None
-            prefetch.query = None
 
     def _cut(self, prefetch: Prefetch, end: int) -> None:
         """The hit ends at page ``end``."""
