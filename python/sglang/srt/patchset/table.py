@@ -137,13 +137,13 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.nixl.endpoints:NixlTransferInfo",
+        mixin=f"{_DISAGG}.delta.nixl.prefill:NixlTransferInfo",
         why="reads the delta frame; no pages no longer means a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="TransferStatus",
-        mixin=f"{_DISAGG}.delta.nixl.endpoints:DeltaTransferStatus",
+        mixin=f"{_DISAGG}.delta.nixl.decode:DeltaTransferStatus",
         why="a room is complete when each of its writers has delivered everything",
     ),
     Replacement(
@@ -155,13 +155,13 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVSender",
-        mixin=f"{_DISAGG}.delta.nixl.endpoints:DeltaNixlSender",
+        mixin=f"{_DISAGG}.delta.nixl.prefill:DeltaNixlSender",
         why="an error fails its own room and not the scheduler",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVReceiver",
-        mixin=f"{_DISAGG}.delta.nixl.endpoints:DeltaNixlReceiver",
+        mixin=f"{_DISAGG}.delta.nixl.decode:DeltaNixlReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )

@@ -13,7 +13,7 @@ from component.transfer.messages import NIXL
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.nixl.manager import _refuse
+from sglang.srt.disaggregation.delta.nixl.decode import _refuse
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from component.transfer import bare
 from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnouncements
-from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
 from sglang.srt.disaggregation.nixl.conn import GUARD

@@ -16,8 +16,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control, wire
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.nixl import layout as layout_module
-from sglang.srt.disaggregation.delta.nixl import manager
-from sglang.srt.disaggregation.delta.nixl.manager import NixlAnnouncements
+from sglang.srt.disaggregation.delta.nixl import prefill
+from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.prefill import sender
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
@@ -84,13 +84,13 @@ class PrefillRank:
         self.agent = FakeAgent({"": self.side.memory, **memories})
         patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
         patch.setattr(
-            manager, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
+            prefill, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
         )
         patch.setattr(
-            manager.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
+            prefill.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
         )
-        patch.setattr(manager.atexit, "register", lambda *_: None)
-        for module in (manager, sender):
+        patch.setattr(prefill.atexit, "register", lambda *_: None)
+        for module in (prefill, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
         self.manager: Any = bare.prefill("nixl")
         layout = manager_of(self.side)

@@ -1,7 +1,8 @@
 """NIXL on top of the delta protocol and the transfer workers.
 
-``manager``       the thin override of SGLang's NIXL manager, which all others hang on
-``endpoints``     sender and receiver, as SGLang's schedulers know them; what has arrived of a room
+``prefill``       the manager's half of a prefill rank, and the sender: queues chunks for workers
+``decode``        the manager's half of a decode rank, and the receiver: what has arrived of a room
+``manager``       the two halves in one class, as SGLang has it
 ``backend``       how a worker posts it, asks for its state and lets go of it
 ``peers``         the decode ranks that NIXL knows, and the lists prepared for each
 ``layout``        where the bytes lie on either side, of a rank's pools and of one chunk

@@ -22,8 +22,8 @@ from sglang.srt.disaggregation.delta.peer_messages import KVArgs
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.nixl.endpoints import NixlTransferInfo
     from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
+    from sglang.srt.disaggregation.delta.nixl.prefill import NixlTransferInfo
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
 #: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.

@@ -1,0 +1,263 @@
+"""NIXL's part of a decode rank: its half of SGLang's manager, the receiver, and what has arrived.
+
+NIXL's notifications say what has arrived, writer by writer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.event_log import log_arrived
+from sglang.srt.disaggregation.delta.logs import RateLimitedLog
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl.layout import metadata_in_host_memory
+from sglang.srt.disaggregation.delta.peer_messages import BadMessage, metadata_fit
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import (
+        NixlKVManager,
+        NixlKVReceiver,
+        TransferStatus,
+    )
+else:
+    NixlKVManager = NixlKVReceiver = TransferStatus = object
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class DeltaTransferStatus(TransferStatus):
+    """SGLang's record of a room, keyed by writer where SGLang keys by pipeline stage."""
+
+    #: Writers whose metadata has arrived. (A stock prefill does not say whose it was.)
+    aux_writers: set[int] = dataclasses.field(default_factory=set)
+    #: Writers that said with one note that all they write for the room is here.
+    done_writers: set[int] = dataclasses.field(default_factory=set)
+    #: Where the metadata go that come in such a note; None where none was announced.
+    metadata_slot: int | None = None
+    #: Writers that said that they write no more, whatever they have written.
+    stopped_writers: set[int] = dataclasses.field(default_factory=set)
+    #: What ``is_done`` last said; None where something has arrived since. Every room is asked in
+    #: every step, and few of them get anything in it.
+    _was_done: bool | None = None
+
+    def take(self, note: wire.Notification, num_writers: int) -> None:
+        """Record one notification. Idempotent.
+
+        ``num_writers`` is the number of prefill ranks that write for the room.
+        """
+        self._was_done = None
+        if note.kind == "aux":
+            if note.writer is None:
+                self.received_aux = True
+            else:
+                self.aux_writers.add(note.writer)
+            return
+        assert note.writer is not None
+        if note.kind == "done":
+            self.done_writers.add(note.writer)
+            self.num_pp_ranks_expected = num_writers
+            return
+        if note.kind == "state":
+            self.received_state_per_pp.add(note.writer)
+            return
+        self.received_kvs_per_pp[note.writer].add(note.chunk)
+        if note.is_last:
+            self.expected_kvs_per_pp[note.writer] = note.chunk + 1
+            self.num_pp_ranks_expected = num_writers
+
+    def finished_writers(self) -> set[int]:
+        """Writers from which everything has arrived: KV, metadata, and state where it is due."""
+        return self.done_writers | {
+            writer
+            for writer, chunks in self.expected_kvs_per_pp.items()
+            if len(self.received_kvs_per_pp[writer]) == chunks
+            and (self.received_aux or writer in self.aux_writers)
+            and (not self.expects_state or writer in self.received_state_per_pp)
+        }
+
+    @override
+    def is_done(self) -> bool:
+        # Stock also calls a failed room done, and asks afterwards whether it failed. Its heartbeat
+        # says so here before the room's status does: between the two, the room is neither.
+        if self._was_done is None:
+            expected = self.num_pp_ranks_expected
+            self._was_done = expected is not None and len(self.finished_writers()) >= expected
+        return self._was_done
+
+    # ---- decode/deferred_free.py: Progress ----
+
+    def stop(self, writer: int) -> None:
+        """The rank ``writer`` said that it writes no more."""
+        self.stopped_writers.add(writer)
+
+    def is_drained(self, writers: int) -> bool:
+        """Whether each of ``writers`` ranks has delivered everything or stopped."""
+        return len(self.finished_writers() | self.stopped_writers) >= writers
+
+
+class NixlDecode(NixlKVManager):
+    """The manager of a decode rank: reads what has arrived, writer by writer."""
+
+    @override
+    def _start_heartbeat_checker_thread(self) -> None:
+        if self.servers is None:
+            super()._start_heartbeat_checker_thread()
+            return
+        self.start_reader(_refuse)
+        self.servers.start_heartbeat()
+
+    @property
+    @override
+    def peer_name(self) -> str:
+        return str(self.agent.name)
+
+    @override
+    def progress(self, room: int) -> DeltaTransferStatus:
+        status: DeltaTransferStatus = self.transfer_statuses[room]
+        return status
+
+    @override
+    def take_progress(self, room: int) -> DeltaTransferStatus:
+        from sglang.srt.disaggregation.nixl.conn import TransferStatus
+
+        status: DeltaTransferStatus = self.transfer_statuses.pop(room, None) or TransferStatus()
+        return status
+
+    @override
+    def expect_metadata(self, room: int, slot: int) -> bool:
+        if not metadata_in_host_memory():
+            return False
+        self.transfer_statuses[room].metadata_slot = slot
+        return True
+
+    @override
+    def collect_arrivals(self) -> None:
+        self.update_transfer_status()
+
+    def collect_arrivals_once(self, asker: int) -> None:
+        """``collect_arrivals``, once for all rooms that ask in turn, again and again: when one asks
+        a second time, a new turn has begun."""
+        if asker in self._asked:
+            self._asked.clear()
+        if not self._asked:
+            self.update_transfer_status()
+        self._asked.add(asker)
+
+    @override
+    def forget_status(self, room: int) -> None:
+        super().forget_status(room)
+        self._asked.discard(room)
+
+    @cached_property
+    def _asked(self) -> set[int]:
+        """Rooms that asked in this turn."""
+        return set()
+
+    @override
+    def update_transfer_status(self) -> None:
+        try:
+            arrived = self.agent.get_new_notifs()
+        except Exception as error:
+            # The scheduler polls: it must go on.
+            self._log.error(
+                "this agent",
+                "could not read NIXL notifications: %r; tried again in the next step, and rooms "
+                "that miss one fail by their deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+                error,
+            )
+            return
+        for peer_name, messages in arrived.items():
+            for raw in messages:
+                try:
+                    note = wire.parse(raw)
+                except ValueError as error:
+                    self._log.error(
+                        peer_name, "dropped a message from NIXL peer %s: %s", peer_name, error
+                    )
+                    continue
+                deferred = self.servers.deferred(note.room) if self.servers is not None else None
+                if deferred is None and note.room not in self.request_status:
+                    # The room was aborted and cleared; recording it would leave an entry behind.
+                    logger.debug("late %s notification of room %s", note.kind, note.room)
+                    continue
+                status: Any = deferred.progress if deferred else self.progress(note.room)
+                if note.kind == "done" and not (deferred or self._store_metadata(status, note)):
+                    status.stop(note.writer)
+                    continue
+                writers = self.required_prefill_response_num_table.get(note.room, 1)
+                status.take(note, deferred.writers if deferred else writers)
+
+    def _store_metadata(self, status: DeltaTransferStatus, note: wire.Notification) -> bool:
+        """Write the metadata of a note into the room's slot; once for each writer, for a room that
+        is complete has no slot any more. Fails the room, and says False, where they do not fit."""
+        ours, slot = self.kv_args, status.metadata_slot
+        if slot is None or note.writer in status.done_writers:
+            return slot is not None
+        lengths = [len(part) for part in note.metadata]
+        wanted = list(ours.aux_item_lens)
+        if len(lengths) != len(wanted) or not all(map(metadata_fit, count(), lengths, wanted)):
+            assert self.servers is not None  # without it no room has a slot here
+            self.servers.fail(
+                note.room,
+                Reason.MISMATCH,
+                f"room {note.room}: prefill sent metadata of {lengths} bytes, and this decode rank "
+                f"has {wanted}: model or SGLang's version differ",
+            )
+            return False
+        for base, size, part in zip(ours.aux_data_ptrs, wanted, note.metadata, strict=True):
+            ctypes.memmove(base + slot * size, part, len(part))
+        return True
+
+    @cached_property
+    def _log(self) -> RateLimitedLog:
+        return RateLimitedLog(logger)
+
+
+class DeltaNixlReceiver(NixlKVReceiver):
+    """Leaves nothing of its room behind, and says why a room failed."""
+
+    conclude_state: Any  # of the upstream class; named for the type checker
+
+    @override
+    def poll(self) -> Any:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.check_status(room)
+        if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
+            manager.collect_arrivals_once(room)
+            status = KVPoll.WaitingForInput
+            if manager.check_transfer_done(room):
+                status = KVPoll.Success
+                log_arrived(room)
+            elif self.fail_if_overdue():
+                return self.conclude_state
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+            manager.update_status(room, status)
+        return status
+
+    @override
+    def failure_exception(self) -> None:
+        reason = self.kv_mgr.failure_of(self.bootstrap_room)
+        self.clear()
+        raise RuntimeError(reason)
+
+    @override
+    def clear(self) -> None:
+        self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
+        self.forget()
+
+
+def _refuse(frames: list[bytes]) -> None:
+    raise BadMessage("it is not a control message of a prefill server's")

@@ -1,0 +1,286 @@
+"""NIXL's part of a prefill rank: its half of SGLang's manager, and the sender.
+
+Chunks are queued for transfer workers, and decode ranks' messages are checked before NIXL is told
+of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import config
+from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration, cut_chunk
+from sglang.srt.disaggregation.delta.nixl.peers import Peers
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
+from sglang.srt.disaggregation.delta.peer_messages import (
+    Announcements,
+    BadMessage,
+    DeltaTransferInfo,
+    check_registration,
+)
+from sglang.srt.disaggregation.delta.prefill.room_table import Room
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
+from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
+else:
+    NixlKVManager = NixlKVSender = object
+
+_REGISTRATION_FRAMES = 12
+
+#: A process that ends waits so long for what is under way.
+_DRAIN_S = 1.0
+
+
+@dataclasses.dataclass
+class NixlTransferInfo(DeltaTransferInfo):
+    """A decode rank's announcement of a room, as NIXL's prefill ranks get it."""
+
+    #: Of a later release's message without pages: nothing goes to it from here, not even metadata.
+    is_left_out: bool = False
+
+    @override
+    def is_dummy(self) -> bool:
+        if self.delta is not None:
+            # No pages is a full prefix hit, not a dummy: it still gets its metadata.
+            return self.delta.is_dummy
+        if self.later_prefix_len:
+            return self.is_left_out
+        return self.delta_error is None and bool(super().is_dummy())
+
+
+class NixlAnnouncements(Announcements):
+    """SGLang's NIXL messages begin with a guard; NIXL itself is told of a rank that registers."""
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message of a decode rank; raises as ``take_message`` does."""
+        from sglang.srt.disaggregation.nixl import conn
+
+        if not frames or frames[0] != conn.GUARD:
+            raise BadMessage("it does not start like a NIXL message of SGLang's")
+        self.take_message(conn, frames[1:], _REGISTRATION_FRAMES)
+
+    @override
+    def _register(self, info: Registration) -> None:
+        check_registration(
+            self._manager,
+            kv_buffers=len(info.dst_kv_ptrs),
+            state_buffers=len(info.dst_state_data_ptrs),
+            aux_buffers=len(info.dst_aux_ptrs),
+            tp_size=info.decode_tp_size,
+            tp_rank=info.decode_tp_rank,
+            item_len=info.dst_kv_item_len,
+        )
+        self._manager.peers.add(info)
+
+    @override
+    def _peer(self, info: NixlTransferInfo) -> str:
+        return str(info.agent_name)
+
+    @override
+    def _announce(self, info: NixlTransferInfo) -> None:
+        manager = self._manager
+        registered = manager.decode_kv_args_table.get(info.agent_name)
+        if registered is not None and info.later_prefix_len and not len(info.dst_kv_indices):
+            # A full hit looks the same there. Of latent KV the first rank of a group sends all.
+            group = max(manager.attn_tp_size // registered.decode_tp_size, 1)
+            info.is_left_out = manager.is_mla_backend and manager.attn_tp_rank % group != 0
+        super()._announce(info)
+
+
+class NixlPrefill(NixlKVManager):
+    """The manager of a prefill rank: queues what the plan left over."""
+
+    def start_transfers(self) -> None:
+        """Start the transfer workers of this prefill rank.
+
+        Raises:
+            ValueError: a variable is set to something that cannot be; the message names it.
+        """
+        assert self.rooms is not None
+        #: Seconds that a chunk may take, from the queue to its end.
+        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
+        self.transfer_stats = AsyncTransferStats(environment.TRANSFER_LOG_INTERVAL.read())
+        backend = NixlBackend(
+            self.agent,
+            self.peers,
+            Layout(self),
+            self.transfer_stats,
+            writer=self.writer_id,
+            costs=descriptors.Costs(*environment.DESCRIPTOR_COSTS.read()),
+        )
+        self.transfers = TransferPool(
+            backend,
+            self.rooms,
+            config.from_environment(),
+            self.transfer_stats,
+            prepare_thread=self._prepare_thread,
+        )
+        self.watchdog = Watchdog(self.transfers, self.rooms)
+        self.transfers.start()
+        atexit.register(self.transfers.stop, _DRAIN_S)
+
+    @override
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+        self.transfers.cancel(room, kind, life)
+
+    def _prepare_thread(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.kv_args.gpu_id)
+
+    @cached_property
+    def peers(self) -> Peers:
+        """The decode ranks that this prefill rank knows."""
+        return Peers(self.agent, self.decode_kv_args_table)
+
+    @override
+    def _add_remote_peer(self, decode_kv_args: Registration) -> None:
+        self.peers.add(decode_kv_args)
+
+    @override
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
+        chunk_id: int, aux_index: int | None = None, state_indices: Sequence[int] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Queue one chunk. Nothing is handed out: what becomes of it is in the room table.
+
+        Raises:
+            DeltaMismatch: a decode rank listed another number of pages for it, or none is known:
+                the reader's thread drops a room's announcements when the room is given up.
+        """
+        announcements = list(self.transfer_infos.get(bootstrap_room, {}).values())
+        if not announcements:
+            raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
+        payload = cut_chunk(
+            bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
+            state_indices,
+        )  # fmt: skip
+        now = time.monotonic()
+        self.transfers.submit(
+            Chunk(
+                room=bootstrap_room,
+                peers=tuple(payload.destinations),
+                payload=payload,
+                is_last=is_last,
+                deadline=now + self.transfer_s,
+                enqueued_at=now,
+            )
+        )
+        if is_last:
+            self.transfer_infos.pop(bootstrap_room, None)
+        return []
+
+    # ---- messages from decode ranks ----
+
+    @override
+    def _start_bootstrap_thread(self) -> None:
+        self.start_transfers()
+        self.start_reader(NixlAnnouncements(self).take, self._tick)
+
+    def _tick(self) -> None:
+        self.transfer_stats.tick()
+        self.watchdog.tick()
+        self.forget_silent_peers()
+
+    @override
+    def forget_peer(self, peer: str) -> None:
+        self.peers.forget(peer)
+
+
+class DeltaNixlSender(NixlKVSender):
+    """Queues a room's chunks, and says what became of them. Holds no transfer itself."""
+
+    curr_idx: int  # of the upstream class; named for the type checker
+    has_sent: bool
+    chunk_id: int
+
+    def __init__(
+        self, mgr: DeltaNixlManager, bootstrap_addr: str, bootstrap_room: int,
+        dest_tp_ranks: list[int], pp_rank: int,
+    ) -> None:  # fmt: skip
+        #: Another rank of the context parallel group sends all of it, and this one is done.
+        self._is_left_out = False
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        if not self.is_stopped:
+            mgr.transfers.open(bootstrap_room, self._room)
+
+    @override
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
+        if self.is_stopped:
+            return
+        manager, room = self.kv_mgr, self.bootstrap_room
+        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        self.curr_idx = part.stop
+        is_last = part.stop == self.num_kv_indices
+        if manager.enable_all_cp_ranks_for_transfer:
+            from sglang.srt.disaggregation.utils import filter_kv_indices_for_cp_rank
+
+            kv_indices, part = filter_kv_indices_for_cp_rank(manager, kv_indices, part)
+        elif manager.is_dummy_cp_rank:  # another rank of the context parallel group sends all
+            self._is_left_out |= is_last
+            self.has_sent |= is_last
+            return
+        try:
+            manager.add_transfer_request(
+                room, kv_indices, part, is_last, self.chunk_id,
+                self.aux_index if is_last else None, state_indices if is_last else None,
+            )  # fmt: skip
+        except DeltaMismatch as error:
+            self.fail(Reason.MISMATCH, str(error))
+            return
+        self.chunk_id += 1
+        self.has_sent = is_last
+
+    @override
+    def poll(self) -> Any:
+        room = self._room  # without a lock: the scheduler asks of every request, in every step
+        if room.delivered or self._is_left_out:
+            return KVPoll.Success  # also if it was stopped after that: decode has it
+        if not room.is_stopped:
+            if self.has_sent:
+                return KVPoll.WaitingForInput
+            self.fail_if_unannounced()
+        if room.is_stopped:
+            # While its pages are read, they must not be freed.
+            return KVPoll.Failed if room.is_over else KVPoll.Transferring
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Bootstrapping and self._is_initialised:
+            return KVPoll.WaitingForInput
+        return status
+
+    @property
+    def _is_initialised(self) -> bool:
+        """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
+        return getattr(self, "num_kv_indices", None) is not None
+
+    @override
+    def failure_exception(self) -> None:
+        self.fail_with_others()  # unless it failed here
+        reason, cause = self.kv_mgr.failure_of(self.bootstrap_room), self._room.error
+        self.clear()
+        raise RuntimeError(reason) from cause
+
+    def clear(self) -> None:
+        """Forget the room: called by the scheduler once the request left the in-flight queue."""
+        self.kv_mgr.transfers.forget(self.bootstrap_room, self._room)
+        self.forget()
