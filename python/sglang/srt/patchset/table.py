@@ -111,7 +111,7 @@ _DELTA = (
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVSender",
-        mixin=f"{_DISAGG}.delta.prefill.sender:DeltaSender",
+        mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaSender",
         why="prefill checks the announcement and expects only the delta's pages",
     ),
     Replacement(

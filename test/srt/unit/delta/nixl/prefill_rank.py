@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.nixl import layout as layout_module
 from sglang.srt.disaggregation.delta.nixl import prefill
 from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
-from sglang.srt.disaggregation.delta.prefill import sender
+from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
 from unit.delta.nixl.fakes import FakeAgent
@@ -90,7 +90,7 @@ class PrefillRank:
             prefill.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
         )
         patch.setattr(prefill.atexit, "register", lambda *_: None)
-        for module in (prefill, sender):
+        for module in (prefill, scheduler):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
         self.manager: Any = bare.prefill("nixl")
         layout = manager_of(self.side)
