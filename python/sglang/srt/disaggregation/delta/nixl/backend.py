@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.event_log import count_moved, count_sent
-from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
 from sglang.srt.disaggregation.delta.nixl.layout import (
@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     State,
     TransferError,
 )
+from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 
 logger = logging.getLogger(__name__)
 

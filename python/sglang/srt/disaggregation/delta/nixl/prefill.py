@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import config
-from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration, cut_chunk
@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 from sglang.srt.disaggregation.delta.prefill.room_table import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
+from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:

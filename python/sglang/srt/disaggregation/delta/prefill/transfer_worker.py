@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.delta.config import Settings
-from sglang.srt.disaggregation.delta.metrics import AsyncTransferStats, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     ChunkSend,
@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     State,
     TransferError,
 )
+from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ import pytest
 from sglang.srt.disaggregation.delta import logs
 from sglang.srt.disaggregation.delta.metrics import (
     METRICS,
-    AsyncTransferStats,
-    Histogram,
     Reason,
 )
+from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats, Histogram
 from unit.delta.prefill.fakes import Bench, Clock
 
 GAUGES = [each.name for each in METRICS.values() if (each.kind, each.side) == ("gauge", "prefill")]
