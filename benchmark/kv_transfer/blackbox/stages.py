@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang.srt.disaggregation.delta.event_log import (
+from sglang.srt.disaggregation.delta.logs import (
     Admitted,
     Announced,
     Arrived,

@@ -15,7 +15,7 @@ from benchmark.kv_transfer.blackbox import report
 from benchmark.kv_transfer.blackbox.report import Asked
 from benchmark.kv_transfer.blackbox.run import Load, check_sizes, configure, faults, join, requests
 from benchmark.kv_transfer.blackbox.stages import RoomStages, Transfer
-from sglang.srt.disaggregation.delta.event_log import Admitted, EventLog
+from sglang.srt.disaggregation.delta.logs import Admitted, EventLog
 
 ROOM = RoomStages(
     room=1,

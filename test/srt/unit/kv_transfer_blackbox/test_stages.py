@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmark.kv_transfer.blackbox.stages import Transfer, read, stages
-from sglang.srt.disaggregation.delta.event_log import (
+from sglang.srt.disaggregation.delta.logs import (
     Admitted,
     Announced,
     Arrived,

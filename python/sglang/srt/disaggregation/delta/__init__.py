@@ -17,8 +17,7 @@ SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 ``rank_agreement``  what the ranks of one server agree on before a step, in one reduction
 ``manager``         the thin overrides of SGLang's manager and bootstrap server
 ``metrics``         every counter, gauge and histogram, declared once; why rooms fail
-``logs``            rate-limited logs, and work whose errors are only logged
-``event_log``       an optional event log, a JSON line for each step of a room
+``logs``            rate-limited log lines, work whose errors are only logged, and the event log
 
 ``prefill``         rooms and their transfers on worker threads
 ``decode``          the radix cache: match, lock, admit, announce, commit

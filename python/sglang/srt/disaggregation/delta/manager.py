@@ -20,7 +20,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import capability, config
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.delta.event_log import log_announced
+from sglang.srt.disaggregation.delta.logs import log_announced
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks

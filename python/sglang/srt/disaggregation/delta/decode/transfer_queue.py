@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
-from sglang.srt.disaggregation.delta.event_log import Admitted, event_log, now
+from sglang.srt.disaggregation.delta.logs import Admitted, event_log, now
 from sglang.srt.disaggregation.delta.metrics import STATS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.delta.event_log import count_sent
+from sglang.srt.disaggregation.delta.logs import count_sent
 from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.chunks import QueuedChunk

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.event_log import count_moved, count_sent
+from sglang.srt.disaggregation.delta.logs import count_moved, count_sent
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
