@@ -24,7 +24,8 @@ from sglang.srt.disaggregation.delta.logs import log_announced
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
-from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, Room, RoomTable
+from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.prefill.room_table import State
+from sglang.srt.disaggregation.delta.prefill.room import State
 from sglang.srt.disaggregation.delta.wire import parse
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank, failure_of

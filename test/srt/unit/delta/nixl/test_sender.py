@@ -11,7 +11,7 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.room_table import State
+from sglang.srt.disaggregation.delta.prefill.room import State
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import ENDS, TRANSFER_TIMEOUT_S, PrefillRank, failure_of
 

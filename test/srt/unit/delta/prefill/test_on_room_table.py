@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
+from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
 from unit.delta.prefill.fakes import Bench, FakeRooms, Script
 

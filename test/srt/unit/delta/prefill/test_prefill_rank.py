@@ -12,7 +12,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
-from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
+from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from unit.delta.fakes import Clock, Manager, Sockets, announcement
 
 ROOM = 7

@@ -22,13 +22,8 @@ from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
-from sglang.srt.disaggregation.delta.prefill.room_table import (
-    TRANSITIONS,
-    Event,
-    Room,
-    RoomTable,
-    State,
-)
+from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Event, Room, State
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from unit.delta.fakes import Clock, Sockets, announcement
 

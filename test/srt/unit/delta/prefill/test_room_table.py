@@ -12,13 +12,8 @@ import pytest
 
 from effort import tries
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.room_table import (
-    TRANSITIONS,
-    Event,
-    Room,
-    RoomTable,
-    State,
-)
+from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Event, Room, State
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from unit.delta.fakes import Clock
 

@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     DeltaTransferInfo,
     check_registration,
 )
-from sglang.srt.disaggregation.delta.prefill.room_table import Room
+from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
 from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats

@@ -1,6 +1,7 @@
 """Prefill: rooms, and their transfers on worker threads; the scheduler only appends to a queue.
 
 ``scheduler``         the thin overrides of the prefill scheduler, and of its end of a room
+``room``              the states of a room, and every step between them
 ``room_table``        the owner of a room: who may write, complete or given up, what may be freed
 ``decode_ranks``      what decode ranks ask and are told, and whether they live
 ``transfer_pool``     the threads, their watchdog, and what the rest of the process calls

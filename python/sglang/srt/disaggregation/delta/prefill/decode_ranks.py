@@ -18,7 +18,8 @@ from typing import Protocol
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.room_table import Announcement, RoomTable
+from sglang.srt.disaggregation.delta.prefill.room import Announcement
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)

@@ -13,157 +13,42 @@ while a write reads them. Both are decided here, and nowhere else:
   ranks told, and only then (or when its writes are overdue, so that waiting for them has no end:
   decode is never told that such a room is complete) may its request and its pages go.
 
-``TRANSITIONS`` has every step that there is; docs/design.md draws it. The scheduler reads the
-``Room`` that ``claim`` gave it without the lock. Nobody is called with the lock held but
-``Listener.fail_known``, which sets SGLang's own status of the room in the same step.
+The states and steps are those of ``room.TRANSITIONS``. The scheduler reads the ``Room`` that
+``claim`` gave it without the lock. Nobody is called with the lock held but ``Listener.fail_known``,
+which sets SGLang's own status of the room in the same step.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.prefill.room import (
+    COMPLETE,
+    GONE,
+    OVER,
+    STOPPED,
+    TRANSITIONS,
+    UNDER_WAY,
+    Announcement,
+    Event,
+    Room,
+    State,
+)
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
-#: What a decode rank sent: SGLang's ``TransferInfo`` of the backend, opaque here.
-Announcement: TypeAlias = Any
-
 #: Rooms that were given up are remembered so far back, for decode ranks and requests that are late.
 _REMEMBERED = 4096
 #: What one turn of the scheduler's loop counts at most, seconds. An idle one sleeps no longer.
 TURN_S = 1.0
-
-
-class State(enum.Enum):
-    """Of a room."""
-
-    #: Decode ranks listed their pages; its request has not come.
-    ANNOUNCED = "announced"
-    #: Its request is here, and nothing of it is under way.
-    CLAIMED = "claimed"
-    #: Writes are under way.
-    SENDING = "sending"
-    #: Every write has settled; its worker is telling decode so, and has not left it.
-    COMPLETING = "completing"
-    #: Every write has settled, and its worker has left it.
-    COMPLETE = "complete"
-    #: Given up, while writes are under way.
-    STOPPED = "stopped"
-    #: Given up, and the writes under way missed their deadline: its request does not wait for them.
-    OVERDUE = "overdue"
-    #: Given up, and nothing is under way.
-    DRAINED = "drained"
-    #: Its request is gone, while writes are under way.
-    LINGERING = "lingering"
-    #: Not in the table: never seen, or over.
-    ENDED = "ended"
-
-    # By identity, in C: Enum's is a call of Python's, and each step looks states up.
-    __hash__ = object.__hash__
-
-
-class Event(enum.Enum):
-    """What may happen to a room."""
-
-    #: A decode rank listed its pages.
-    ANNOUNCE = "announce"
-    #: Its request came.
-    CLAIM = "claim"
-    #: A worker is about to post a write.
-    ENTER = "enter"
-    #: A worker: nothing of it is under way.
-    LEAVE = "leave"
-    #: A worker: every write has settled.
-    COMPLETE = "complete"
-    #: A worker: decode could not be told that it is complete; a failure follows.
-    TAKE_BACK = "take back"
-    #: It failed, was aborted or withdrawn.
-    STOP = "stop"
-    #: A worker: what is under way missed its deadline or was broken off.
-    OVERDUE = "overdue"
-    #: The scheduler is done with its request.
-    FORGET = "forget"
-
-    __hash__ = object.__hash__
-
-
-#: Every step that there is. An event that is not listed for a state changes nothing.
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.ENDED, Event.ANNOUNCE): State.ANNOUNCED,
-    (State.ENDED, Event.CLAIM): State.CLAIMED,
-    (State.ANNOUNCED, Event.CLAIM): State.CLAIMED,
-    (State.ANNOUNCED, Event.STOP): State.ENDED,
-    (State.CLAIMED, Event.ENTER): State.SENDING,
-    (State.CLAIMED, Event.COMPLETE): State.COMPLETE,
-    (State.CLAIMED, Event.STOP): State.DRAINED,
-    (State.CLAIMED, Event.FORGET): State.ENDED,
-    (State.SENDING, Event.ENTER): State.SENDING,
-    (State.SENDING, Event.LEAVE): State.CLAIMED,
-    (State.SENDING, Event.COMPLETE): State.COMPLETING,
-    (State.SENDING, Event.STOP): State.STOPPED,
-    (State.SENDING, Event.FORGET): State.LINGERING,
-    (State.COMPLETING, Event.LEAVE): State.COMPLETE,
-    (State.COMPLETING, Event.TAKE_BACK): State.SENDING,
-    (State.COMPLETING, Event.FORGET): State.LINGERING,
-    (State.COMPLETE, Event.TAKE_BACK): State.CLAIMED,
-    (State.COMPLETE, Event.FORGET): State.ENDED,
-    (State.STOPPED, Event.OVERDUE): State.OVERDUE,
-    (State.STOPPED, Event.LEAVE): State.DRAINED,
-    (State.STOPPED, Event.FORGET): State.LINGERING,
-    (State.OVERDUE, Event.LEAVE): State.DRAINED,
-    (State.OVERDUE, Event.FORGET): State.LINGERING,
-    (State.DRAINED, Event.FORGET): State.ENDED,
-    (State.LINGERING, Event.STOP): State.LINGERING,
-    (State.LINGERING, Event.LEAVE): State.ENDED,
-}
-
-_UNDER_WAY = {State.SENDING, State.COMPLETING, State.STOPPED, State.OVERDUE, State.LINGERING}
-_COMPLETE = {State.COMPLETING, State.COMPLETE}
-_GONE = {State.LINGERING, State.ENDED}
-#: Its request may go, and with it the source pages and the metadata slot.
-_OVER = {State.OVERDUE, State.DRAINED} | _GONE
-_STOPPED = {State.STOPPED} | _OVER
-
-
-@dataclass(eq=False)
-class Room:
-    """One life of a room number. Written by the table, read by anybody without its lock.
-
-    The scheduler asks each request in each step: what it reads are plain attributes.
-    """
-
-    number: int
-    state: State = State.ENDED
-    #: Nothing more of it is to be sent, because it was given up or is gone.
-    is_stopped: bool = False
-    #: It was given up and its request may end: nothing reads its pages, or what still reads them is
-    #: of no use to anybody.
-    is_over: bool = False
-    #: By decode rank.
-    announcements: dict[str, Announcement] = field(default_factory=dict)
-    #: When the first of them came, in the scheduler's time.
-    announced_at: float = 0.0
-    #: Why it was given up: there before its state says so. The first failure counts.
-    reason: str | None = None
-    #: What the transport raised, where that is why.
-    error: BaseException | None = None
-    #: All its decode ranks were told that it is complete.
-    delivered: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its decode ranks have all of it, or are being told so."""
-        return self.state in _COMPLETE or (self.state is State.LINGERING and self.delivered)
 
 
 class Listener(Protocol):
@@ -235,8 +120,8 @@ class RoomTable:
         if after is None:
             return False
         room.state = after
-        if after in _STOPPED:
-            room.is_stopped, room.is_over = True, after in _OVER
+        if after in STOPPED:
+            room.is_stopped, room.is_over = True, after in OVER
         if before is State.ENDED:
             self._rooms[room.number] = room
         elif after is State.ENDED:
@@ -265,7 +150,7 @@ class RoomTable:
                 room = Room(number)
                 self._move(room, Event.CLAIM)
                 return room, None if had_request else reason
-            if room.reason is not None or room.state in _GONE:
+            if room.reason is not None or room.state in GONE:
                 reason = room.reason or f"room {number}: an earlier transfer still uses its number"
                 refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
                 return refused, reason
@@ -276,7 +161,7 @@ class RoomTable:
         """The request of ``room`` is done with. What is under way is still waited for."""
         with self._lock:
             if self._rooms.get(room.number) is room:
-                if room.state in _COMPLETE:
+                if room.state in COMPLETE:
                     room.announcements.clear()  # they have been told
                 self._move(room, Event.FORGET)
 
@@ -301,7 +186,7 @@ class RoomTable:
             room = self._rooms.get(number)
             if life is not None and room is not life:
                 return True
-            if room is not None and room.state in _COMPLETE:
+            if room is not None and room.state in COMPLETE:
                 return False
             told = self._stop(number, room, text, error)
             is_here = self._listener.fail_known(number, text)
@@ -326,7 +211,7 @@ class RoomTable:
             return None
         room.reason, room.error = reason, error
         self._move(room, Event.STOP)
-        return None if room.state in _UNDER_WAY else list(room.announcements.values())
+        return None if room.state in UNDER_WAY else list(room.announcements.values())
 
     def abandon(self, number: int, kind: Reason, text: str) -> None:
         """Its worker does not go on: fail it, and let its request go."""
@@ -409,7 +294,7 @@ class RoomTable:
     def deliver(self, number: int) -> None:
         """Decode was told that the room is complete."""
         room = self._rooms.get(number)
-        if room is not None and room.state in _COMPLETE:
+        if room is not None and room.state in COMPLETE:
             self._listener.room_delivered(number)
             room.delivered = True
 
@@ -457,7 +342,7 @@ class RoomTable:
     def is_under_way(self, number: int) -> bool:
         """Whether something that was posted for a room may still land."""
         room = self._rooms.get(number)
-        return room is not None and room.state in _UNDER_WAY
+        return room is not None and room.state in UNDER_WAY
 
     def numbers(self, peer: str | None = None) -> list[int]:
         """Rooms in the table, or those of them that ``peer`` announced."""
@@ -471,7 +356,7 @@ class RoomTable:
     def claimed(self) -> list[int]:
         """Rooms whose request is here."""
         with self._lock:
-            gone = _GONE | {State.ANNOUNCED}
+            gone = GONE | {State.ANNOUNCED}
             return [number for number, room in self._rooms.items() if room.state not in gone]
 
     def lingering(self) -> list[int]:

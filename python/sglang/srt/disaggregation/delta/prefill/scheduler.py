@@ -22,7 +22,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, STATS, Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
-from sglang.srt.disaggregation.delta.prefill.room_table import Room, RoomTable
+from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
 
 if TYPE_CHECKING:

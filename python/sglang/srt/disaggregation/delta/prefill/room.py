@@ -1,0 +1,136 @@
+"""The states of a room on a prefill rank, and every step between them.
+
+A room is one request's transfer to its decode ranks, under a number that the client chose.
+``TRANSITIONS`` has every step that there is; docs/design.md draws it. ``RoomTable`` takes them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+#: What a decode rank sent: SGLang's ``TransferInfo`` of the backend, opaque here.
+Announcement: TypeAlias = Any
+
+
+class State(enum.Enum):
+    """Of a room."""
+
+    #: Decode ranks listed their pages; its request has not come.
+    ANNOUNCED = "announced"
+    #: Its request is here, and nothing of it is under way.
+    CLAIMED = "claimed"
+    #: Writes are under way.
+    SENDING = "sending"
+    #: Every write has settled; its worker is telling decode so, and has not left it.
+    COMPLETING = "completing"
+    #: Every write has settled, and its worker has left it.
+    COMPLETE = "complete"
+    #: Given up, while writes are under way.
+    STOPPED = "stopped"
+    #: Given up, and the writes under way missed their deadline: its request does not wait for them.
+    OVERDUE = "overdue"
+    #: Given up, and nothing is under way.
+    DRAINED = "drained"
+    #: Its request is gone, while writes are under way.
+    LINGERING = "lingering"
+    #: Not in the table: never seen, or over.
+    ENDED = "ended"
+
+    # By identity, in C: Enum's is a call of Python's, and each step looks states up.
+    __hash__ = object.__hash__
+
+
+class Event(enum.Enum):
+    """What may happen to a room."""
+
+    #: A decode rank listed its pages.
+    ANNOUNCE = "announce"
+    #: Its request came.
+    CLAIM = "claim"
+    #: A worker is about to post a write.
+    ENTER = "enter"
+    #: A worker: nothing of it is under way.
+    LEAVE = "leave"
+    #: A worker: every write has settled.
+    COMPLETE = "complete"
+    #: A worker: decode could not be told that it is complete; a failure follows.
+    TAKE_BACK = "take back"
+    #: It failed, was aborted or withdrawn.
+    STOP = "stop"
+    #: A worker: what is under way missed its deadline or was broken off.
+    OVERDUE = "overdue"
+    #: The scheduler is done with its request.
+    FORGET = "forget"
+
+    __hash__ = object.__hash__
+
+
+#: Every step that there is. An event that is not listed for a state changes nothing.
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.ENDED, Event.ANNOUNCE): State.ANNOUNCED,
+    (State.ENDED, Event.CLAIM): State.CLAIMED,
+    (State.ANNOUNCED, Event.CLAIM): State.CLAIMED,
+    (State.ANNOUNCED, Event.STOP): State.ENDED,
+    (State.CLAIMED, Event.ENTER): State.SENDING,
+    (State.CLAIMED, Event.COMPLETE): State.COMPLETE,
+    (State.CLAIMED, Event.STOP): State.DRAINED,
+    (State.CLAIMED, Event.FORGET): State.ENDED,
+    (State.SENDING, Event.ENTER): State.SENDING,
+    (State.SENDING, Event.LEAVE): State.CLAIMED,
+    (State.SENDING, Event.COMPLETE): State.COMPLETING,
+    (State.SENDING, Event.STOP): State.STOPPED,
+    (State.SENDING, Event.FORGET): State.LINGERING,
+    (State.COMPLETING, Event.LEAVE): State.COMPLETE,
+    (State.COMPLETING, Event.TAKE_BACK): State.SENDING,
+    (State.COMPLETING, Event.FORGET): State.LINGERING,
+    (State.COMPLETE, Event.TAKE_BACK): State.CLAIMED,
+    (State.COMPLETE, Event.FORGET): State.ENDED,
+    (State.STOPPED, Event.OVERDUE): State.OVERDUE,
+    (State.STOPPED, Event.LEAVE): State.DRAINED,
+    (State.STOPPED, Event.FORGET): State.LINGERING,
+    (State.OVERDUE, Event.LEAVE): State.DRAINED,
+    (State.OVERDUE, Event.FORGET): State.LINGERING,
+    (State.DRAINED, Event.FORGET): State.ENDED,
+    (State.LINGERING, Event.STOP): State.LINGERING,
+    (State.LINGERING, Event.LEAVE): State.ENDED,
+}
+
+UNDER_WAY = {State.SENDING, State.COMPLETING, State.STOPPED, State.OVERDUE, State.LINGERING}
+COMPLETE = {State.COMPLETING, State.COMPLETE}
+GONE = {State.LINGERING, State.ENDED}
+#: Its request may go, and with it the source pages and the metadata slot.
+OVER = {State.OVERDUE, State.DRAINED} | GONE
+STOPPED = {State.STOPPED} | OVER
+
+
+@dataclass(eq=False)
+class Room:
+    """One life of a room number. Written by the table, read by anybody without its lock.
+
+    The scheduler asks each request in each step: what it reads are plain attributes.
+    """
+
+    number: int
+    state: State = State.ENDED
+    #: Nothing more of it is to be sent, because it was given up or is gone.
+    is_stopped: bool = False
+    #: It was given up and its request may end: nothing reads its pages, or what still reads them is
+    #: of no use to anybody.
+    is_over: bool = False
+    #: By decode rank.
+    announcements: dict[str, Announcement] = field(default_factory=dict)
+    #: When the first of them came, in the scheduler's time.
+    announced_at: float = 0.0
+    #: Why it was given up: there before its state says so. The first failure counts.
+    reason: str | None = None
+    #: What the transport raised, where that is why.
+    error: BaseException | None = None
+    #: All its decode ranks were told that it is complete.
+    delivered: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its decode ranks have all of it, or are being told so."""
+        return self.state in COMPLETE or (self.state is State.LINGERING and self.delivered)
