@@ -52,6 +52,14 @@ def is_failed(status: Any) -> bool:
     return bool(status == kv_poll().Failed)
 
 
+def metadata_in_host_memory() -> bool:
+    """Whether the metadata buffers of this process are where it can read and write them itself:
+    for one kind of Mooncake's memory pools SGLang makes them on the GPU, whatever the backend."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() != "INTRA_NODE_NVLINK")
+
+
 class DeltaBootstrapServer(CommonKVBootstrapServer):
     """Prefill's bootstrap server also says what this prefill server understands, and who it is."""
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.logs import count_moved, count_sent
+from sglang.srt.disaggregation.delta.manager import metadata_in_host_memory
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
@@ -23,7 +24,6 @@ from sglang.srt.disaggregation.delta.nixl.layout import (
     Destination,
     Layout,
     Pair,
-    metadata_in_host_memory,
 )
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.pages import Pages
@@ -97,6 +97,7 @@ class NixlBackend:
         self._clock = clock
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
+        self._fits_a_note = layout.metadata_size <= wire.MOST_METADATA and metadata_in_host_memory()
 
     # ---- transfer_backend.Backend ----
 
@@ -186,11 +187,7 @@ class NixlBackend:
                 self._peers.release(peer)
 
     def _is_in_note(self, to: Destination) -> bool:
-        return (
-            to.takes_metadata
-            and self._layout.metadata_size <= wire.MOST_METADATA
-            and metadata_in_host_memory()
-        )
+        return to.takes_metadata and self._fits_a_note
 
     # ---- what is sent ----
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.logs import RateLimitedLog, log_arrived
+from sglang.srt.disaggregation.delta.manager import metadata_in_host_memory
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.nixl.layout import metadata_in_host_memory
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage, metadata_fit
 
 if TYPE_CHECKING:
