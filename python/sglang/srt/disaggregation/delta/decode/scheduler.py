@@ -299,8 +299,12 @@ class DisaggScheduler(DecodeFlush):
         if self._deferred:
             return  # their pages are neither free nor in a queue that the stock check knows
         super().self_check_during_idle()
-        if environment.CHECK_INVARIANTS.read() and self._nothing_waits:
+        if self._checks_invariants and self._nothing_waits:
             self._check_invariants()
+
+    @cached_property
+    def _checks_invariants(self) -> bool:
+        return environment.CHECK_INVARIANTS.read()
 
     @override
     def maybe_sleep_on_idle(self) -> None:
