@@ -47,7 +47,7 @@ def kv_poll() -> type[KVPoll]:
     return states
 
 
-def is_failed(status: Any) -> bool:
+def is_failed(status: KVPoll | None) -> bool:
     """Whether a room's status is ``KVPoll.Failed``."""
     return bool(status == kv_poll().Failed)
 
@@ -229,14 +229,14 @@ class DeltaManager(CommonKVManager):
         return servers is not None and servers.capabilities(bootstrap_addr).takes_delta
 
     @override
-    def update_status(self, bootstrap_room: int, status: Any) -> None:
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         # Stock merges states with max(), where Failed is the lowest: a late message would bring a
         # failed room back to life. Threads of both kinds call this.
         with self._status_lock:
             if not (self.moves_deltas and is_failed(self.request_status.get(bootstrap_room))):
                 super().update_status(bootstrap_room, status)
 
-    def advance(self, room: int, status: Any) -> None:
+    def advance(self, room: int, status: KVPoll) -> None:
         """``update_status`` for a room whose request is here: a late message revives no other."""
         with self._status_lock:
             known = self.request_status.get(room)

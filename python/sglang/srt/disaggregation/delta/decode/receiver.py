@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServer
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
     from sglang.srt.disaggregation.delta.manager import DeltaManager
 else:
@@ -38,7 +39,7 @@ class DeltaReceiver(CommonKVReceiver):
     """Decode's side of a room: announces the prefix that it already holds."""
 
     _connect_to_bootstrap_server: Any  # these belong to the upstream class
-    conclude_state: Any
+    conclude_state: KVPoll | None
     #: Prefill was told of pages, and may write to them.
     announced = False
     _epoch = 0

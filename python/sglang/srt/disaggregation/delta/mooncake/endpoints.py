@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 else:
@@ -20,7 +21,7 @@ else:
 class DeltaMooncakeSender(MooncakeKVSender):
     """Fails its own room, never the scheduler, and not while a worker is still at it."""
 
-    conclude_state: Any  # of the upstream class; named for the type checker
+    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
 
     @override
     def send(
@@ -36,7 +37,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
             )
 
     @override
-    def poll(self) -> Any:
+    def poll(self) -> KVPoll:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if self.conclude_state is not None:
@@ -79,7 +80,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
 class DeltaMooncakeReceiver(MooncakeKVReceiver):
     """Leaves nothing of its room behind, and says why a room failed."""
 
-    conclude_state: Any  # of the upstream class; named for the type checker
+    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
 
     def __init__(
         self, mgr: DeltaMooncakeManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -98,7 +99,7 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
         super().send_metadata(kv_indices, aux_index, state_indices)
 
     @override
-    def poll(self) -> Any:
+    def poll(self) -> KVPoll:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if self._servers is None:

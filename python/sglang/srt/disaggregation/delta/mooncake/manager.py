@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 else:
     MooncakeKVManager = object
@@ -106,7 +107,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
             if not info.is_dummy and not (settled and info.is_ours):
                 self.send_status(info, KVPoll.Failed)
 
-    def send_status(self, info: MooncakeTransferInfo, status: Any) -> None:
+    def send_status(self, info: MooncakeTransferInfo, status: KVPoll) -> None:
         """Tell a decode rank how its room ended, as SGLang does; best effort."""
         try:
             self.sync_status_to_decode_endpoint(

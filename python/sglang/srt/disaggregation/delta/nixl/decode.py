@@ -225,10 +225,10 @@ class NixlDecode(NixlKVManager):
 class DeltaNixlReceiver(NixlKVReceiver):
     """Leaves nothing of its room behind, and says why a room failed."""
 
-    conclude_state: Any  # of the upstream class; named for the type checker
+    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
 
     @override
-    def poll(self) -> Any:
+    def poll(self) -> KVPoll:
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room

@@ -253,7 +253,7 @@ class DeltaNixlSender(NixlKVSender):
         self.has_sent = is_last
 
     @override
-    def poll(self) -> Any:
+    def poll(self) -> KVPoll:
         room = self._room  # without a lock: the scheduler asks of every request, in every step
         if room.delivered or self._is_left_out:
             return KVPoll.Success  # also if it was stopped after that: decode has it

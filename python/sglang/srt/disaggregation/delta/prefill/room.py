@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-#: What a decode rank sent: SGLang's ``TransferInfo`` of the backend, opaque here.
+#: ``peer_messages.Announcement``. ``Any``, since neither rooms nor their table look into it.
 Announcement: TypeAlias = Any
 
 

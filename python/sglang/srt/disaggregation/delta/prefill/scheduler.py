@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -27,8 +27,13 @@ from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
     from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 else:
@@ -36,7 +41,21 @@ else:
     Scheduler = SchedulerPPMixin = object
 
 
-def ended(requests: Sequence[Any], groups: Sequence[Any]) -> list[str]:
+class Request(Protocol):
+    """SGLang's ``Req``, as far as it is used here."""
+
+    rid: str
+    #: Prefill's end of its room; SGLang's own sender where the backend knows no delta.
+    disagg_kv_sender: DeltaSender
+    #: Tokens computed so far, and of the prompt.
+    fill_ids: Sequence[int]
+    origin_input_ids: Sequence[int]
+    #: The send cursor, in tokens.
+    start_send_idx: int
+    req_pool_idx: int
+
+
+def ended(requests: Sequence[Request], groups: Sequence[ProcessGroup]) -> list[str]:
     """The ids of those ``requests`` that have ended on all ranks of ``groups``: one collective a
     group, the same answer on each rank.
 
@@ -64,7 +83,9 @@ class PrefillStages(SchedulerPPMixin):
     """Pipeline stages tell each other which requests have ended; each asks all of its ranks."""
 
     @override
-    def get_rids(self, req_queue: list[Any], is_send: bool, *poll_statuses_group: Any) -> Any:
+    def get_rids(
+        self, req_queue: list[Request], is_send: bool, *poll_statuses_group: list[int]
+    ) -> Any:  # a list of ids, or two of them, as SGLang's
         if is_send and req_queue is self.disagg_prefill_inflight_queue:
             manager = self.disagg_prefill_bootstrap_queue.kv_manager
             if getattr(manager, "rooms", None) is not None:
@@ -77,7 +98,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     in one step."""
 
     @override
-    def send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+    def send_kv_chunk(
+        self, req: Request, last_chunk: bool = False, end_idx: int | None = None
+    ) -> None:
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         if prefix is None or (last_chunk and self._has_state):
@@ -119,8 +142,8 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @override
     def process_disagg_prefill_inflight_queue(
         self, rids_to_check: list[str] | None = None
-    ) -> list[Any]:
-        queue: list[Any] = self.disagg_prefill_inflight_queue
+    ) -> list[Request]:
+        queue: list[Request] = self.disagg_prefill_inflight_queue
         groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
         if (
             rids_to_check is None  # a pipeline stage has asked its ranks already
@@ -131,7 +154,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             rids_to_check = ended(queue, groups)
             if not rids_to_check:
                 return []  # nothing to do for SGLang's, which would reduce once more
-        done: list[Any] = super().process_disagg_prefill_inflight_queue(rids_to_check)
+        done: list[Request] = super().process_disagg_prefill_inflight_queue(rids_to_check)
         return done
 
     @property
@@ -140,8 +163,8 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         return hasattr(self.token_to_kv_pool_allocator.get_kvcache(), "get_state_buf_infos")
 
 
-def page_indices(row: Any, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
-    """The pages of tokens ``start`` to ``end``, from a request's row of token slots (a tensor).
+def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
+    """The pages of tokens ``start`` to ``end``, from a request's row of token slots (1-D).
 
     ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
     copy engine does it alone, and the host picks the first of each page: a step or a division on
@@ -156,14 +179,14 @@ class DeltaScheduler(Scheduler):
     """Stock on a server that is no prefill server."""
 
     @property
-    def _prefill_manager(self) -> Any | None:
+    def _prefill_manager(self) -> DeltaManager | None:
         """The manager of a prefill server whose rooms are ours."""
         queue = getattr(self, "disagg_prefill_bootstrap_queue", None)
         manager = getattr(queue, "kv_manager", None)
         return manager if getattr(manager, "rooms", None) is not None else None
 
     @override
-    def abort_request(self, recv_req: Any) -> None:
+    def abort_request(self, recv_req: AbortReq) -> None:
         queued = list(self.waiting_queue)
         super().abort_request(recv_req)
         if self._prefill_manager is not None:
@@ -187,7 +210,7 @@ class DeltaScheduler(Scheduler):
             super().maybe_sleep_on_idle()
 
 
-def close_rooms(before: Iterable[Any], after: Iterable[Any]) -> None:
+def close_rooms(before: Iterable[Request], after: Iterable[Request]) -> None:
     """Prefill: end the rooms of requests that an abort took out of the waiting queue.
 
     SGLang drops such a request and forgets its sender: its room would stay in every table, and
@@ -221,7 +244,7 @@ class DeltaSender(CommonKVSender):
     _room: Room
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
+        self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
         pp_rank: int,
     ) -> None:  # fmt: skip
         self._created_at = time.monotonic()

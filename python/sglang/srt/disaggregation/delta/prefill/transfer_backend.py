@@ -1,6 +1,7 @@
 """What transfer workers are given and attached to: chunks, how their bytes move, and their rooms.
 
-A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``.
+A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``. Payload and
+handles are ``Any``: they are the backend's own.
 """
 
 from __future__ import annotations
