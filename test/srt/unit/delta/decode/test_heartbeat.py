@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode.prefill_servers import Heartbeat, Liveness, Probe
+from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
 
 ALIVE, SILENT, GONE = (Probe(each) for each in (Liveness.ALIVE, Liveness.SILENT, Liveness.GONE))
 Lost = list[tuple[str, bool, str]]

@@ -13,7 +13,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, control
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
 from sglang.srt.disaggregation.delta.decode import prefill_servers
-from sglang.srt.disaggregation.delta.decode.prefill_servers import Liveness, PrefillServers, Probe
+from sglang.srt.disaggregation.delta.decode.heartbeat import Liveness, Probe
+from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.delta.fakes import Manager, Sockets
 

@@ -16,6 +16,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``transfer_queue``    announcements, metadata slots, and committed KV entering the tree
 ``deferred_free``     pages of transfers that ended early, kept until prefill cannot write to them
 ``prefill_servers``   who they are, whether they live, what they stopped
+``heartbeat``         when one counts as lost
 ``flush``             flushes, weight updates and release of memory while pages are owned
 ``invariants``        what must hold of pool and tree at any time
 ``protocols``         what all of them use of SGLang's objects, as types

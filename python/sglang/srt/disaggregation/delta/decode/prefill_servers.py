@@ -7,14 +7,12 @@ with other ranks. So here it is also asked who it is, and every connected rank i
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -23,93 +21,14 @@ from sglang.srt.disaggregation.delta import capability, control
 from sglang.srt.disaggregation.delta.control import PeerSockets
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.decode.handshakes import Connections
+from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
-from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
-
-
-class Liveness(enum.Enum):
-    """What one probe of a prefill server showed."""
-
-    ALIVE = enum.auto()
-    #: No answer in time, or not from all its ranks: it hangs, or the network does.
-    SILENT = enum.auto()
-    #: Its machine answers that nobody listens there: the process is gone, and writes no more.
-    GONE = enum.auto()
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One probe. ``incarnation`` names the process that answered; None if it does not say."""
-
-    liveness: Liveness
-    incarnation: str | None = None
-
-
-class Heartbeat:
-    """Counts missed probes; calls ``lost(address, is_gone, why)`` when a server is given up.
-
-    ``is_gone``: it is certain that the processes that were known at that address write no more.
-    After that the address starts anew. One thread calls ``beat``, every interval.
-    """
-
-    def __init__(
-        self,
-        probe: Callable[[str], Probe],
-        lost: Callable[[str, bool, str], None],
-        *,
-        max_failures: int,
-    ) -> None:
-        self._probe = probe
-        self._lost = lost
-        self._max_failures = max_failures
-        #: Probes in a row that showed no sign of life.
-        self._misses: dict[str, int] = {}
-
-    def beat(self, known: Mapping[str, str | None]) -> None:
-        """Probe each address once, at the same time: one that hangs must not delay the others.
-
-        ``known``: addresses with the incarnation that this server was connected to, if it told one.
-        """
-        self._misses = {address: self._misses.get(address, 0) for address in known}
-        if not known:
-            return
-        with ThreadPoolExecutor(min(len(known), 16)) as executor:
-            probes = {executor.submit(self._probe, address): address for address in known}
-            for done in as_completed(probes):
-                address = probes[done]
-                try:
-                    probe = done.result()
-                except Exception as error:  # one strange server must not hide the others
-                    logger.warning("could not probe prefill server %s: %r", address, error)
-                    probe = Probe(Liveness.SILENT)
-                self._judge(address, known[address], probe)
-
-    def _judge(self, address: str, incarnation: str | None, probe: Probe) -> None:
-        if None not in (incarnation, probe.incarnation) and probe.incarnation != incarnation:
-            self._misses[address] = 0
-            self._lost(address, True, "it was restarted")
-            return
-        if probe.liveness is Liveness.ALIVE:
-            self._misses[address] = 0
-            return
-        self._misses[address] += 1
-        is_gone = probe.liveness is Liveness.GONE
-        logger.warning(
-            "prefill server %s: %s, probe %d of %d; after the last its rooms fail",
-            address,
-            "nobody listens there" if is_gone else "no answer, or not from all its ranks",
-            self._misses[address],
-            self._max_failures,
-        )
-        if self._misses[address] >= self._max_failures:
-            self._misses[address] = 0
-            silent = f"no sign of life in {self._max_failures} probes"
-            self._lost(address, is_gone, "nobody listens there any more" if is_gone else silent)
 
 
 class PrefillServers:
