@@ -68,26 +68,11 @@ class Req(Protocol):
         """How many tokens its next batch computes."""
 
 
-class Receiver(Protocol):
-    """Decode's end of a room (``DeltaReceiver``, or SGLang's for warm-up requests)."""
-
-    conclude_state: Any
-
-    def poll(self) -> int:
-        """The room's ``KVPoll``."""
-
-    def clear(self) -> None:
-        """Forget the room."""
-
-    def failure_exception(self) -> None:
-        """Raise why the room failed."""
-
-
 class QueueEntry(Protocol):
     """``disaggregation.decode.DecodeRequest``: a request in the prealloc or transfer queue."""
 
     req: Req
-    kv_receiver: Any  # a Receiver; our own has more methods than SGLang's for warm-up requests
+    kv_receiver: Any  # a DeltaReceiver, or SGLang's of a warm-up request, which has fewer methods
     #: The handshake is done on all ranks.
     waiting_for_input: bool
     metadata_buffer_index: int

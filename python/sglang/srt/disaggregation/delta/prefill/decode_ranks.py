@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.disaggregation.delta import control
 from sglang.srt.disaggregation.delta.control import PeerSockets
@@ -21,6 +21,9 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill.room import Announcement
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +38,6 @@ class Registered(Protocol):
 
     endpoint: str
     dst_port: int
-
-
-class Manager(Protocol):
-    """What is used of the prefill rank's manager."""
-
-    decode_kv_args_table: dict[str, Registered]
-
-    @property
-    def writer_id(self) -> int:
-        """Tells this prefill rank from the others that write for one decode rank."""
 
 
 class Probes:
@@ -123,7 +116,7 @@ class DecodeRanks:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: DeltaManager,
         rooms: RoomTable,
         clock: Callable[[], float] = time.monotonic,
         probes: Probes | None = None,
