@@ -152,9 +152,8 @@ class NixlDecode(NixlKVManager):
             self.update_transfer_status()
         self._asked.add(asker)
 
-    @override
-    def forget_status(self, room: int) -> None:
-        super().forget_status(room)
+    def forget_asker(self, room: int) -> None:
+        """``room`` does not ask again."""
         self._asked.discard(room)
 
     @cached_property
@@ -255,6 +254,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
     @override
     def clear(self) -> None:
         self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
+        self.kv_mgr.forget_asker(self.bootstrap_room)
         self.forget()
 
 
