@@ -145,9 +145,9 @@ def main() -> int:
 
     trace = Trace(ROOT / "python/sglang/srt")
     with one_rank():
+        transfer(trace)
         decode(trace)
         prefill(trace)
-        transfer(trace)
     for side, files in trace.files.items():
         print(f"{side}: {len(files)} files: {', '.join(sorted(files))}", flush=True)
     os._exit(0)  # NIXL may crash an interpreter at its exit where there is no GPU driver
