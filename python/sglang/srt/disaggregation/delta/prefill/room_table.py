@@ -249,10 +249,10 @@ class RoomTable:
         self._listener.room_drained(number, refused, [announcement])
         return False
 
-    # ---- transfer workers: ``transfer_backend.Rooms`` ----
+    # ---- transfer workers. What is raised here costs the room, and no other one. ----
 
     def enter(self, number: int, life: object | None = None) -> bool:
-        """Whether a write may be posted now; if so, ``leave`` follows once it has settled.
+        """Whether a write may be posted now; if so, ``leave`` follows once nothing is under way.
 
         ``life``: the room that the chunk is of. A room is drained, and its number used again,
         before its worker has heard of that and dropped what is in its queue.
@@ -274,7 +274,7 @@ class RoomTable:
 
     def complete(self, number: int, life: object | None = None) -> bool:
         """Every write of the room has settled: whether decode may be told so. If so nothing can
-        fail it any more but ``take_back``."""
+        fail it any more but ``take_back``; if not, decode is never told."""
         with self._lock:
             room = self._of(number, life)
             return room is not None and self._move(room, Event.COMPLETE)
@@ -287,7 +287,7 @@ class RoomTable:
                 self._move(room, Event.TAKE_BACK)
 
     def chunk_done(self, chunk: Chunk) -> None:
-        """A chunk is with all its peers; after the last one so is the room."""
+        """A chunk and all before it are with all their peers; after the last one so is the room."""
         if chunk.is_last:
             self.deliver(chunk.room)
 
@@ -306,12 +306,14 @@ class RoomTable:
         error: BaseException | None,
         life: object | None = None,
     ) -> None:
-        """Its worker gave it up; unless decode has all of it."""
+        """Its worker gave it up, maybe while something is under way; unless decode has all of it.
+        ``error``: the backend's, if it was one."""
         if not self.fail(number, kind, text, error, life):
             self.deliver(number)
 
     def room_overdue(self, number: int) -> None:
-        """Its request is let go, although something is under way."""
+        """Its request is let go, although something is under way: it missed its deadline or was
+        broken off, and may take for ever."""
         with self._lock:
             room = self._rooms.get(number)
             if room is not None:

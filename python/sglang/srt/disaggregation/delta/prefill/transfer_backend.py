@@ -1,4 +1,4 @@
-"""What transfer workers are given and attached to: chunks, how their bytes move, and their rooms.
+"""What transfer workers are given and attached to: chunks, and how their bytes move.
 
 A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``. Payload and
 handles are ``Any``: they are the backend's own.
@@ -72,49 +72,3 @@ class Backend(Protocol):
         """Tell all peers of a room's last chunk that everything of the room is with them. Called
         once for a room, when all its handles are ``DONE`` and its room said yes; returns without
         waiting for anybody. An exception fails the room, as one of ``post`` does."""
-
-
-class Rooms(Protocol):
-    """Who may write, what is complete, and who is told: ``RoomTable`` is one. Called on the room's
-    worker, without locks; exceptions cost the room, and no other one.
-
-    ``life`` is what ``TransferPool.open`` was given: it tells rooms apart that have one number, for
-    the number may be used again before the worker has heard that the earlier room is over.
-    """
-
-    def enter(self, room: int, life: object | None) -> bool:
-        """Called before every post. False: the room was stopped, or its number is another life's
-        by now; nothing of it is posted again."""
-
-    def leave(self, room: int) -> None:
-        """Nothing that was posted under this room number is under way any more. Every ``enter``
-        that answered True is followed by one ``leave``, which may answer several of them."""
-
-    def complete(self, room: int, life: object | None) -> bool:
-        """Everything of the room has settled: whether its peers may be told so. From a True on
-        nothing can stop the room, from a False on nobody will be told."""
-
-    def take_back(self, room: int) -> None:
-        """A peer could not be told: the room fails after all."""
-
-    def chunk_done(self, chunk: Chunk) -> None:
-        """It is with all its peers, and so is every earlier chunk of the room. After the last
-        chunk the room has ended well."""
-
-    def room_failed(
-        self,
-        room: int,
-        reason: Reason,
-        text: str,
-        error: BaseException | None,
-        life: object | None,
-    ) -> None:
-        """The room has ended here; called at most once, and not for a room that was cancelled.
-        What was posted may still be under way. ``error``: the backend's exception, if it was one.
-        A later life of the number is not meant."""
-
-    def room_overdue(self, room: int) -> None:
-        """The room has ended, and what is still under way of it missed its deadline or was broken
-        off: it may take for ever, so that the request should not wait for ``leave``. Its source
-        pages may be used again: whatever is written from them now, no peer is ever told that the
-        room is complete. At most once."""

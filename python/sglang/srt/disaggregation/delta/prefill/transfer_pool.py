@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Rooms
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk
 from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
@@ -186,7 +186,7 @@ class TransferPool:
     def __init__(
         self,
         backend: Backend,
-        rooms: Rooms,
+        rooms: RoomTable,
         settings: Settings,
         stats: AsyncTransferStats,
         *,

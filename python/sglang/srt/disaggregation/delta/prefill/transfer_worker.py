@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import send_queue
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     ChunkSend,
     Deadlines,
@@ -26,7 +27,6 @@ from sglang.srt.disaggregation.delta.prefill.send_queue import (
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
-    Rooms,
     State,
     TransferError,
 )
@@ -46,7 +46,7 @@ class Worker:
     def __init__(
         self,
         backend: Backend,
-        rooms: Rooms,
+        rooms: RoomTable,
         settings: Settings,
         stats: AsyncTransferStats,
         index: int = 0,
