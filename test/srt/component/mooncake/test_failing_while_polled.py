@@ -10,7 +10,7 @@ import pytest
 
 from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
@@ -38,7 +38,7 @@ def test_a_chunk_that_is_about_to_be_sent() -> None:
         return bool(was_known)
 
     manager.fail_known = fail_and_poll
-    manager.decode_ranks.take(control.Withdraw(ROOM, "D", "10.0.0.1", 4000, "no reason"))
+    manager.decode_ranks.take(wire.Withdraw(ROOM, "D", "10.0.0.1", 4000, "no reason"))
     worker.take(SimpleNamespace(room=ROOM, is_last_chunk=True))
     assert polls == [KVPoll.Failed] and served == []
     assert "no reason" in manager.failure_records[ROOM]

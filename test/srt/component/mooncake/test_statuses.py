@@ -13,7 +13,7 @@ from component.broken import broken
 from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeStatuses
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
@@ -71,7 +71,7 @@ def test_words_of_unknown_rooms_leave_nothing() -> None:
         status(7),
         status(7, 0),
         metadata(),
-        control.encode(control.Stopped(7, 0, "gone")),
+        wire.encode_control(wire.Stopped(7, 0, "gone")),
     ):
         reader.handle(message)
     assert not any(manager.open_rooms().values()) and not manager.aux.any()
@@ -87,7 +87,7 @@ def test_words_of_a_room_that_is_followed() -> None:
     manager.required_prefill_response_num_table.clear()
     reader.handle(status(7, writer=0))
     assert not deferred.is_drained()
-    reader.handle(control.encode(control.Stopped(7, 1, "aborted")))
+    reader.handle(wire.encode_control(wire.Stopped(7, 1, "aborted")))
     assert deferred.is_drained()
 
 
@@ -106,7 +106,7 @@ def test_words_of_a_room_that_is_followed() -> None:
         (metadata(data=b"\1" * (ITEM + 1)), f"{ITEM + 1} bytes of metadata"),
         (metadata(length=3), "3 were sent"),
         ([b"CHUNK_READY", *[b"1"] * 6], "not a status of 3"),
-        (control.encode(control.Withdraw(7, "p", "h", 1, "no")), "not for a decode rank"),
+        (wire.encode_control(wire.Withdraw(7, "p", "h", 1, "no")), "not for a decode rank"),
     ],
 )
 def test_what_cannot_be_served_is_dropped_by_name(
@@ -148,8 +148,8 @@ def test_broken_messages_change_nothing(caplog: pytest.LogCaptureFixture) -> Non
         status(99, writer=3),
         metadata(room=5, slot=5),
         metadata(room=99, slot=1),
-        control.encode(control.Stopped(6, 1, "gone")),
-        control.encode(control.Pong("10.0.0.1:5", True)),
+        wire.encode_control(wire.Stopped(6, 1, "gone")),
+        wire.encode_control(wire.Pong("10.0.0.1:5", True)),
     )
     for _ in range(tries(20_000)):
         reader.handle(broken(rng, rng.choice(kinds)))

@@ -13,7 +13,7 @@ import torch
 from component.mooncake.pair import Pair
 from component.transfer.pair import ADDRESS, DONE, LOST, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
 
@@ -37,7 +37,7 @@ def test_dummy_rank_sends_nothing_and_proves_nothing(pair: Pair) -> None:
     until(lambda: pair.rooms._ended.get(sender.bootstrap_room), "withdrawal")
     signs, rank = decode.servers._ranks[ADDRESS], ("127.0.0.1", prefill.rank_port)
     signs[rank] = 1
-    pong = control.Pong(f"127.0.0.1:{prefill.rank_port}", True)
+    pong = wire.Pong(f"127.0.0.1:{prefill.rank_port}", True)
     prefill.decode_ranks._sockets.send("127.0.0.1", decode.rank_port, pong)  # after an answer
     until(lambda: signs[rank] == 0, "pong")
     assert not deferred.is_drained(), "a rank that writes nothing spoke for the one that writes"

@@ -12,7 +12,7 @@ from component.transfer.bare import decode
 from component.transfer.messages import NIXL
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.nixl.decode import _refuse
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
@@ -37,10 +37,10 @@ def test_broken_messages_to_decode(caplog: pytest.LogCaptureFixture) -> None:
     manager = decode("nixl", *rooms, 1007)
     reader = MessageReader(manager.servers.take, _refuse)
     kinds = (
-        control.encode(control.Stopped(5, 0, "gone")),
-        control.encode(control.Stopped(99, 1, "gone", unknown_peer=True)),
-        control.encode(control.Pong("10.0.0.1:5", False)),
-        control.encode(control.Ping("10.0.0.1:5", "D", "10.0.0.2", 4000)),
+        wire.encode_control(wire.Stopped(5, 0, "gone")),
+        wire.encode_control(wire.Stopped(99, 1, "gone", unknown_peer=True)),
+        wire.encode_control(wire.Pong("10.0.0.1:5", False)),
+        wire.encode_control(wire.Ping("10.0.0.1:5", "D", "10.0.0.2", 4000)),
         NIXL.announcement(5),
     )
     for _ in range(tries(20_000)):
@@ -48,7 +48,7 @@ def test_broken_messages_to_decode(caplog: pytest.LogCaptureFixture) -> None:
     assert set(manager.request_status) == {*rooms, 1007}
     assert manager.request_status[6] == KVPoll.WaitingForInput
     assert set(manager.failure_records) <= {5} and not manager.servers.deferred_rooms()
-    reader.handle(control.encode(control.Stopped(1007, 0, "gone")))
+    reader.handle(wire.encode_control(wire.Stopped(1007, 0, "gone")))
     assert manager.request_status[1007] == KVPoll.Failed
 
 

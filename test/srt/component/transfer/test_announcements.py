@@ -12,7 +12,7 @@ from component.broken import broken
 from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, NIXL, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.logs import INTERVAL_S
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
@@ -36,7 +36,7 @@ REFUSED: list[tuple[Dialect, list[bytes], str]] = [
         (say.announcement(num_pages=3), "2 destination pages came, 3 were sent"),
         (say.announcement(pool_pages=5), "destination page 5, but decode's pool has 5"),
         (say.announcement(metadata_slots=3), "metadata slot 3, but decode has 3"),
-        (control.encode(control.Stopped(7, 0, "no")), "not for a prefill rank"),
+        (wire.encode_control(wire.Stopped(7, 0, "no")), "not for a prefill rank"),
     )
 ]
 REFUSED += [
@@ -170,8 +170,8 @@ def test_broken_messages_change_nothing(say: Dialect, caplog: pytest.LogCaptureF
         say.announcement(),
         say.announcement(9, (), 3),
         say.announcement(10, ours=False),
-        control.encode(control.Withdraw(7, say.peer, "10.0.0.2", 4000, "gone")),
-        control.encode(control.Ping("10.0.0.1:5", say.peer, "10.0.0.2", 4000)),
+        wire.encode_control(wire.Withdraw(7, say.peer, "10.0.0.2", 4000, "gone")),
+        wire.encode_control(wire.Ping("10.0.0.1:5", say.peer, "10.0.0.2", 4000)),
     ]
     if say is MOONCAKE:
         kinds += [

@@ -24,7 +24,7 @@ from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, Diale
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
-from sglang.srt.disaggregation.delta import capability, control, logs, wire
+from sglang.srt.disaggregation.delta import capability, logs, wire
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 VALUES: tuple[Any, ...] = (
@@ -116,7 +116,7 @@ class Checked:
         except Exception:
             self.refused += 1
             # A withdrawal whose sender cannot be answered still ends its room: nobody wants it.
-            if not isinstance(message, control.Withdraw):
+            if not isinstance(message, wire.Withdraw):
                 assert tables(self._manager) == before, message
             raise
         self.taken += 1
@@ -147,15 +147,15 @@ def test_wrong_values_to_prefill(say: Dialect, caplog: pytest.LogCaptureFixture)
     reader = MessageReader(take_control, take_other, lambda: now)
     reader.handle(say.registration())
     messages = (
-        control.Withdraw(7, say.peer, "10.0.0.2", 4000, "gone"),
-        control.Ping("10.0.0.1:5", say.peer, "10.0.0.2", 4000),
-        control.Stopped(7, 0, "gone"),
+        wire.Withdraw(7, say.peer, "10.0.0.2", 4000, "gone"),
+        wire.Ping("10.0.0.1:5", say.peer, "10.0.0.2", 4000),
+        wire.Stopped(7, 0, "gone"),
     )
     with caplog.at_level(logging.ERROR):
         for count in range(total):
             if rng.random() < 0.4:
                 body = wrong_map(rng, rng.choice(messages))
-                reader.handle([control.MAGIC, body])
+                reader.handle([wire.CONTROL_MAGIC, body])
             else:
                 kinds = (say.registration(), say.announcement(), say.announcement(9, (), 3))
                 reader.handle(wrong_frames(rng, rng.choice(kinds)))
@@ -193,21 +193,21 @@ def test_wrong_values_to_decode(say: Dialect, caplog: pytest.LogCaptureFixture) 
     take = Checked(manager, servers.take)
     reader = MessageReader(take, pytest.fail, lambda: now)
     messages = (
-        control.Stopped(5, 0, "gone"),
-        control.Stopped(99, 1, "gone", unknown_peer=True),
-        control.Pong("10.0.0.1:5", False),
-        control.Withdraw(5, "D", "10.0.0.2", 4000, "gone"),
+        wire.Stopped(5, 0, "gone"),
+        wire.Stopped(99, 1, "gone", unknown_peer=True),
+        wire.Pong("10.0.0.1:5", False),
+        wire.Withdraw(5, "D", "10.0.0.2", 4000, "gone"),
     )
     with caplog.at_level(logging.ERROR):
         for _ in range(total):
-            reader.handle([control.MAGIC, wrong_map(rng, rng.choice(messages))])
+            reader.handle([wire.CONTROL_MAGIC, wrong_map(rng, rng.choice(messages))])
             assert not deferred.is_drained(), "nobody spoke of room 6"
     assert take.refused > 0.01 * total and take.taken > 0.1 * total
     assert complained(caplog) <= logs._REMEMBERED_KEYS + 1
     assert set(manager.request_status) == {5, 6, 1007} and servers._deferred == {6: deferred}
     assert manager.request_status[1007] == manager.request_status[6] == KVPoll.WaitingForInput
     assert not deferred.is_drained()
-    reader.handle(control.encode(control.Stopped(6, 0, "done")))
+    reader.handle(wire.encode_control(wire.Stopped(6, 0, "done")))
     assert deferred.is_drained()
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.disaggregation.delta import control, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 
@@ -29,10 +29,10 @@ class Sockets:
         self.dropped: list[tuple[str, int]] = []
         self.refuse: set[str] = set()
 
-    def send(self, host: str, port: int, message: control.Message) -> None:
+    def send(self, host: str, port: int, message: wire.Message) -> None:
         if host in self.refuse:
             raise ValueError(f"no peer can be at {host}")
-        control.encode(message)  # what cannot be written is refused as the real ones do
+        wire.encode_control(message)  # what cannot be written is refused as the real ones do
         self.sent.append((host, port, message))
 
     def drop(self, host: str, port: int) -> None:

@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 import sglang.srt.utils.network  # noqa: F401  what every thread's first message imports
-from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.control import PeerSockets
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.wire import PeerSockets
 
-PONG = control.Pong("127.0.0.1:1", True)
+PONG = wire.Pong("127.0.0.1:1", True)
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def free_port() -> int:
 def test_sent_and_read(made: PeerSockets, pull: Any) -> None:
     """Guards against messages that change order on their way to one peer."""
     port = pull.bind_to_random_port("tcp://127.0.0.1")
-    messages = [control.Stopped(room, 0, "x") for room in range(100)]
+    messages = [wire.Stopped(room, 0, "x") for room in range(100)]
     for message in messages:
         made.send("127.0.0.1", port, message)
-    assert [control.decode(pull.recv_multipart()) for _ in messages] == messages
+    assert [wire.decode_control(pull.recv_multipart()) for _ in messages] == messages
 
 
 def test_sending_to_nobody_never_blocks(made: PeerSockets) -> None:
@@ -107,7 +107,7 @@ def test_a_room_number_that_cannot_be_written(made: PeerSockets) -> None:
     """Guards against a client's huge ``bootstrap_room`` that ends a scheduler: an error of the
     kinds that every sender of messages expects."""
     with pytest.raises(ValueError):
-        made.send("127.0.0.1", 4000, control.Stopped(2**64, 0, ""))
+        made.send("127.0.0.1", 4000, wire.Stopped(2**64, 0, ""))
 
 
 def test_what_was_queued_goes_with_its_peer(made: PeerSockets, pull: Any) -> None:
@@ -115,7 +115,7 @@ def test_what_was_queued_goes_with_its_peer(made: PeerSockets, pull: Any) -> Non
     which it never had; what is queued anew arrives."""
     with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections, and says nothing
         port = hung.getsockname()[1]
-        made.send("127.0.0.1", port, control.Stopped(1, 0, "for the dead"))
+        made.send("127.0.0.1", port, wire.Stopped(1, 0, "for the dead"))
         connection, _ = hung.accept()
     with connection:
         connection.settimeout(60)
@@ -123,9 +123,9 @@ def test_what_was_queued_goes_with_its_peer(made: PeerSockets, pull: Any) -> Non
         made.drop("127.0.0.1", port)
         while part := connection.recv(4096):  # until it is closed
             assert b"dead" not in part
-    made.send("127.0.0.1", port, control.Stopped(2, 0, "for the living"))
+    made.send("127.0.0.1", port, wire.Stopped(2, 0, "for the living"))
     pull.bind(f"tcp://127.0.0.1:{port}")
-    assert control.decode(pull.recv_multipart()) == control.Stopped(2, 0, "for the living")
+    assert wire.decode_control(pull.recv_multipart()) == wire.Stopped(2, 0, "for the living")
     assert not pull.poll(0)
 
 
@@ -136,20 +136,20 @@ def test_dropping_another_peer_changes_nothing(made: PeerSockets, pull: Any) -> 
     for other in (port // 10, port + 1):
         made.drop("127.0.0.1", other)
     pull.bind(f"tcp://127.0.0.1:{port}")
-    assert control.decode(pull.recv_multipart()) == PONG
+    assert wire.decode_control(pull.recv_multipart()) == PONG
 
 
 def test_many_addresses(made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull: Any) -> None:
     """Every peer names its own address, and restarted ones have new ones. Guards against running
     out of sockets, after which nobody can be answered; one in use stays."""
-    monkeypatch.setattr(control, "_MAX_SOCKETS", 8)
+    monkeypatch.setattr(wire, "_MAX_SOCKETS", 8)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
     for number in range(200):
-        made.send("127.0.0.1", port, control.Pong(str(number), True))
+        made.send("127.0.0.1", port, wire.Pong(str(number), True))
         made.send(f"10.0.0.{number}", 4000, PONG)
         assert len(made._sockets) <= 8
-    received = [control.decode(pull.recv_multipart()) for _ in range(200)]
-    assert received == [control.Pong(str(number), True) for number in range(200)]
+    received = [wire.decode_control(pull.recv_multipart()) for _ in range(200)]
+    assert received == [wire.Pong(str(number), True) for number in range(200)]
 
 
 def test_threads_share_a_peer(made: PeerSockets, pull: Any) -> None:
@@ -158,16 +158,14 @@ def test_threads_share_a_peer(made: PeerSockets, pull: Any) -> None:
 
     def send(writer: int) -> None:
         for room in range(500):
-            made.send("127.0.0.1", port, control.Stopped(room, writer, "x" * writer))
+            made.send("127.0.0.1", port, wire.Stopped(room, writer, "x" * writer))
 
     threads = [threading.Thread(target=send, args=(writer,)) for writer in range(4)]
     for thread in threads:
         thread.start()
-    received = [control.decode(pull.recv_multipart()) for _ in range(2000)]
+    received = [wire.decode_control(pull.recv_multipart()) for _ in range(2000)]
     for thread in threads:
         thread.join()
     for writer in range(4):
-        ours = [
-            it.room for it in received if isinstance(it, control.Stopped) and it.writer == writer
-        ]
+        ours = [it.room for it in received if isinstance(it, wire.Stopped) and it.writer == writer]
         assert ours == list(range(500))

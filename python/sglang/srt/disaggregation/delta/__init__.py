@@ -9,8 +9,7 @@ A third transfer backend goes into a folder beside ``nixl``: a ``Backend`` of
 SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 
 ``config``          deadlines, queues, threads, windows: what the environment says
-``wire``            the frame that carries ``decode_prefix_len``; the notes that complete a room
-``control``         messages beside a transfer (a room ends early, are you there), and their sockets
+``wire``            what our servers say beside SGLang's messages: frame, notes, control messages
 ``capability``      how decode learns that a prefill server understands the frame
 ``peer_messages``   reads and checks what peers send, for both backends
 ``pages``           arithmetic of pages and KV heads, the send cursor, the delta plan: pure

@@ -12,8 +12,7 @@ import logging
 import msgspec
 import requests
 
-from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.wire import VERSION
+from sglang.srt.disaggregation.delta.wire import CONTROL_VERSION, VERSION
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
@@ -46,10 +45,10 @@ class Capabilities(msgspec.Struct, frozen=True):
     @property
     def takes_control(self) -> bool:
         """Whether it may be sent control messages, and sends them."""
-        return self.control == control.VERSION
+        return self.control == CONTROL_VERSION
 
 
-OURS = Capabilities(delta=VERSION, control=control.VERSION)
+OURS = Capabilities(delta=VERSION, control=CONTROL_VERSION)
 STOCK = Capabilities()
 
 

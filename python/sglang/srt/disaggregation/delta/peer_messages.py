@@ -19,7 +19,7 @@ import numpy.typing as npt
 import zmq
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta import control, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import of_one_shape
 
@@ -44,7 +44,7 @@ class MessageReader:
 
     def __init__(
         self,
-        take_control: Callable[[control.Message], None],
+        take_control: Callable[[wire.Message], None],
         take_other: Callable[[list[bytes]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,7 +56,7 @@ class MessageReader:
     def handle(self, frames: list[bytes]) -> None:
         """Take one multipart message. Never raises."""
         try:
-            message = control.decode(frames)
+            message = wire.decode_control(frames)
             if message is not None:
                 self._take_control(message)
             else:

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability, control
+from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
 from sglang.srt.disaggregation.delta.decode import prefill_servers
 from sglang.srt.disaggregation.delta.decode.heartbeat import Liveness, Probe
@@ -338,10 +338,10 @@ def test_a_rank_that_does_not_answer_pings(side: Side, monkeypatch: pytest.Monke
         ("10.0.0.1", 4000, "10.0.0.1:4000"),
         ("10.0.0.1", 4001, "10.0.0.1:4001"),
     ]
-    side.servers.take(control.Pong("10.0.0.1:4000", True))
+    side.servers.take(wire.Pong("10.0.0.1:4000", True))
     assert look() is Liveness.SILENT, "the other one did not answer"
     for port in (4000, 4001):
-        side.servers.take(control.Pong(f"10.0.0.1:{port}", True))
+        side.servers.take(wire.Pong(f"10.0.0.1:{port}", True))
     assert look() is Liveness.ALIVE
     assert look() is Liveness.SILENT
     side.servers.lost(ADDRESS, False, "silent")
@@ -375,19 +375,19 @@ def test_a_rank_that_does_not_know_us(side: Side) -> None:
     the next request registers again; other servers stay connected."""
     side.handshake()
     side.handshake("10.0.0.2:8998", ranks=[{"rank_ip": "10.0.0.2", "rank_port": 4000}])
-    side.servers.take(control.Pong("10.0.0.1:4001", True))
-    side.servers.take(control.Pong("10.7.7.7:4001", False))
-    side.servers.take(control.Pong("10.0.0.1", False))
+    side.servers.take(wire.Pong("10.0.0.1:4001", True))
+    side.servers.take(wire.Pong("10.7.7.7:4001", False))
+    side.servers.take(wire.Pong("10.0.0.1", False))
     assert len(side.manager.prefill_info_table) == 2
-    side.servers.take(control.Pong("10.0.0.1:4001", False))
+    side.servers.take(wire.Pong("10.0.0.1:4001", False))
     assert list(side.manager.prefill_info_table) == ["10.0.0.2:8998"]
     assert list(side.manager.connection_pool) == ["10.0.0.2:8998_0_0_0"]
 
 
 @pytest.mark.parametrize(
-    "message", [control.Ping("a:1", "p", "h", 1), control.Withdraw(7, "p", "h", 1, "")]
+    "message", [wire.Ping("a:1", "p", "h", 1), wire.Withdraw(7, "p", "h", 1, "")]
 )
-def test_messages_for_prefill(side: Side, message: control.Message) -> None:
+def test_messages_for_prefill(side: Side, message: wire.Message) -> None:
     """Guards against a prefill rank's port and a decode rank's being mixed up in silence."""
-    with pytest.raises(control.ControlError):
+    with pytest.raises(wire.ControlError):
         side.servers.take(message)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.delta.decode.test_prefill_servers import ADDRESS, RANKS, ROOM, Side
 
@@ -23,7 +23,7 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
 
 def stopped(side: Side, room: int = ROOM, writer: int = 0, **fields: bool) -> None:
     """The word of a prefill rank."""
-    side.servers.take(control.Stopped(room, writer, "because", **fields))
+    side.servers.take(wire.Stopped(room, writer, "because", **fields))
 
 
 def test_stopped_before_the_room_is_given_up(side: Side) -> None:
@@ -156,7 +156,7 @@ def test_watched_rooms_are_used_under_the_lock_only(side: Side) -> None:
     deferred = side.hold(7)
     side.servers._known()
     assert side.servers.progress_of(7) is deferred.progress
-    side.servers.take(control.Stopped(7, 3, "gone"))
+    side.servers.take(wire.Stopped(7, 3, "gone"))
     assert side.servers.deferred_rooms() == [7] and side.servers.deferred(7) is deferred
     side.servers.lost(ADDRESS, True, "gone")
     deferred.stop_following()

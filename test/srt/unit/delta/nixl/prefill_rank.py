@@ -13,7 +13,7 @@ import pytest
 
 from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.nixl import layout as layout_module
 from sglang.srt.disaggregation.delta.nixl import prefill
@@ -61,11 +61,11 @@ class Sockets:
 
     def __init__(self, agent: FakeAgent) -> None:
         self.agent = agent
-        self.stopped: list[control.Stopped] = []
+        self.stopped: list[wire.Stopped] = []
         self.misuse: list[str] = []
 
     def send(self, host: str, port: int, message: Any) -> None:
-        if isinstance(message, control.Stopped):
+        if isinstance(message, wire.Stopped):
             self.stopped.append(message)
             if self.agent.under_way(room=message.room):
                 self.misuse.append(f"{message} while something is under way")
@@ -163,7 +163,7 @@ class PrefillRank:
 
     def withdraw(self, room: int, peer: str = "decode") -> None:
         """Decode gives the room up."""
-        self.manager.decode_ranks.take(control.Withdraw(room, peer, "10.0.0.2", 4000, "no reason"))
+        self.manager.decode_ranks.take(wire.Withdraw(room, peer, "10.0.0.2", 4000, "no reason"))
 
     def tick(self, seconds: float) -> None:
         """Time passes, and the workers look at what is due."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
 from sglang.srt.disaggregation.delta.prefill.room import Room
@@ -54,7 +54,7 @@ class Side:
     def withdraw(self, room: int = ROOM, **fields: Any) -> None:
         """A decode rank gives a room up."""
         fields = {"peer": "D", "host": "10.0.0.1", "port": 4000, "reason": "bored"} | fields
-        self.ranks.take(control.Withdraw(room, **fields))
+        self.ranks.take(wire.Withdraw(room, **fields))
 
     def stopped(self) -> list[tuple[str, int, str]]:
         """Who was told of which room, and why, since the last look."""
@@ -233,20 +233,20 @@ def test_a_stranger_is_told_to_connect_again(side: Side) -> None:
 def test_pings_are_answered(side: Side, peer: str) -> None:
     """Guards against a live rank that counts as dead, and against a restarted one that seems to
     know its peers."""
-    side.ranks.take(control.Ping("10.5.5.5:77", peer, "10.0.0.1", 4000))
-    assert side.sockets.take() == [("10.0.0.1", 4000, control.Pong("10.5.5.5:77", peer == "D"))]
+    side.ranks.take(wire.Ping("10.5.5.5:77", peer, "10.0.0.1", 4000))
+    assert side.sockets.take() == [("10.0.0.1", 4000, wire.Pong("10.5.5.5:77", peer == "D"))]
 
 
-@pytest.mark.parametrize("message", [control.Stopped(7, 0, ""), control.Pong("a:1", True)])
-def test_messages_for_decode(side: Side, message: control.Message) -> None:
+@pytest.mark.parametrize("message", [wire.Stopped(7, 0, ""), wire.Pong("a:1", True)])
+def test_messages_for_decode(side: Side, message: wire.Message) -> None:
     """Guards against a decode rank's port and a prefill rank's being mixed up in silence."""
-    with pytest.raises(control.ControlError):
+    with pytest.raises(wire.ControlError):
         side.ranks.take(message)
 
 
 def ping(side: Side, peer: str = "D") -> None:
     """A sign of life."""
-    side.ranks.take(control.Ping("a:1", peer, "10.0.0.1", 4000))
+    side.ranks.take(wire.Ping("a:1", peer, "10.0.0.1", 4000))
 
 
 def advance(side: Side, seconds: float, *, turns: bool = True) -> list[str]:

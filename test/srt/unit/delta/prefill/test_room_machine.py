@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from effort import tries
-from sglang.srt.disaggregation.delta import control
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
@@ -245,9 +245,9 @@ class Rank:
         self.table.announce(number, peer, listing.info)
 
     def withdraw(self, number: int, peer: str) -> None:
-        self.ranks.take(control.Withdraw(number, peer, f"{peer} itself", 4000, "bored"))
+        self.ranks.take(wire.Withdraw(number, peer, f"{peer} itself", 4000, "bored"))
         for host, _, message in self.sockets.take():
-            if host == f"{peer} itself" and isinstance(message, control.Stopped):
+            if host == f"{peer} itself" and isinstance(message, wire.Stopped):
                 assert not self.under_way(message.room), "told while something is under way"
 
     # ---- time ----

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 
-from sglang.srt.disaggregation.delta import capability, control
-from sglang.srt.disaggregation.delta.control import PeerSockets
+from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.decode.handshakes import Connections
 from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
@@ -40,7 +39,7 @@ class PrefillServers:
         server's topology."""
         self._manager = manager
         self._ask = ask
-        self._sockets = PeerSockets()
+        self._sockets = wire.PeerSockets()
         self._lock = threading.RLock()
         self._executor = ThreadPoolExecutor(8, "pd-handshake")
         self._asked: dict[str, Future[bool]] = {}
@@ -150,7 +149,7 @@ class PrefillServers:
         if not self.capabilities(address).takes_control:
             return
         for info in infos:
-            message = control.Withdraw(
+            message = wire.Withdraw(
                 room,
                 manager.peer_name,
                 manager.local_ip,
@@ -210,20 +209,20 @@ class PrefillServers:
 
     # ---- messages from prefill ranks ----
 
-    def take(self, message: control.Message) -> None:
+    def take(self, message: wire.Message) -> None:
         """A control message arrived.
 
         Raises:
             ControlError: it is not one for a decode rank.
         """
-        if isinstance(message, control.Pong):
+        if isinstance(message, wire.Pong):
             self._take_pong(message)
-        elif isinstance(message, control.Stopped):
+        elif isinstance(message, wire.Stopped):
             self._take_stopped(message)
         else:
-            raise control.ControlError(f"a {type(message).__name__} is not for a decode rank")
+            raise wire.ControlError(f"a {type(message).__name__} is not for a decode rank")
 
-    def _take_stopped(self, message: control.Stopped) -> None:
+    def _take_stopped(self, message: wire.Stopped) -> None:
         with self._lock:
             deferred = self._deferred.get(message.room)
             if deferred is not None and deferred.progress is not None:
@@ -237,7 +236,7 @@ class PrefillServers:
         if message.unknown_peer and address is not None:
             self.disconnect(address)
 
-    def _take_pong(self, message: control.Pong) -> None:
+    def _take_pong(self, message: wire.Pong) -> None:
         host, _, port = message.to.rpartition(":")
         rank = (host, int(port) if port.isdigit() else -1)
         with self._lock:
@@ -309,7 +308,7 @@ class PrefillServers:
 
     def _ping(self, host: str, port: int) -> None:
         manager = self._manager
-        message = control.Ping(
+        message = wire.Ping(
             f"{host}:{port}", manager.peer_name, manager.local_ip, manager.rank_port
         )
         try:

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from sglang.srt.disaggregation.delta import control
-from sglang.srt.disaggregation.delta.control import PeerSockets
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill.room import Announcement
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
@@ -124,7 +123,7 @@ class DecodeRanks:
         self._manager = manager
         self._rooms = rooms
         self._clock = clock
-        self._sockets = PeerSockets()
+        self._sockets = wire.PeerSockets()
         #: When each decode rank that pings was last heard of, by the name it registered under, and
         #: where it listens.
         self._heard: dict[str, tuple[float, str, int]] = {}
@@ -136,20 +135,20 @@ class DecodeRanks:
     # ---- to decode ranks ----
 
     @property
-    def sockets(self) -> PeerSockets:
+    def sockets(self) -> wire.PeerSockets:
         """For messages of a backend's own to decode ranks."""
         return self._sockets
 
     def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing is written for ``room``, now and later: they may have their pages back."""
         for info in announcements:
-            self._send(info, control.Stopped(room, self._manager.writer_id, reason))
+            self._send(info, wire.Stopped(room, self._manager.writer_id, reason))
 
     def refuse_stranger(self, info: Announcement) -> None:
         """A decode rank that is not registered here announced a room: it must connect again."""
         self._send(
             info,
-            control.Stopped(
+            wire.Stopped(
                 info.room,
                 self._manager.writer_id,
                 "this prefill rank does not know the decode rank (was it restarted?)",
@@ -157,7 +156,7 @@ class DecodeRanks:
             ),
         )
 
-    def _send(self, info: Announcement, message: control.Stopped) -> None:
+    def _send(self, info: Announcement, message: wire.Stopped) -> None:
         """Best effort: a peer that cannot be told finds out by its own deadline."""
         is_ours = info.delta is not None or info.delta_error is not None
         is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
@@ -177,24 +176,24 @@ class DecodeRanks:
 
     # ---- from decode ranks ----
 
-    def take(self, message: control.Message) -> None:
+    def take(self, message: wire.Message) -> None:
         """A control message arrived.
 
         Raises:
             ControlError: it is not one for a prefill rank.
             OSError, ValueError: its sender cannot be answered.
         """
-        if isinstance(message, control.Ping):
+        if isinstance(message, wire.Ping):
             known = message.peer in self._manager.decode_kv_args_table
             if known:
                 self._heard[message.peer] = self._clock(), message.host, message.port
-            self._sockets.send(message.host, message.port, control.Pong(message.to, known))
-        elif isinstance(message, control.Withdraw):
+            self._sockets.send(message.host, message.port, wire.Pong(message.to, known))
+        elif isinstance(message, wire.Withdraw):
             self._withdraw(message)
         else:
-            raise control.ControlError(f"a {type(message).__name__} is not for a prefill rank")
+            raise wire.ControlError(f"a {type(message).__name__} is not for a prefill rank")
 
-    def _withdraw(self, message: control.Withdraw) -> None:
+    def _withdraw(self, message: wire.Withdraw) -> None:
         rooms, room, text = self._rooms, message.room, f"decode gave it up: {message.reason}"
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
@@ -205,7 +204,7 @@ class DecodeRanks:
             self._sockets.send(
                 message.host,
                 message.port,
-                control.Stopped(room, self._manager.writer_id, text),
+                wire.Stopped(room, self._manager.writer_id, text),
             )
 
     # ---- liveness ----
