@@ -231,7 +231,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
-        status = manager.check_status(room)
+        status = manager.request_status[room]
         if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
             manager.collect_arrivals_once(room)
             status = KVPoll.WaitingForInput
