@@ -146,12 +146,11 @@ def done(room: int, writer: int, metadata: Sequence[bytes]) -> bytes:
     return f"{room}_done_{writer}_".encode() + msgspec.msgpack.encode(list(metadata))
 
 
-def from_writer(text: str, writer: int) -> str:
-    """The stock notification ``text``, as the one of ``writer``."""
-    note = parse(text.encode())
-    if note.kind == "kv":
-        return f"{note.room}_kv_{note.chunk}_{int(note.is_last)}_{writer}"
-    return f"{note.room}_{note.kind}_{writer}"
+def stock_notes(room: int, writer: int, has_state: bool) -> list[bytes]:
+    """The notes that complete ``room`` for one writer where the metadata were written too. Stock
+    counts chunks. They all have landed, so one note stands for them: the only one of one."""
+    kinds = ["kv_0_1", *["state"] * has_state, "aux"]
+    return [f"{room}_{kind}_{writer}".encode() for kind in kinds]
 
 
 def parse(raw: bytes) -> Notification:

@@ -13,8 +13,8 @@ from sglang.srt.disaggregation.delta.wire import (
     MOST_METADATA,
     Notification,
     done,
-    from_writer,
     parse,
+    stock_notes,
 )
 
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -88,20 +88,18 @@ def test_a_note_with_metadata(room: int, writer: int, parts: list[bytes]) -> Non
 
 
 @pytest.mark.hazard("writers-confused")
-@given(room=NUMBERS, chunk=NUMBERS, last=st.booleans(), stage=NUMBERS, writer=NUMBERS)
-def test_the_writer_takes_the_place_of_the_stage(
-    room: int, chunk: int, last: bool, stage: int, writer: int
-) -> None:
-    """Stock names the pipeline stage, which several writers share. Guards against a text in which
-    anything else changes, and against one that a stock decode server, which takes the fifth part
-    for the stage, reads otherwise."""
-    kv = from_writer(f"{room}_kv_{chunk}_{int(last)}_{stage}", writer)
-    assert parse(kv.encode()) == Notification(room, "kv", chunk, last, writer)
-    assert kv.split("_", 4) == [str(room), "kv", str(chunk), str(int(last)), str(writer)]
-    for kind, stock in (("aux", f"{room}_aux"), ("state", f"{room}_state_{stage}")):
-        text = from_writer(stock, writer)
-        assert parse(text.encode()) == Notification(room, kind, writer=writer)
-        assert text.split("_", 4)[:2] == [str(room), kind]
+@given(room=NUMBERS, has_state=st.booleans(), writer=NUMBERS)
+def test_the_writer_takes_the_place_of_the_stage(room: int, has_state: bool, writer: int) -> None:
+    """Stock names the pipeline stage, which several writers share. Guards against notes that name
+    another writer, and against one that a stock decode server, which takes the fifth part for the
+    stage, reads otherwise."""
+    kv, *state, aux = stock_notes(room, writer, has_state)
+    assert parse(kv) == Notification(room, "kv", 0, True, writer)
+    assert kv.decode().split("_", 4) == [str(room), "kv", "0", "1", str(writer)]
+    assert parse(aux) == Notification(room, "aux", writer=writer)
+    assert [parse(note) for note in state] == [
+        Notification(room, "state", writer=writer)
+    ] * has_state
 
 
 @pytest.mark.fuzz

@@ -161,10 +161,7 @@ class NixlBackend:
             self._peers.release(posted.peer)
 
     def complete(self, chunk: Chunk) -> None:
-        """One note to each peer of ours, with the metadata; those of stock SGLang to others.
-
-        Stock counts chunks. They all have landed, so one note stands for them: the only one of one.
-        """
+        """One note to each peer of ours, with the metadata; those of stock SGLang to others."""
         load, room = chunk.payload, chunk.room
         notes: dict[str, list[bytes]] = {}
         for name in chunk.peers:
@@ -172,8 +169,7 @@ class NixlBackend:
                 metadata = self._layout.metadata_bytes(load.metadata_slot)
                 notes[name] = [wire.done(room, self._writer, metadata)]
             else:
-                kinds = ["kv_0_1", *["state"] * bool(load.state_pages), "aux"]
-                notes[name] = [f"{room}_{kind}_{self._writer}".encode() for kind in kinds]
+                notes[name] = wire.stock_notes(room, self._writer, bool(load.state_pages))
         for name in chunk.peers:
             peer = self._peers.hold(name)
             try:
