@@ -128,7 +128,7 @@ def test_too_many_overdue_transfers(
         bench.submit(room, f"peer-{room}", within=room)
     with caplog.at_level(logging.ERROR):
         bench.run(10)
-    assert "peer-1 is given up" in caplog.text
+    assert "peer-1 has not settled" in caplog.text
     assert bench.worker.tables()["overdue"] == 2
     assert [bench.backend.handles[0]] == send_queue.NEVER_RELEASED
     bench.settle()
