@@ -272,7 +272,9 @@ def _take_generate(result: Result, event: Json) -> None:
     result.completion_tokens = count
     result.prompt_tokens = meta["prompt_tokens"]
     result.cached_tokens = meta["cached_tokens"]
-    result.cached_by_source = meta.get("cached_tokens_details") or {}
+    details = meta.get("cached_tokens_details") or {}
+    # The name of the storage backend is among them.
+    result.cached_by_source = {k: n for k, n in details.items() if isinstance(n, int)}
     result.verify_steps = meta.get("spec_verify_ct", 0)
     result.drafted_tokens = meta.get("spec_draft_token_num", 0)
     result.accepted_tokens = meta.get("spec_accept_token_num", 0)

@@ -39,7 +39,8 @@ def found_in(result: Result) -> str:
 
     A request that has anything from the store waited for the store, so that it counts there.
     """
-    by = {_SOURCES[source]: n for source, n in result.cached_by_source.items() if n > 0}
+    tokens = result.cached_by_source
+    by = {place: tokens[source] for source, place in _SOURCES.items() if tokens.get(source)}
     if STORE in by:
         return STORE
     return max(by, key=lambda place: (by[place], place == HOST)) if by else MISS

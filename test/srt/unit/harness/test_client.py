@@ -23,6 +23,8 @@ async def _stream(request: web.Request, events: list[object]) -> web.StreamRespo
 
 def event(ids: list[int], total: int, finish: object = None) -> dict[str, object]:
     meta = {"completion_tokens": total, "prompt_tokens": 3, "cached_tokens": 1}
+    details = {"device": 0, "host": 0, "storage": 1, "storage_backend": "file"}
+    meta["cached_tokens_details"] = details
     return {"output_ids": ids, "text": "", "meta_info": {**meta, "finish_reason": finish}}
 
 
@@ -90,6 +92,7 @@ def test_token_ids_whether_cumulative_or_incremental() -> None:
         assert result.error is None
         assert result.output_ids == [5, 6, 7]
         assert (result.completion_tokens, result.cached_tokens) == (3, 1)
+        assert result.cached_by_source == {"device": 0, "host": 0, "storage": 1}
     assert len(result.token_times) == 2
     assert 0 < result.ttft_s <= result.latency_s
 
