@@ -1,0 +1,138 @@
+"""A decode server that stands still while prefill writes to it, and wakes after prefill has given
+the rooms up and put other KV where theirs was."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmark.harness import checks, metrics
+from benchmark.harness.client import Request, Result, Target, open_session, send, send_all
+from benchmark.harness.pair import Pair
+from benchmark.harness.servers import Sizes
+from chaos.faults import scheduler_of, signal_all, wait_stopped
+from e2e.support import EventLogs, Ids, Reference, pair_config, prompt_maker, settle
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+PAGE = 16
+NEW_TOKENS = 8
+PREFILL_TOKENS = 6000
+DEADLINE_S = 4.0
+ENV = {
+    "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT": str(DEADLINE_S),
+    # Only prefill ends a room, and pages come back when it says that it is over.
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
+    "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": "40",
+    # Over shared memory a write lands whether the peer runs or not.
+    "UCX_TLS": "tcp",
+    "MC_FORCE_TCP": "1",
+    # Mooncake's own bound for a call, after which the room's pages are let go.
+    "MC_TRANSFER_TIMEOUT": "8",
+}
+#: What prefill says of a write that goes on after its room was given up.
+UNDER_WAY = {"nixl": "did not settle by its deadline", "mooncake": "was not over after"}
+
+
+def given_up(pair: Pair, rooms: int) -> None:
+    """Wait until prefill has failed so many rooms, and no request is left on it: it flushes."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            checks.flush(pair.prefill_url)
+            break
+        except RuntimeError:
+            assert time.monotonic() < until, "prefill does not let its requests go"
+            time.sleep(0.1)
+    assert metrics.scrape(pair.prefill_url)[metrics.FAILED_ROOMS] >= rooms
+
+
+def overwrite(pair: Pair, prompts: list[Ids]) -> None:
+    """Prefill computes ``prompts`` for nobody, in the pages that it has taken back."""
+    nobody = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": 0, "bootstrap_room": 0}
+    requests = [Request(prompt, 1, extra=nobody) for prompt in prompts]
+    results = asyncio.run(send_all(Target(pair.prefill_url), requests, concurrency=1))
+    assert not [result.error for result in results if result.error]
+
+
+async def ask(pair: Pair, prompts: list[Ids]) -> list[Result]:
+    """Decode's answers; nobody waits for prefill's half of a request that failed."""
+    async with open_session() as session:
+        halves = []
+        for prompt in prompts:
+            request = Request(prompt, NEW_TOKENS, extra=pair.target.route())
+            urls = pair.prefill_url, pair.decode_url
+            halves.append([asyncio.create_task(send(session, Target(u), request)) for u in urls])
+        results = [await to_decode for _, to_decode in halves]
+        for to_prefill, _ in halves:
+            to_prefill.cancel()
+        await asyncio.gather(*(half for half, _ in halves), return_exceptions=True)
+        return results
+
+
+def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
+    """Ask until all are answered (after a failure, a decode rank of Mooncake's has to register
+    again, with a room that fails); none may be answered wrong."""
+    until = time.monotonic() + 60
+    while True:
+        results = asyncio.run(ask(pair, prompts))
+        for result, answer in zip(results, answers, strict=True):
+            assert result.error or result.output_ids == answer
+        if not any(result.error for result in results):
+            return
+        assert time.monotonic() < until, results[0].error
+        time.sleep(0.5)
+
+
+@pytest.mark.hazard("late-word-revives-room", "source-given-away")
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_decode_wakes_after_prefill_gave_its_rooms_up(
+    model: Path, reference: Reference, logs: Path, backend: str
+) -> None:
+    """Guards against a decode server that takes a room as complete which prefill gave up: what
+    lands late is of other prompts by then. Afterwards both are idle and balanced, and the same
+    prompts are answered right."""
+    if backend == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
+    tokens = prompt_maker(model, seed=61)
+    prompts = [tokens(600 + 37 * number) for number in range(4)]
+    # Each alone nearly fills prefill's pool.
+    others = [tokens(PREFILL_TOKENS - 200) for _ in range(3)]
+    sizes = Sizes(pool_tokens=PREFILL_TOKENS, page_size=PAGE, chunked_prefill_tokens=256)
+    config = pair_config(model, logs, backend=backend, page_size=PAGE, env=ENV, prefill_sizes=sizes)
+    events = EventLogs(logs)
+    with Pair(config, logs) as pair, ThreadPoolExecutor(1) as pool:
+        warm = [tokens(300)]
+        assert pair.generate(warm, NEW_TOKENS) == reference.answers(warm, NEW_TOKENS)
+        events.read()
+        prefill, decode = (scheduler_of(pair.processes[role].pid) for role in ("prefill", "decode"))
+        stopped = [prefill]
+        signal_all([prefill], signal.SIGSTOP)
+        try:
+            asked = pool.submit(lambda: asyncio.run(ask(pair, prompts)))
+            announced, until = 0, time.monotonic() + 60
+            while announced < len(prompts):
+                announced += len(events.read()[0])
+                assert time.monotonic() < until, f"{announced} rooms were announced"
+                time.sleep(0.02)
+            stopped.append(decode)
+            signal_all([decode], signal.SIGSTOP)
+            wait_stopped([decode])
+            signal_all([prefill], signal.SIGCONT)
+            stopped.remove(prefill)
+            given_up(pair, len(prompts))
+            assert UNDER_WAY[backend] in pair.processes["prefill"].log_text(), "nothing was written"
+            overwrite(pair, others)
+        finally:
+            signal_all(stopped, signal.SIGCONT)
+        results: list[Result] = asked.result(timeout=120)
+        for result in results:
+            assert result.error is not None and result.output_ids == [], result
+        answers = reference.answers(prompts, NEW_TOKENS)
+        served_again(pair, prompts, answers)
+        assert pair.generate(prompts, NEW_TOKENS) == answers, "from decode's tree"
+        settle(pair)
