@@ -12,7 +12,7 @@ from benchmark.harness.pair import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker
 
 PAGE = 16
-BACKENDS = ("nixl",)
+BACKENDS = ("nixl", "mooncake")
 pytestmark = later_release.ON_REQUEST
 
 
