@@ -191,7 +191,7 @@ def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, drafts: int) -
     assert wanted == batch.new_tokens_required_next_decode()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, 64])  # 64: a step takes more than is reserved at most
 def test_what_a_step_takes_is_reserved(page: int) -> None:
     """Guards against requests near their end that reserve nothing more, while each step of SGLang's
     wants room for all its drafts; and against sums that take one token a step for granted."""

@@ -191,7 +191,7 @@ class Claims:
         #: By the id of the request, which the holding keeps alive.
         self._holdings: dict[int, Holding] = {}
         self._running: dict[int, Holding] = {}
-        self._growth = GrowthSum(cap, page)
+        self._growth = GrowthSum(self.cap, page)
         self._entering = 0
         self._entering_needs, self._running_needs = Needs(), Needs()
         #: When requests will have generated more than was expected of them.
