@@ -57,8 +57,15 @@ def live(seed: int, steps: int, *, gloo: bool = False, without: tuple[str, ...] 
         pair.close()
 
 
-@pytest.mark.parametrize(("wait", "seed"), [("0", 5), ("32", 2)])
-@pytest.mark.parametrize("gloo", [True, False], ids=["gloo", "threads"])
+@pytest.mark.parametrize(
+    ("wait", "seed", "gloo"),
+    [
+        pytest.param("0", 5, True, id="gloo"),
+        pytest.param("32", 2, False, id="threads, prefixes waited for"),
+        pytest.param("0", 5, False, id="threads", marks=pytest.mark.nightly),
+        pytest.param("32", 2, True, id="gloo, prefixes waited for", marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_stay_in_step(
     monkeypatch: pytest.MonkeyPatch, wait: str, seed: int, gloo: bool
 ) -> None:

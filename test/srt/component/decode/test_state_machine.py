@@ -1,6 +1,6 @@
 """Hypothesis looks for a short sequence of events that breaks an invariant, and shrinks it.
 
-A hundred sequences of fifty steps for one rank and as many for two, with and without waiting for
+Fifty sequences of fifty steps for one rank and as many for two, with and without waiting for
 an arriving prefix, checked after every step; ten times as many at night.
 """
 
@@ -30,11 +30,11 @@ from effort import tries
 
 NUMBERS = st.integers(0, 2**30)
 #: For each of two settings, with one rank and with two.
-SEQUENCES, STEPS = tries(100), 50
+SEQUENCES, STEPS = tries(50), 50
 #: What can happen at any time.
 TICKS = ["queues", "batch", "flush", "update_weights", "pause_and_update"]
 #: Hypothesis ends some sequences early; so many of them have that many steps in all.
-EXAMPLES = tries(130)
+EXAMPLES = tries(70)
 
 
 class DecodeServer(RuleBasedStateMachine):
