@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="a stage and a Mooncake store behind prefill's tree; page sizes 16 and 64",
     )
+    parser.add_argument(
+        "--local-turns", action="store_true", help="decode computes short turns itself"
+    )
     parser.add_argument("--out", type=Path, help="the event log; server logs go beside it")
     args = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
@@ -51,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     staged: bool = args.hicache_buffer_only
     both = STAGED_PAGE_SIZES if staged else PAGE_SIZES
     pages = both if args.page_size == "both" else (int(args.page_size),)
-    arms = [Arm(backend, page, staged) for backend, page in itertools.product(backends, pages)]
+    arms = [
+        Arm(backend, page, staged, args.local_turns)
+        for backend, page in itertools.product(backends, pages)
+    ]
     heavy = (*HEAVY, *STORE) if staged else HEAVY
 
     console = Console()

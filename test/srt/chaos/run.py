@@ -44,10 +44,13 @@ class Arm:
     page_size: int
     staged: bool = False
     """Prefill has buffer-only HiCache before a Mooncake store."""
+    local: bool = False
+    """Decode computes short turns itself."""
 
     @property
     def name(self) -> str:
-        return f"{self.backend}-{self.page_size}" + ("-hicache" if self.staged else "")
+        extra = ("-hicache" if self.staged else "") + ("-local" if self.local else "")
+        return f"{self.backend}-{self.page_size}{extra}"
 
 
 @dataclass
@@ -345,6 +348,6 @@ def run_arm(
         ServerFailed: a server did not start.
     """
     master = Master() if arm.staged else None
-    config = chaos_config(model, logs, arm.backend, arm.page_size, master)
+    config = chaos_config(model, logs, arm.backend, arm.page_size, master, local=arm.local)
     with Servers(config, logs, master=master) as servers:
         return Chaos(servers, plan, bank, arm.name, events, show).run()

@@ -20,6 +20,7 @@ from chaos import faults, store
 from chaos.clients import Addresses
 from component.buffer_only.masters import Master
 from e2e.support import pair_config
+from sglang.srt.patchset.environment import LOCAL_CHUNK
 
 DECODE_TOKENS = 2048
 """Three or four of the bank's requests at once: the pool is always full."""
@@ -43,13 +44,26 @@ BACKEND_ENV = {"nixl": {}, "mooncake": {"MC_FORCE_TCP": "1"}}
 DECODE_ENV = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
 
 
+LOCAL_ARGS = (
+    *("--disaggregation-decode-local-tokens", "150"),
+    *("--disaggregation-decode-local-tokens-when-lost", "400"),
+)
+
+
 def chaos_config(
-    model: Path, logs: Path, backend: str, page_size: int, master: Master | None = None
+    model: Path,
+    logs: Path,
+    backend: str,
+    page_size: int,
+    master: Master | None = None,
+    *,
+    local: bool = False,
 ) -> PairConfig:
     """A pair whose decode pool is always full, with short bounds and short prefill chunks.
 
     With the ``master`` of a store, the prefill server's tree is small, and a stage lies between it
-    and the store.
+    and the store. ``local``: decode computes short turns itself, and longer ones if prefill is
+    lost.
     """
     staged = {} if master is None else store.prefill_with_stage(page_size, master)
     return pair_config(
@@ -59,9 +73,12 @@ def chaos_config(
         page_size=page_size,
         decode_tokens=DECODE_TOKENS,
         chunked_prefill_tokens=128,
-        decode_args=("--num-reserved-decode-tokens", str(max(16, page_size))),
+        decode_args=(
+            *("--num-reserved-decode-tokens", str(max(16, page_size))),
+            *(LOCAL_ARGS if local else ()),
+        ),
         env={**ENV, **BACKEND_ENV[backend]},
-        decode_env=DECODE_ENV,
+        decode_env={**DECODE_ENV, LOCAL_CHUNK.name: "64"} if local else DECODE_ENV,
         **staged,
     )
 

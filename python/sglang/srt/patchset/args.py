@@ -22,6 +22,9 @@ class DisaggArgs(_Base):
     """Adds the flags; where none is given, every method is the stock one."""
 
     disaggregation_decode_enable_radix_cache: bool = False
+    disaggregation_decode_local_tokens: int = 0
+    disaggregation_decode_local_tokens_when_lost: int = 0
+    disaggregation_decode_local_share: float = 0.5
     hicache_host_memory_mode: str = "cache"
     hicache_buffer_pages: int | None = None
 
@@ -38,6 +41,7 @@ class DisaggArgs(_Base):
             compat.check_explicit_disable(self)
             compat.check_decode_radix_args(self)
             require_active(compat.FLAG, *compat.groups(self))
+        compat.check_local_turns(self)
         compat_buffer_only.check_given(self)
         super().__post_init__()
         if compat_buffer_only.wanted(self):
@@ -76,6 +80,32 @@ class DisaggArgs(_Base):
             help="Decode server only: keep the KV of finished requests in a radix tree, and have "
             "the prefill server send only the pages that the tree does not hold. Needs "
             f"--disaggregation-transfer-backend {' or '.join(compat.DELTA_BACKENDS)}.",
+        )
+        group.add_argument(
+            compat.LOCAL,
+            type=int,
+            default=0,
+            metavar="TOKENS",
+            help="Decode server with the radix cache only: the largest number of new tokens of a "
+            "prompt that this server may compute itself, where that is expected to be done before "
+            "the prefill server would have sent them. 0, the default: never.",
+        )
+        group.add_argument(
+            compat.LOCAL_WHEN_LOST,
+            type=int,
+            default=0,
+            metavar="TOKENS",
+            help="The same where the prefill server of a request is lost or cannot be reached, or "
+            "its transfer failed: up to so many new tokens are computed here, where the request "
+            "would fail. 0, the default: it fails.",
+        )
+        group.add_argument(
+            compat.LOCAL_SHARE,
+            type=float,
+            default=0.5,
+            metavar="SHARE",
+            help="The part of the time that this may take while requests run, above 0 and at most "
+            "1. In any case a decode step follows each chunk. Default: 0.5.",
         )
         compat_buffer_only.add_arguments(group)
 

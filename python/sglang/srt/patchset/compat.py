@@ -16,6 +16,9 @@ from sglang.srt.patchset.environment import sglang_switch
 logger = logging.getLogger(__name__)
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
+LOCAL = "--disaggregation-decode-local-tokens"
+LOCAL_WHEN_LOST = "--disaggregation-decode-local-tokens-when-lost"
+LOCAL_SHARE = "--disaggregation-decode-local-share"
 
 #: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
 #: feature group (``patchset/table.py``) that they are in.
@@ -114,6 +117,68 @@ def check_decode_radix_model(config: Any) -> None:
             f"{FLAG} does not support {kind}, given with --model-path "
             f"{getattr(config, 'model_path', '')}. Remove {FLAG} to serve it."
         )
+
+
+def check_local_turns(args: Any) -> None:
+    """Raise ``ValueError`` where a decode server with these arguments cannot compute turns itself.
+
+    What cannot be computed there of a single request (input logprobs, images) is left to prefill.
+    """
+    given = {
+        LOCAL: args.disaggregation_decode_local_tokens,
+        LOCAL_WHEN_LOST: args.disaggregation_decode_local_tokens_when_lost,
+    }
+    for name, tokens in given.items():
+        if tokens < 0:
+            raise ValueError(f"{name} must be 0 (off) or a number of tokens, not {tokens}.")
+    share = args.disaggregation_decode_local_share
+    if not 0 < share <= 1:
+        raise ValueError(f"{LOCAL_SHARE} must be above 0 and at most 1, not {share}.")
+    flag = next((flag for flag, tokens in given.items() if tokens), None)
+    if flag is None:
+        return
+    if not args.disaggregation_decode_enable_radix_cache:
+        raise ValueError(
+            f"{flag} needs {FLAG}: without the cache a decode server holds no history, and every "
+            f"turn is as long as its talk. Add {FLAG} to the decode server, or remove {flag}."
+        )
+    for written, holds, why in (
+        (
+            "--enable-dp-attention",
+            args.enable_dp_attention,
+            "all data parallel ranks run the same kind of step, so one rank's prompt would stop "
+            "the decode steps of the others",
+        ),
+        (
+            "--deepep-mode low_latency",
+            args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency",
+            "its buffers are made for decode steps, and a chunk of a prompt does not fit",
+        ),
+        (
+            "--enable-two-batch-overlap",
+            args.enable_two_batch_overlap,
+            "it splits decode steps, and a chunk of a prompt between them is not split alike",
+        ),
+        (
+            "--speculative-algorithm",
+            args.speculative_algorithm is not None,
+            "a chunk of a prompt does not go through the draft model here",
+        ),
+        (
+            "--enable-pdmux",
+            args.enable_pdmux,
+            "it has a scheduler loop of its own",
+        ),
+        (
+            "--enable-lora-overlap-loading",
+            bool(getattr(args, "enable_lora_overlap_loading", False)),
+            "a chunk may need an adapter that is not loaded yet",
+        ),
+    ):
+        if holds:
+            raise ValueError(
+                f"{flag} cannot be combined with {written}: {why}. Remove one of them."
+            )
 
 
 def _problems(args: Any) -> Iterator[str]:

@@ -154,6 +154,17 @@ WAIT_LOG = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
     "After how long the log says that a request waits for memory, and for how much.",
 )  # fmt: skip
+LOCAL_CHUNK = _integer(
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,
+    "With `--disaggregation-decode-local-tokens`: how many prompt tokens a decode server computes "
+    "between two decode steps at most. A page at least.",
+    least=1, unit="tokens",
+)  # fmt: skip
+LOCAL_ALWAYS = _switch(
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS", "decode",
+    "Every turn within `--disaggregation-decode-local-tokens` is computed by decode, whatever that "
+    "costs. For comparisons.",
+)  # fmt: skip
 HANDSHAKE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,
     "How long one question of decode to a prefill's bootstrap server may take. It is asked in the "

@@ -121,6 +121,12 @@ _DELTA = (
         why="the send cursor starts at the prefix; a request ends on all ranks at once",
     ),
     Replacement(
+        module="sglang.srt.managers.tokenizer_manager",
+        name="TokenizerManager",
+        mixin=f"{_DISAGG}.delta.prefill.yielded:YieldingTokenizer",
+        why="the client of a request that decode computes itself has prefill's answer at once",
+    ),
+    Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
         mixin=f"{_DISAGG}.delta.prefill.scheduler:PrefillStages",
@@ -209,6 +215,12 @@ _DECODE_RADIX = (
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.scheduler:DisaggScheduler",
         why="start-up checks, flushes while pages are held, counters and log fields",
+    ),
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_DISAGG}.delta.decode.local_scheduler:LocalTurnsScheduler",
+        why="computes turns of few new tokens itself, in chunks between decode steps",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",

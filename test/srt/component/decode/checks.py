@@ -23,7 +23,7 @@ def holders(decoder: Any) -> list[Any]:
 def readers(decoder: Any) -> list[Any]:
     """Those of them whose KV somebody will read."""
     running = [req for req in decoder.running_batch.reqs if not req.finished()]
-    return [*decoder.in_transfer, *decoder.waiting_queue, *running]
+    return [*decoder.in_transfer, *decoder.waiting_queue, *decoder.local, *running]
 
 
 def check(decoder: Any) -> None:
@@ -64,7 +64,7 @@ def _claims(decoder: Any) -> list[str]:
     return invariants.claims_problems(
         queue._budget.claims,
         [req for req in decoder.running_batch.reqs if not req.finished()],
-        [*decoder.in_transfer, *decoder.waiting_queue],
+        [*decoder.in_transfer, *decoder.waiting_queue, *decoder.local],
         decoder.disagg_decode_transfer_queue.deferred_requests,
         decoder.max_total_num_tokens,
     )
@@ -142,6 +142,8 @@ def _of_tree(tree: Any) -> Iterator[Expected]:
 def _of_request(decoder: Any, req: Any) -> Expected:
     """What has arrived of a request; of a warm-up request nothing ever does."""
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
+    if decoder.local_turns is not None:
+        arrived = decoder.local_turns.computed_tokens(req, arrived)
     visible = 0 if is_fake(req) else arrived
     ids = req.origin_input_ids + req.output_ids
     tags = kv.tags(ids[: visible + 1], req.extra_key, weights=record_of(req).generation)

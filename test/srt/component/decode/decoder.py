@@ -21,7 +21,9 @@ from sglang.srt.disaggregation.decode import (
     DecodeRequest,
     DecodeTransferQueue,
 )
+from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -39,6 +41,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCABULARY = 64
 METADATA_SLOTS = 24
+#: A chunk's constant, a token of it and a decode step, as the ranks agree on them: what is measured
+#: would make every run another one.
+COSTS = (1000, 20_000, 1500)
 
 
 class OrderedSet(dict[Any, None]):
@@ -88,7 +93,12 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         policy: str = "lru",
         group: Any = None,
         steps: int = 0,
+        local: int = 0,
+        lost: int = 0,
+        chunk: int = 16,
     ) -> None:
+        """``local``: every turn of so many new tokens is computed here, in chunks of ``chunk``;
+        ``lost``: of so many if prefill is lost."""
         self.steps = steps
         self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
         self.server_args = ServerArgs(
@@ -118,6 +128,10 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         #: Prompts with their answers, for next turns.
         self.finished_texts: list[list[int]] = []
         self._set_plain_state()
+        if local or lost:
+            limits = Limits(local, chunk, always=True, when_lost=lost)
+            self.__dict__["local_turns"] = turns = LocalTurns(self, limits)
+            turns.measured.votes = lambda: list(COSTS)
         self._build_queues(group or dist.group.WORLD, reserve)
 
     def _set_plain_state(self) -> None:
@@ -127,6 +141,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             model_config=SimpleNamespace(
                 vocab_size=VOCABULARY,
                 is_encoder_decoder=False,
+                is_matryoshka=False,
                 hidden_size=1,
                 dtype=torch.float32,
             ),
@@ -151,6 +166,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             pp_size=1,
             max_req_len=10**9,
             num_generated_tokens=0,
+            is_generation=True,
             forward_ct=0,
             forward_ct_decode=0,
         )
@@ -211,6 +227,21 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
     def report_decode_stats(self, *arguments: Any, **options: Any) -> None:
         """No log lines."""
 
+    def report_prefill_stats(self, *arguments: Any, **options: Any) -> None:
+        """No log lines."""
+
+    def log_batch_result_stats(self, *arguments: Any) -> None:
+        """No log lines."""
+
+    def _maybe_clear_mm_inputs(self, batch: Any) -> None:
+        """No images."""
+
+    def maybe_send_health_check_signal(self) -> None:
+        """Nobody asks."""
+
+    def maybe_collect_routed_experts(self, req: Any) -> None:
+        """No experts."""
+
     def reset_metrics(self) -> None:
         """No metrics."""
 
@@ -262,6 +293,11 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         if pending:
             self.disagg_decode_prealloc_queue.pending_reqs.append(entry)
         return req
+
+    @property
+    def local(self) -> list[Any]:
+        """Requests that are computed here and have not joined the batch."""
+        return [] if self.local_turns is None else self.local_turns.requests
 
     @property
     def in_transfer(self) -> list[Any]:
@@ -338,6 +374,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         if batch is None:
             self.cur_batch = None
             return
+        if batch.forward_mode.is_extend():
+            self._run_chunk(batch, next_token)
+            return
         running = list(batch.reqs)
         if self.steps:
             result = drafting.step(self, batch, next_token, accepted)
@@ -366,6 +405,49 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             next_token_ids=batch.output_ids,
             can_run_cuda_graph=False,
             num_accepted_tokens=0,
+        )
+
+    def _run_chunk(self, batch: Any, next_token: Any) -> None:
+        """The KV of a chunk, and its result."""
+        for slots, values in self.chunk_writes(batch):
+            kv.write(self.pool, slots, values)
+        result = self.chunk_result([next_token(req) for req in batch.reqs])
+        reqs = list(batch.reqs)
+        self.process_batch_result(batch, result)
+        self.cur_batch = self.last_batch = None
+        for req in reqs:
+            if req.finished():
+                self.finished_texts.append(req.origin_input_ids + req.output_ids)
+
+    def chunk_writes(self, batch: Any) -> list[tuple[torch.Tensor, list[int]]]:
+        """Which slots a chunk fills with what: those of each request's row, and no others."""
+        found, at = [], 0
+        for req, start, length in zip(
+            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+        ):
+            slots = batch.out_cache_loc[at : at + length].clone()
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx, start : start + length]
+            assert torch.equal(slots, row.to(torch.int64))
+            assert start >= req.cache_protected_len, "shared pages are never written"
+            ids = req.origin_input_ids[: start + length]
+            assert batch.input_ids[at : at + length].tolist() == ids[start:]
+            values = kv.tags(ids, req.extra_key, weights=record_of(req).generation)
+            found.append((slots, values[start:]))
+            at += length
+        assert at == len(batch.out_cache_loc)
+        return found
+
+    @staticmethod
+    def chunk_result(tokens: list[int]) -> Any:
+        """What the forward pass of a chunk gives."""
+        return SimpleNamespace(
+            copy_done=None,
+            logits_output=None,
+            next_token_ids=torch.tensor(tokens),
+            can_run_cuda_graph=False,
+            extend_input_len_per_req=None,
+            extend_logprob_start_len_per_req=None,
+            delay_sample_func=None,
         )
 
     def retract(self) -> None:

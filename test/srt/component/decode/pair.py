@@ -108,6 +108,7 @@ def view(decoder: Decoder) -> tuple[Any, ...]:
         [deferred.entry.req.rid for deferred in transfer.deferred],
         [req.rid for req in decoder.queued],
         [req.rid for req in decoder.waiting_queue],
+        [req.rid for req in decoder.local],
         [(req.rid, len(req.output_ids)) for req in decoder.running_batch.reqs],
         [req.rid for req in decoder.disagg_decode_prealloc_queue.retracted_queue],
         sorted(decoder.mailbox.ends.items()),

@@ -31,6 +31,8 @@ class Room:
         #: How often decode forgot the room, and told prefill not to wait for its announcement.
         self.clears = 0
         self.withdrawn: list[str] = []
+        #: Prefill was told that decode computes the request.
+        self.yielded = False
         #: Prefill may write to the announced pages, also after decode gave the room up.
         self.writing = False
 
@@ -75,6 +77,11 @@ class Room:
         assert self.pages is None and not self.cleared, "too late for that"
         self.withdrawn.append(reason)
 
+    def yield_room(self) -> None:
+        """Tell prefill that decode computes the request."""
+        assert self.pages is None and not self.cleared and not self.yielded
+        self.yielded = True
+
     def clear(self) -> None:
         self.clears += 1
 
@@ -108,6 +115,9 @@ class Manager:
         return False
 
     def peer_takes_delta(self, address: str) -> bool:
+        return address not in self.stock_peers
+
+    def peer_yields(self, address: str) -> bool:
         return address not in self.stock_peers
 
 

@@ -60,7 +60,13 @@ def server_flags() -> set[str]:
     from sglang.srt.patchset import compat, compat_buffer_only
 
     source = (SITE_PACKAGES / "sglang/srt/server_args.py").read_text()
-    ours = {compat.FLAG, compat_buffer_only.MODE, compat_buffer_only.PAGES}
+    ours = {
+        compat.FLAG,
+        compat.LOCAL,
+        compat.LOCAL_SHARE,
+        compat_buffer_only.MODE,
+        compat_buffer_only.PAGES,
+    }
     return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | ours
 
 

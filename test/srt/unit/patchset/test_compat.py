@@ -188,3 +188,68 @@ def test_refused_models(config, named):
 def test_accepted_models(config):
     """A window in the configuration alone says nothing about the pool."""
     compat.check_decode_radix_model(config)
+
+
+LOCAL_TURNS = {
+    "disaggregation_decode_local_tokens": 512,
+    "disaggregation_decode_local_tokens_when_lost": 0,
+    "disaggregation_decode_local_share": 0.5,
+    "disaggregation_decode_enable_radix_cache": True,
+    "enable_dp_attention": False,
+    "speculative_algorithm": None,
+    "moe_a2a_backend": "none",
+    "deepep_mode": "auto",
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "enable_lora_overlap_loading": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"disaggregation_decode_enable_radix_cache": False}, compat.FLAG),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}, "--deepep-mode low_latency"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_lora_overlap_loading": True}, "--enable-lora-overlap-loading"),
+        ({"disaggregation_decode_local_tokens": -1}, "not -1"),
+        ({"disaggregation_decode_local_tokens_when_lost": -1}, "not -1"),
+        (
+            {
+                "disaggregation_decode_local_tokens": 0,
+                "disaggregation_decode_local_tokens_when_lost": 9,
+                "disaggregation_decode_enable_radix_cache": False,
+            },
+            "-when-lost needs",
+        ),
+        ({"disaggregation_decode_local_share": 0.0}, "not 0.0"),
+        ({"disaggregation_decode_local_share": 1.1}, "not 1.1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_local_turns_refused(changes, named):
+    """Accepted silently, each of these would stop or break decode at its first local turn."""
+    with pytest.raises(ValueError) as error:
+        compat.check_local_turns(SimpleNamespace(**LOCAL_TURNS | changes))
+    assert str(error.value).startswith("--disaggregation-decode-local-") and named in str(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"moe_a2a_backend": "deepep", "deepep_mode": "normal"},
+        {"disaggregation_decode_local_share": 1.0},
+        {
+            "disaggregation_decode_local_tokens": 0,
+            "disaggregation_decode_local_tokens_when_lost": 9,
+        },
+        # Without the flag nothing is asked of the rest.
+        {"disaggregation_decode_local_tokens": 0, "enable_dp_attention": True},
+    ],
+)
+def test_local_turns_accepted(changes):
+    """Guards against a check that refuses servers without the flag."""
+    compat.check_local_turns(SimpleNamespace(**LOCAL_TURNS | changes))

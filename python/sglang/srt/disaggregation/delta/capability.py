@@ -27,6 +27,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     """What a prefill server understands.
 
     ``delta`` and ``control``: the versions of its delta frame and its control messages, or 0.
+    ``yields``: whether it ends a request that decode computes itself (``ComputedByDecode``).
     ``incarnation``: names this run of the server; another one at the same address is another
     server, whose ranks know nobody yet. ``speculative``: its ``--speculative-algorithm``, or
     ``NO_DRAFTS``; None where it does not say.
@@ -34,6 +35,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     delta: int = 0
     control: int = 0
+    yields: bool = False
     incarnation: str | None = None
     speculative: str | None = None
 

@@ -63,6 +63,9 @@ def metadata_in_host_memory() -> bool:
 class DeltaBootstrapServer(CommonKVBootstrapServer):
     """Prefill's bootstrap server also says what this prefill server understands, and who it is."""
 
+    #: Whether somebody here answers requests that decode computes itself (``prefill/yielded.py``).
+    yields = False
+
     @override
     def _setup_routes(self) -> None:
         super()._setup_routes()
@@ -78,7 +81,9 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
         return any(getattr(each, "moves_deltas", False) for each in names)
 
     async def _handle_capabilities(self, request: web.Request) -> web.Response:
-        says = msgspec.structs.replace(self._capabilities, speculative=_speculation())
+        says = msgspec.structs.replace(
+            self._capabilities, speculative=_speculation(), yields=self.yields
+        )
         return web.json_response(msgspec.to_builtins(says))
 
 
@@ -227,6 +232,15 @@ class DeltaManager(CommonKVManager):
         """Whether the prefill server at ``bootstrap_addr`` may be sent a prefix length."""
         servers = self.servers
         return servers is not None and servers.capabilities(bootstrap_addr).takes_delta
+
+    def peer_yields(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill server at ``bootstrap_addr`` leaves a request to decode when it is
+        told to; its pipeline stages could not agree on that."""
+        topology = self.prefill_info_table.get(bootstrap_addr)
+        if self.servers is None or topology is None or topology.pp_size > 1:
+            return False
+        capabilities = self.servers.capabilities(bootstrap_addr)
+        return capabilities.takes_control and capabilities.yields
 
     @override
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:

@@ -110,6 +110,7 @@ _DECLARED = (
             "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
             "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
             "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
+            "decode_local_tokens": "Prompt tokens that a decode server computed itself",
         },
     ),
     *declare(
@@ -158,6 +159,25 @@ _DECLARED = (
             "decode_quarantined_tokens": "Tokens of aborted transfers that prefill may still write "
             "to",
         },
+    ),
+    *declare(
+        "counter",
+        "decode",
+        {
+            "decode_turns": "Requests by the server that computes their new tokens (local: decode),"
+            " and why there"
+        },
+        labels=("where", "reason"),
+    ),
+    *declare(
+        "histogram",
+        "decode",
+        {
+            "decode_turn_expected_seconds": "From admission to the first token, as expected",
+            "decode_turn_actual_seconds": "From admission to the first token, as it was",
+        },
+        labels=("where",),
+        buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
     ),
     # With NIXL only, from here on. A *transfer* is one chunk to one peer.
     *declare(

@@ -108,6 +108,8 @@ def agree(vote: AnyVote, checksum: Checksum, reduce_min: Reduce) -> AnyVote:
         if isinstance(value, int):
             vector.append(value)
             continue
+        if not value and each.metadata.get("optional"):
+            continue
         slots = each.metadata.get("slots", (len(value) // _BLOCK + 1) * _BLOCK)
         if len(value) > slots:
             raise ValueError(f"{len(value)} values for {each.name}, at most {slots} may be")
@@ -167,6 +169,9 @@ class AdmissionVote(Vote):
     protected: int
     minus_free: int
     minus_protected: int
+    #: What the ranks have measured of local turns: costs, and one number for each candidate. None
+    #: on a server without them, whose vector has no place for it.
+    turns: Sequence[int] = field(default=(), metadata={"slots": 16, "optional": True})
 
     diverged = (
         "--disaggregation-decode-enable-radix-cache: the ranks of this server have different "

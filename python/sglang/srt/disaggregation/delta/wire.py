@@ -220,6 +220,13 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     unknown_peer: bool = False
 
 
+class ComputedByDecode(msgspec.Struct, frozen=True, tag="computed_by_decode"):
+    """Decode to prefill: this rank computes the request of ``room`` itself and will never announce
+    it; its client is to be given an empty answer. Sent only to servers that say they know it."""
+
+    room: int
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Decode to prefill: are you there? ``to`` is the address that was asked, host:port."""
 
@@ -237,7 +244,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     knows_peer: bool
 
 
-Message: TypeAlias = Withdraw | Stopped | Ping | Pong
+Message: TypeAlias = Withdraw | Stopped | ComputedByDecode | Ping | Pong
 _CONTROL_DECODER = msgspec.msgpack.Decoder(Message)
 
 

@@ -16,7 +16,9 @@ from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransfer
 from unit.delta.prefill.fakes import Bench, Clock
 
 GAUGES = [each.name for each in METRICS.values() if (each.kind, each.side) == ("gauge", "prefill")]
-HISTOGRAMS = [each.name for each in METRICS.values() if each.kind == "histogram"]
+HISTOGRAMS = [
+    each.name for each in METRICS.values() if (each.kind, each.side) == ("histogram", "prefill")
+]
 
 
 def exported(name: str, labels: dict[str, str]) -> float | None:

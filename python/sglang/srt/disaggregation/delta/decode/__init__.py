@@ -12,6 +12,12 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``claims``            what running and admitted requests hold and may still need, as sums
 ``speculation``       what a draft model beside the target changes
 ``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch; resumed KV
+``turn_choice``       where a turn's new tokens are computed: here or by prefill
+``local_turns``       those that are computed here, in chunks between decode steps
+``without_prefill``   those whose prefill server is lost
+``local_chunk``       one chunk as SGLang's batch
+``local_scheduler``   SGLang's loop around them
+``turn_metrics``      where turns were computed and why, and how long that took
 ``receiver``          decode's end of a room: sends the announcement
 ``transfer_queue``    announcements, metadata slots, and committed KV entering the tree
 ``deferred_free``     pages of transfers that ended early, kept until prefill cannot write to them

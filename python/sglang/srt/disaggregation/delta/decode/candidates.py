@@ -96,6 +96,8 @@ class Candidate:
     lease: PrefixLease | None = None
     #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
+    #: Whether it has no prefill server, and is computed here or nowhere.
+    is_alone: bool = False
 
     @property
     def resumes(self) -> bool:
@@ -139,6 +141,17 @@ class Candidate:
             self.lease = PrefixLease.take(tree, self.token_ids, self.req.extra_key)
         else:
             self.lease = PrefixLease.empty(tree)
+
+    def shorten(self, tree: DecodeRadixTree, length: int) -> None:
+        """Share the first ``length`` tokens at most, a whole number of pages."""
+        before = self.lease
+        if before is None or length >= before.length:
+            return
+        # With pairs of tokens as keys, so many slots take one token more.
+        shorter = self.token_ids[: length + tree.is_eagle]
+        # The new lock first: nothing of the path is free for a moment.
+        self.lease = PrefixLease.take(tree, shorter, self.req.extra_key)
+        before.release()
 
     def release(self) -> None:
         """Give the lock back, if it still has one."""
@@ -265,14 +278,7 @@ def settle(
         if candidate.lease is None or offer >= Offer.ABSTAIN:
             continue
         candidate.shares = offer >= Offer.SHARED
-        length = max(offer - Offer.SHARED, 0)
-        if length < candidate.lease.length:
-            # With pairs of tokens as keys, so many slots take one token more.
-            shorter = candidate.token_ids[: length + tree.is_eagle]
-            before = candidate.lease
-            # The new lock first: nothing of the path is free for a moment.
-            candidate.lease = PrefixLease.take(tree, shorter, candidate.req.extra_key)
-            before.release()
+        candidate.shorten(tree, max(offer - Offer.SHARED, 0))
     return tried
 
 
@@ -332,7 +338,10 @@ class AgreedSteps:
             finally:
                 plan.close()
             free, protected = pool.free, pool.protected
-            vote = AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected)
+            turns = queue.turn_votes(first)
+            vote = AdmissionVote(
+                states, offers, rows, slots, free, protected, -free, -protected, turns
+            )
             agreed = vote
             if not alone(queue.gloo_group):
                 checksum = Checksum()

@@ -191,13 +191,18 @@ def give_up(
     scheduler.stream_output([req], req.return_logprob)
 
 
+def why_failed(queue: RadixPreallocQueue, entry: QueueEntry) -> str:
+    """Why the room of a request failed, as far as this rank knows."""
+    records = getattr(queue.kv_manager, "failure_records", {})
+    why: str = records.get(entry.req.bootstrap_room, "it was aborted, or failed on another rank")
+    return why
+
+
 def fail(queue: RadixPreallocQueue, entry: QueueEntry, what: str) -> None:
     """End a request whose room failed; ``what`` began and did not end well."""
     req = entry.req
-    records = getattr(queue.kv_manager, "failure_records", {})
-    why = records.get(req.bootstrap_room, "it was aborted, or failed on another rank")
     place = f"rank={queue.tp_rank}, bootstrap_room={req.bootstrap_room}"
-    message = f"{what} {req.rid} ({place}): {why}"
+    message = f"{what} {req.rid} ({place}): {why_failed(queue, entry)}"
     give_up(queue.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
@@ -207,6 +212,19 @@ class _Attempts:
 
     failed: int = 0
     again_at: float = 0.0
+
+
+class _Reached:
+    """Polls a receiver, and in the lowest bit, whether its prefill server was reached so far or the
+    request was tried here already. Of several ranks' the smallest counts."""
+
+    def __init__(self, entry: QueueEntry) -> None:
+        self._entry = entry
+
+    def poll(self) -> int:
+        record = record_of(self._entry.req)
+        is_reached = record.tried_here or not record.unreachable
+        return 2 * int(self._entry.kv_receiver.poll()) + is_reached
 
 
 class Handshakes:
@@ -244,10 +262,15 @@ class Handshakes:
         pending = [entry for entry in queue.queue if not entry.waiting_for_input]
         if not pending:
             return []
-        polls = poll_and_all_reduce([entry.kv_receiver for entry in pending], queue.gloo_group)
+        tries_here = queue.saves_turns
+        pollers = [_Reached(entry) if tries_here else entry.kv_receiver for entry in pending]
+        polls = poll_and_all_reduce(pollers, queue.gloo_group)
         failed = []
-        for entry, poll in zip(pending, polls, strict=True):
+        for entry, vote in zip(pending, polls, strict=True):
+            poll, is_reached = divmod(vote, 2) if tries_here else (vote, True)
             if poll == KVPoll.Failed:
+                if queue.without_prefill.save(entry, why_failed(queue, entry)):
+                    continue
                 fail(queue, entry, "Decode handshake failed for request")
                 if queue.scheduler.enable_metrics:
                     queue.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
@@ -256,6 +279,8 @@ class Handshakes:
                 entry.waiting_for_input = True
                 record_of(entry.req).wait.since = queue.clock()
                 entry.req.time_stats.set_bootstrap_done_time()
+            elif not is_reached:
+                queue.without_prefill.try_here(entry)
         return failed
 
     def _in_time(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
@@ -283,6 +308,9 @@ class Handshakes:
                 entry.kv_receiver.abort()
             return []
         if not known:
+            if self._attempts[address].failed:
+                for entry in entries:
+                    record_of(entry.req).unreachable = True
             return entries
         ranks = {id(entry): self._queue.prefill_dp_rank(entry.req) for entry in entries}
         rooms = [entry.req.bootstrap_room for entry in entries if ranks[id(entry)] is None]

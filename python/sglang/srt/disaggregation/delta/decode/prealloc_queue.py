@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.decode.handshakes import (
     bootstrap_addr,
     fail,
     give_up,
+    why_failed,
 )
 from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     restore_private,
@@ -39,6 +40,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     record_of,
 )
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
+from sglang.srt.disaggregation.delta.decode.without_prefill import WithoutPrefill
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, State
 from sglang.srt.patchset import environment
@@ -83,6 +85,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
     @cached_property
     def _handshakes(self) -> Handshakes:
         return Handshakes(self)
+
+    @cached_property
+    def without_prefill(self) -> WithoutPrefill:
+        """What becomes of requests whose prefill server is lost."""
+        return WithoutPrefill(self)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -146,12 +153,13 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 if self.tree_cache.may_share(entry.req)
             )
             first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
+            taken: list[QueueEntry] = []
             with self._steps.step(ready, first, limits, arriving) as (agreed, candidates):
                 failed += self._answer(ready, agreed)
                 self._end_waits(ready, agreed)
-                stopped = self._admit(candidates, arriving, agreed, admitted)
+                stopped = self._admit(candidates, arriving, agreed, admitted, taken)
             self._note_refusal(first, candidates, agreed, stopped)
-            self._leave(admitted)
+            self._leave([*admitted, *taken])
             self._log_waits([entry.req for entry in self._ready()], limits)
         return admitted, failed
 
@@ -179,6 +187,22 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self.retracted_queue = self.retracted_queue[len(back) :]
         self._log_waits(self.retracted_queue, limits)
         return back
+
+    @property
+    def local_turns(self) -> Any:
+        """The turns that this server computes itself (``local_turns``); None where it does not."""
+        return getattr(self.scheduler, "local_turns", None)
+
+    @property
+    def saves_turns(self) -> bool:
+        """Whether short turns are computed here whose prefill server is lost."""
+        turns = self.local_turns
+        return turns is not None and turns.choice.limits.when_lost > 0
+
+    def turn_votes(self, first: Sequence[Candidate]) -> list[int]:
+        """What this rank knows of the costs of computing ``first`` here or there."""
+        turns = self.local_turns
+        return [] if turns is None else turns.votes(first)
 
     @property
     def _memory_is_away(self) -> bool:
@@ -212,6 +236,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
         for entry, state in zip(ready, agreed.states, strict=True):
             req = entry.req
             if state == State.FAILED:
+                if self.without_prefill.save(entry, why_failed(self, entry)):
+                    continue  # tried from the next step on
                 fail(self, entry, "Aborted while it waited for decode memory: request")
             elif state == State.EXPIRED:
                 waited = self.clock() - (record_of(req).wait.since or 0.0)
@@ -238,7 +264,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
             awaited = wait.refusal.prefix if wait.refusal is not None else None
             if awaited in arriving and not wait.prefix_timed_out:
                 continue
-            first.append(Candidate(entry, entry.req))
+            is_alone = record_of(entry.req).is_alone
+            first.append(Candidate(entry, entry.req, is_alone=is_alone))
             if len(first) == line.TRIED:
                 break
         return first
@@ -248,7 +275,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
         req = candidate.req
         if not self.tree_cache.may_share(req):
             return False
-        return candidate.resumes or bool(self.kv_manager.peer_takes_delta(bootstrap_addr(req)))
+        if candidate.resumes or candidate.is_alone:
+            return True
+        return bool(self.kv_manager.peer_takes_delta(bootstrap_addr(req)))
 
     def _end_waits(self, ready: list[QueueEntry], agreed: AdmissionVote) -> None:
         """Who waited long enough for another request's prefix is tried from the next step on."""
@@ -264,29 +293,50 @@ class RadixPreallocQueue(DecodePreallocQueue):
         arriving: set[PrefixKey],
         agreed: AdmissionVote,
         admitted: list[QueueEntry],
+        taken: list[QueueEntry],
     ) -> Candidate | None:
-        """Add who gets pages to ``admitted``; return the first one that does not, with its refusal.
+        """Add who gets pages to ``admitted``, or to ``taken`` if it is computed here; return the
+        first one that does not get any, with its refusal.
 
         Nobody passes it (FIFO: large requests get their turn).
         """
+        turns = self.local_turns
+        if turns is not None:
+            turns.agree(agreed.turns)
         for at, candidate in enumerate(candidates):
             entry, req = candidate.entry, candidate.req
             assert entry is not None, "it comes from the queue"
             if req.finished_reason is not None or candidate.lease is None:
                 continue  # answered in this step
-            candidate.refusal = self._no_place(agreed, len(admitted))
+            if record_of(req).is_alone and not candidate.is_alone:
+                continue  # saved in this step
+            candidate.refusal = self._no_place(agreed, len(admitted) + len(taken))
             if candidate.refusal is not None:
                 return candidate
             key = candidate.arriving_key(self._limits.window)
             if key is not None and candidate.waits_for(key, arriving):
                 self._refuse(req, Refusal("prefix_arriving", prefix=key))
                 continue
+            decision = turns.decide(candidate, at) if turns is not None else None
+            is_local = decision is not None and decision.local
+            if candidate.is_alone and not is_local:
+                if self.without_prefill.is_too_long(entry):
+                    self._leave([entry])
+                continue
+            if is_local:
+                candidate.shorten(self.tree_cache, turns.prefix_here(candidate))
             slots = self._reserve(candidates, at)
             if slots is None:
                 return candidate
             self._enter(candidate, slots)
+            if is_local:
+                turns.take(entry, decision)
+                taken.append(entry)
+                continue
             self._start_transfer(entry, key, slots)
             admitted.append(entry)
+            if decision is not None:
+                turns.announced(entry, decision)
             if key is not None:
                 arriving.add(key)
         return None

@@ -168,6 +168,21 @@ class PrefillServers:
                     error,
                 )
 
+    def yield_room(self, address: str, infos: list[dict[str, Any]], room: int) -> None:
+        """Tell the prefill ranks of ``room`` that decode computes it. Best effort."""
+        for info in infos:
+            try:
+                rank = info["rank_ip"], int(info["rank_port"])
+                self._sockets.send(*rank, wire.ComputedByDecode(room))
+            except (OSError, ValueError) as error:
+                logger.warning(
+                    "prefill %s was not told that room %s is computed here (its request ends by "
+                    "its own deadline): %s",
+                    address,
+                    room,
+                    error,
+                )
+
     def defer_free(self, room: int, address: str, epoch: int, writers: int) -> DeferredFree | None:
         """Follow a room that is given up; None if nobody can write to its pages any more."""
         with self._lock:

@@ -199,6 +199,13 @@ class DeltaReceiver(CommonKVReceiver):
         if self._servers is not None and infos:
             self._servers.withdraw(self.bootstrap_addr, infos, self.bootstrap_room, reason)
 
+    def yield_room(self) -> None:
+        """Tell prefill that decode computes the request itself: it ends there at once."""
+        infos = getattr(self, "bootstrap_infos", None)
+        # One message a room: this rank's prefill ranks have among them the one that clients hear.
+        if self._servers is not None and infos and self.kv_mgr.attn_tp_rank == 0:
+            self._servers.yield_room(self.bootstrap_addr, infos, self.bootstrap_room)
+
     def defer_free(self) -> DeferredFree | None:
         """Withdraw a room whose pages prefill was told of, and follow it until it is drained.
 

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.local_turns import Announced
     from sglang.srt.disaggregation.delta.decode.protocols import Req
 
 #: KV that is arriving: prefill server, extra key, id of the tree node that it goes on from, next
@@ -78,6 +79,13 @@ class DecodeRecord:
     #: When its handshake was first advanced, and what prefill has not answered yet.
     handshake_since: float | None = None
     handshake_lacks: str = "who it is"
+    #: This rank could not reach its prefill server; and whether it was tried here because of that.
+    unreachable: bool = False
+    tried_here: bool = False
+    #: It has no prefill server any more, and is computed here or nowhere (``without_prefill``).
+    is_alone: bool = False
+    #: Its client left.
+    unwanted: bool = False
     wait: Wait = field(default_factory=Wait)
     #: The reasons that it was counted for in the metric of refusals.
     refused_for: set[str] = field(default_factory=set)
@@ -85,6 +93,8 @@ class DecodeRecord:
     arriving: PrefixKey | None = None
     #: Tokens of the prefix that it was announced with.
     hit_tokens: int = 0
+    #: What was decided about where its new tokens are computed, if prefill computes them.
+    turn: Announced | None = None
     #: KV and metadata are here: on this rank prefill has nothing left to write.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).

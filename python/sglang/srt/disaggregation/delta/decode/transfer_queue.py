@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
+from sglang.srt.disaggregation.delta.decode.without_prefill import remains
 from sglang.srt.disaggregation.delta.logs import Admitted, event_log, now
 from sglang.srt.disaggregation.delta.metrics import STATS
 
@@ -128,7 +129,7 @@ def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) 
     req.time_stats.set_decode_transfer_queue_entry_time()
 
     def tell() -> None:
-        if req.finished_reason is not None:
+        if entry.req.finished_reason is not None:
             return  # given up meanwhile: prefill was told that no announcement comes
         at = now()  # prefill may have logged that it knows before the next line is over
         if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
@@ -279,6 +280,9 @@ class RadixTransferQueue(DecodeTransferQueue):
         if req.finished_reason is None:
             if not self.spec_algorithm.is_none():
                 own_draft_state(req)
+            turns = getattr(self.scheduler, "local_turns", None)
+            if turns is not None:
+                turns.committed(req)
             self._free_slot(entry)
             self.tree_cache.adopt(req)
             return True
@@ -300,13 +304,27 @@ class RadixTransferQueue(DecodeTransferQueue):
             receiver.failure_exception()
         except Exception as error:  # that is how a receiver says why it failed
             message += f": {record_of(req).failure or error}"
-        logger.error(message)
-        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-        self._answer(req)
+        alone = self.scheduler.disagg_decode_prealloc_queue.without_prefill
+        if alone.may_save(req):
+            self._leave_behind(entry)
+            alone.take_back(req, message)
+        else:
+            logger.error(message)
+            prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+            self._answer(req)
         # Also where this rank's room is drained: another's may not be, and all free together.
         deferred.keep(entry)
         self.deferred.append(deferred)
-        self.tree_cache.claims.deferred(req)
+        self.tree_cache.claims.deferred(entry.req)
+
+    def _leave_behind(self, entry: QueueEntry) -> None:
+        """The request of ``entry`` starts over; what it owned stays in the entry."""
+        req, claims = entry.req, self.tree_cache.claims
+        entry.req = left = remains(req)
+        claims.left(req)
+        claims.entered(left, left.last_node, left.cache_protected_len, left.kv_allocated_len)
+        if self.scheduler.enable_metrics:
+            self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 
     @staticmethod
     def _defer_free(entry: QueueEntry) -> DeferredFree:

@@ -4,6 +4,7 @@
 ``room``              the states of a room, and every step between them
 ``room_table``        the owner of a room: who may write, complete or given up, what may be freed
 ``decode_ranks``      what decode ranks ask and are told, and whether they live
+``yielded``           requests that decode computes itself
 ``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
 ``transfer_worker``   the state machine of one thread, driven by ``step(now)``
 ``send_queue``        its parts: records, what is posted next, what is due, what is overdue

@@ -39,6 +39,13 @@ class Registered(Protocol):
     dst_port: int
 
 
+class Frontend(Protocol):
+    """The way to the process that answers clients."""
+
+    def yielded(self, room: int) -> None:
+        """Decode computes the request of ``room``."""
+
+
 class Probes:
     """Finds ranks that never ping and are gone; ``gone`` is called by the reader thread."""
 
@@ -124,6 +131,8 @@ class DecodeRanks:
         self._rooms = rooms
         self._clock = clock
         self._sockets = wire.PeerSockets()
+        #: Who answers clients; None on a rank from which SGLang answers nobody.
+        self.frontend: Frontend | None = None
         #: When each decode rank that pings was last heard of, by the name it registered under, and
         #: where it listens.
         self._heard: dict[str, tuple[float, str, int]] = {}
@@ -190,6 +199,9 @@ class DecodeRanks:
             self._sockets.send(message.host, message.port, wire.Pong(message.to, known))
         elif isinstance(message, wire.Withdraw):
             self._withdraw(message)
+        elif isinstance(message, wire.ComputedByDecode):
+            if self.frontend is not None:
+                self.frontend.yielded(message.room)
         else:
             raise wire.ControlError(f"a {type(message).__name__} is not for a prefill rank")
 

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, STATS, Rea
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend, end_yielded
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
 
 if TYPE_CHECKING:
@@ -187,6 +188,9 @@ class DeltaScheduler(Scheduler):
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
+        if isinstance(recv_req, EndYielded):
+            end_yielded(self, recv_req.rid)
+            return
         queued = list(self.waiting_queue)
         super().abort_request(recv_req)
         if self._prefill_manager is not None:
@@ -196,7 +200,12 @@ class DeltaScheduler(Scheduler):
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
         manager = self._prefill_manager
-        if manager is not None and self.current_scheduler_metrics_enabled:
+        if manager is None:
+            return
+        if manager.decode_ranks is not None and self.send_to_tokenizer.socket is not None:
+            address = self.send_to_tokenizer.socket.LAST_ENDPOINT
+            manager.decode_ranks.frontend = Frontend(address)
+        if self.current_scheduler_metrics_enabled:
             STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
             if hasattr(manager, "transfer_stats"):
                 manager.transfer_stats.bind(self.metrics_collector.labels)

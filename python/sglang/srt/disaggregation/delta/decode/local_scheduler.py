@@ -1,0 +1,134 @@
+"""The scheduler of a decode server that computes turns itself, between its decode steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
+from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+logger = logging.getLogger(__name__)
+
+
+def limits(args: Any) -> Limits:
+    """The settings of a server with these arguments.
+
+    Raises:
+        ValueError: an environment variable is not the number that it must be.
+    """
+    return Limits(
+        tokens=args.disaggregation_decode_local_tokens,
+        chunk=environment.LOCAL_CHUNK.read(),
+        share=args.disaggregation_decode_local_share,
+        always=environment.LOCAL_ALWAYS.read(),
+        when_lost=args.disaggregation_decode_local_tokens_when_lost,
+    )
+
+
+class LocalTurnsScheduler(Scheduler):
+    """Runs local turns between decode steps. Stock behaviour without the flag."""
+
+    last_batch: Any  # owned by the upstream class; named for the type checker
+
+    @cached_property
+    def local_turns(self) -> LocalTurns | None:
+        """The local turns of a decode server that computes some; else None."""
+        args = self.server_args
+        names = "disaggregation_decode_local_tokens", "disaggregation_decode_local_tokens_when_lost"
+        if args.disaggregation_mode != "decode" or not any(getattr(args, n, 0) for n in names):
+            return None
+        return LocalTurns(self, limits(args))
+
+    @override
+    def init_disaggregation(self) -> None:
+        super().init_disaggregation()
+        turns = self.local_turns
+        if turns is not None:
+            if self.current_scheduler_metrics_enabled:
+                turns.metrics.bind(self.metrics_collector.labels)
+            logger.info(
+                "turns of up to %d new tokens may be computed here, and of %d where their prefill "
+                "server is lost, in chunks of %d",
+                turns.choice.limits.tokens,
+                turns.choice.limits.when_lost,
+                turns.choice.limits.chunk,
+            )
+
+    @override
+    def get_next_disagg_decode_batch_to_run(self) -> Any:
+        turns = self.local_turns
+        if turns is None:
+            return super().get_next_disagg_decode_batch_to_run()
+        turns.times.hook(time.monotonic())
+        turns.join()
+        batch = turns.next_batch()
+        if batch is not None:
+            return batch
+        batch = super().get_next_disagg_decode_batch_to_run()
+        if batch is not None:
+            turns.pace.step()
+            turns.times.launched(0, time.monotonic())
+        return batch
+
+    @override
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        turns = self.local_turns
+        if turns is None:
+            super().process_batch_result(batch, result)
+            return
+        turns.times.hook(time.monotonic())
+        if getattr(result, "copy_done", None) is not None:
+            result.copy_done.synchronize()  # as what follows would
+        turns.times.result(time.monotonic())
+        if not batch.forward_mode.is_extend():
+            super().process_batch_result(batch, result)
+            return
+        turns.before_result()
+        super().process_batch_result(batch, result)
+        turns.after_result()
+        turns.drop_aborted()
+
+    @override
+    def abort_request(self, recv_req: Any) -> None:
+        def wanted(req: Any) -> bool:
+            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+        turns = self.local_turns
+        if turns is not None:
+            queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
+            for entry in (*queues[0].queue, *queues[1].queue):
+                if wanted(entry.req):
+                    record_of(entry.req).unwanted = True
+        super().abort_request(recv_req)
+        if turns is not None:
+            turns.abort(wanted)
+
+    @override
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        turns = self.local_turns
+        idle: bool = super().is_fully_idle(for_health_check)
+        return idle and (turns is None or not turns.is_busy)
+
+    @override
+    def pause_generation(self, recv_req: Any) -> Any:
+        turns = self.local_turns
+        if turns is not None and recv_req.mode != "in_place":
+            # SGLang would put the requests of a chunk into the running batch, computed or not.
+            if self.last_batch and self.last_batch.forward_mode.is_extend():
+                if self.enable_overlap:
+                    self.process_batch_result(*self.result_queue.popleft())
+                self.last_batch = None
+            turns.join()
+        return super().pause_generation(recv_req)

@@ -1,0 +1,348 @@
+"""Turns whose new tokens this decode server computes itself, instead of asking prefill for them.
+
+A local turn is admitted like any other request: its prefix is locked, the pages of its new tokens
+are its own, and the claims count it. Then it is not announced but waits here, and is computed in
+chunks of bounded size, between decode steps. It joins the running batch when its first token is
+known: SGLang cannot retract a request before that, and nobody gives back pages that a step under
+way still reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
+from sglang.srt.disaggregation.delta.decode.local_chunk import Turn, chunk_batch
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.turn_choice import (
+    NEVER,
+    UNKNOWN,
+    Choice,
+    Costs,
+    Decision,
+    Limits,
+    Load,
+    Measured,
+    Pace,
+    StepTimes,
+    read,
+    read_there,
+)
+from sglang.srt.disaggregation.delta.decode.turn_metrics import TurnMetrics
+from sglang.srt.disaggregation.delta.metrics import STATS
+from sglang.srt.disaggregation.delta.pages import page_floor
+
+logger = logging.getLogger(__name__)
+
+
+def only_prefill_can(req: Any) -> str | None:
+    """Why ``req`` is left to prefill whatever it costs; None if it may be computed here."""
+    wants_input_logprobs = req.return_logprob and (
+        0 <= req.logprob_start_len < len(req.origin_input_ids)
+    )
+    reasons = {
+        "input_logprobs": wants_input_logprobs,
+        "hidden_states": req.return_hidden_states,
+        "routed_experts": req.return_routed_experts,
+        "embeddings": req.input_embeds is not None,
+        "multimodal": req.multimodal_inputs is not None,
+        "session": req.session is not None,
+        "no_output": req.sampling_params.max_new_tokens < 1,
+        "aborted": req.to_finish is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class Announced(NamedTuple):
+    """A turn that prefill computes, on the record of its request. ``at``: this rank's clock,
+    ``tokens``: those announced."""
+
+    decision: Decision
+    address: str
+    tokens: int
+    at: float
+
+
+class LocalTurns:
+    """The local turns of one decode rank; only the scheduler's thread comes here."""
+
+    def __init__(
+        self, scheduler: Any, limits: Limits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._scheduler, self._limits, self._clock = scheduler, limits, clock
+        self.measured = Measured()
+        self.choice = Choice(limits)
+        self.pace = Pace(limits.share)
+        self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
+        self.metrics = TurnMetrics()
+        #: Admitted, in order; the first may have been computed in part.
+        self._queue: list[Turn] = []
+        #: Chunks that were launched and whose result was not processed: the batch and its turns.
+        self._launched: deque[tuple[Any, list[Turn]]] = deque()
+        #: Computed batches whose requests have their first token and wait for a place.
+        self._computed: list[Any] = []
+        self._there: Sequence[int] = ()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is here: between its admission and the running batch."""
+        return bool(self._queue or self._launched or self._computed)
+
+    @property
+    def requests(self) -> list[Any]:
+        """All that hold pages here and are in no batch that runs."""
+        launched = (turn for _, turns in self._launched for turn in turns)
+        found = {id(turn.req): turn.req for turn in (*launched, *self._queue)}
+        computed = [req for batch in self._computed for req in batch.reqs if not req.finished()]
+        return [*found.values(), *computed]
+
+    def computed_tokens(self, req: Any, otherwise: int) -> int:
+        """How many tokens of ``req`` have KV, or ``otherwise`` if it is no turn under way here."""
+        launched = (turn for _, turns in self._launched for turn in turns)
+        turns = (turn for turn in (*launched, *self._queue) if turn.req is req)
+        return next((turn.done for turn in turns), otherwise)
+
+    # ---- the choice ----
+
+    def votes(self, candidates: Sequence[Any]) -> list[int]:
+        """What this rank knows of the costs, for the ranks to agree on."""
+        return [*self.measured.votes(), *map(self._vote, candidates)]
+
+    def _vote(self, candidate: Any) -> int:
+        if candidate.lease is None or candidate.resumes or candidate.is_alone:
+            return UNKNOWN
+        address = bootstrap_addr(candidate.req)
+        if not self._scheduler.disagg_decode_prealloc_queue.kv_manager.peer_yields(address):
+            return NEVER
+        return self.measured.vote_there(address, candidate.length - candidate.lease.length)
+
+    def agree(self, votes: Sequence[int]) -> None:
+        """The numbers of this step, as all ranks have them."""
+        self.pace.costs = read(votes[:3])
+        self._there = votes[3:]
+
+    @property
+    def costs(self) -> Costs:
+        """What the ranks agreed on last."""
+        return self.pace.costs
+
+    def decide(self, candidate: Any, at: int) -> Decision:
+        """Where the candidate ``at`` of this step, which has its agreed lease, is computed."""
+        req, lease = candidate.req, candidate.lease
+        tokens = candidate.length - self._prefix(candidate.length, lease.length)
+        if candidate.is_alone:
+            reason = candidate.entry.kv_receiver.reason
+            return self.choice.without_prefill(tokens, self._load(), self.costs, reason)
+        if not candidate.shares:
+            return Decision(False, "not_shared")
+        if self._there[at] == NEVER:
+            return Decision(False, "peer")
+        there = read_there(self._there[at])
+        why = only_prefill_can(req)
+        if why is not None:
+            return Decision(False, why, None, there)
+        return self.choice.decide(tokens, self._load(), self.costs, there)
+
+    def _load(self) -> Load:
+        queued = sum(turn.left for turn in self._queue)
+        running = len(self._scheduler.running_batch.reqs)
+        return Load(queued, running, self.pace.debt)
+
+    def _prefix(self, length: int, matched: int) -> int:
+        """At least one token is left to compute."""
+        return min(matched, page_floor(length - 1, self._scheduler.page_size))
+
+    def prefix_here(self, candidate: Any) -> int:
+        """How long the prefix of a candidate may be that is computed here."""
+        return self._prefix(candidate.length, candidate.lease.length)
+
+    def may_save(self, req: Any) -> bool:
+        """Whether ``req`` may be computed here if it has no prefill server any more."""
+        return bool(
+            self._limits.when_lost
+            and not record_of(req).unwanted
+            and not is_fake(req)
+            and only_prefill_can(req) is None
+        )
+
+    def take(self, entry: Any, decision: Decision) -> None:
+        """``entry`` has its row and pages, and is computed here: prefill is told."""
+        req = entry.req
+        entry.kv_receiver.yield_room()
+        entry.kv_receiver.clear()
+        req.time_stats.set_decode_transfer_queue_entry_time()
+        req.time_stats.set_wait_queue_entry_time()
+        STATS.add("decode_prefix_prompt_tokens", len(req.origin_input_ids))
+        STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
+        self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len))
+        self._made(req, decision)
+
+    def announced(self, entry: Any, decision: Decision) -> None:
+        """``entry`` was announced: prefill computes it."""
+        tokens = entry.req.kv_allocated_len - entry.req.cache_protected_len
+        address, now = bootstrap_addr(entry.req), self._clock()
+        record_of(entry.req).turn = Announced(decision, address, tokens, now)
+        self._made(entry.req, decision)
+
+    def lost(self, address: str) -> None:
+        """The prefill server at ``address`` is lost: the next one there is measured anew."""
+        self.measured.forget(address)
+
+    def committed(self, req: Any) -> None:
+        """The KV and the first token of ``req`` came from prefill."""
+        turn = record_of(req).turn
+        if turn is not None:
+            seconds = self._clock() - turn.at
+            self.measured.committed(turn.address, turn.tokens, seconds)
+            self.metrics.done(turn.decision, seconds)
+
+    def _made(self, req: Any, decision: Decision) -> None:
+        self.choice.made(decision)
+        self.metrics.decided(decision)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "turn %s (room %s, %d new tokens): %s (%s); expected here %s, from prefill %s",
+                req.rid,
+                req.bootstrap_room,
+                req.kv_allocated_len - req.cache_protected_len,
+                "computed here" if decision.local else "left to prefill",
+                decision.reason,
+                *(
+                    "unknown" if seconds is None else f"{seconds:.3f} s"
+                    for seconds in (decision.here, decision.there)
+                ),
+            )
+
+    # ---- chunks ----
+
+    def next_batch(self) -> Any | None:
+        """The next chunk as a batch to run, if one may run now."""
+        scheduler = self._scheduler
+        running = len(scheduler.running_batch.reqs)
+        if not self._queue or self._is_paused or not self.pace.may_run(running):
+            return None
+        turns, unfinished = self._next_chunk(self._free_places(running))
+        return self._launch(turns, unfinished) if turns else None
+
+    @property
+    def _is_paused(self) -> bool:
+        """No chunk is launched while the engine is paused, unless somebody waits for the memory."""
+        scheduler = self._scheduler
+        return scheduler._is_paused and scheduler._waiting_release is None
+
+    def _free_places(self, running: int) -> int:
+        """How many more requests may run; those between a chunk and the batch have a place."""
+        scheduler = self._scheduler
+        limit = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+        flying = sum(len(turns) for _, turns in self._launched)
+        return int(limit - running - flying - sum(len(batch.reqs) for batch in self._computed))
+
+    def _next_chunk(self, places: int) -> tuple[list[Turn], Turn | None]:
+        """The first turns in line that fit; and the one of them that is computed in part only.
+
+        Sets each one's ``fill_ids``, up to which it is computed then.
+        """
+        left, chosen = self._limits.chunk, list[Turn]()
+        for turn in self._queue[: max(places, 0)]:
+            if not self._adapters_fit([*chosen, turn]):
+                break
+            end = len(turn.req.origin_input_ids)
+            if turn.left > left:
+                end = page_floor(turn.done + left, self._scheduler.page_size)
+                if end <= turn.done and not chosen:  # chunks are a page at least
+                    end = turn.done + self._scheduler.page_size
+            if end <= turn.done:
+                break
+            turn.req.fill_ids = turn.req.origin_input_ids[:end]
+            left -= end - turn.done
+            chosen.append(turn)
+            if end < len(turn.req.origin_input_ids):
+                return chosen, turn
+            if left <= 0:
+                break
+        return chosen, None
+
+    def _adapters_fit(self, turns: list[Turn]) -> bool:
+        if not getattr(self._scheduler, "enable_lora", False):
+            return True
+        manager = self._scheduler.tp_worker.model_runner.lora_manager
+        return bool(manager.validate_lora_batch({turn.req.lora_id for turn in turns}))
+
+    def _launch(self, turns: list[Turn], unfinished: Turn | None) -> Any:
+        scheduler = self._scheduler
+        batch = chunk_batch(scheduler, turns, unfinished)
+        self._queue = self._queue[len(turns) - bool(unfinished) :]
+        self._launched.append((batch, turns))
+        self.pace.chunk(batch.extend_num_tokens, len(scheduler.running_batch.reqs))
+        self.times.launched(batch.extend_num_tokens, self._clock())
+        STATS.add("decode_local_tokens", batch.extend_num_tokens)
+        return batch
+
+    def before_result(self) -> None:
+        """The oldest chunk's result is about to be processed: what it computed may be shared."""
+        for turn in self._launched[0][1]:
+            if not turn.left:
+                record_of(turn.req).committed = True
+
+    def after_result(self) -> None:
+        """It was processed: those that have their first token wait for a place in the batch."""
+        batch, turns = self._launched.popleft()
+        now = self._clock()
+        batch.filter_batch(chunked_req_to_exclude=batch.chunked_req)
+        for turn in turns:
+            if turn.req is not batch.chunked_req:
+                turn.req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
+                self.metrics.done(turn.decision, now - turn.at)
+        if not batch.is_empty():
+            tokens = [req.output_ids[-1] for req in batch.reqs]
+            batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
+            self._computed.append(batch)
+
+    def join(self) -> None:
+        """Computed requests run from the next decode step on, as far as there are places."""
+        scheduler = self._scheduler
+        limit = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+        while self._computed:
+            batch, running = self._computed[0], scheduler.running_batch
+            if len(running.reqs) + len(batch.reqs) > limit and not running.is_empty():
+                running.filter_batch()
+                if len(running.reqs) + len(batch.reqs) > limit and not running.is_empty():
+                    return
+            del self._computed[0]
+            for req in batch.reqs:
+                scheduler.tree_cache.claims.started(req)
+            if running.is_empty():
+                scheduler.running_batch = batch
+            else:
+                running.merge_batch(batch)
+
+    # ---- aborts ----
+
+    def abort(self, wanted: Callable[[Any], bool]) -> None:
+        """End the requests that are ``wanted``: a launched chunk first runs to its end."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        for req in self.requests:
+            if wanted(req) and not req.finished():
+                req.to_finish = FINISH_ABORT()
+        self.drop_aborted()
+
+    def drop_aborted(self) -> None:
+        """Give back what aborted requests hold that no launched chunk uses."""
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        flying = {id(turn) for _, turns in self._launched for turn in turns}
+        gone = [t for t in self._queue if t.req.to_finish is not None and id(t) not in flying]
+        if not gone:
+            return
+        self._queue = [turn for turn in self._queue if turn not in gone]
+        for turn in gone:
+            release_kv_cache(turn.req, self._scheduler.tree_cache, is_insert=False)
+            self._scheduler.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)

@@ -1,0 +1,331 @@
+"""Who computes a turn's new tokens: this decode server, or its prefill server. Pure.
+
+Each side's time is measured online and forgotten again (``Line``). The ranks agree on the numbers
+(``Costs``, one integer each) in the vector that they reduce anyway, and every rank decides from the
+agreed ones by the same arithmetic, so that no rank takes a turn that another one announces.
+All times in seconds, all lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: What a sample still weighs when the next one comes.
+DECAY = 0.9
+#: Of so many choices between two known times, one goes to the side that looks slower.
+EXPLORE_EVERY = 32
+#: What a second for which running requests stand still counts beside one for which the turn waits.
+OTHERS = 0.25
+#: Decode steps after which a local chunk runs, whatever the share says.
+MOST_STEPS_BETWEEN = 64
+#: In a vector of integers of which the smallest counts: a number that was not measured yet, and the
+#: word that a turn must not be computed here, as far as this rank knows.
+UNKNOWN, NEVER = -1, -2
+_MICRO, _NANO = 1_000_000, 1_000_000_000
+
+
+class Line:
+    """Seconds as a constant and a slope over tokens, fitted to samples that decay.
+
+    ``constant``: which part of an average sample is taken to be constant while samples of one size
+    do not tell. ``dropped``: first samples that do not count (kernels are compiled, caches filled).
+    """
+
+    def __init__(self, constant: float, dropped: int = 0) -> None:
+        self._constant, self._dropped = constant, dropped
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        #: Mean distance of a sample from what was expected of it.
+        self.spread = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self._weight > 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One more sample."""
+        if self._dropped:
+            self._dropped -= 1
+            return
+        if self.is_known:
+            self.spread = DECAY * self.spread + (1 - DECAY) * abs(seconds - self.at(tokens))
+        for name, value in (
+            ("_weight", 1.0),
+            ("_x", tokens),
+            ("_y", seconds),
+            ("_xx", tokens * tokens),
+            ("_xy", tokens * seconds),
+        ):
+            setattr(self, name, DECAY * getattr(self, name) + value)
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """The constant in seconds and the slope in seconds a token; neither is negative."""
+        if not self.is_known:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        # One more sample of a tenth's weight, at no tokens, keeps the fit defined.
+        weight, y = self._weight + 0.1, self._y + 0.1 * self._constant * mean_y
+        variance = self._xx - self._x * self._x / weight
+        if variance <= 0:
+            return mean_y, 0.0
+        slope = (self._xy - self._x * y / weight) / variance
+        if slope <= 0:
+            return mean_y, 0.0
+        constant = (y - slope * self._x) / weight
+        return (constant, slope) if constant >= 0 else (0.0, mean_y / mean_x)
+
+    def at(self, tokens: int) -> float:
+        """Seconds for ``tokens``."""
+        constant, slope = self.coefficients
+        return constant + slope * tokens
+
+
+class Mean:
+    """An average of samples that decay."""
+
+    def __init__(self) -> None:
+        self._weight = self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """One more sample."""
+        self._weight = DECAY * self._weight + 1.0
+        self._sum = DECAY * self._sum + value
+
+    @property
+    def value(self) -> float | None:
+        """The average, or None where nothing was measured."""
+        return self._sum / self._weight if self._weight else None
+
+
+class Costs(NamedTuple):
+    """What the ranks agreed on: a chunk's constant and slope, and a decode step; None: unknown."""
+
+    constant: float | None = None
+    slope: float | None = None
+    step: float | None = None
+
+    def chunks(self, count: int, tokens: int) -> float | None:
+        """Seconds of ``count`` chunks with ``tokens`` tokens in all."""
+        if self.constant is None or self.slope is None:
+            return None
+        return count * self.constant + tokens * self.slope
+
+
+class Measured:
+    """What one rank has measured: its own chunks and steps, and its prefill servers."""
+
+    def __init__(self) -> None:
+        self.chunk = Line(constant=0.25, dropped=1)
+        self.step = Mean()
+        self._there: dict[str, Line] = {}
+
+    def committed(self, address: str, tokens: int, seconds: float) -> None:
+        """Prefill ``address`` had ``tokens`` here so long after they were announced."""
+        self._there.setdefault(address, Line(constant=0.5)).add(tokens, seconds)
+
+    def there(self, address: str, tokens: int) -> float | None:
+        """When prefill ``address`` is expected to have ``tokens`` here, with the usual delay."""
+        line = self._there.get(address)
+        return None if line is None else line.at(tokens) + line.spread
+
+    def forget(self, address: str) -> None:
+        """A prefill server went away: another one there may be faster or slower."""
+        self._there.pop(address, None)
+
+    def votes(self) -> list[int]:
+        """This rank's costs, for the ranks to agree on."""
+        constant, slope = self.chunk.coefficients if self.chunk.is_known else (None, None)
+        return [_vote(constant, _MICRO), _vote(slope, _NANO), _vote(self.step.value, _MICRO)]
+
+    def vote_there(self, address: str, tokens: int) -> int:
+        """``there`` as a number for the ranks to agree on."""
+        return _vote(self.there(address, tokens), _MICRO)
+
+
+def _vote(value: float | None, unit: int) -> int:
+    return UNKNOWN if value is None else int(value * unit)
+
+
+def _word(vote: int, unit: int) -> float | None:
+    return None if vote == UNKNOWN else vote / unit
+
+
+def read(votes: Sequence[int]) -> Costs:
+    """The costs that the ranks agreed on."""
+    constant, slope, step = votes
+    return Costs(_word(constant, _MICRO), _word(slope, _NANO), _word(step, _MICRO))
+
+
+def read_there(vote: int) -> float | None:
+    """When prefill is expected to be done, as the ranks agreed on it; not for ``NEVER``."""
+    return _word(vote, _MICRO)
+
+
+class Load(NamedTuple):
+    """What a turn meets here; equal on all ranks. ``queued``: tokens of local turns ahead of it;
+    ``running``: requests whose decode steps alternate with chunks; ``debt``: see ``Pace``."""
+
+    queued: int = 0
+    running: int = 0
+    debt: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settings. ``tokens``: of the largest turn; ``share``: of time, while requests run."""
+
+    tokens: int
+    chunk: int = 512
+    share: float = 0.5
+    #: Every turn within ``tokens`` is computed here, whatever it costs.
+    always: bool = False
+    #: The largest turn that is computed here where its prefill server is lost.
+    when_lost: int = 0
+
+
+class Decision(NamedTuple):
+    """Where a turn is computed and why; when it is expected to be done on either side."""
+
+    local: bool
+    reason: str
+    here: float | None = None
+    there: float | None = None
+
+    @property
+    def where(self) -> str:
+        """The side in a word."""
+        return "local" if self.local else "remote"
+
+    @property
+    def expected(self) -> float | None:
+        """Seconds until its first token, on the side that was chosen."""
+        return self.here if self.local else self.there
+
+
+def expected_here(tokens: int, load: Load, costs: Costs, limits: Limits) -> float | None:
+    """Seconds until a turn of ``tokens`` new tokens is computed here; None where unknown.
+
+    The step under way ends first; then come the chunks of those ahead and its own, and between two
+    of them decode steps as ``Pace`` has them.
+    """
+    total = load.queued + tokens
+    count = -(-total // limits.chunk)
+    work = costs.chunks(count, total)
+    if work is None:
+        return None
+    if not load.running:
+        return work
+    step = costs.step or 0.0
+    pause = max(step, work / count * (1 - limits.share) / limits.share)
+    return step + load.debt * (1 - limits.share) / limits.share + work + (count - 1) * pause
+
+
+class Choice:
+    """Decides for one server; its count of decisions is equal on all ranks, as what it reads is."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._made = 0
+
+    def decide(self, tokens: int, load: Load, costs: Costs, there: float | None) -> Decision:
+        """Where a turn of ``tokens`` new tokens, which could be computed here, is computed."""
+        if tokens > self.limits.tokens:
+            return Decision(False, "long", None, there)
+        here = expected_here(tokens, load, costs, self.limits)
+        if self.limits.always:
+            return Decision(True, "always", here, there)
+        if here is None:
+            # One at a time: until it is measured nobody knows what a queue of them costs.
+            return Decision(load.queued == 0, "unmeasured", here, there)
+        if there is None:
+            return Decision(False, "unmeasured", here, there)
+        chunk = costs.chunks(-(-tokens // self.limits.chunk), tokens) or 0.0
+        cheaper = here + OTHERS * chunk * load.running < there
+        if (self._made + 1) % EXPLORE_EVERY == 0:
+            return Decision(not cheaper, "explore", here, there)
+        return Decision(cheaper, "cheaper", here, there)
+
+    def without_prefill(self, tokens: int, load: Load, costs: Costs, reason: str) -> Decision:
+        """Whether a turn is computed here that no prefill server computes; ``reason``: why none."""
+        here = expected_here(tokens, load, costs, self.limits)
+        return Decision(tokens <= self.limits.when_lost, reason, here)
+
+    def made(self, decision: Decision) -> None:
+        """The turn of ``decision`` was taken or announced."""
+        self._made += decision.reason in ("cheaper", "explore")
+
+
+class Pace:
+    """When the next chunk may run: never two without a decode step between while requests run, and
+    over a while at most ``share`` of the time.
+
+    Time is what the agreed costs say, so that all ranks run the same batch.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self.costs = Costs()
+        #: Seconds of chunks that decode steps have not made up for.
+        self.debt = 0.0
+        self._steps = MOST_STEPS_BETWEEN
+
+    def may_run(self, running: int) -> bool:
+        """Whether a chunk may run now, beside ``running`` requests."""
+        if not running:
+            return True
+        if not self._steps:
+            return False
+        return self.debt <= 0 or self._steps >= MOST_STEPS_BETWEEN
+
+    def chunk(self, tokens: int, running: int) -> None:
+        """A chunk of ``tokens`` was launched; nobody stood still for it if nothing was running."""
+        if running:
+            self.debt += self.costs.chunks(1, tokens) or 0.0
+        self._steps = 0
+
+    def step(self) -> None:
+        """A decode step was launched."""
+        self._steps += 1
+        made_up = (self.costs.step or 0.0) * self._share
+        left = self.debt * (1 - self._share) - made_up
+        self.debt = left / (1 - self._share) if left > 0 else 0.0
+
+
+class StepTimes:
+    """How long steps take, seen from the hooks around SGLang's loop.
+
+    ``blocking``: the launch itself computes (CPU), and it ends at the next hook of whatever kind.
+    Otherwise a step ends when its result is there, and began when it was launched or the one before
+    ended, whichever was later.
+    """
+
+    def __init__(self, measured: Measured, blocking: bool) -> None:
+        self._measured, self._blocking = measured, blocking
+        self._launched: list[tuple[int, float]] = []
+        self._ended_at = float("-inf")
+
+    def launched(self, tokens: int, at: float) -> None:
+        """A step was handed to the loop: a chunk of ``tokens``, or with 0 a decode step."""
+        self._launched.append((tokens, at))
+
+    def hook(self, at: float) -> None:
+        """The loop called something else."""
+        if self._blocking and self._launched:
+            self._end(at)
+
+    def result(self, at: float) -> None:
+        """The oldest step's result is there."""
+        if not self._blocking and self._launched:
+            self._end(at)
+
+    def _end(self, at: float) -> None:
+        tokens, since = self._launched.pop(0)
+        seconds = at - max(since, self._ended_at)
+        self._ended_at = at
+        if tokens:
+            self._measured.chunk.add(tokens, seconds)
+        else:
+            self._measured.step.add(seconds)

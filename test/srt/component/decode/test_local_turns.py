@@ -1,0 +1,409 @@
+"""Turns that a decode server computes itself: chunks between decode steps, and every way out."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from component.decode import kv
+from component.decode.actions import TOKENS, Life
+from component.decode.checks import check, check_idle
+from component.decode.decoder import Decoder
+from component.decode.pair import Pair, RankGroup, ranks_reduce
+from component.decode.rank_life import RankLife
+from component.decode.test_state_machine import NUMBERS, DecodeServer
+from component.decode.test_step_in_flight import Overlapped
+from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, only_prefill_can
+from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+HISTORY = [token % 50 for token in range(3, 83)]  # 80 tokens: 5 pages of 16
+NEW = list(range(50))
+CHUNK = 32
+
+
+@pytest.fixture(params=[1, 16])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    """It holds the history."""
+    decoder = Decoder(request.param, 1024, local=200, chunk=CHUNK)
+    decoder.submit(HISTORY, new=1)
+    decoder.drain()
+    check_idle(decoder)
+    return decoder
+
+
+def tick(decoder: Decoder, times: int = 1) -> None:
+    for _ in range(times):
+        decoder.tick_queues()
+        check(decoder)
+        decoder.tick_batch()
+        check(decoder)
+
+
+def test_a_turn_is_computed_here(decoder: Decoder) -> None:
+    """Guards against a turn that is announced although decode computes it, and against KV, tree and
+    pools that differ from those after a transfer."""
+    req = decoder.submit(HISTORY + NEW)
+    room = decoder.room(req)
+    decoder.tick_queues()
+    assert room.yielded and room.pages is None and room.cleared
+    assert decoder.in_transfer == [] and decoder.local == [req]
+    tick(decoder)
+    assert req.output_ids == []
+    tick(decoder)
+    assert req.output_ids == [2]  # two chunks: 32 tokens, and the rest
+    assert req.cached_tokens == req.cached_tokens_device == len(HISTORY)
+    decoder.drain()
+    check_idle(decoder)
+    again = decoder.submit(req.origin_input_ids + req.output_ids)
+    decoder.tick_queues()
+    held = len(HISTORY + NEW) + 7  # the last token of an answer has no KV
+    assert again.cache_protected_len == held // decoder.page_size * decoder.page_size
+
+
+def test_a_full_hit_leaves_a_token_to_compute(decoder: Decoder) -> None:
+    """Guards against a chunk of no tokens, and against shared pages that are written again."""
+    req = decoder.submit(HISTORY)
+    decoder.tick_queues()
+    assert req.cache_protected_len == 80 - decoder.page_size
+    decoder.drain()
+    assert req.output_ids == [2] * 8
+    check_idle(decoder)
+
+
+def test_a_new_prompt(decoder: Decoder) -> None:
+    """Guards against a turn without any history that is left out."""
+    req = decoder.submit([49, 48, 47], new=3)
+    decoder.drain()
+    assert req.output_ids == [2] * 3 and req.cached_tokens == 0
+    check_idle(decoder)
+
+
+def test_long_turns_go_to_prefill(decoder: Decoder) -> None:
+    """Guards against a decode server that computes what is longer than it was told."""
+    req = decoder.submit(HISTORY + [7] * 201)
+    decoder.tick_queues()
+    assert decoder.in_transfer == [req] and decoder.local == []
+    assert decoder.local_turns.metrics.turns["remote", "long"] == 1
+    decoder.drain()
+    check_idle(decoder)
+
+
+def test_prefill_servers_that_do_not_know(decoder: Decoder) -> None:
+    """Guards against a prefill server that is left waiting."""
+    decoder.kv_manager.stock_peers.add("10.0.0.9:8998")
+    req = decoder.submit(HISTORY + NEW, host="10.0.0.9")
+    decoder.tick_queues()
+    assert decoder.in_transfer == [req] and not decoder.room(req).yielded
+    decoder.drain()
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize(("share", "steps"), [(1.0, 1), (0.5, 1), (0.25, 3)])
+def test_decode_steps_between_two_chunks(decoder: Decoder, share: float, steps: int) -> None:
+    """Guards against answers under way that stand still while a long turn is computed."""
+    decoder.local_turns.pace._share = share
+    decoder.local_turns.measured.votes = lambda: [1000, 0, 1000]  # a chunk takes as long as a step
+    running = decoder.submit([3, 2, 1], new=40)
+    tick(decoder, 2)
+    long = decoder.submit(HISTORY + [9] * 150)
+    had = len(running.output_ids)
+    kinds = []
+    while not long.output_ids:
+        decoder.tick_queues()
+        decoder.tick_batch()
+        check(decoder)
+        kinds.append(len(running.output_ids) - had)
+        had = len(running.output_ids)
+    chunks = [at for at, grown in enumerate(kinds) if grown == 0]
+    assert len(chunks) == 5  # of 32 tokens
+    assert {later - at for at, later in zip(chunks, chunks[1:], strict=False)} == {steps + 1}
+    decoder.drain()
+    check_idle(decoder)
+
+
+def test_no_more_than_may_run(decoder: Decoder) -> None:
+    """Guards against a batch larger than what its buffers were made for."""
+    decoder.max_running_requests = 2
+    reqs = [decoder.submit([*HISTORY, n], new=5) for n in range(5)]
+    while not all(req.finished() for req in reqs):
+        tick(decoder)
+        assert len(decoder.running_batch.reqs) <= 2
+    decoder.drain()
+    check_idle(decoder)
+
+
+# ---- every way out, at every point ----
+
+POINTS = ["queued", "between_chunks", "computed", "running"]
+
+
+def bring_to(decoder: Decoder, point: str) -> Any:
+    """A turn at ``point``, beside one that runs."""
+    decoder.submit([3, 2, 1], new=60)
+    tick(decoder, 2)
+    req = decoder.submit(HISTORY + NEW, new=30)
+    decoder.tick_queues()
+    if point == "queued":
+        return req
+    while decoder.local_turns.computed_tokens(req, 0) == len(HISTORY):
+        decoder.tick_batch()
+    if point == "between_chunks":
+        return req
+    while not req.output_ids:
+        decoder.tick_batch()
+    if point == "running":
+        decoder.tick_batch()
+        assert req in decoder.running_batch.reqs
+    return req
+
+
+def abort(decoder: Decoder, req: Any) -> None:
+    decoder.abort(req.rid)
+
+
+def flush(decoder: Decoder, req: Any) -> None:
+    assert not decoder.flush_cache()
+
+
+def update_weights(decoder: Decoder, req: Any) -> None:
+    decoder.update_weights()
+
+
+def pause(mode: str) -> Callable[[Decoder, Any], None]:
+    def do(decoder: Decoder, req: Any) -> None:
+        decoder.pause_generation(PauseGenerationReqInput(mode=mode))
+        tick(decoder, 3)
+        decoder.update_weights()
+        check(decoder)
+        decoder.continue_generation(ContinueGenerationReqInput())
+
+    return do
+
+
+def retract(decoder: Decoder, req: Any) -> None:
+    decoder.retract()
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "what", [abort, flush, update_weights, pause("in_place"), pause("retract"), retract]
+)
+def test_at_every_point(decoder: Decoder, point: str, what: Callable[..., None]) -> None:
+    """Guards against pages, rows, locks and claims that an abort, a flush, weights, a pause or a
+    retraction loses, and against answers that change or end twice."""
+    req = bring_to(decoder, point)
+    check(decoder)
+    assert not decoder.is_fully_idle()
+    what(decoder, req)
+    check(decoder)
+    decoder.drain()
+    check_idle(decoder)
+    if what is not abort:
+        assert req.output_ids == [2] * 30
+
+
+def test_memory_is_released_after_the_turns(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a release of memory that waits for ever for turns that a pause holds."""
+    monkeypatch.setattr(Decoder, "release_when_idle", lambda self: None)
+    bring_to(decoder, "queued")
+    decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+    tick(decoder, 2)
+    assert decoder.local
+    decoder._waiting_release = object()
+    tick(decoder, 40)
+    assert not decoder.local
+
+
+# ---- overlap scheduling ----
+
+
+class OverlappedTurns(Overlapped):
+    """Chunks are written when the loop waits for their result, like decode steps."""
+
+    def run_batch(self, batch: Any, *arguments: Any) -> Any:
+        if not batch.forward_mode.is_extend():
+            return super().run_batch(batch, *arguments)
+        writes = self.chunk_writes(batch)
+        result = self.chunk_result([2] * len(batch.reqs))
+        batch.output_ids = result.next_token_ids
+
+        def end_of_step() -> None:
+            for slots, values in writes:
+                kv.write(self.pool, slots, values)
+
+        result.copy_done = SimpleNamespace(synchronize=end_of_step)
+        return result
+
+
+def script(decoder: OverlappedTurns, seed: int) -> Any:
+    """Talks whose turns arrive at any time; some clients leave."""
+    rng = random.Random(seed)
+    talks = [[rng.randrange(TOKENS) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
+    for _ in range(150):
+        if rng.random() < 0.4 and len(decoder.queued) < 4:
+            talk = rng.choice(talks)
+            talk += [rng.randrange(TOKENS) for _ in range(rng.randrange(1, 40))]
+            del talk[160:]
+            decoder.submit(talk, new=rng.choice([1, 2, 9, 20]))
+        if rng.random() < 0.08 and decoder.submitted:
+            decoder.abort(rng.choice(decoder.submitted[-6:]).rid)
+        yield
+        if not decoder.result_queue:
+            check(decoder)
+    for _ in range(400):
+        if decoder._nothing_waits and not decoder.result_queue:
+            return
+        yield
+    raise AssertionError("not idle")
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_overlapped(page: int, seed: int) -> None:
+    """Guards against pages that are given back while a chunk in flight uses them, and against a
+    request in two batches at once."""
+    decoder = OverlappedTurns(page, 1024, local=30, chunk=16)
+    decoder.result_queue = deque()
+    decoder.play(script(decoder, seed))
+    check_idle(decoder)
+    turns = decoder.local_turns.metrics.turns
+    assert turns["local", "always"] > 10 and turns["remote", "long"] > 0
+
+
+# ---- long lives ----
+
+
+class LocalLife(Life):
+    WEIGHTS: ClassVar[dict[str, float]] = Life.WEIGHTS | {"abort_local": 1, "batch": 44}
+
+    def abort_local(self, number: int) -> None:
+        self._abort(self.decoder.local, number)
+
+
+@pytest.mark.parametrize(("page", "tokens", "seed"), [(1, 600, 1), (16, 1024, 2), (64, 2048, 3)])
+def test_random_life(no_prefix_wait: None, page: int, tokens: int, seed: int) -> None:
+    """Guards against any order of arrivals, chunks, evictions, retractions, failures and aborts
+    that leaks a page or a lock, or lets a request read another one's KV."""
+    life = LocalLife(Decoder(page, tokens, local=60, chunk=24), seed)
+    life.run(1200, seed)
+    turns = life.decoder.local_turns.metrics.turns
+    assert turns["local", "always"] > 50 and turns["remote", "long"] > 10
+
+
+class LocalServer(DecodeServer):
+    """Any order of events, of which turns that are computed here are some."""
+
+    def build(self, page: int, tokens: int) -> list[Any]:
+        return [LocalLife(Decoder(page, tokens, rows=6, local=60, chunk=24))]
+
+    @precondition(lambda self: self.decoder.local)
+    @rule(number=NUMBERS, action=st.sampled_from(["batch", "abort_local", "pause_and_update"]))
+    def local(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+
+@pytest.mark.timeout(600)
+def test_any_sequence_of_events(no_prefix_wait: None) -> None:
+    """Guards against an order of events that nobody thought of."""
+    LocalServer.taken = Counter()
+    run_state_machine_as_test(
+        LocalServer,
+        settings=settings(
+            max_examples=120, stateful_step_count=50, suppress_health_check=list(HealthCheck)
+        ),
+    )
+    assert LocalServer.taken["steps"] > 4000
+
+
+# ---- two ranks ----
+
+
+class LocalRankLife(RankLife):
+    WEIGHTS: ClassVar[dict[str, float]] = RankLife.WEIGHTS | {"abort_local": 1, "batch": 44}
+    abort_local = LocalLife.abort_local
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_ranks(no_prefix_wait: None, seed: int) -> None:
+    """Guards against ranks that choose by what each has measured, and then run other batches."""
+
+    def build(rank: int, group: RankGroup) -> LocalRankLife:
+        decoder = Decoder(16, 640, policy=("lru", "mru")[rank], group=group)
+        limits = Limits(tokens=60, chunk=24, share=0.3)
+        decoder.__dict__["local_turns"] = turns = LocalTurns(decoder, limits)
+        # One rank is slower than the other, and each has a clock of its own.
+        turns._clock = lambda: time.monotonic() * (1 + 2 * rank)
+        return LocalRankLife(decoder, rank, seed)
+
+    rng = random.Random(seed)
+    with ranks_reduce():
+        pair = Pair(build)
+        try:
+            for _ in range(500):
+                (action,) = rng.choices(list(LocalRankLife.WEIGHTS), LocalRankLife.WEIGHTS.values())
+                number = rng.getrandbits(30)
+                pair.run(lambda life, name=action, bits=number: life.step(name, bits))
+            pair.run(lambda life: life.decoder.drain())
+            pair.run(lambda life: check_idle(life.decoder))
+        finally:
+            pair.close()
+    ours, theirs = (life.decoder.local_turns for life in pair.sides)
+    assert ours.metrics.turns == theirs.metrics.turns
+    assert {where for where, _ in ours.metrics.turns} == {"local", "remote"}
+    assert ours.measured.votes() != theirs.measured.votes(), "they measured the same"
+
+
+# ---- who is left to prefill ----
+
+
+def request(**changes: Any) -> Any:
+    plain = {
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "return_hidden_states": False,
+        "return_routed_experts": False,
+        "input_embeds": None,
+        "multimodal_inputs": None,
+        "session": None,
+        "sampling_params": SimpleNamespace(max_new_tokens=8),
+        "to_finish": None,
+        "origin_input_ids": [1, 2, 3],
+    }
+    assert changes.keys() <= plain.keys()
+    return SimpleNamespace(**plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"return_logprob": True, "logprob_start_len": 3}, None),
+        ({"return_logprob": True, "logprob_start_len": 0}, "input_logprobs"),
+        ({"return_hidden_states": True}, "hidden_states"),
+        ({"return_routed_experts": True}, "routed_experts"),
+        ({"input_embeds": [[0.0]]}, "embeddings"),
+        ({"multimodal_inputs": object()}, "multimodal"),
+        ({"session": object()}, "session"),
+        ({"sampling_params": SimpleNamespace(max_new_tokens=0)}, "no_output"),
+        ({"to_finish": object()}, "aborted"),
+    ],
+)
+def test_only_prefill_can(changes: dict[str, Any], why: str | None) -> None:
+    """Guards against an answer without what only prefill sends, and names that SGLang changed."""
+    assert only_prefill_can(request(**changes)) == why
+    real = Req("r", "", [1, 2, 3], SamplingParams())
+    assert all(hasattr(real, name) for name in vars(request()))

@@ -1,0 +1,255 @@
+"""Requests that decode computes itself: their clients are answered at once, and all else ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from component.prefill.prefiller import Prefiller
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.prefill import yielded
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaScheduler
+from sglang.srt.disaggregation.delta.prefill.yielded import (
+    EndYielded,
+    Frontend,
+    RoomYielded,
+    YieldingTokenizer,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+ROOM = 7
+
+
+class Tokenizer(TokenizerManager):  # type: ignore[misc]
+    """SGLang's, as patched, without a server around it."""
+
+    def __init__(self, dp_attention: bool = False) -> None:
+        self.rid_to_state: dict[str, Any] = {}
+        self.asyncio_tasks: set[Any] = set()
+        self.sent: list[Any] = []
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+        self.enable_metrics = False
+        self.dump_requests_folder = self.crash_dump_folder = ""
+        self.server_args = SimpleNamespace(
+            enable_dp_attention=dp_attention,
+            enable_lora=False,
+            enable_trace=False,
+            dp_size=1,
+            incremental_streaming_output=False,
+            skip_tokenizer_init=False,
+            speculative_algorithm=None,
+            tokenizer_worker_num=1,
+            weight_version="default",
+        )
+
+    def arrive(self, room: int, *, sent: bool = True, **options: Any) -> Any:
+        """A client's request; ``sent``: the schedulers have it."""
+        obj = GenerateReqInput(text="hello", rid=f"r{room}", bootstrap_room=room, **options)
+        times = APIServerReqTimeStats(disagg_mode=DisaggregationMode.PREFILL)
+        state = ReqState([], False, asyncio.Event(), obj, times)
+        self.rid_to_state[obj.rid] = state
+        if sent:
+            self.send(state)
+        return state
+
+    def send(self, state: Any) -> None:
+        state.time_stats.set_api_server_dispatch_finish_time()
+        self.sent.append(state.obj)
+
+
+def answer_of(state: Any) -> Any:
+    (answer,) = state.out_list
+    assert state.finished and state.event.is_set()
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert answer["text"] == "" and answer["output_ids"] == []
+    return answer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stream": True},
+        {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [1]},
+    ],
+    ids=["plain", "streaming", "logprobs"],
+)
+def test_the_client_is_answered_at_once(options: dict[str, Any]) -> None:
+    """Guards against an answer that waits for a scheduler in the middle of a step, against one of
+    status 500, which a router makes the client's, and against a request that nobody ends."""
+    tokenizer = Tokenizer()
+    state, other = tokenizer.arrive(ROOM, **options), tokenizer.arrive(ROOM + 1)
+    tokenizer.take_yielded(RoomYielded(ROOM))
+    meta = answer_of(state)["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (0, 0, 0)
+    if "return_logprob" in options:
+        assert meta["output_token_logprobs"] == meta["output_top_logprobs"] == []
+    assert [*tokenizer.rid_to_state] == [other.obj.rid] and not other.finished
+    assert tokenizer.sent == [state.obj, other.obj, EndYielded(rid=state.obj.rid)]
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_decode_is_faster(is_here: bool) -> None:
+    """Guards against a request that is ended on the schedulers before they have it, and that waits
+    there for its announcement until its deadline."""
+    tokenizer = Tokenizer()
+
+    async def play() -> Any:
+        state = tokenizer.arrive(ROOM, sent=False) if is_here else None
+        tokenizer.take_yielded(RoomYielded(ROOM))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert tokenizer.sent == []
+        state = state or tokenizer.arrive(ROOM, sent=False)
+        tokenizer.send(state)
+        await asyncio.gather(*tokenizer.asyncio_tasks)
+        return state
+
+    state = asyncio.run(play())
+    answer_of(state)
+    assert tokenizer.sent == [state.obj, EndYielded(rid=state.obj.rid)]
+    assert tokenizer.rid_to_state == {}
+
+
+def test_a_request_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a number that ends another request much later."""
+    monkeypatch.setattr(yielded, "_WAIT_S", 0.0)
+    tokenizer = Tokenizer()
+
+    async def play() -> None:
+        tokenizer.take_yielded(RoomYielded(ROOM))
+        await asyncio.gather(*tokenizer.asyncio_tasks)
+
+    asyncio.run(play())
+    state = tokenizer.arrive(ROOM)
+    assert tokenizer.sent == [state.obj] and not state.finished
+
+
+def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a command that overtook its request and is lost."""
+    monkeypatch.setattr(yielded, "_AGAIN_S", 0.0)
+    tokenizer = Tokenizer(dp_attention=True)
+
+    async def play() -> None:
+        tokenizer.arrive(ROOM)
+        tokenizer.take_yielded(RoomYielded(ROOM))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(play())
+    assert tokenizer.sent[1:] == [EndYielded(rid="r7")] * 2
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "mode", "yields"), [(1, True, True), (2, True, False), (1, False, False)]
+)
+def test_who_says_that_it_answers(
+    monkeypatch: pytest.MonkeyPatch, tokenizers: int, mode: bool, yields: bool
+) -> None:
+    """Guards against a prefill server that is told, and whose clients wait: one with several
+    tokenizers, of which nobody knows which has the request."""
+    server = SimpleNamespace(yields=False) if mode else None
+    monkeypatch.setattr(tokenizer_manager, "start_disagg_service", lambda args: server)
+    tokenizer = Tokenizer()
+    tokenizer.server_args = SimpleNamespace(
+        disaggregation_mode="prefill" if mode else "null",
+        language_only=False,
+        tokenizer_worker_num=tokenizers,
+    )
+    monkeypatch.setattr(tokenizer_manager.TokenizerManager, "init_communicators", lambda *_: None)
+    tokenizer.init_disaggregation()
+    tokenizer.init_request_dispatcher()
+    assert (server is not None and server.yields) == yields
+    assert (RoomYielded in tokenizer._result_dispatcher._mapping) == yields
+    assert isinstance(tokenizer, YieldingTokenizer)
+
+
+def test_the_way_from_decode_to_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a message that stops half-way; a rank that answers nobody drops it."""
+    manager = Prefiller(monkeypatch).rank.manager
+    manager.decode_ranks.take(wire.ComputedByDecode(ROOM))
+    with zmq.Context() as context, context.socket(zmq.PULL) as tokenizer:
+        port = tokenizer.bind_to_random_port("tcp://127.0.0.1")
+        manager.decode_ranks.frontend = frontend = Frontend(f"tcp://127.0.0.1:{port}")
+        manager.decode_ranks.take(wire.ComputedByDecode(ROOM))
+        assert tokenizer.poll(5000) and tokenizer.recv_pyobj() == RoomYielded(ROOM)
+        frontend._socket.close()
+
+
+# ---- on the schedulers ----
+
+
+class Rank(Prefiller):
+    """A prefill rank with requests that are not announced yet."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        self.enable_hicache_storage = False
+        self.queue = self.disagg_prefill_bootstrap_queue
+        self.queue.queue = []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
+
+    def request(self, room: int) -> Any:
+        """A request that was broadcast to the ranks."""
+        params = SamplingParams(max_new_tokens=1)
+        return Req(f"r{room}", "", [1] * 9, params, bootstrap_room=room, vocab_size=64)
+
+    def arrive(self, room: int) -> Any:
+        """It waits for its announcement."""
+        req = self.request(room)
+        req.disagg_kv_sender = self.rank.sender(room)
+        self.queue.queue.append(req)
+        return req
+
+    def end(self, rid: str) -> None:
+        """The tokenizer's command, as SGLang's dispatcher gives it to the scheduler."""
+        DeltaScheduler.abort_request(self, EndYielded(rid=rid))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(monkeypatch)
+
+
+def test_it_ends_without_work(rank: Rank) -> None:
+    """Guards against a room that stays in a table, and against a second answer to the client."""
+    req, other = rank.arrive(ROOM), rank.arrive(ROOM + 1)
+    rank.end(req.rid)
+    assert rank.queue.queue == [other] and rank.mailbox.ends == {}
+    rank.end(req.rid)
+    rank.end(other.rid)
+    assert rank.queue.queue == [] and rank.rank.leftovers() == {}
+
+
+def test_a_request_that_waits_for_its_grammar(rank: Rank) -> None:
+    """Guards against a request that joins the queue later, when nobody ends it any more."""
+    cancelled: list[bool] = []
+
+    def waiting(room: int, cancel: Callable[[], None] | None) -> Any:
+        req = rank.request(room)
+        req.grammar = SimpleNamespace(cancel=cancel) if cancel else None
+        rank.grammar_manager.grammar_queue.append(req)
+        return req
+
+    req = waiting(ROOM, lambda: cancelled.append(True))
+    other = waiting(ROOM + 1, None)
+    rank.end(req.rid)
+    assert rank.grammar_manager.grammar_queue == [other] and cancelled == [True]
+
+
+def test_the_names_of_others_begin_alike(rank: Rank) -> None:
+    """Guards against a command that is taken for an abort: that one ends all whose names begin
+    with it."""
+    reqs = [rank.arrive(ROOM), rank.arrive(10 * ROOM + 1)]
+    rank.end(reqs[0].rid)
+    assert rank.queue.queue == reqs[1:]

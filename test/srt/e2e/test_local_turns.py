@@ -1,0 +1,320 @@
+"""Turns that decode computes itself: the aggregated tokens, and nothing for prefill to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from benchmark.harness import metrics
+from benchmark.harness.client import Request, Result, Target, open_session, send
+from benchmark.harness.fleet import start
+from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.servers import HOST
+from benchmark.harness.watchdog import kill_group
+from chaos.faults import scheduler_of, signal_all
+from e2e.support import DOZE, Ids, Reference, pair_config, prompt_maker, settle
+
+TURNS = "sglang:decode_turns_total"
+LIMIT = 256
+
+
+def local_config(model: Path, logs: Path, **changes: Any) -> Any:
+    """A pair whose decode server computes every turn within ``LIMIT``, in small chunks."""
+    env = {
+        "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48",
+        "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
+        **changes.pop("decode_env", {}),
+    }
+    args = (*DOZE, "--disaggregation-decode-local-tokens", str(LIMIT))
+    return pair_config(model, logs, decode_args=args, decode_env=env, **changes)
+
+
+def turns(pair: Pair) -> dict[tuple[str, str], float]:
+    """Turns by side and reason so far."""
+    found = re.findall(
+        rf'^{TURNS}\{{.*reason="(\w+)".*where="(\w+)".*\}} (\S+)$',
+        metrics.page(pair.decode_url),
+        re.MULTILINE,
+    )
+    return {(where, reason): float(count) for reason, where, count in found}
+
+
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
+def test_talks(model: Path, reference: Reference, logs: Path, page_size: int) -> None:
+    """Wrong slots or positions at a chunk's border, KV of a chunk that a step beside it reads too
+    early, or a turn that both sides compute, would change what is generated or counted. The decode
+    pool holds a part of the talks, so that some of their histories are gone."""
+    tokens = prompt_maker(model, seed=page_size)
+    config = local_config(model, logs, page_size=page_size, decode_tokens=4096)
+    with Pair(config, logs) as pair:
+        prompts: list[Ids] = [tokens(270 + 37 * i) for i in range(6)]
+        for _ in range(4):
+            expected = reference.answers(prompts, 24)
+            assert pair.generate(prompts, 24) == expected
+            prompts = [
+                [*prompt, *answer, *tokens(19 + 23 * at)]
+                for at, (prompt, answer) in enumerate(zip(prompts, expected, strict=True))
+            ]
+        counted = turns(pair)
+        assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
+        # Full hits, at once: at least one token of each is computed.
+        before = pair.metrics()[0]["sglang:prompt_tokens_total"]
+        assert pair.generate(prompts[:3] * 2, 24) == reference.answers(prompts[:3] * 2, 24)
+        assert pair.metrics()[0]["sglang:prompt_tokens_total"] >= before  # answered there, too
+        settle(pair)
+
+
+def test_the_choice(model: Path, reference: Reference, logs: Path) -> None:
+    """Guards against a choice that is made by other numbers than those of real servers, and against
+    answers that depend on it. Both sides are measured, and both are tried."""
+    tokens = prompt_maker(model, seed=7)
+    always = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"}
+    with Pair(local_config(model, logs, page_size=16, decode_env=always), logs) as pair:
+        prompts: list[Ids] = [tokens(40 + 31 * i) for i in range(4)]
+        for _ in range(6):
+            expected = reference.answers(prompts, 8)
+            assert pair.generate(prompts, 8) == expected
+            prompts = [
+                [*prompt, *answer, *tokens(21)]
+                for prompt, answer in zip(prompts, expected, strict=True)
+            ]
+        counted = turns(pair)
+        assert counted["local", "unmeasured"] > 0 and counted["remote", "unmeasured"] > 0
+        assert sum(n for (_, reason), n in counted.items() if reason == "cheaper") > 5, counted
+        samples = pair.metrics()[1]
+        assert samples["sglang:decode_turn_actual_seconds_count"] == sum(counted.values())
+        assert 0 < samples["sglang:decode_turn_expected_seconds_count"] < sum(counted.values())
+        settle(pair)
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [
+        (2, 2),
+        pytest.param(1, 2, marks=pytest.mark.nightly),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_several_ranks(
+    model: Path, reference: Reference, logs: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    """Ranks that choose differently, compute other chunks, or of which one alone ends a request
+    that decode computes, would stop the server, or change what is generated."""
+    tokens = prompt_maker(model, seed=5)
+    env = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"} if decode_tp == 2 else {}
+    config = local_config(
+        model, logs, page_size=16, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_env=env
+    )
+    with Pair(config, logs) as pair:
+        prompts: list[Ids] = [tokens(270 + 31 * i) for i in range(4)]
+        for _ in range(4):
+            expected = reference.answers(prompts, 8)
+            assert pair.generate(prompts, 8) == expected
+            prompts = [
+                [*prompt, *answer, *tokens(61)]
+                for prompt, answer in zip(prompts, expected, strict=True)
+            ]
+        counted = turns(pair)
+        assert counted["remote", "long"] == 4
+        assert sum(n for (where, _), n in counted.items() if where == "local") > 0, counted
+        settle(pair)
+
+
+def ask_both(pair: Pair, ids: Ids, params: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+    """One request to both servers: their answers."""
+    prefill = pair.layout[0]
+    target = Target(pair.decode_url, prefill.url, HOST, prefill.bootstrap_port)
+    body = {"input_ids": ids, "sampling_params": params, **target.route(), **more}
+    urls = [f"{url}/generate" for url in (pair.prefill_url, pair.decode_url)]
+    with ThreadPoolExecutor(2) as pool:
+        sent = [pool.submit(requests.post, url, json=body, timeout=60) for url in urls]
+        answers = [each.result() for each in sent]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    return tuple(answer.json() for answer in answers)  # type: ignore[return-value]
+
+
+def test_kinds_of_requests(model: Path, reference: Reference, logs: Path) -> None:
+    """Guards against log probabilities, penalties or counts that are not the aggregated server's
+    because decode computed the turn; and against a prefill server that works for it, or answers
+    with an error."""
+    tokens = prompt_maker(model, seed=3)
+    greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    with Pair(local_config(model, logs, page_size=16, router=True), logs) as pair:
+        stock = reference.server.config.url
+
+        def check(ids: Ids, params: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+            body = {"input_ids": ids, "sampling_params": params, **more}
+            expected = requests.post(f"{stock}/generate", json=body, timeout=60).json()
+            there, here = ask_both(pair, ids, params, **more)
+            assert here["output_ids"] == expected["output_ids"]
+            assert here["meta_info"]["prompt_tokens"] == len(ids)
+            assert here["meta_info"]["completion_tokens"] == 12
+            return there, {"here": here["meta_info"], "stock": expected["meta_info"]}
+
+        history = tokens(300)
+        (first,) = pair.generate([history], 24)  # through the router
+        turn = [*history, *first, *tokens(70)]
+        there, meta = check(turn, greedy)
+        assert there["output_ids"] == [] and there["meta_info"]["finish_reason"]["type"] == "length"
+        held = (len(history) + 23) // 16 * 16  # the last token of an answer has no KV
+        assert meta["here"]["cached_tokens"] == held
+        _, meta = check([*turn, *tokens(9)], greedy, return_logprob=True, top_logprobs_num=2)
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            ours, theirs = (_numbers(meta[side][name]) for side in ("here", "stock"))
+            assert ours == pytest.approx(theirs, abs=1e-3)
+        check([*turn, *tokens(7)], {**greedy, "min_new_tokens": 12})
+        check([*turn, *tokens(8)], {**greedy, "presence_penalty": 1.5})
+        # What only prefill can send is left to it.
+        check([*turn, *tokens(5)], greedy, return_logprob=True, logprob_start_len=0)
+        counted = turns(pair)
+        assert counted["local", "always"] == 4 and counted["remote", "input_logprobs"] == 1
+        # Through SGLang's router, streaming and not.
+        for stream in (False, True):
+            ids = [*turn, *tokens(20)]
+            body = {"input_ids": ids, "sampling_params": greedy, "stream": stream}
+            answer = requests.post(f"{pair.target.url}/generate", json=body, timeout=60)
+            assert answer.status_code == 200
+            text = answer.text if not stream else answer.text.split("data: ")[-2]
+            found = json.loads(text)["output_ids"]
+            expected = reference.answers([ids], 12)[0]
+            assert found[-1] == expected[-1] if stream else found == expected
+        assert turns(pair)["local", "always"] == 6
+        # Prefill ran one prompt, and what only it can do.
+        computed = metrics.scrape(pair.prefill_url)
+        work = sum(v for k, v in computed.items() if "realtime_tokens" in k)
+        assert work < 2 * len(turn) + 1000, computed
+        settle(pair)
+
+
+def test_grammars(model: Path, logs: Path) -> None:
+    """Guards against a first token that is outside of the grammar, or that the grammar was not
+    told of. (On a CPU no other backend of SGLang's can mask logits.)"""
+    backend = ("--grammar-backend", "llguidance")
+    tokens = prompt_maker(model, seed=9)
+    params = {"temperature": 0, "max_new_tokens": 12, "regex": "([0-9] ?){40}"}
+    config = local_config(model, logs, page_size=16, prefill_args=(*DOZE, *backend))
+    config = replace(config, decode_args=(*config.decode_args, *backend))
+    with Pair(config, logs) as pair:
+        history = tokens(300)
+        (first,) = pair.generate([history], 24)
+        prompts = [[*history, *first, *tokens(70 + i)] for i in range(3)]
+        found = [ask_both(pair, prompt, params)[1] for prompt in prompts]
+        assert turns(pair)["local", "always"] == 3
+        settle(pair)
+    with Aggregated(model, logs / "stock", extra_args=backend) as stock:
+        for prompt, ours in zip(prompts, found, strict=True):
+            body = {"input_ids": prompt, "sampling_params": params}
+            theirs = requests.post(f"{stock.config.url}/generate", json=body, timeout=60).json()
+            assert ours["output_ids"] == theirs["output_ids"]
+            assert re.fullmatch("([0-9] ?)*", ours["text"]), ours["text"]
+
+
+def _numbers(values: Any) -> list[float]:
+    """All numbers in nested lists, in order."""
+    if isinstance(values, list):
+        return [number for value in values for number in _numbers(value)]
+    return [float(values)] if isinstance(values, (int, float)) else []
+
+
+# ---- prefill is gone ----
+
+NEW_TOKENS = 12
+WHEN_LOST = 200
+HEARTBEAT_S = 2.0  # the least that SGLang takes
+
+
+async def _ask(pair: Pair, prompts: list[Ids]) -> list[Result]:
+    """Decode's answers to requests whose prefill halves nobody waits for."""
+    prefill = pair.layout[0]
+
+    async def ask(session: Any, prompt: Ids) -> Result:
+        route = Target("", "", HOST, prefill.bootstrap_port).route()
+        request = Request(prompt, NEW_TOKENS, extra=route)
+        half = asyncio.create_task(send(session, Target(prefill.url), request))
+        try:
+            return await send(session, Target(pair.decode_url), request)
+        finally:
+            half.cancel()
+            await asyncio.gather(half, return_exceptions=True)
+
+    async with open_session() as session:
+        return list(await asyncio.gather(*(ask(session, prompt) for prompt in prompts)))
+
+
+def next_turns(talks: list[Ids], answers: list[Ids], new: list[Ids]) -> list[Ids]:
+    """Each talk with its answer and what its client says next."""
+    return [[*talk, *answer, *more] for talk, answer, more in zip(talks, answers, new, strict=True)]
+
+
+def test_prefill_is_gone(model: Path, reference: Reference, logs: Path) -> None:
+    """A turn within the bound fails with a prefill server that it does not need, or is answered
+    with KV of a transfer that never ended; or a new talk is not told why it fails."""
+    tokens = prompt_maker(model, seed=11)
+    args = (
+        "--disaggregation-decode-local-tokens",
+        "30",
+        "--disaggregation-decode-local-tokens-when-lost",
+        str(WHEN_LOST),
+    )
+    env = {
+        "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48",
+        "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_S),
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+    }
+    config = pair_config(model, logs, page_size=16, decode_args=(*DOZE, *args), decode_env=env)
+
+    def ask(prompts: list[Ids]) -> list[Ids]:
+        """All right; the answers."""
+        results = asyncio.run(_ask(pair, prompts))
+        assert [result.error for result in results] == [None] * len(prompts)
+        expected = reference.answers(prompts, NEW_TOKENS)
+        assert [result.output_ids for result in results] == expected
+        return expected
+
+    with Pair(config, logs) as pair:
+        talks: list[Ids] = [tokens(300 + 40 * i) for i in range(4)]
+        talks = next_turns(talks, ask(talks), [tokens(100 + 7 * i) for i in range(4)])
+        # These are announced to a scheduler that stands still, and then to one that is gone.
+        process = pair.processes["prefill"]
+        signal_all([scheduler_of(process.pid)], signal.SIGSTOP)
+
+        async def lose() -> list[Result]:
+            asked = asyncio.create_task(_ask(pair, talks))
+            while sum(turns(pair).values()) < 8:
+                await asyncio.sleep(0.05)
+            kill_group(process.pid)
+            return await asked
+
+        lost = asyncio.run(lose())
+        answers = reference.answers(talks, NEW_TOKENS)
+        assert [(result.error, result.output_ids) for result in lost] == [
+            (None, answer) for answer in answers
+        ]
+        assert turns(pair)["local", "transfer_failed"] == 4
+        # The next ones find nobody.
+        for new in (20, 150):
+            talks = next_turns(talks, answers, [tokens(new + i) for i in range(4)])
+            started = time.monotonic()
+            answers = ask(talks)
+            assert time.monotonic() - started < 10
+        assert turns(pair)["local", "no_prefill"] == 8
+        (new_talk,) = asyncio.run(_ask(pair, [tokens(WHEN_LOST + 90)]))
+        assert new_talk.error is not None and "-when-lost" in new_talk.error, new_talk.error
+        # It comes back, and is used again.
+        pair.processes["prefill"] = start(pair.layout[0], logs / "again")
+        pair.processes["prefill"].wait_ready()
+        talks = next_turns(talks, answers, [tokens(100 + i) for i in range(4)])
+        ask([*talks, tokens(WHEN_LOST + 90)])
+        assert turns(pair)["local", "no_prefill"] == 8
+        settle(pair)
