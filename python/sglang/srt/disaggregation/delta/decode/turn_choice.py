@@ -17,7 +17,7 @@ DECAY = 0.9
 #: Of so many choices between two known times, one goes to the side that looks slower.
 EXPLORE_EVERY = 32
 #: What a second for which running requests stand still counts beside one for which the turn waits.
-OTHERS = 0.25
+OTHERS = 0.35
 #: Decode steps after which a local chunk runs, whatever the share says.
 MOST_STEPS_BETWEEN = 64
 #: In a vector of integers of which the smallest counts: a number that was not measured yet, and the
@@ -36,8 +36,6 @@ class Line:
     def __init__(self, constant: float, dropped: int = 0) -> None:
         self._constant, self._dropped = constant, dropped
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        #: Mean distance of a sample from what was expected of it.
-        self.spread = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -49,8 +47,6 @@ class Line:
         if self._dropped:
             self._dropped -= 1
             return
-        if self.is_known:
-            self.spread = DECAY * self.spread + (1 - DECAY) * abs(seconds - self.at(tokens))
         for name, value in (
             ("_weight", 1.0),
             ("_x", tokens),
@@ -123,13 +119,18 @@ class Measured:
         self._there: dict[str, Line] = {}
 
     def committed(self, address: str, tokens: int, seconds: float) -> None:
-        """Prefill ``address`` had ``tokens`` here so long after they were announced."""
-        self._there.setdefault(address, Line(constant=0.5)).add(tokens, seconds)
+        """Prefill ``address`` had ``tokens`` here so long after they were announced.
+
+        While only long prompts were measured, all of their time is taken to be for their tokens:
+        short turns then look soon done, and the first of them that is sent tells. Of a side that
+        looks slow little is heard again.
+        """
+        self._there.setdefault(address, Line(constant=0.0)).add(tokens, seconds)
 
     def there(self, address: str, tokens: int) -> float | None:
-        """When prefill ``address`` is expected to have ``tokens`` here, with the usual delay."""
+        """When prefill ``address`` is expected to have ``tokens`` here."""
         line = self._there.get(address)
-        return None if line is None else line.at(tokens) + line.spread
+        return None if line is None else line.at(tokens)
 
     def forget(self, address: str) -> None:
         """A prefill server went away: another one there may be faster or slower."""
