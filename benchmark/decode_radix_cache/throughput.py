@@ -144,7 +144,7 @@ def configure(model: Path, load: Load, variant: Variant, max_running: int) -> Pa
         ),
         prefill_args=LEAN,
         # A log line every other batch: the peak is exact enough, and logging stays cheap.
-        decode_args=(*LEAN, "--decode-log-interval", "2"),
+        decode_args=(*LEAN, "--decode-log-interval", "2", *variant.decode_args),
     )
 
 

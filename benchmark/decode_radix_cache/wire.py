@@ -93,6 +93,7 @@ def run(out: Path, model: Path | None, console: Console, load: Load = Load()) ->
             prefill_sizes=sizes,
             decode_sizes=sizes,
             env={**variant.env, "UCX_TLS": "tcp,self"},
+            decode_args=variant.decode_args,
         )
         with Pair(config, out / "logs" / f"wire-{name}") as pair:
             warm_up(pair, vocabulary)

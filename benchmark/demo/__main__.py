@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,8 @@ def main() -> int:
     for problem in problems(args.port if args.serve else None, args.model):
         console.print(f"[red]Cannot start: {problem}[/]", highlight=False)
         return 2
+    # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
+    os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
     began = time.monotonic()
     try:
         if args.serve:

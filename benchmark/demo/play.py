@@ -1,4 +1,5 @@
-"""Stock, patched and with the flag, on fresh servers: a chat, a shared-prefix load, one table."""
+"""Stock, patched, with the radix cache, with local turns, on fresh servers: a chat, a shared-prefix
+load, one table."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from benchmark.harness.arm import Measured, measure, warm_up
 from benchmark.harness.client import Request
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
-from benchmark.harness.variants import FLAG, Variant, variants
+from benchmark.harness.variants import FLAG, Variant, local_turns, variants
 from benchmark.harness.workload import Prompt, shared_prefix, token_range
 
 REQUESTS, PREFIXES = 16, 2
 PREFIX_TOKENS, SUFFIX_TOKENS, GENERATED_TOKENS = 1200, 40, 48
 SIZES = Sizes(pool_tokens=3600, max_running=32, reserved_decode_tokens=64)
 """Both prefixes, and little more: without the flag two requests fit, with it a dozen."""
+LOCAL_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Arm:
 
     chat: Measured
     shared: Measured
+
+
+def settings() -> tuple[Variant, ...]:
+    """What is shown, in this order."""
+    return (*variants(), local_turns(LOCAL_TOKENS))
 
 
 def configure(
@@ -49,7 +56,7 @@ def configure(
         prefill_sizes=Sizes(pool_tokens=16_000, max_running=SIZES.max_running),
         decode_sizes=SIZES,
         prefill_args=name,
-        decode_args=(*name, "--decode-log-interval", "1"),
+        decode_args=(*name, "--decode-log-interval", "1", *variant.decode_args),
     )
 
 
@@ -68,7 +75,7 @@ def play(model: Path, out: Path, console: Console) -> bool:
         suffix_tokens=SUFFIX_TOKENS,
     )
     arms = []
-    for variant in variants():
+    for variant in settings():
         with Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.fields[arm]}[/] {task.description}"),
@@ -76,14 +83,14 @@ def play(model: Path, out: Path, console: Console) -> bool:
             TimeElapsedColumn(),
             console=console,
         ) as progress:
-            logs = out / variant.name
+            logs = out / variant.name.replace(" ", "-")
             arms.append(_arm(model, logs, variant, conversations, prompts, progress))
     same = report.same_answers([a.chat.results for a in arms]) and report.same_answers(
         [a.shared.results for a in arms]
     )
     _show_chat(conversations, arms[-1].chat, console)
     kept = StringIO()
-    for to in (console, Console(file=kept, width=100)):
+    for to in (console, Console(file=kept, width=120)):
         _show_table(arms, same, to)
     (out / "demo.txt").write_text(kept.getvalue())
     return same
@@ -98,7 +105,7 @@ def _arm(
     progress: Progress,
 ) -> Arm:
     turns = sum(map(len, conversations))
-    name = f"{variant.name:7}"
+    name = f"{variant.name:11}"
     task = progress.add_task("starting prefill, decode, load balancer", arm=name, total=None)
     with Pair(configure(model, variant), logs) as pair:
         warm_up(pair, token_range(model))
@@ -121,7 +128,7 @@ def _show_chat(
     conversations: Sequence[Sequence[chat.Turn]], measured: Measured, console: Console
 ) -> None:
     """Three turns of the first conversation, as the model answered them."""
-    console.print("\n[bold]From the chat[/] (the tiny model, with the flag)")
+    console.print("\n[bold]From the chat[/] (the tiny model, with local turns)")
     for turn, result in zip(conversations[0][:3], measured.results, strict=False):
         console.print(f"  [cyan]user[/]  {turn.question}", highlight=False)
         answer = result.text.strip().replace("\n", " / ")
@@ -132,13 +139,14 @@ def _show_chat(
 
 def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
     columns = [*(arm.chat for arm in arms), *(arm.shared for arm in arms)]
-    names = [variant.name for variant in variants()]
+    names = [variant.name for variant in settings()]
 
     def row(name: str, cells: Sequence[str]) -> list[str]:
         return [name, *cells]
 
     report.print_table(
-        "The stock release; patched; with --disaggregation-decode-enable-radix-cache",
+        "The stock release; patched; with --disaggregation-decode-enable-radix-cache (flag); with "
+        f"--disaggregation-decode-local-tokens {LOCAL_TOKENS} too (local turns)",
         ["", f"chat: {names[0]}", *names[1:], f"prefixes: {names[0]}", *names[1:]],
         [
             row("requests/s", [f"{m.summary.requests_per_s:.2f}" for m in columns]),
@@ -146,6 +154,7 @@ def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
             row("ITL p50", [report.milliseconds(m.summary.itl_s.p50) for m in columns]),
             row("KV bytes moved", [report.megabytes(m.traffic.bytes_moved) for m in columns]),
             row("tokens skipped", [f"{m.traffic.skipped_tokens:,.0f}" for m in columns]),
+            row("computed by decode", [f"{m.traffic.local_tokens:,.0f}" for m in columns]),
             row("peak running requests", [str(m.peak_running) for m in columns]),
             row("failed requests", [str(m.summary.failed) for m in columns]),
             row("output identical", ["yes" if same else "NO"] * len(columns)),

@@ -24,6 +24,8 @@ class Traffic:
     hit_tokens: float
     counted_by: str
     """``pages sent``, or ``whole prompts`` where a server counts no more (the stock release)."""
+    local_tokens: float = 0.0
+    """Prompt tokens that decode computed itself."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def traffic(prefill: Mapping[str, float], decode: Mapping[str, float]) -> Traffi
         prompt_tokens=decode.get(metrics.PROMPT_TOKENS, 0.0),
         hit_tokens=decode.get(metrics.HIT_TOKENS, 0.0),
         counted_by=counted_by,
+        local_tokens=decode.get(metrics.LOCAL_TOKENS, 0.0),
     )
 
 

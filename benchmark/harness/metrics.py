@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 HIT_TOKENS = "sglang:decode_prefix_hit_tokens_total"
 PROMPT_TOKENS = "sglang:decode_prefix_prompt_tokens_total"
+LOCAL_TOKENS = "sglang:decode_local_tokens_total"
 REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
 SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
@@ -39,6 +40,17 @@ def parse(text: str) -> dict[str, float]:
         for sample in family.samples:
             if not sample.name.endswith("_bucket"):
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def by_labels(text: str, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """The values of these labels -> the sample ``name``, summed over its other labels."""
+    values: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name:
+                key = tuple(sample.labels.get(label, "") for label in labels)
+                values[key] = values.get(key, 0.0) + sample.value
     return values
 
 

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 PROGRESS_DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
 
 
+#: Decode computes every turn within the limit itself, whatever it costs.
+LOCAL_ALWAYS = "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS"
+
+
 @dataclass(frozen=True)
 class Variant:
     """How all servers of an arm are started; sizes are the comparison's, the same for all."""
@@ -26,12 +30,27 @@ class Variant:
     #: The decode server gets ``--disaggregation-decode-enable-radix-cache``.
     radix: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    #: Further arguments of the decode server.
+    decode_args: tuple[str, ...] = ()
 
 
 STOCK = Variant("stock", stock=True)
 PATCHED = Variant("patched")
 FLAG = Variant("flag", radix=True)
 SPINNING = Variant("flag, spinning", radix=True, env={PROGRESS_DELAY: "0"})
+
+
+def local_turns(tokens: int, *, always: bool = False) -> Variant:
+    """The radix flag, and decode computes turns of up to ``tokens`` new tokens itself.
+
+    ``always``: all of them, instead of those that it expects to have done sooner than prefill.
+    """
+    return Variant(
+        "local turns",
+        radix=True,
+        env={LOCAL_ALWAYS: "1"} if always else {},
+        decode_args=("--disaggregation-decode-local-tokens", str(tokens)),
+    )
 
 
 def variants(*, spinning: bool = False) -> tuple[Variant, ...]:

@@ -77,17 +77,21 @@ def matrix(*, spinning: bool = False) -> list[Arm]:
     ]
 
 
-def layout(arm: Arm, model: Path, load: Load) -> list[ServerConfig]:
-    """Its servers on ports reserved for them now, the router last."""
+def layout(arm: Arm, model: Path, load: Load, chunk_tokens: int = 512) -> list[ServerConfig]:
+    """Its servers on ports reserved for them now, the router last.
+
+    ``chunk_tokens``: of a prefill chunk.
+    """
     sizes = Sizes(
         pool_tokens=load.pool_tokens,
         page_size=load.block_tokens,
-        chunked_prefill_tokens=512,
+        chunked_prefill_tokens=chunk_tokens,
         max_running=64,
         # As SGLang's 512 to the trace's blocks of 512.
         reserved_decode_tokens=load.block_tokens,
     )
     stock, radix, env = arm.variant.stock, arm.variant.radix, arm.variant.env
+    decode_args = (*DOZING, *arm.variant.decode_args)
     workers = [
         servers.aggregated(model, _two(), sizes, stock=stock, extra_args=DOZING, env=env)
         for _ in range(arm.colocated)
@@ -97,7 +101,9 @@ def layout(arm: Arm, model: Path, load: Load) -> list[ServerConfig]:
         for _ in range(1 if arm.decodes else 0)
     ]
     decodes = [
-        servers.decode(model, _two(), sizes, stock=stock, radix=radix, extra_args=DOZING, env=env)
+        servers.decode(
+            model, _two(), sizes, stock=stock, radix=radix, extra_args=decode_args, env=env
+        )
         for _ in range(arm.decodes)
     ]
     balancer = router(arm, prefills, decodes, workers, load)

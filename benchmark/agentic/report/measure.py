@@ -54,16 +54,16 @@ def run(
     vocabulary = token_range(model)
     with Fleet(layout(arm, model, load), logs) as fleet:
         url = fleet.layout[-1].url
-        _warm_up(url, vocabulary, pairs=max(1, arm.decodes, arm.colocated))
+        warm_up(url, vocabulary, pairs=max(1, arm.decodes, arm.colocated))
         fleet.check()
-        before = {role: _sum(fleet.scrape(role)) for role in ENGINES}
+        before = {role: total(fleet.scrape(role)) for role in ENGINES}
         prompts = PromptSource(vocabulary, load.block_tokens, load.seed)
         # Nobody asks the next question before the answer: sent by the compressed trace's times, a
         # turn would often come before its conversation's last one has its first token.
         settings = Settings(dispatch="think", classes=classes)
         outcomes = asyncio.run(replay(url, trace.records, prompts, settings, on_outcome=on_outcome))
         fleet.check()  # also lets the last transfers be counted
-        gained = {role: metrics.gained(before[role], _sum(fleet.scrape(role))) for role in ENGINES}
+        gained = {role: metrics.gained(before[role], total(fleet.scrape(role))) for role in ENGINES}
         decoding = [
             process.log_text()
             for name, process in fleet.processes.items()
@@ -85,14 +85,15 @@ def peak_usage(log: str) -> float:
     return max(map(float, found), default=0.0)
 
 
-def _sum(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
+def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Counters of several servers, summed by name."""
+    summed: Counter[str] = Counter()
     for values in servers:
-        total.update(values)
-    return dict(total)
+        summed.update(values)
+    return dict(summed)
 
 
-def _warm_up(url: str, vocabulary: range, pairs: int) -> None:
+def warm_up(url: str, vocabulary: range, pairs: int) -> None:
     """Some requests outside the load, until each server is likely to have had one.
 
     The first transfer between two servers pays for their connection. The prompts count down, which

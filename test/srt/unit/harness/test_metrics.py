@@ -52,3 +52,15 @@ def test_the_loopback_counter_grows_with_what_is_sent() -> None:
             while b.recv(65536):
                 pass
         assert metrics.loopback_bytes() - before >= 100_000
+
+
+def test_samples_by_some_of_their_labels() -> None:
+    """Guards against tokens that were found in a cache being counted as computed."""
+    text = (
+        "# TYPE t_total counter\n"
+        't_total{mode="compute",rank="0"} 1.0\n'
+        't_total{mode="compute",rank="1"} 2.0\n'
+        't_total{mode="cache",rank="0"} 4.0\n'
+    )
+    assert metrics.by_labels(text, "t_total", "mode") == {("compute",): 3.0, ("cache",): 4.0}
+    assert metrics.by_labels(text, "other_total", "mode") == {}

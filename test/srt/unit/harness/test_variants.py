@@ -6,7 +6,15 @@ from pathlib import Path
 
 from benchmark.decode_radix_cache import throughput
 from benchmark.demo import play
-from benchmark.harness.variants import FLAG, PATCHED, SPINNING, STOCK, Variant, variants
+from benchmark.harness.variants import (
+    FLAG,
+    PATCHED,
+    SPINNING,
+    STOCK,
+    Variant,
+    local_turns,
+    variants,
+)
 
 DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
 RADIX = "--disaggregation-decode-enable-radix-cache"
@@ -46,3 +54,15 @@ def test_arms_have_the_same_sizes() -> None:
     assert len({(each.prefill_sizes, each.decode_sizes, each.decode_args) for each in of}) == 1
     demo = [play.configure(Path("m"), v) for v in variants()]
     assert len({(each.prefill_sizes, each.decode_sizes, each.decode_args) for each in demo}) == 1
+
+
+def test_local_turns_are_asked_of_decode_only() -> None:
+    """Guards against a column of local turns whose decode server was not told of them."""
+    for configure in (
+        lambda variant: throughput.configure(Path("m"), throughput.Load(), variant, 32),
+        lambda variant: play.configure(Path("m"), variant),
+    ):
+        prefill, decode, *_ = configure(local_turns(64)).layout()
+        wanted = "--disaggregation-decode-local-tokens 64"
+        assert wanted in " ".join(decode.command) and RADIX in decode.command
+        assert wanted not in " ".join(prefill.command)

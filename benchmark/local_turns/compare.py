@@ -1,0 +1,116 @@
+"""All arms in turn, round after round: results, tables, a plot, and what is claimed of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmark.agentic.report.arms import Arm
+from benchmark.harness import report
+from benchmark.harness.client import Result
+from benchmark.harness.environment import describe
+from benchmark.harness.models import random_qwen3
+from benchmark.local_turns import measure, page
+from benchmark.local_turns.load import Load, Played
+from benchmark.local_turns.measure import Measured
+from benchmark.local_turns.plot import draw
+
+SHAPE = {
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "hidden": 256,
+    "intermediate": 1536,
+}
+"""SGLang's attention on a CPU computes the whole square of a prompt, also where most is cached: a
+short turn costs as much as its history. This model has little of it, so that a turn costs by its
+new tokens, as on a GPU: about a fortieth of a cold prompt."""
+
+
+def run(
+    out: Path,
+    model: Path | None,
+    console: Console,
+    load: Load,
+    rounds: int,
+    note: str = "",
+    only: str = "",
+    command: str = "",
+) -> int:
+    """Measures the arms that ``only`` matches and writes the results; non-zero where an answer
+    differs or fails.
+
+    ``note``: about the circumstances of this run, for its readers; ``command``: how to repeat it.
+    """
+    began = time.monotonic()
+    model = model or random_qwen3(out / "model", **SHAPE)
+    raw = out / "requests.jsonl"
+    raw.unlink(missing_ok=True)
+    runs: dict[str, dict[int, list[Measured]]] = {}
+    results: list[list[Result]] = []
+
+    def one(arm: Arm, number: int) -> None:
+        answers: list[Result] = []
+
+        def done(clients: int, measured: Measured, played: Played) -> None:
+            runs.setdefault(arm.name, {}).setdefault(clients, []).append(measured)
+            answers.extend([*played.talks, *played.cold])
+            report.write_requests(raw, f"{arm.name}, round {number}, {clients}", played.talks)
+            report.write_requests(raw, f"{arm.name}, round {number}, {clients}", played.cold)
+            console.print(f"  {clients} cold clients: {_line(measured)}", highlight=False)
+
+        console.print(f"[bold]{arm.name}[/], round {number} of {rounds}: fresh servers")
+        measure.run(arm, model, load, out / "logs" / arm.name.replace(" ", "-"), done)
+        results.append(answers)
+
+    for number in range(1, rounds + 1):  # in turn, so that a busy machine hits all of them
+        for arm in measure.arms(load):
+            if re.search(only, arm.name):
+                one(arm, number)
+
+    same = same_answers(results)
+    notes = {"command": command, **({"note": note} if note else {})}
+    seconds = time.monotonic() - began
+    content = {**describe(), **notes, "seconds": seconds, "rounds": rounds}
+    content |= {"load": dataclasses.asdict(load), "outputs_identical": same, "runs": runs}
+    report.write_summary(out / "summary.json", content)
+    summary = json.loads((out / "summary.json").read_text())
+    draw(out / "local_turns.png", summary)
+    for clients in load.cold_clients:
+        report.print_table(page.title(summary, clients), *page.table(summary, clients), console)
+    for claim in page.claims(summary):
+        console.print(str(claim), highlight=False)
+    console.print("Outputs are identical." if same else "[red]Outputs differ, or one failed.[/]")
+    return 0 if same else 1
+
+
+def same_answers(arms: Sequence[Sequence[Result]]) -> bool:
+    """Whether no request failed, and what every arm was asked was answered with the same tokens.
+
+    How many cold prompts a client sends is up to how soon they are answered.
+    """
+    common = set.intersection(*({r.label for r in arm} for arm in arms))
+    failed = any(r.error is not None for arm in arms for r in arm)
+    return not failed and report.same_answers(
+        [[r for r in arm if r.label in common] for arm in arms]
+    )
+
+
+def _line(m: Measured) -> str:
+    """The most important of a load, for who watches the run."""
+    return (
+        f"{m.requests_per_s:.2f} requests/s; TTFT p50 of later turns "
+        f"{report.milliseconds(m.ttft_later_s.p50)}; gap p99 {report.milliseconds(m.gap_s.p99)}; "
+        f"{m.failed} failed; {m.reasons or ''} {_rounded(m.took_s)}"
+    )
+
+
+def _rounded(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {report.milliseconds(each)}" for name, each in seconds.items())

@@ -1,0 +1,111 @@
+"""Talks, and clients whose prompts nobody has seen before, at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import ClientSession
+
+from benchmark.harness.client import Request, Result, Target, open_session, send
+from benchmark.harness.workload import Conversation, multi_turn, next_prompt
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent; the same to all arms. Lengths and pools in tokens."""
+
+    talks: int = 6
+    """At once. Each sends its next turn when it has the answer to the last one."""
+    turns: int = 6
+    first_tokens: int = 512
+    turn_tokens: int = 112
+    answer_tokens: int = 40
+    cold_tokens: int = 5000
+    cold_answer_tokens: int = 8
+    cold_clients: tuple[int, ...] = (0, 1, 2)
+    """Clients beside the talks that send a cold prompt when they have the answer to the last one;
+    a load each, in this order, to the same servers. 0 is the quiet one."""
+    quiet_turns: int = 10
+    """Turns of each talk where nobody sends cold prompts, as they take less time there."""
+    pool_tokens: int = 32_000
+    """KV pool of every server."""
+    chunk_tokens: int = 8192
+    """``--chunked-prefill-size``; 8,192 is SGLang's own choice on an H100."""
+    local_tokens: int = 256
+    """``--disaggregation-decode-local-tokens`` of the arms that have it."""
+    seed: int = 0
+
+    def conversations(self, vocabulary: range, clients: int) -> list[Conversation]:
+        """The users' sides of the talks beside so many cold clients; others for each number."""
+        return multi_turn(
+            vocabulary,
+            conversations=self.talks,
+            turns=self.turns if clients else self.quiet_turns,
+            first_tokens=self.first_tokens,
+            turn_tokens=self.turn_tokens,
+            seed=self.seed + 1000 * clients,
+        )
+
+    def cold_prompt(self, vocabulary: range, label: str) -> tuple[int, ...]:
+        """The prompt of a label, which is the same in all arms."""
+        rng = random.Random(f"{self.seed} {label}")
+        return tuple(rng.choices(vocabulary, k=self.cold_tokens))
+
+
+@dataclass
+class Played:
+    """What came back. A turn's label is ``TALK.TURN``, from 0."""
+
+    talks: list[Result] = field(default_factory=list)
+    cold: list[Result] = field(default_factory=list)
+    seconds: float = 0.0
+    """From the first turn sent to the last one answered."""
+
+
+def play(target: Target, load: Load, vocabulary: range, clients: int) -> Played:
+    """Plays all talks beside so many cold clients, who are under way when the talks begin."""
+    return asyncio.run(_play(target, load, vocabulary, clients))
+
+
+async def _play(target: Target, load: Load, vocabulary: range, clients: int) -> Played:
+    played, done = Played(), asyncio.Event()
+    async with open_session() as session:
+
+        async def cold(client: int) -> None:
+            number = 0
+            while not done.is_set():
+                label = f"cold {clients}.{client}.{number}"
+                prompt = load.cold_prompt(vocabulary, label)
+                request = Request(prompt, load.cold_answer_tokens, label=label)
+                played.cold.append(await send(session, target, request))
+                number += 1
+
+        tasks = [asyncio.create_task(cold(client)) for client in range(clients)]
+        if clients:
+            await asyncio.sleep(1.0)
+        began = time.monotonic()
+        talks = load.conversations(vocabulary, clients)
+        answered = await asyncio.gather(
+            *(_talk(session, target, talk, load.answer_tokens) for talk in talks)
+        )
+        played.seconds = time.monotonic() - began
+        done.set()
+        await asyncio.gather(*tasks)  # their last answers; nobody is cut short
+    played.talks = [result for results in answered for result in results]
+    return played
+
+
+async def _talk(
+    session: ClientSession, target: Target, talk: Conversation, answer_tokens: int
+) -> Sequence[Result]:
+    prompt, results = (), []
+    for number, said in enumerate(talk.turns):
+        answer = results[-1].output_ids if results else ()
+        prompt = next_prompt(prompt, answer, said)
+        request = Request(prompt, answer_tokens, label=f"{talk.label}.{number}")
+        results.append(await send(session, target, request))
+    return results

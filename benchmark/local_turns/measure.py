@@ -1,0 +1,158 @@
+"""One arm on fresh servers: every load in turn, and what each cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from benchmark.agentic.report.arms import Arm, layout
+from benchmark.agentic.report.load import Load as Sizes
+from benchmark.agentic.report.measure import ENGINES, total, warm_up
+from benchmark.harness import checks, metrics
+from benchmark.harness.arm import traffic
+from benchmark.harness.client import Target
+from benchmark.harness.fleet import Fleet
+from benchmark.harness.report import Spread, spread, summarize
+from benchmark.harness.variants import FLAG, STOCK, local_turns
+from benchmark.harness.workload import token_range
+from benchmark.local_turns.load import Load, Played, play
+
+TURNS = "sglang:decode_turns_total"
+COMPUTED = ("sglang:realtime_tokens_total", "mode", "prefill_compute")
+
+
+def arms(load: Load) -> list[Arm]:
+    """All arms, in the order of the columns: two engines each, and SGLang's router before them."""
+    cache_aware, round_robin = (f"sglang-router: {p}" for p in ("cache_aware", "round_robin"))
+    pd = "1P1D"
+    fixed, chosen = (local_turns(load.local_tokens, always=always) for always in (True, False))
+    return [
+        Arm("2 aggregated", "two aggregated", cache_aware, colocated=2, variant=STOCK),
+        Arm(pd, "PD, stock", round_robin, decodes=1, variant=STOCK),
+        Arm(pd, "PD, remote", round_robin, decodes=1, variant=FLAG),
+        Arm(pd, "PD, always local", round_robin, decodes=1, variant=fixed),
+        Arm(pd, "PD, chosen", round_robin, decodes=1, variant=chosen),
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A load on one arm. Times in seconds; requests are those of the talks unless it says cold."""
+
+    requests: int
+    failed: int
+    """Of talks and cold clients."""
+    requests_per_s: float
+    ttft_first_s: Spread
+    ttft_later_s: Spread
+    gap_s: Spread
+    """From one token of an answer to the next."""
+    latency_s: Spread
+    cold_tokens_per_s: float
+    """Prompt tokens of cold prompts answered while the talks ran, a second."""
+    cold_ttft_s: Spread
+    prompt_tokens: int
+    """Of talks and cold prompts."""
+    prefill_tokens: float
+    """Those computed by the prefill server, or by aggregated servers."""
+    local_tokens: float
+    """Those computed by the decode server."""
+    bytes_moved: float
+    local_turns: float
+    """Talks' and cold clients' requests that decode computed itself."""
+    took_s: dict[str, float]
+    """Mean time from admission to the first token, by ``expected SIDE`` and ``actual SIDE``."""
+    reasons: dict[str, float]
+    """Requests by who computed them and why, as the choice counts them."""
+
+
+def run(
+    arm: Arm, model: Path, load: Load, logs: Path, on_load: Callable[[int, Measured, Played], None]
+) -> None:
+    """Plays the loads in turn, each on emptied caches.
+
+    Raises:
+        ServerFailed: a server died, or failed SGLang's memory check.
+        RunFailed: a warm-up request failed.
+    """
+    vocabulary = token_range(model)
+    servers = layout(arm, model, Sizes(pool_tokens=load.pool_tokens), load.chunk_tokens)
+    with Fleet(servers, logs) as fleet:
+        url = fleet.layout[-1].url
+        warm_up(url, vocabulary, pairs=max(arm.decodes, arm.colocated))
+        for clients in load.cold_clients:
+            fleet.check()
+            for server in fleet.layout[:-1]:
+                checks.flush(server.url)
+            before = _counters(fleet)
+            played = play(Target(url), load, vocabulary, clients)
+            fleet.check()  # also lets the last transfers be counted
+            gained = {of: metrics.gained(before[of], now) for of, now in _counters(fleet).items()}
+            on_load(clients, numbers(load, played, gained), played)
+
+
+def numbers(load: Load, played: Played, gained: dict[str, dict[str, float]]) -> Measured:
+    """``gained``: what the counters of each role gained, and ``computed``, ``turns``
+    and ``times``."""
+    first = [r for r in played.talks if r.label.endswith(".0")]
+    later = [r for r in played.talks if not r.label.endswith(".0")]
+    answered = [r for r in played.talks if r.error is None]
+    ended = max((r.finished_at for r in played.talks), default=0.0)
+    cold = [
+        r
+        for r in played.cold
+        if r.error is None and ended - played.seconds <= r.finished_at <= ended
+    ]
+    every = [*played.talks, *played.cold]
+    return Measured(
+        requests=len(played.talks),
+        failed=sum(r.error is not None for r in every),
+        requests_per_s=summarize(played.talks).requests_per_s,
+        ttft_first_s=summarize(first).ttft_s,
+        ttft_later_s=summarize(later).ttft_s,
+        gap_s=spread([b - a for r in answered for a, b in pairwise(r.token_times)]),
+        latency_s=summarize(played.talks).latency_s,
+        cold_tokens_per_s=load.cold_tokens * len(cold) / max(played.seconds, 1e-9),
+        cold_ttft_s=summarize(played.cold).ttft_s,
+        prompt_tokens=sum(r.prompt_tokens for r in every),
+        prefill_tokens=gained["computed"]["prefill"] + gained["computed"]["aggregated"],
+        local_tokens=gained["computed"]["decode"],
+        bytes_moved=traffic(gained["prefill"], gained["decode"]).bytes_moved,
+        local_turns=sum(n for name, n in gained["turns"].items() if name.startswith("local")),
+        took_s=_means(gained["times"]),
+        reasons={name: n for name, n in gained["turns"].items() if n},
+    )
+
+
+def _counters(fleet: Fleet) -> dict[str, dict[str, float]]:
+    """By role; and prompt tokens computed by each role, and turns by ``WHERE REASON``."""
+    pages = {role: [metrics.page(url) for url in fleet.urls(role)] for role in ENGINES}
+    name, label, mode = COMPUTED
+    computed = {
+        role: sum(metrics.by_labels(page, name, label).get((mode,), 0.0) for page in of)
+        for role, of in pages.items()
+    }
+    turns = total(
+        {" ".join(key): n for key, n in metrics.by_labels(page, TURNS, "where", "reason").items()}
+        for page in pages["decode"]
+    )
+    times = total(
+        {
+            f"{kind} {side} {part}": seconds
+            for kind in ("expected", "actual")
+            for part in ("sum", "count")
+            for (side,), seconds in metrics.by_labels(
+                page, f"sglang:decode_turn_{kind}_seconds_{part}", "where"
+            ).items()
+        }
+        for page in pages["decode"]
+    )
+    by_role = {role: total(map(metrics.parse, of)) for role, of in pages.items()}
+    return {**by_role, "computed": computed, "turns": turns, "times": times}
+
+
+def _means(times: Mapping[str, float]) -> dict[str, float]:
+    counts = {n.removesuffix(" count"): of for n, of in times.items() if n.endswith("count") and of}
+    return {name: times[f"{name} sum"] / count for name, count in counts.items()}

@@ -1,0 +1,174 @@
+"""The summary of a run as tables and sentences. Pure; shared by the command and the READMEs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+Json = Mapping[str, Any]
+
+AGGREGATED, STOCK = "two aggregated", "PD, stock"
+REMOTE, ALWAYS, CHOSEN = "PD, remote", "PD, always local", "PD, chosen"
+
+
+def medians(summary: Json, clients: int) -> dict[str, Json]:
+    """Arm -> the median over the rounds of each number, beside so many cold clients."""
+    return {arm: _median(loads[str(clients)]) for arm, loads in summary["runs"].items()}
+
+
+def _median(values: Sequence[Any]) -> Any:
+    values = [value for value in values if value is not None]
+    if values and isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _median([value.get(name) for value in values]) for name in names}
+    return median(values) if values else None
+
+
+def _milliseconds(seconds: Sequence[float | None]) -> str:
+    if any(each is None for each in seconds):
+        return "-"
+    return ", ".join(f"{each * 1e3:,.0f}" for each in seconds if each is not None) + " ms"
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"medians of {count} rounds"
+
+
+def title(summary: Json, clients: int) -> str:
+    """What is sent."""
+    load = summary["load"]
+    turns = load["turns"] if clients else load["quiet_turns"]
+    beside = (
+        f"beside {clients} client{'s' * (clients > 1)} with cold prompts of "
+        f"{load['cold_tokens']:,} tokens"
+        if clients
+        else "alone"
+    )
+    return f"{load['talks']} talks of {turns} turns {beside}, {_rounds(summary['rounds'])}"
+
+
+def table(summary: Json, clients: int) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: a quantity a row, an arm a column."""
+    arms = medians(summary, clients)
+    runs = {arm: loads[str(clients)] for arm, loads in summary["runs"].items()}
+
+    def times(of: str, *which: str) -> list[str]:
+        cells = ([m[of][p] for p in which] for m in arms.values())
+        return [_milliseconds(cell) for cell in cells]
+
+    def count(of: str) -> list[str]:
+        return [f"{m[of]:,.0f}" for m in arms.values()]
+
+    rows = [
+        ["requests/s of the talks", *(f"{m['requests_per_s']:.2f}" for m in arms.values())],
+        [
+            "each round",
+            *(", ".join(f"{m['requests_per_s']:.2f}" for m in of) for of in runs.values()),
+        ],
+        ["TTFT of first turns: p50, p99", *times("ttft_first_s", "p50", "p99")],
+        ["TTFT of later turns: p50, p99", *times("ttft_later_s", "p50", "p99")],
+        ["from one token to the next: p50, p99", *times("gap_s", "p50", "p99")],
+        ["end to end: p50", *times("latency_s", "p50")],
+        ["computed by prefill, tokens", *count("prefill_tokens")],
+        ["computed by decode, tokens", *count("local_tokens")],
+        ["KV moved", *(f"{m['bytes_moved'] / 1e6:,.1f} MB" for m in arms.values())],
+        ["failed requests", *count("failed")],
+    ]
+    if clients:
+        rows[-1:-1] = [
+            ["cold prompts, tokens answered a second", *count("cold_tokens_per_s")],
+            ["TTFT of cold prompts: p50", *times("cold_ttft_s", "p50")],
+        ]
+    return ["", *arms], rows
+
+
+def short(summary: Json, *loads: int) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of what matters most: that of some loads in one table."""
+    wanted = {
+        "requests/s of the talks",
+        "TTFT of later turns: p50, p99",
+        "from one token to the next: p50, p99",
+        "cold prompts, tokens answered a second",
+        "computed by prefill, tokens",
+    }
+    rows = []
+    for clients in loads:
+        head, found = table(summary, clients)
+        beside = f"{clients} cold clients" if clients else "talks alone"
+        rows += [[f"{beside}: {name}", *cells] for name, *cells in found if name in wanted]
+    return head, rows
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A bound on a ratio, and what was measured."""
+
+    text: str
+    measured: float
+    bound: float
+    at_least: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether this run shows it."""
+        return self.measured >= self.bound if self.at_least else self.measured <= self.bound
+
+    def __str__(self) -> str:
+        word = "at least" if self.at_least else "at most"
+        return (
+            f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.text}: {self.measured:.2f} times "
+            f"({word} {self.bound:g})"
+        )
+
+
+def claims(summary: Json) -> list[Claim]:
+    """What is claimed of the choice, in the busiest load and in the quiet one, as far as the arms
+    for it were measured."""
+    load, arms = summary["load"], summary["runs"].keys()
+    busiest = max(load["cold_clients"])
+    if 0 not in load["cold_clients"] or not {REMOTE, ALWAYS, CHOSEN} <= arms:
+        return []
+    busy, quiet = medians(summary, busiest), medians(summary, 0)
+
+    def ttft(m: Json) -> float:
+        return float(m["ttft_later_s"]["p50"])
+
+    def gap(m: Json) -> float:
+        return float(m["gap_s"]["p99"])
+
+    def rate(m: Json) -> float:
+        return float(m["requests_per_s"])
+
+    later, computed = "TTFT p50 of later turns", quiet[ALWAYS]["prefill_tokens"]
+    chosen, remote, either = busy[CHOSEN], busy[REMOTE], (quiet[REMOTE], quiet[ALWAYS])
+    least, most = min(map(ttft, either)), max(map(rate, either))
+    first = load["talks"] * load["first_tokens"]
+    found = [
+        Claim(f"busy, {later}: remote over chosen", ttft(remote) / ttft(chosen), 4, True),
+        Claim("busy, requests/s: chosen over remote", rate(chosen) / rate(remote), 1.8, True),
+        Claim("busy, gap p99: chosen over remote", gap(chosen) / gap(remote), 2, False),
+        Claim(
+            f"quiet, {later}: chosen over the better of remote and always local",
+            ttft(quiet[CHOSEN]) / least,
+            1.1,
+            False,
+        ),
+        Claim(
+            "quiet, requests/s: the better of remote and always local over chosen",
+            most / rate(quiet[CHOSEN]),
+            1.1,
+            False,
+        ),
+        Claim(
+            "quiet, always local: tokens that prefill computed over those of first turns",
+            computed / first,
+            1,
+            False,
+        ),
+    ]
+    if AGGREGATED in arms:
+        over = gap(busy[AGGREGATED]) / gap(chosen)
+        found.append(Claim("busy, gap p99: two aggregated over chosen", over, 10, True))
+    return found

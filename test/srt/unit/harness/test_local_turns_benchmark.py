@@ -1,0 +1,185 @@
+"""benchmark/local_turns: what is sent, what is counted, and when a claim is said to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.agentic.report.arms import layout
+from benchmark.agentic.report.load import Load as Sizes
+from benchmark.harness.client import Request, Result, Target
+from benchmark.harness.report import write_summary
+from benchmark.harness.variants import LOCAL_ALWAYS
+from benchmark.local_turns import compare, load, measure, page
+from benchmark.local_turns.load import Load, Played
+
+VOCABULARY = range(100, 400)
+SMALL = Load(talks=2, turns=3, quiet_turns=2, first_tokens=9, turn_tokens=4, cold_tokens=7)
+
+
+def test_arms_differ_in_what_they_are_called() -> None:
+    """Guards against a gain that comes from another pool, or from a flag that no column names."""
+    seen = {}
+    for arm in measure.arms(Load(local_tokens=77)):
+        *engines, _ = layout(arm, Path("m"), Sizes(pool_tokens=5000))
+        assert len(engines) == 2
+        for engine in engines:
+            words = " ".join(engine.command)
+            assert "--max-total-tokens 5000" in words
+            local = "--disaggregation-decode-local-tokens 77" in words
+            radix = "--disaggregation-decode-enable-radix-cache" in words
+            always = engine.env.get(LOCAL_ALWAYS) == "1"
+            stock = engine.env["SGLANG_PATCHSET"] == "0"
+            seen[arm.name, engine.role] = (stock, radix, local, always and local)
+    assert seen == {
+        ("two aggregated", "aggregated"): (True, False, False, False),
+        ("PD, stock", "prefill"): (True, False, False, False),
+        ("PD, stock", "decode"): (True, False, False, False),
+        ("PD, remote", "prefill"): (False, False, False, False),
+        ("PD, remote", "decode"): (False, True, False, False),
+        ("PD, always local", "prefill"): (False, False, False, False),
+        ("PD, always local", "decode"): (False, True, True, True),
+        ("PD, chosen", "prefill"): (False, False, False, False),
+        ("PD, chosen", "decode"): (False, True, True, False),
+    }
+
+
+@pytest.mark.parametrize("clients", [0, 2])
+def test_turns_hold_all_that_was_said(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
+    """Guards against talks whose later turns are new prompts, and cold prompts that somebody has
+    seen."""
+    sent: dict[str, Request] = {}
+
+    sleep = asyncio.sleep
+
+    async def answer(_: Any, __: Target, request: Request) -> Result:
+        sent[request.label] = request
+        await sleep(0)
+        return Result(request.label, 0.0, output_ids=[1, 2, 3])
+
+    async def at_once(_: float) -> None:
+        await sleep(0)
+
+    monkeypatch.setattr(load, "send", answer)
+    monkeypatch.setattr(load.asyncio, "sleep", at_once)
+    played = load.play(Target("http://nowhere"), SMALL, VOCABULARY, clients)
+    turns = 3 if clients else 2
+    assert [r.label for r in played.talks] == [f"c{c}.{t}" for c in range(2) for t in range(turns)]
+    for talk in range(2):
+        for turn in range(1, turns):
+            before, now = (tuple(sent[f"c{talk}.{t}"].prompt) for t in (turn - 1, turn))
+            assert now[: len(before) + 3] == (*before, 1, 2, 3)
+            assert len(now) == len(before) + 3 + 4
+    cold = [r for label, r in sent.items() if label.startswith("cold")]
+    assert len(cold) == len(played.cold) >= clients
+    assert len({tuple(r.prompt) for r in cold}) == len(cold)
+
+
+def result(label: str, at: float, *token_times: float, error: str | None = None) -> Result:
+    times = list(token_times)
+    ids = [len(label), *range(len(times))]
+    end = times[-1] if times else at
+    return Result(label, at, times, ids, finished_at=end, prompt_tokens=10, error=error)
+
+
+def test_numbers_are_those_of_the_talks() -> None:
+    """Guards against cold prompts in the talks' numbers, and against counting those that were
+    answered before or after."""
+    played = Played(
+        [result("c0.0", 10.0, 11.0, 11.1), result("c0.1", 12.0, 12.5, 12.7, 14.0)],
+        [result("cold 1.0.0", 8.0, 9.0), result("cold 1.0.1", 9.0, 13.0), result("x", 13.0, 15.0)],
+        seconds=4.0,
+    )
+    gained: dict[str, dict[str, float]] = {
+        **{role: {} for role in measure.ENGINES},
+        "computed": {"prefill": 30.0, "decode": 4.0, "aggregated": 0.0},
+        "turns": {"local cheaper": 1.0, "remote long": 2.0, "remote explore": 0.0},
+        "times": {"actual local sum": 3.0, "actual local count": 2.0, "actual remote count": 0.0},
+    }
+    found = measure.numbers(SMALL, played, gained)
+    assert (found.requests, found.failed, found.requests_per_s) == (2, 0, 0.5)
+    assert (found.ttft_first_s.p50, found.ttft_later_s.p50) == (1.0, 0.5)
+    assert found.gap_s.p50 == pytest.approx(0.2)
+    assert found.cold_tokens_per_s == SMALL.cold_tokens / 4.0
+    assert (found.prefill_tokens, found.local_tokens, found.local_turns) == (30.0, 4.0, 1.0)
+    assert found.reasons == {"local cheaper": 1.0, "remote long": 2.0}
+    assert found.took_s == {"actual local": 1.5}
+
+
+def test_answers_are_compared_where_all_arms_were_asked() -> None:
+    """Guards against a difference, or a failure, that goes unseen among cold prompts."""
+    one, two = [result("c0.0", 0.0, 1.0)], [result("c0.0", 0.0, 1.0), result("cold", 0.0, 2.0)]
+    assert compare.same_answers([one, two])
+    assert not compare.same_answers([one, [result("c0.0", 0.0, 1.0, 2.0)]])
+    assert not compare.same_answers([one, [*one, result("cold", 0.0, error="lost")]])
+
+
+def summary(tmp_path: Path) -> Any:
+    """Of a run in which every claim just holds."""
+
+    def of(ttft: float, gap: float, rate: float, computed: float = 500.0) -> measure.Measured:
+        one = [Result("c0.0", 0.0, [ttft], finished_at=1.0)]
+        one += [Result("c0.1", 0.0, [ttft, ttft + gap], finished_at=2 / rate)]
+        gained: dict[str, dict[str, float]] = {
+            **{role: {} for role in measure.ENGINES},
+            "computed": {"prefill": computed, "decode": 0.0, "aggregated": 0.0},
+            "turns": {},
+            "times": {},
+        }
+        return measure.numbers(SMALL, Played(one, [], 1.0), gained)
+
+    runs = {
+        page.AGGREGATED: {0: [of(0.1, 0.1, 1.0)], 2: [of(0.1, 0.4, 1.0)]},
+        page.STOCK: {0: [of(0.1, 0.1, 1.0)], 2: [of(0.1, 0.1, 1.0)]},
+        page.REMOTE: {0: [of(0.2, 0.1, 1.0)], 2: [of(0.4, 0.02, 1.0)]},
+        page.ALWAYS: {0: [of(0.1, 0.1, 0.8, 18.0)], 2: [of(0.1, 0.1, 1.0)]},
+        page.CHOSEN: {0: [of(0.105, 0.1, 0.95)], 2: [of(0.0999, 0.0399, 1.85)]},
+    }
+    content = {"load": {**vars(SMALL), "cold_clients": (0, 2)}, "rounds": 1, "runs": runs}
+    write_summary(tmp_path / "summary.json", content)
+    return json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_each_claim_can_fail(tmp_path: Path) -> None:
+    """Guards against a bound that holds whatever was measured."""
+    good = summary(tmp_path)
+    held = page.claims(good)
+    assert len(held) == 7 and all(claim.holds for claim in held)
+    worse: list[tuple[str, str, tuple[str, ...], float]] = [
+        (page.CHOSEN, "2", ("ttft_later_s", "p50"), 0.2),
+        (page.CHOSEN, "2", ("requests_per_s",), 1.7),
+        (page.REMOTE, "2", ("gap_s", "p99"), 0.01),
+        (page.CHOSEN, "0", ("ttft_later_s", "p50"), 0.12),
+        (page.REMOTE, "0", ("requests_per_s",), 1.1),
+        (page.ALWAYS, "0", ("prefill_tokens",), 19.0),
+        (page.AGGREGATED, "2", ("gap_s", "p99"), 0.3),
+    ]
+    for at, (arm, clients, (*path, last), value) in enumerate(worse):
+        bad = copy.deepcopy(good)
+        numbers = bad["runs"][arm][clients][0]
+        for name in path:
+            numbers = numbers[name]
+        numbers[last] = value
+        assert [claim.holds for claim in page.claims(bad)] == [i != at for i in range(7)]
+    del good["runs"][page.AGGREGATED]
+    assert len(page.claims(good)) == 6
+    del good["runs"][page.REMOTE]
+    assert page.claims(good) == []
+
+
+def test_medians_are_of_each_number_by_itself(tmp_path: Path) -> None:
+    """Guards against a round that is shown for all of them because it is best in one."""
+    of = summary(tmp_path)
+    rounds = of["runs"][page.CHOSEN]["2"]
+    rounds += [copy.deepcopy(rounds[0]), copy.deepcopy(rounds[0])]
+    rounds[1]["requests_per_s"], rounds[2]["ttft_later_s"]["p50"] = 9.0, 5.0
+    found = page.medians(of, 2)[page.CHOSEN]
+    assert found["requests_per_s"] == pytest.approx(1.85)
+    assert found["ttft_later_s"]["p50"] == pytest.approx(0.0999)
+    head, rows = page.table(of, 2)
+    assert all(len(row) == len(head) for row in rows)
