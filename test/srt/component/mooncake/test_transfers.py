@@ -204,7 +204,8 @@ def test_silent_decode_rank_is_forgotten(pair: Pair) -> None:
     receiver.announce(pages(4), 5, prefix_len=0)
     pair.announced(sender)
     ranks = prefill.decode_ranks
-    ranks._heard[pair.peer] = ranks._clock() - ranks._timeout_s
+    port = pair.decode.manager.rank_port
+    ranks._heard[pair.peer] = ranks._clock() - ranks._timeout_s, "127.0.0.1", port
     prefill._tick()
     assert prefill.decode_kv_args_table == {}
     assert pair.finish(sender, receiver) == LOST and "gave no sign" in pair.reason(sender)
