@@ -49,7 +49,13 @@ PROMPT, PREFIX = 11, 4
 
 def manager(kind: Any, pool: Any, rank: int, ranks: int, heads: int, **own: Any) -> Any:
     """The manager of a prefill rank, of the class ``kind``."""
-    nothing = ("aux_data_ptrs", "aux_data_lens", "state_data_ptrs", "state_data_lens")
+    nothing = (
+        "aux_data_ptrs",
+        "aux_data_lens",
+        "aux_item_lens",
+        "state_data_ptrs",
+        "state_data_lens",
+    )
     args = SimpleNamespace(
         **kv_args(pool, total_kv_head_num=heads),
         **{name: [] for name in nothing},

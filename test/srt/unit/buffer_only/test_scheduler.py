@@ -80,14 +80,15 @@ class Scheduler(BufferOnlyScheduler, Stock):
 
 def scheduler(mode: str = "buffer_only", busy: bool = False) -> Scheduler:
     found = Scheduler()
-    found.server_args = SimpleNamespace(hicache_host_memory_mode=mode)
+    found.server_args = SimpleNamespace(hicache_host_memory_mode=mode, enable_dp_attention=False)
+    found.offload_tags = set()
     hits = {"r": 8}
     found.said = []
     prefetches = SimpleNamespace(
         in_line=lambda rids: found.said.append(list(rids)), cancel=found.said.append
     )
     found.tree_cache = SimpleNamespace(
-        buffer=SimpleNamespace(busy=busy, prefetches=prefetches),
+        buffer=SimpleNamespace(busy=busy, prefetches=prefetches, context=SimpleNamespace(now_ms=7)),
         take_storage_hit=lambda rid: hits.pop(rid, 0),
     )
     return found
@@ -113,13 +114,32 @@ def test_a_flush_waits_for_no_store():
     assert not busy.is_fully_idle()
 
 
-@pytest.mark.parametrize(("left", "flushed"), [(60.0, 0), (-1.0, 1)])
-def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(left, flushed):
-    """``/flush_cache?timeout=``: refused when the time is over, it would be for ever."""
+@pytest.mark.parametrize(("waited_ms", "flushed"), [(59_999, 0), (60_000, 1)])
+def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(waited_ms, flushed):
+    """``/flush_cache?timeout=``: refused when the time is over, it would be for ever. Its time is
+    the ranks' agreed one: each by its own clock, they would empty their trees in different steps.
+    """
     busy = scheduler(busy=True)
-    busy._pending_flush = (None, time.monotonic() + left)
+    busy._engine_paused = False
+    busy._pending_flush = (SimpleNamespace(timeout_s=60.0), time.monotonic() - 1)
+    context = busy.tree_cache.buffer.context
+    busy._check_pending_flush()
+    assert not busy.calls["flushed later"]
+    context.now_ms += waited_ms
     busy._check_pending_flush()
     assert busy.calls["flushed later"] == flushed
+
+
+def test_weights_that_were_released_are_not_read(monkeypatch):
+    """The flush after an update names the keys by the weights in memory, if they are there."""
+    found = scheduler()
+    named: list[int] = []
+    monkeypatch.setattr(found, "name_keys", lambda: named.append(1))
+    found._weights_changed = True
+    found.offload_tags = {"weights"}
+    assert found.flush_cache() and not named
+    found.offload_tags = set()
+    assert found.flush_cache() and named
 
 
 @pytest.mark.parametrize(("tags", "flushes"), [(None, 1), (["kv_cache"], 1), (["weights"], 0)])

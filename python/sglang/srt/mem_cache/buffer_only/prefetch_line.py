@@ -150,6 +150,8 @@ class PrefetchLine:
         for prefetch, end in self.fetches.apply(agreed.fetches):
             if end is not None:
                 self._cut(prefetch, end)  # the store has lost the rest since it was asked
+            if prefetch.state is State.QUERYING:
+                continue  # it is asked for anew, and keeps what is in the stage
             if not prefetch.keys:
                 self._missed(prefetch)
             else:

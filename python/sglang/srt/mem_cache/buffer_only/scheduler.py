@@ -24,6 +24,8 @@ class BufferOnlyScheduler(NamingScheduler):
     _request_namespace: str | None = None
 
     _store_ignored: bool = False
+    #: When a flush that waits is made all the same; agreed milliseconds.
+    _flush_due_ms: int | None = None
     _last_result: float = 0.0
 
     @cached_property
@@ -140,12 +142,24 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def _check_pending_flush(self) -> None:
-        # One that may wait does so for what is still to be written, but is not refused for it.
-        if self._pending_flush is None or time.monotonic() < self._pending_flush[1]:
+        # One that may wait does so for what is still to be written, but is not refused for it. Its
+        # time is over in the same step on all ranks: a rank that forgot its tree a step before the
+        # others would start other transfers than they do.
+        if self._pending_flush is None or not self._buffer_only:
+            self._flush_due_ms = None
             super()._check_pending_flush()
             return
-        with self._without_the_store():
+        now_ms = self.tree_cache.buffer.context.now_ms
+        if self._flush_due_ms is None:
+            timeout_s = float(self._pending_flush[0].timeout_s or 0.0)
+            self._flush_due_ms = now_ms + int(timeout_s * 1000)
+        if now_ms >= self._flush_due_ms or self._engine_paused:  # no step while it is paused
+            with self._without_the_store():
+                super()._check_pending_flush()
+        elif self.is_fully_idle():
             super()._check_pending_flush()
+        if self._pending_flush is None:
+            self._flush_due_ms = None
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:

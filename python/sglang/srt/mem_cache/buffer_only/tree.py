@@ -144,6 +144,15 @@ class BufferOnlyTree(HiRadixCache):
         return super().insert(params)
 
     @override
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        before = self.token_to_kv_pool_allocator.available_size()
+        super().cache_unfinished_req(req, chunked=chunked)
+        if self.token_to_kv_pool_allocator.available_size() > before:
+            # Another request had brought the same prefix: this one's own slots are free now, and
+            # the batch that was launched before still reads them.
+            self.written = None
+
+    @override
     def _split_node(self, key: Key, child: Node, split_len: int) -> Any:
         front = super()._split_node(key, child, split_len)
         if self.buffer is not None:

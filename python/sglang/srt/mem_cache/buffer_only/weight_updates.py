@@ -78,7 +78,9 @@ class NamingScheduler(Scheduler):
     def flush_cache(self) -> Any:
         flushed = super().flush_cache()
         # With data parallel attention each rank flushes when it is idle, and not all at a time.
-        if flushed and self._weights_changed and not self.server_args.enable_dp_attention:
+        # Memory that was released cannot be read.
+        is_put_off = self.server_args.enable_dp_attention or "weights" in self.offload_tags
+        if flushed and self._weights_changed and not is_put_off:
             self.name_keys()
         return flushed
 

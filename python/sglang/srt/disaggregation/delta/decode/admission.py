@@ -122,11 +122,14 @@ class DecodeBudget:
 
     def cost(self, candidate: Candidate, prefix: int) -> int:
         """What admitting it takes beyond a locked ``prefix``, in tokens."""
-        claim = Claim(candidate.length, final_length(candidate.req, self._step))
+        # SGLang lets a text grow to the pool's end; a step's room behind that is nowhere, and who
+        # waits for it would wait for ever, with everybody behind.
+        final = min(final_length(candidate.req, self._step), self._queue.max_total_num_tokens)
+        claim = Claim(candidate.length, final)
         if candidate.resumes:
             return entry_cost(prefix, claim, self.claims.cap, self._page)
         cap = self.claims.entry_cap
-        return entry_cost(prefix, entering(claim), cap, self._page)
+        return entry_cost(prefix, entering(claim, self._step), cap, self._page)
 
     def describe(self) -> str:
         """The pool in words, for a request that waits."""

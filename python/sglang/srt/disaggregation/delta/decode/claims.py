@@ -73,8 +73,15 @@ class CeilSum:
         start, limit = track
         self.total += by * page_ceil(min(start + self._steps, limit), self._page)
         if start + self._steps < limit:
-            self._growing[start % self._page] += by
-            self._ending[limit - start][start % self._page] += by
+            remainder, end = start % self._page, limit - start
+            self._growing[remainder] += by
+            ending = self._ending[end]
+            ending[remainder] += by
+            # With speculation values are counted anew instead of stepped, and no step drops them.
+            if not ending[remainder]:
+                del ending[remainder]
+                if not ending:
+                    del self._ending[end]
 
     def step(self) -> None:
         """Every value grows."""
@@ -207,7 +214,7 @@ class Claims:
     def entered(self, req: Req, node: TreeNode, shared: int, allocated: int) -> None:
         """``req`` holds ``allocated`` tokens; the tree shares ``shared`` of them, to ``node``."""
         holding = Holding(req, node, shared, allocated, Stage.ENTERING)
-        claim = entering(Claim(allocated, final_length(req, self.step)))
+        claim = entering(Claim(allocated, final_length(req, self.step)), self.step)
         holding.reserved = growth(claim, self.entry_cap, self.page)
         whole = page_ceil(allocated, self.page)
         holding.need = page_ceil(expected_length(req, allocated, self.step), self.page) - whole

@@ -128,7 +128,8 @@ def claims_problems(
     problems = []
     page, cap = claims.page, claims.cap
     reserved = sum(growth(_claim(req, claims.step), cap, page) for req in running) + sum(
-        growth(entering(_claim(req, claims.step)), claims.entry_cap, page) for req in waiting
+        growth(entering(_claim(req, claims.step), claims.step), claims.entry_cap, page)
+        for req in waiting
     )
     if claims.reserved != reserved:
         problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")

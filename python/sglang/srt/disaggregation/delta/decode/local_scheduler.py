@@ -40,7 +40,9 @@ def limits(args: Any) -> Limits:
 class LocalTurnsScheduler(Scheduler):
     """Runs local turns between decode steps. Stock behaviour without the flag."""
 
-    last_batch: Any  # owned by the upstream class; named for the type checker
+    # Owned by the upstream class; named for the type checker.
+    last_batch: Any
+    waiting_queue: list[Any]
 
     @cached_property
     def local_turns(self) -> LocalTurns | None:
@@ -75,8 +77,16 @@ class LocalTurnsScheduler(Scheduler):
         turns.join()
         batch = turns.next_batch()
         if batch is not None:
-            return batch
+            # As for each batch that SGLang runs: experts in parallel are told how long it is.
+            return self.maybe_prepare_mlp_sync_batch(batch)
+        # Who came from prefill would take each place that becomes free, and a chunk of several
+        # turns, which needs more than one, would never join.
+        held: list[Any] = []
+        if turns.awaits_places:
+            held, self.waiting_queue = self.waiting_queue, []
         batch = super().get_next_disagg_decode_batch_to_run()
+        if held:
+            self.waiting_queue = [*held, *self.waiting_queue]
         if batch is not None:
             turns.pace.step()
             turns.times.launched(0, time.monotonic())
@@ -91,6 +101,8 @@ class LocalTurnsScheduler(Scheduler):
         turns.times.hook(time.monotonic())
         if getattr(result, "copy_done", None) is not None:
             result.copy_done.synchronize()  # as what follows would
+        elif self.server_args.device != "cpu":
+            self.device_module.current_stream().synchronize()  # likewise, without overlap
         turns.times.result(time.monotonic())
         if not batch.forward_mode.is_extend():
             super().process_batch_result(batch, result)
@@ -119,7 +131,16 @@ class LocalTurnsScheduler(Scheduler):
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         turns = self.local_turns
         idle: bool = super().is_fully_idle(for_health_check)
-        return idle and (turns is None or not turns.is_busy)
+        # Turns that a pause holds run nothing that would answer for a health check.
+        held = for_health_check and self._is_paused and self._waiting_release is None
+        return idle and (turns is None or held or not turns.is_busy)
+
+    @override
+    def self_check_during_idle(self) -> None:
+        # Paused, or in the step in which the last running request leaves the batch, the loop finds
+        # nothing to run while turns hold pages and rows that SGLang's check would call leaked.
+        if self.local_turns is None or not self.local_turns.is_busy:
+            super().self_check_during_idle()
 
     @override
     def pause_generation(self, recv_req: Any) -> Any:

@@ -95,6 +95,11 @@ class LocalTurns:
         return bool(self._queue or self._launched or self._computed)
 
     @property
+    def awaits_places(self) -> bool:
+        """Whether requests have their first token and found no place in the running batch."""
+        return bool(self._computed)
+
+    @property
     def requests(self) -> list[Any]:
         """All that hold pages here and are in no batch that runs."""
         launched = (turn for _, turns in self._launched for turn in turns)

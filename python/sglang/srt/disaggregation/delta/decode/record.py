@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang.srt.disaggregation.delta.decode.local_turns import Announced
     from sglang.srt.disaggregation.delta.decode.protocols import Req
 
@@ -217,9 +217,11 @@ def growth(claim: Claim, cap: int, page: int) -> int:
     return page_ceil(upto, page) - page_ceil(claim.allocated, page)
 
 
-def entering(claim: Claim) -> Claim:
-    """The claim of a request that does not run yet: half of what it may still generate."""
-    return Claim(claim.allocated, claim.allocated + (claim.final - claim.allocated + 1) // 2)
+def entering(claim: Claim, step: int = 0) -> Claim:
+    """The claim of a request that does not run yet: half of what it may still generate, but all of
+    ``step``, what its first step wants free (``speculation.step_tokens``)."""
+    half = (claim.final - claim.allocated + 1) // 2
+    return Claim(claim.allocated, min(claim.allocated + max(half, step), claim.final))
 
 
 def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:

@@ -243,7 +243,8 @@ class GatedQueue:
         elif is_failed(manager.request_status.get(room)):
             text = manager.failure_records.get(room, f"room {room}: a transfer failed")
             manager.rooms.fail(room, Reason.TRANSPORT, text)
-        if broken:
+        # Where this chunk did not fail, a transfer of another queue's did: this one has settled.
+        if broken and manager.rooms.stopped(room) is not None:
             manager.leave_later(room)
         else:
             manager.rooms.leave(room)

@@ -139,7 +139,8 @@ class NixlPrefill(NixlKVManager):
 
     @override
     def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
-        self.transfers.cancel(room, kind, life)
+        if life is not None:  # else no request had it: a worker's may be a later one's by now
+            self.transfers.cancel(room, kind, life)
 
     def _prepare_thread(self) -> None:
         import torch

@@ -237,7 +237,9 @@ class RoomTable:
             refused = self._ended[number][0] if room is None and number in self._ended else None
             if room is not None and room.state is State.DRAINED:
                 refused = room.reason
-            elif room is not None and room.is_complete:
+            elif room is not None and (
+                room.is_complete or (room.state is State.LINGERING and room.reason is None)
+            ):  # nobody would be told when the latter is left
                 refused = f"room {number}: an earlier request of its number has not ended here yet"
                 self._remember(number, refused, had_request=False)
             if refused is None:

@@ -338,6 +338,7 @@ class DeltaSender(CommonKVSender):
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
-        manager.rooms.forget(self._room)
-        manager.forget_status(room)
+        # Before the room goes: from then on decode may announce another one of its number.
         manager.transfer_infos.pop(room, None)
+        manager.forget_status(room)
+        manager.rooms.forget(self._room)

@@ -104,7 +104,8 @@ class YieldingTokenizer(TokenizerManager):
     async def _wait_for_request(self, room: int) -> None:
         """Decode was faster than this server: the request is on its way, or is being tokenized."""
         until, pause = time.monotonic() + _WAIT_S, _LOOK_S
-        while time.monotonic() < until:
+        # Here, it may wait for longer: while weights are updated, nothing is sent on.
+        while time.monotonic() < until or self._is_here(room):
             await asyncio.sleep(pause)
             rid = self._request_of(room)
             if rid is not None:
@@ -119,6 +120,13 @@ class YieldingTokenizer(TokenizerManager):
             if getattr(state.obj, "bootstrap_room", None) == room and not state.finished:
                 return rid if state.time_stats.api_server_dispatch_finish_time else None
         return None
+
+    def _is_here(self, room: int) -> bool:
+        """Whether a client waits for the answer of ``room``."""
+        return any(
+            getattr(state.obj, "bootstrap_room", None) == room and not state.finished
+            for state in self.rid_to_state.values()
+        )
 
     def _end_yielded(self, rid: str) -> None:
         self.send_to_scheduler.send_pyobj(EndYielded(rid=rid))
