@@ -89,7 +89,7 @@ def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
 
 
 @pytest.mark.hazard("late-word-revives-room", "source-given-away")
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=pytest.mark.nightly)])
 def test_decode_wakes_after_prefill_gave_its_rooms_up(
     model: Path, reference: Reference, logs: Path, backend: str
 ) -> None:

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from benchmark.harness import checks
 from benchmark.harness.client import Target, send_all
 from benchmark.hicache_buffer_only.tiers import Hits, hits
@@ -40,6 +42,7 @@ def both(ask: Callable[[Server], T], *servers: Server) -> list[T]:
         return list(pool.map(ask, servers))
 
 
+@pytest.mark.nightly
 def test_both_modes_score_the_same(logs: Path) -> None:
     """KV that comes back wrong from the stage or the store would cost answers: a second pass finds
     every prompt in the store only. Without the second pass's hits the test would say nothing."""

@@ -70,6 +70,7 @@ def test_a_master_that_stops_and_goes_on(
     reader.drained()
 
 
+@pytest.mark.nightly
 def test_nobody_waits_longer_than_the_variable_says(
     model: Path, master: Master, asked: Questions, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_talks(model: Path, reference: Reference, logs: Path, page_size: int) ->
         settle(pair)
 
 
+@pytest.mark.nightly
 def test_the_choice(model: Path, reference: Reference, logs: Path) -> None:
     """Guards against a choice that is made by other numbers than those of real servers, and against
     answers that depend on it. Both sides are measured, and both are tried."""
@@ -196,6 +197,7 @@ def test_kinds_of_requests(model: Path, reference: Reference, logs: Path) -> Non
         settle(pair)
 
 
+@pytest.mark.nightly
 def test_grammars(model: Path, logs: Path) -> None:
     """Guards against a first token that is outside of the grammar, or that the grammar was not
     told of. (On a CPU no other backend of SGLang's can mask logits.)"""

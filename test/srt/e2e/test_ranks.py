@@ -102,6 +102,7 @@ def test_two_prefill_ranks_and_one_decode_rank(
     converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=1, prefill_tp=2)
 
 
+@pytest.mark.nightly
 def test_one_prefill_rank_and_two_decode_ranks(
     model: Path, reference: Reference, logs: Path
 ) -> None:

@@ -183,6 +183,7 @@ def rates(arithmetic: Path, logs: Path, **changes: Any) -> Rates:
     return found
 
 
+@pytest.mark.nightly
 def test_drafts_on_hits_are_as_good_as_on_misses(arithmetic: Path, logs: Path) -> None:
     """Draft KV that is missing, another text's, or one token aside behind a prefix hit: no answer
     would show it, and drafts would be rejected."""

@@ -77,10 +77,11 @@ class NamingScheduler(Scheduler):
     @override
     def flush_cache(self) -> Any:
         flushed = super().flush_cache()
+        if not flushed or not self._weights_changed:
+            return flushed
         # With data parallel attention each rank flushes when it is idle, and not all at a time.
         # Memory that was released cannot be read.
-        is_put_off = self.server_args.enable_dp_attention or "weights" in self.offload_tags
-        if flushed and self._weights_changed and not is_put_off:
+        if not self.server_args.enable_dp_attention and "weights" not in self.offload_tags:
             self.name_keys()
         return flushed
 
