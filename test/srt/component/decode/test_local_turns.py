@@ -24,6 +24,7 @@ from component.decode.test_state_machine import NUMBERS, DecodeServer
 from component.decode.test_step_in_flight import Overlapped
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, only_prefill_can
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.managers import scheduler_runtime_checker_mixin
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -212,6 +213,26 @@ def test_at_every_point(decoder: Decoder, point: str, what: Callable[..., None])
     check_idle(decoder)
     if what is not abort:
         assert req.output_ids == [2] * 30
+
+
+@pytest.mark.parametrize("point", POINTS[:3])
+def test_the_idle_check_knows_of_turns(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """Guards against SGLang's check of an idle server, which would take the pages of a turn that a
+    pause holds for leaked ones, and end the server."""
+    checked: list[bool] = []
+    monkeypatch.setattr(
+        scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin,
+        "self_check_during_idle",
+        lambda self: checked.append(True),
+    )
+    bring_to(decoder, point)
+    decoder.self_check_during_idle()
+    assert not checked
+    decoder.drain()
+    decoder.self_check_during_idle()
+    assert checked
 
 
 def test_memory_is_released_after_the_turns(
