@@ -110,7 +110,7 @@ def test_calls_that_hang(reader: Server, gates: Gates, asked: Questions) -> None
 
 
 @pytest.mark.hazard("flush-or-detach-under-way")
-@pytest.mark.parametrize("way", ["refuse", "slow"])
+@pytest.mark.parametrize("way", ["refuse", pytest.param("slow", marks=pytest.mark.nightly)])
 def test_a_store_that_is_slow_or_takes_nothing(
     reader: Server, gates: Gates, asked: Questions, model: Path, way: str
 ) -> None:

@@ -12,6 +12,7 @@ from benchmark.harness.pair import Pair
 from e2e.support import Reference, pair_config, prompt_maker, settle
 
 
+@pytest.mark.nightly
 def test_burst_with_shared_prefixes_over_tcp(model: Path, reference: Reference, logs: Path) -> None:
     """48 requests at once over 4 new prefixes: each prefix may cross the wire once, although none
     of the requests hits while the first of its group is still in transfer."""
