@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Limits(NamedTuple):
-    """The settings of one step, read once; all but ``window`` are seconds."""
+    """The settings of admission; all but ``window`` are seconds."""
 
     #: How long a request waits at most for decode memory after its handshake.
     for_memory: float

@@ -67,7 +67,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    _limits: Limits
 
     @cached_property
     def _budget(self) -> DecodeBudget:
@@ -146,7 +145,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         admitted: list[QueueEntry] = []
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
-            limits = self._read_limits()
+            limits = self._limits
             arriving = line.arriving(
                 entry.req
                 for entry in self.transfer_queue.queue
@@ -176,7 +175,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if wait.since is None:
                 wait.since = self.clock()
         ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
-        limits = self._read_limits()
+        limits = self._limits
         first = [Candidate(None, req) for req in self.retracted_queue[: line.TRIED]]
         step = self._steps.step(ready, first, limits, set(), slots_needed=False)
         with step as (agreed, candidates):
@@ -209,10 +208,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Between SGLang's release of memory and its return nobody gets any."""
         return bool(getattr(self.scheduler, "offload_tags", None))
 
-    def _read_limits(self) -> Limits:
-        """The settings, once a step."""
-        self._limits = Limits.read(self._page, self.tree_cache.is_eagle)
-        return self._limits
+    @cached_property
+    def _limits(self) -> Limits:
+        """The settings, read once: each step would spend a tenth of its time on the environment."""
+        return Limits.read(self._page, self.tree_cache.is_eagle)
 
     def _ready(self) -> list[QueueEntry]:
         """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
