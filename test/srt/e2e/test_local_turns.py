@@ -22,7 +22,7 @@ from benchmark.harness.pair import Aggregated, Pair
 from benchmark.harness.servers import HOST
 from benchmark.harness.watchdog import kill_group
 from chaos.faults import scheduler_of, signal_all
-from e2e.support import DOZE, Ids, Reference, pair_config, prompt_maker, settle
+from e2e.support import DOZE, Ids, Reference, pair_config, prompt_maker, settle, take_turns
 
 TURNS = "sglang:decode_turns_total"
 LIMIT = 256
@@ -81,14 +81,8 @@ def test_the_choice(model: Path, reference: Reference, logs: Path) -> None:
     tokens = prompt_maker(model, seed=7)
     always = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"}
     with Pair(local_config(model, logs, page_size=16, decode_env=always), logs) as pair:
-        prompts: list[Ids] = [tokens(40 + 31 * i) for i in range(4)]
-        for _ in range(6):
-            expected = reference.answers(prompts, 8)
-            assert pair.generate(prompts, 8) == expected
-            prompts = [
-                [*prompt, *answer, *tokens(21)]
-                for prompt, answer in zip(prompts, expected, strict=True)
-            ]
+        prompts = [tokens(40 + 31 * i) for i in range(4)]
+        take_turns(pair, reference, prompts, 6, 8, lambda: tokens(21))
         counted = turns(pair)
         assert counted["local", "unmeasured"] > 0 and counted["remote", "unmeasured"] > 0
         assert sum(n for (_, reason), n in counted.items() if reason == "cheaper") > 5, counted
@@ -117,14 +111,8 @@ def test_several_ranks(
         model, logs, page_size=16, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_env=env
     )
     with Pair(config, logs) as pair:
-        prompts: list[Ids] = [tokens(270 + 31 * i) for i in range(4)]
-        for _ in range(4):
-            expected = reference.answers(prompts, 8)
-            assert pair.generate(prompts, 8) == expected
-            prompts = [
-                [*prompt, *answer, *tokens(61)]
-                for prompt, answer in zip(prompts, expected, strict=True)
-            ]
+        prompts = [tokens(270 + 31 * i) for i in range(4)]
+        take_turns(pair, reference, prompts, 4, 8, lambda: tokens(61))
         counted = turns(pair)
         assert counted["remote", "long"] == 4
         assert sum(n for (where, _), n in counted.items() if where == "local") > 0, counted

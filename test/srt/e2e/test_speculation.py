@@ -21,7 +21,7 @@ from benchmark.harness.client import Request, Result
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
-from e2e.support import START_METHOD, Ids, Reference, pair_config, prompt_maker, settle
+from e2e.support import START_METHOD, Ids, Reference, pair_config, prompt_maker, settle, take_turns
 from models import untied
 
 POOL = 30_000
@@ -132,14 +132,8 @@ def test_conversations_on_a_pool_that_evicts(
         decode_env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
     )
     with Pair(config, logs) as pair:
-        prompts: list[Ids] = [tokens(200 + 37 * i) for i in range(8)]
-        for _ in range(5):
-            expected = reference.answers(prompts, 24)
-            assert pair.generate(prompts, 24) == expected
-            prompts = [
-                [*prompt, *answer, *tokens(19)]
-                for prompt, answer in zip(prompts, expected, strict=True)
-            ]
+        prompts = [tokens(200 + 37 * i) for i in range(8)]
+        take_turns(pair, reference, prompts, 5, 24, lambda: tokens(19))
         settle(pair)
         assert pair.metrics()[1][HIT_TOKENS] > 0
         assert "#retracted_reqs: " in pair.processes["decode"].log_text()

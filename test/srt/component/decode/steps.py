@@ -15,3 +15,11 @@ def tick(decoder: Decoder) -> None:
     """One admission step, checked."""
     decoder.tick_queues()
     check(decoder)
+
+
+def turn(decoder: Decoder, times: int = 1) -> None:
+    """So many turns of the scheduler's loop, an admission step and a batch each, checked."""
+    for _ in range(times):
+        tick(decoder)
+        decoder.tick_batch()
+        check(decoder)

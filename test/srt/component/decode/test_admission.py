@@ -9,6 +9,7 @@ import pytest
 
 from component.decode.checks import check, check_idle, holders
 from component.decode.decoder import Decoder
+from component.decode.steps import tick
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -34,12 +35,6 @@ def serve(decoder: Decoder, *prompts: list[int], new: int = 1) -> None:
         decoder.submit(prompt, new=new)
     decoder.drain()
     check_idle(decoder)
-
-
-def tick(decoder: Decoder) -> None:
-    """One admission step, checked."""
-    decoder.tick_queues()
-    check(decoder)
 
 
 class Evictions:

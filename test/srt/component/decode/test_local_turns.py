@@ -20,6 +20,7 @@ from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.rank_life import RankLife
+from component.decode.steps import turn
 from component.decode.test_state_machine import NUMBERS, DecodeServer
 from component.decode.test_step_in_flight import Overlapped
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, only_prefill_can
@@ -44,14 +45,6 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return decoder
 
 
-def tick(decoder: Decoder, times: int = 1) -> None:
-    for _ in range(times):
-        decoder.tick_queues()
-        check(decoder)
-        decoder.tick_batch()
-        check(decoder)
-
-
 def test_a_turn_is_computed_here(decoder: Decoder) -> None:
     """Guards against a turn that is announced although decode computes it, and against KV, tree and
     pools that differ from those after a transfer."""
@@ -60,9 +53,9 @@ def test_a_turn_is_computed_here(decoder: Decoder) -> None:
     decoder.tick_queues()
     assert room.yielded and room.pages is None and room.cleared
     assert decoder.in_transfer == [] and decoder.local == [req]
-    tick(decoder)
+    turn(decoder)
     assert req.output_ids == []
-    tick(decoder)
+    turn(decoder)
     assert req.output_ids == [2]  # two chunks: 32 tokens, and the rest
     assert req.cached_tokens == req.cached_tokens_device == len(HISTORY)
     decoder.drain()
@@ -117,7 +110,7 @@ def test_decode_steps_between_two_chunks(decoder: Decoder, share: float, steps: 
     decoder.local_turns.pace._share = share
     decoder.local_turns.measured.votes = lambda: [1000, 0, 1000]  # a chunk takes as long as a step
     running = decoder.submit([3, 2, 1], new=40)
-    tick(decoder, 2)
+    turn(decoder, 2)
     long = decoder.submit(HISTORY + [9] * 150)
     had = len(running.output_ids)
     kinds = []
@@ -139,7 +132,7 @@ def test_no_more_than_may_run(decoder: Decoder) -> None:
     decoder.max_running_requests = 2
     reqs = [decoder.submit([*HISTORY, n], new=5) for n in range(5)]
     while not all(req.finished() for req in reqs):
-        tick(decoder)
+        turn(decoder)
         assert len(decoder.running_batch.reqs) <= 2
     decoder.drain()
     check_idle(decoder)
@@ -153,7 +146,7 @@ POINTS = ["queued", "between_chunks", "computed", "running"]
 def bring_to(decoder: Decoder, point: str) -> Any:
     """A turn at ``point``, beside one that runs."""
     decoder.submit([3, 2, 1], new=60)
-    tick(decoder, 2)
+    turn(decoder, 2)
     req = decoder.submit(HISTORY + NEW, new=30)
     decoder.tick_queues()
     if point == "queued":
@@ -185,7 +178,7 @@ def update_weights(decoder: Decoder, req: Any) -> None:
 def pause(mode: str) -> Callable[[Decoder, Any], None]:
     def do(decoder: Decoder, req: Any) -> None:
         decoder.pause_generation(PauseGenerationReqInput(mode=mode))
-        tick(decoder, 3)
+        turn(decoder, 3)
         decoder.update_weights()
         check(decoder)
         decoder.continue_generation(ContinueGenerationReqInput())
@@ -242,10 +235,10 @@ def test_memory_is_released_after_the_turns(
     monkeypatch.setattr(Decoder, "release_when_idle", lambda self: None)
     bring_to(decoder, "queued")
     decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
-    tick(decoder, 2)
+    turn(decoder, 2)
     assert decoder.local
     decoder._waiting_release = object()
-    tick(decoder, 40)
+    turn(decoder, 40)
     assert not decoder.local
 
 

@@ -47,9 +47,11 @@ class Scene:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """A server whose pool one transfer fills."""
+def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """A server whose pool one transfer fills; the setting of a parameter is made before it starts."""
     monkeypatch.setenv(WAIT_TOKENS, "0")
+    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setenv(name, value)
     scene = Scene()
     scene.submit(ids(1, 600), new=1)
     assert len(scene.decoder.in_transfer) == 1
@@ -95,9 +97,9 @@ def test_the_deadline_counts_from_the_handshake(scene: Scene) -> None:
     assert scene.decoder.queued == []
 
 
-def test_a_deadline_of_ones_own(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scene", [{TIMEOUT: "5"}], indirect=True)
+def test_a_deadline_of_ones_own(scene: Scene) -> None:
     """Guards against a setting that nobody reads."""
-    monkeypatch.setenv(TIMEOUT, "5")
     req = scene.submit(ids(2, 200), new=4)
     scene.tick(5.0)
     assert "allows 5 s" in scene.reason(req)["message"]
@@ -144,11 +146,9 @@ def test_held_pages_are_in_the_line(scene: Scene, caplog: pytest.LogCaptureFixtu
     assert req.rid in line and "608 of ended transfers" in line
 
 
-def test_another_limit(
-    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("scene", [{LOG: "2"}], indirect=True)
+def test_another_limit(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Guards against a setting that nobody reads."""
-    monkeypatch.setenv(LOG, "2")
     scene.submit(ids(2, 200), new=4)
     with caplog.at_level(logging.WARNING):
         scene.tick(2.0)

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import pytest
 
 from component.decode.actions import Life
-from component.decode.checks import check, check_idle
+from component.decode.checks import check_idle
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room
 from component.decode.rank_life import RankLife
+from component.decode.steps import turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
@@ -43,14 +44,6 @@ def turns(decoder: Decoder) -> dict[tuple[str, str], int]:
     return dict(decoder.local_turns.metrics.turns)
 
 
-def tick(decoder: Decoder, times: int = 1) -> None:
-    for _ in range(times):
-        decoder.tick_queues()
-        check(decoder)
-        decoder.tick_batch()
-        check(decoder)
-
-
 def lose(room: Room) -> None:
     """The heartbeat gave the prefill server up."""
     room.failure = "lost prefill server"
@@ -67,7 +60,7 @@ def test_a_transfer_that_fails(decoder: Decoder, new: list[int]) -> None:
     room = decoder.room(req)
     lost = set(room.pages.tolist())
     lose(room)
-    tick(decoder)
+    turn(decoder)
     assert req.finished_reason is None and decoder.queued == [req]
     decoder.tick_queues()
     assert decoder.local == [req]
@@ -75,7 +68,7 @@ def test_a_transfer_that_fails(decoder: Decoder, new: list[int]) -> None:
     own = set((row // decoder.page_size).tolist())
     assert not own & lost
     decoder.write_late(room)  # before the end of the turn, which must not see it
-    tick(decoder, 3)
+    turn(decoder, 3)
     assert req.output_ids[:1] == [2]
     assert req.cached_tokens == (len(HISTORY) if new else 80 - decoder.page_size)
     decoder.drain()
@@ -90,12 +83,12 @@ def test_pages_come_back_when_prefill_cannot_write_any_more(decoder: Decoder) ->
     decoder.tick_queues()
     room = decoder.room(req)
     lose(room)
-    tick(decoder, 20)
+    turn(decoder, 20)
     assert req.finished()
     (left,) = decoder.disagg_decode_transfer_queue.deferred
     assert left.entry.req is not req and left.entry.req.rid == req.rid
     decoder.write_late(room)
-    tick(decoder)
+    turn(decoder)
     check_idle(decoder)
 
 
@@ -123,7 +116,7 @@ def fail_while_it_waits(decoder: Decoder) -> Any:
 def test_before_it_is_announced(decoder: Decoder, fail: Callable[[Decoder], Any]) -> None:
     """Guards against a turn that fails with a prefill server that it does not need."""
     req = fail(decoder)
-    tick(decoder, 4)
+    turn(decoder, 4)
     assert req.output_ids[:1] == [2]
     decoder.drain()
     check_idle(decoder)
@@ -138,7 +131,7 @@ def test_new_talks_fail_by_name(decoder: Decoder, is_announced: bool) -> None:
     req = decoder.submit([7] * (LOST + 1), ready=is_announced)
     decoder.tick_queues()
     lose(decoder.room(req))
-    tick(decoder, 3)
+    turn(decoder, 3)
     assert req.finished()
     reason = decoder.mailbox.reasons[req.rid]
     assert "--disaggregation-decode-local-tokens-when-lost" in reason["message"]
@@ -159,7 +152,7 @@ def test_clients_that_leave(decoder: Decoder, at: str) -> None:
         decoder.disagg_decode_transfer_queue.pop_transferred()
         assert isinstance(decoder.room(req), NoPrefill)
     decoder.abort(req.rid)
-    tick(decoder, 2)
+    turn(decoder, 2)
     assert req.finished() and req.output_ids == [] and decoder.local == []
     decoder.drain()
     check_idle(decoder)
@@ -171,7 +164,7 @@ def test_what_only_prefill_can(decoder: Decoder) -> None:
     req.return_hidden_states = True
     decoder.tick_queues()
     lose(decoder.room(req))
-    tick(decoder)
+    turn(decoder)
     assert req.finished() and decoder.mailbox.reasons[req.rid]["status_code"] == 500
     decoder.drain()
     check_idle(decoder)
@@ -183,7 +176,7 @@ def test_without_the_flag() -> None:
     req = decoder.submit(HISTORY)
     decoder.tick_queues()
     lose(decoder.room(req))
-    tick(decoder)
+    turn(decoder)
     assert req.finished()
     decoder.drain()
     check_idle(decoder)
@@ -203,7 +196,7 @@ def unreachable(decoder: Decoder) -> Decoder:
 def test_a_server_that_cannot_be_reached(unreachable: Decoder) -> None:
     """Guards against a turn that waits until a server that it can do without was asked often."""
     req = unreachable.submit(HISTORY + NEW, ready=False, pending=True)
-    tick(unreachable, 3)
+    turn(unreachable, 3)
     assert req.output_ids[:1] == [2] and unreachable.rooms[-1].cleared
     unreachable.drain()
     check_idle(unreachable)
@@ -213,7 +206,7 @@ def test_a_server_that_cannot_be_reached(unreachable: Decoder) -> None:
 def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
     """Guards against a new talk that fails at the first attempt, where the server may come back."""
     req = unreachable.submit([7] * (LOST + 1), ready=False, pending=True)
-    tick(unreachable, 4)
+    turn(unreachable, 4)
     queue = unreachable.disagg_decode_prealloc_queue
     assert [entry.req for entry in queue.pending_reqs] == [req]
     room = unreachable.room(req)
@@ -229,7 +222,7 @@ def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
 def test_a_long_turn_fails_when_it_was_asked_often_enough(unreachable: Decoder) -> None:
     """Guards against a new talk that waits for ever."""
     req = unreachable.submit([7] * (LOST + 1), ready=False, pending=True)
-    tick(unreachable, 16)
+    turn(unreachable, 16)
     assert req.finished() and unreachable.mailbox.ends[req.rid] == 1
     unreachable.drain()
     check_idle(unreachable)
