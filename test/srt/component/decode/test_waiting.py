@@ -48,7 +48,7 @@ class Scene:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """A server whose pool one transfer fills; the setting of a parameter is made before it starts."""
+    """A server whose pool one transfer fills; a parameter is the settings that it starts with."""
     monkeypatch.setenv(WAIT_TOKENS, "0")
     for name, value in getattr(request, "param", {}).items():
         monkeypatch.setenv(name, value)
