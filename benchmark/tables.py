@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.variants import PROGRESS_DELAY
+from benchmark.local_turns import page as local_page
 from sglang.srt.patchset import environment
 
 _BENCHMARK = Path(__file__).parent
@@ -199,6 +200,37 @@ def demo() -> str:
         f"{note}):\n\n"
         f"```\n{text}\n```\n"
     )
+
+
+# ---- local turns ----
+
+
+def _local_turns() -> tuple[Json, str]:
+    """The summary, and the line above a table of it."""
+    summary = _read(_BENCHMARK / "local_turns" / "results" / "summary.json")
+    note = f"{summary['note']}\n\n" if "note" in summary else ""
+    return summary, made(summary, summary["command"]) + note
+
+
+def local_turns() -> str:
+    """benchmark/local_turns: all loads, and what is claimed."""
+    summary, intro = _local_turns()
+    tables = [
+        f"{local_page.title(summary, clients)}:\n\n{markdown(*local_page.table(summary, clients))}"
+        for clients in summary["load"]["cold_clients"]
+    ]
+    same = "identical" if summary["outputs_identical"] else "NOT identical"
+    claims = "".join(f"- {claim}\n" for claim in local_page.claims(summary))
+    shown = "\n".join(tables)
+    return f"{intro}{shown}\nOutputs are {same} in all arms.\n\n{claims}"
+
+
+def local_turns_short() -> str:
+    """README.md: talks alone, and beside the most cold prompts."""
+    summary, intro = _local_turns()
+    clients = summary["load"]["cold_clients"]
+    head, rows = local_page.short(summary, min(clients), max(clients))
+    return intro + markdown(head, rows)
 
 
 # ---- buffer-only ----
@@ -427,6 +459,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "throughput": throughput,
     "wire": wire,
     "demo": demo,
+    "local-turns": local_turns,
+    "local-turns-short": local_turns_short,
     "hicache": hicache,
     "transfer": transfer,
     "runs": runs,
@@ -438,6 +472,7 @@ FILES = (
     _BENCHMARK / "demo" / "README.md",
     _BENCHMARK / "decode_radix_cache" / "README.md",
     _BENCHMARK / "hicache_buffer_only" / "README.md",
+    _BENCHMARK / "local_turns" / "README.md",
     _BENCHMARK / "kv_transfer" / "README.md",
     *(
         REPOSITORY / "docs/advanced_features" / f"{name}.md"
