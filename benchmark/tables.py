@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -368,7 +367,7 @@ def transfer() -> str:
         ["the same: CPU seconds a GB of prefill, of decode", *per_arm(fleet, "summary", _cpu)],
         ["the same, all progress threads spinning", *per_arm(spinning, "summary", speed)],
         ["the same over TCP", *per_arm(tcp, "summary", speed)],
-        ["one of 4 decode peers stopped: its rooms", *_stopped(stall)],
+        ["one of 4 decode peers stopped: its rooms", *per_arm(stall, "stalled", _ends)],
         [
             "NIXL's own threads of an idle prefill process, of a core",
             *per_arm(idle, "idle", _native),
@@ -429,21 +428,11 @@ def _native(idle: Json) -> str:
     return f"{sum(native) / idle['seconds']:.1%}"
 
 
-def _stopped(lines: Sequence[Json]) -> list[str]:
+def _ends(stalled: Json) -> str:
     """How the rooms of the stopped peer ended."""
     words = {"done": "done", "failed": "failed", "stuck": "without an end"}
-    cells = []
-    for arm in _TRANSFER_ARMS:
-        ends = [
-            line["outcome"]
-            for line in lines
-            if line["kind"] == "room" and line["arm"] == arm and line.get("stopped") == line["peer"]
-        ]
-        counts = Counter(ends)
-        cells.append(
-            ", ".join(f"{n} of {len(ends)} {words.get(end, end)}" for end, n in counts.items())
-        )
-    return cells
+    ends = stalled["ends"]
+    return ", ".join(f"{n} of {sum(ends.values())} {words[end]}" for end, n in ends.items())
 
 
 # ---- files ----

@@ -103,7 +103,7 @@ def write_requests(path: Path, arm: str, results: Sequence[Result]) -> None:
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON; dataclasses inside become objects, NaN becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_plain(content), indent=2) + "\n")
+    path.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
 def print_table(
@@ -118,6 +118,17 @@ def print_table(
     console.print(table)
 
 
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same for a page."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number, or a dash."""
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
 def megabytes(count: float) -> str:
     """Bytes as MB (10^6)."""
     return f"{count / 1e6:,.1f} MB"
@@ -127,17 +138,14 @@ def milliseconds(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.0f} ms"
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 4)
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON has it: dataclasses as objects, floats with six significant digits, NaN as null."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(each) for each in value]
     if hasattr(value, "__dataclass_fields__"):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     if isinstance(value, float):
-        return _number(value)
+        return None if math.isnan(value) else float(f"{value:.6g}")
     return value

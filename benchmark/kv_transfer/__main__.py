@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.kv_transfer import choice, delay, gaps, output, plot, runs, shapes
+from benchmark.harness import plot
+from benchmark.harness.environment import describe
+from benchmark.harness.report import plain
+from benchmark.kv_transfer import choice, runs, shapes
 from benchmark.kv_transfer.cases import Case, Options
 from benchmark.kv_transfer.fleet import TRANSPORTS, ArmFailed
 from benchmark.kv_transfer.patterns import PATTERNS
 from benchmark.kv_transfer.records import ARMS, BACKENDS
 
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and its load where none is given."""
+
+    what: str
+    arms: tuple[str, ...] = ("stock", "ours", "bare")
+    rooms: int = 1
+    in_flight: int = 1
+    peers: int = 1
+    tokens: int = 0
+    rounds: int = 5
+    #: Tokens of a room, one case each.
+    sizes: tuple[int, ...] = ()
+
+
+_BUSY = {"rooms": 64, "in_flight": 64, "peers": 4, "tokens": 1024, "rounds": 3}
 RUNS = {
-    "sweep": "time and bandwidth against size",
-    "send": "what a call of send costs the scheduler's thread",
-    "fleet": "many rooms on four peers",
-    "gap": "how long prefill's loop stands still under load",
-    "delay": "how much later a room is complete because workers pause between looks",
-    "stall": "the same with one of the peers stopped",
-    "idle": "CPU use with nothing to do",
-    "load": "CPU seconds for what is moved",
-    "choice": "merged ranges, prepared lists or strided ones",
+    "sweep": Run("time and bandwidth against size", sizes=shapes.SIZES),
+    "send": Run(
+        "what a call of send costs the scheduler's thread", ("stock", "ours"), 20, 4, tokens=2048
+    ),
+    "fleet": Run("many rooms on four peers", **_BUSY),
+    "gap": Run("how long prefill's loop stands still under load", **_BUSY),
+    "delay": Run(
+        "how much later a room is complete because workers pause between looks",
+        ("ours", "ours-spin"),
+        10,
+        sizes=(16, 256, 2048, 8192),
+    ),
+    "stall": Run("the same with one of the peers stopped", ("stock", "ours"), **_BUSY),
+    "idle": Run("CPU use with nothing to do", ("stock", "ours"), 4, 4, tokens=1024),
+    "choice": Run("merged ranges or prepared lists"),
 }
 
 
@@ -40,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.kv_transfer",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="\n".join(f"{name:8} {what}" for name, what in RUNS.items()),
+        description="\n".join(f"{name:8} {run.what}" for name, run in RUNS.items()),
     )
     add = parser.add_argument
     add("run", choices=RUNS)
@@ -49,15 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="layers of the shape to move, so that more tokens fit")
     add("--transport", choices=TRANSPORTS, help="of UCX; auto on a GPU, else shm (stall: tcp)")
     add("--arms", type=_words, help=f"from {','.join(ARMS)}")
-    add("--tokens", type=int, help="of a room; sweep takes --sizes")
-    add("--sizes", type=_numbers, default=list(shapes.SIZES), help="sweep: tokens of a room")
+    add("--tokens", type=int, help="of a room; sweep and delay take --sizes")
+    add("--sizes", type=_numbers, help="sweep and delay: tokens of a room")
     add("--page-size", type=int, help="tokens a page; 16, and 1 for send")
     add("--page-sizes", type=_numbers, default=[16], help="sweep: several, such as 1,16,64")
     add("--patterns", type=_words, default=list(PATTERNS), help="sweep: of pages")
     add("--pattern", choices=PATTERNS, default="scattered")
     add("--rooms", type=int, help="of a round; sweep: as many as --in-flight")
     add("--in-flight", type=int, help="rooms under way at once")
-    add("--peers", type=int, help="decode peers, 1 to 4")
+    add("--peers", type=int, choices=range(1, 5), help="decode peers")
     add("--chunks", type=int, default=1, help="chunks of a room")
     add("--rounds", type=int, help="measured rounds in a pass")
     add("--passes", type=int, default=2, help="times that every arm is started afresh")
@@ -72,43 +99,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_MAIN_ARMS = ARMS[:3]
-#: Tokens of a room in ``delay``, unless others are given.
-_SIZES = (16, 256, 2048, 8192)
-
-#: Run -> arms, rooms, in flight, peers, tokens, rounds, layers where none are given.
-_DEFAULTS = {
-    "sweep": (_MAIN_ARMS, 1, 1, 1, 0, 5, 8),
-    "send": (("stock", "ours"), 20, 4, 1, 2048, 5, 8),
-    "fleet": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
-    "gap": (_MAIN_ARMS, 64, 64, 4, 1024, 3, 8),
-    "delay": (("ours", "ours-spin"), 10, 1, 1, 0, 5, 8),
-    "stall": (("stock", "ours"), 64, 64, 4, 1024, 3, 8),
-    "idle": (("stock", "ours"), 4, 4, 1, 1024, 1, 8),
-    "load": (_MAIN_ARMS, 16, 8, 1, 4096, 3, 8),
-    "choice": (("bare",), 1, 1, 1, 0, 5, 8),
-}
-
-
-def _options(args: argparse.Namespace, console: Console) -> tuple[Options, Case]:
+def _options(args: argparse.Namespace, console: Console) -> Options:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arms, rooms, in_flight, peers, tokens, rounds, layers = _DEFAULTS[args.run]
-    if args.peers is not None and not 1 <= args.peers <= 4:
-        raise ValueError(f"--peers {args.peers}: 1 to 4")
-    shape = shapes.load(args.shape)
-    given = args.layers or (layers if device == "cpu" else None)
-    options = Options(
+    default = RUNS[args.run]
+    # Between processes on one host, shared memory lands without the peer, stopped or not.
+    transport = "auto" if device == "cuda" else "tcp" if args.run == "stall" else "shm"
+    arms = args.arms or list(default.arms)
+    for arm in arms:
+        if arm not in ARMS or (args.backend == "mooncake" and arm.startswith("bare")):
+            raise ValueError(f"--arms {arm}: choose from {', '.join(ARMS)} (bare: NIXL only)")
+    return Options(
         backend=args.backend,
-        shape=shape.with_layers(given),
-        arms=args.arms or list(arms),
-        # Between processes on one host, shared memory lands without the peer, stopped or not.
-        transport=args.transport
-        or ("auto" if device == "cuda" else "tcp" if args.run == "stall" else "shm"),
+        shape=shapes.load(args.shape).with_layers(args.layers or (8 if device == "cpu" else None)),
+        arms=arms,
+        transport=args.transport or transport,
         device=device,
         passes=args.passes,
-        rounds=args.rounds or rounds,
+        rounds=args.rounds or default.rounds,
         limit_s=args.limit,
         pause_s=args.pause_us * 1e-6,
         work_s=args.work_us * 1e-6 if args.run == "gap" else 0.0,
@@ -117,47 +126,68 @@ def _options(args: argparse.Namespace, console: Console) -> tuple[Options, Case]
         seed=args.seed,
         console=console,
     )
-    for arm in options.arms:
-        if arm not in ARMS:
-            raise ValueError(f"--arms {arm}: choose from {', '.join(ARMS)}")
-    case = Case(
-        tokens=args.tokens or tokens,
+
+
+def _case(args: argparse.Namespace) -> Case:
+    default = RUNS[args.run]
+    return Case(
+        tokens=args.tokens or default.tokens,
         page_size=args.page_size or (1 if args.run == "send" else 16),
         pattern=args.pattern,
-        rooms=args.rooms or max(rooms, args.in_flight or 1),
-        in_flight=args.in_flight or in_flight,
-        peers=args.peers or peers,
+        rooms=args.rooms or max(default.rooms, args.in_flight or 1),
+        in_flight=args.in_flight or default.in_flight,
+        peers=args.peers or default.peers,
         chunks=args.chunks,
     )
-    return options, case
 
 
-def _sweep(
-    args: argparse.Namespace, options: Options, case: Case, lines: output.Lines, stem: str
-) -> runs.Answer:
-    fit, left_out = shapes.fitting(
-        options.shape, sorted(args.sizes), options.max_bytes, case.rooms, case.peers
-    )
-    notes = [
-        f"Left out: {tokens:,} tokens, whose pools take {wanted / 1e9:.1f} GB; --max-bytes is "
-        f"{options.max_bytes / 1e9:.1f} GB."
-        for tokens, wanted in left_out
-    ]
-    for note in notes:
-        options.console.print(note)
+def _sweep(args: argparse.Namespace, options: Options, case: Case, stem: str) -> runs.Answer:
+    """Cases of all sizes; a table, and two pictures of it."""
+    case_of = {
+        size: replace(case, tokens=size) for size in sorted(args.sizes or RUNS["sweep"].sizes)
+    }
     cases = [
-        Case(size, page_size, pattern, case.rooms, case.in_flight, case.peers, case.chunks)
+        replace(each, page_size=page_size, pattern=pattern)
         for page_size in args.page_sizes
         for pattern in args.patterns
-        for size in fit
+        for each in case_of.values()
+        if options.bytes_of(each) <= options.max_bytes
     ]
-    answer = runs.run_loads(options, cases, lines, "sweep")
-    curves: dict[str, list[tuple[int, runs.Summary]]] = {}
-    for (arm, each), found in answer.summaries.items():
-        label = f"{arm} {each.pattern}, pages of {each.page_size}"
-        curves.setdefault(label, []).append((each.tokens, found))
-    pictures = plot.draw(args.out, stem, curves)
-    return runs.Answer([*answer.parts, *(f"![{p.stem}]({p.name})" for p in pictures), *notes])
+    left_out = [
+        size for size, each in case_of.items() if options.bytes_of(each) > options.max_bytes
+    ]
+    notes = [f"Left out, as --max-bytes is {options.max_bytes:,}: {left_out}"] if left_out else []
+    answer, found, _ = runs.run_loads(options, cases, "sweep")
+    pictures = []
+    for name, label, of in (
+        ("time", "a room's transfer, ms, p50", lambda each: each.total.p50 * 1e3),
+        ("bandwidth", "bandwidth, GB/s", lambda each: each.gb_per_s),
+    ):
+        curves: dict[str, dict[float, float]] = {}
+        for (arm, each), summary in found.items():
+            line = curves.setdefault(f"{arm} {each.pattern}, pages of {each.page_size}", {})
+            line[each.tokens] = of(summary)
+        picture = args.out / f"{stem}-{name}.png"
+        plot.lines(picture, label, curves, ("tokens of a room", label), log=True)
+        pictures.append(f"![{picture.stem}]({picture.name})")
+    return runs.Answer([*answer.parts, *pictures, *notes])
+
+
+def _run(args: argparse.Namespace, options: Options, case: Case, stem: str) -> runs.Answer:
+    if args.run == "sweep":
+        return _sweep(args, options, case, stem)
+    if args.run == "choice":
+        return runs.Answer(choice.run(options))
+    if args.run == "delay":
+        sizes = args.sizes or RUNS["delay"].sizes
+        return runs.run_loads(options, [replace(case, tokens=size) for size in sizes], "delay")[0]
+    if args.run == "stall":
+        return runs.run_stall(options, case, args.deadline)
+    if args.run == "idle":
+        return runs.run_idle(options, case, args.seconds)
+    return {"send": runs.run_send, "fleet": runs.run_fleet, "gap": runs.run_gap}[args.run](
+        options, case
+    )
 
 
 def main() -> int:
@@ -165,53 +195,38 @@ def main() -> int:
     console = Console()
     if console.width < 190:  # a table that is cut says nothing
         console = Console(width=190)
+    machine = describe()
+    stem = f"{machine['date']}-{args.run}-{args.backend}"
     try:
-        options, case = _options(args, console)
-        machine = output.machine()
-        header = {
-            **machine,
-            "memory": "VRAM" if options.device == "cuda" else "DRAM",
-            "backend": options.backend,
-            "transport": "TCP" if options.backend == "mooncake" and options.device == "cpu"
-            else f"UCX, {options.transport}",
-            "shape": f"{options.shape.name}, {options.shape.token_bytes:,} bytes a token in "
-            f"{options.shape.buffers} buffers",
-            "command": "python -m benchmark.kv_transfer " + _command(sys.argv[1:]),
-        }  # fmt: skip
-        stem = f"{machine['date']}-{args.run}-{args.backend}"
-        lines = output.Lines(args.out / f"{stem}.jsonl", header)
-        if args.run == "sweep":
-            answer = _sweep(args, options, case, lines, stem)
-        elif args.run == "choice":
-            answer = choice.run(options, lines)
-        elif args.run == "delay":
-            sizes = _SIZES if args.sizes == list(shapes.SIZES) else args.sizes
-            answer = delay.run(options, [replace(case, tokens=size) for size in sizes], lines)
-        elif args.run == "stall":
-            answer = runs.run_stall(options, case, lines, args.deadline)
-        elif args.run == "idle":
-            answer = runs.run_idle(options, case, lines, args.seconds)
-        else:
-            run = {
-                "send": runs.run_send,
-                "fleet": runs.run_fleet,
-                "gap": gaps.run,
-                "load": runs.run_load,
-            }[args.run]
-            answer = run(options, case, lines)
+        options = _options(args, console)
+        answer = _run(args, options, _case(args), stem)
     except (ArmFailed, ValueError) as failure:
         console.print(f"[red]{failure}[/]", markup=True, highlight=False)
         return 1
     except KeyboardInterrupt:
         return 130
+    on_tcp = options.backend == "mooncake" and options.device == "cpu"
+    header = {
+        **machine,
+        "memory": "VRAM" if options.device == "cuda" else "DRAM",
+        "backend": options.backend,
+        "transport": "TCP" if on_tcp else f"UCX, {options.transport}",
+        "shape": f"{options.shape.name}, {options.shape.token_bytes:,} bytes a token in "
+        f"{options.shape.buffers} buffers",
+        "command": "python -m benchmark.kv_transfer " + _command(sys.argv[1:]),
+    }
     verdicts = [str(verdict) for verdict in answer.verdicts]
     for verdict in verdicts:
         console.print(verdict)
-    lines.write({"kind": "verdicts", "verdicts": verdicts})
-    lines.close()
-    parts = [*answer.parts, "\n".join(f"- {verdict}" for verdict in verdicts)]
-    title = f"{RUNS[args.run].capitalize()}: {args.backend}, {machine['date']}"
-    output.write_page(args.out / f"{stem}.md", title, header, [p for p in parts if p])
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = [{"kind": "run", **header}, *options.lines, {"kind": "verdicts", "verdicts": verdicts}]
+    text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
+    (args.out / f"{stem}.jsonl").write_text(text)
+    title = f"# {RUNS[args.run].what.capitalize()}: {args.backend}, {machine['date']}"
+    facts = "\n".join(f"- {key}: {value}" for key, value in header.items())
+    held = "\n".join(f"- {verdict}" for verdict in verdicts)
+    page = "\n\n".join([title, facts, *answer.parts, held]).rstrip() + "\n"
+    (args.out / f"{stem}.md").write_text(page)
     return 0 if all(verdict.holds for verdict in answer.verdicts) else 1
 
 

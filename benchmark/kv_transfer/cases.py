@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.console import Console
 
-from benchmark.kv_transfer.fleet import ArmFailed, Fleet, FleetConfig
-from benchmark.kv_transfer.output import Lines
+from benchmark.kv_transfer.fleet import ArmFailed, Fleet
 from benchmark.kv_transfer.patterns import RoomPlan, pages_of, plan_rooms
-from benchmark.kv_transfer.records import Round
+from benchmark.kv_transfer.records import FleetConfig, Round
 from benchmark.kv_transfer.shapes import Shape, pool_bytes
+
+_rooms = itertools.count(1000)
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class Case:
         """The most that one peer gets of a round."""
         return -(-self.rooms // self.peers)
 
-    def plans(self, first_room: int, seed: int) -> list[RoomPlan]:
-        """A round of it."""
+    def plans(self, seed: int) -> list[RoomPlan]:
+        """A round of it, with numbers that no room had."""
+        first, *_ = itertools.islice(_rooms, self.rooms)
         return plan_rooms(
-            first_room=first_room,
+            first_room=first,
             rooms=self.rooms,
             peers=self.peers,
             pages=self.pages,
@@ -73,28 +76,26 @@ class Options:
     decode_pause_s: float
     seed: int
     console: Console = field(repr=False)
+    #: What the run writes to its file: a JSON object a line.
+    lines: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def write(self, kind: str, arm: str, case: Case, **more: Any) -> None:
+        """One line."""
+        self.lines.append({"kind": kind, "arm": arm, **asdict(case), **more})
+
+    def bytes_of(self, case: Case) -> int:
+        """Of all pools that a case needs."""
+        return pool_bytes(self.shape, case.tokens, case.rooms, case.peers)
 
     def check_memory(self, cases: Sequence[Case]) -> None:
         """Raises ValueError where a case needs more than ``max_bytes``."""
         for case in cases:
-            wanted = pool_bytes(self.shape, case.tokens, case.rooms, case.peers)
-            if wanted > self.max_bytes:
+            if (wanted := self.bytes_of(case)) > self.max_bytes:
                 raise ValueError(
                     f"{case.rooms} rooms of {case.tokens:,} tokens on {case.peers} peers take "
                     f"{wanted / 1e9:.1f} GB of pools, and --max-bytes is "
                     f"{self.max_bytes / 1e9:.1f} GB: fewer --layers, --tokens or --rooms"
                 )
-
-
-_rooms = itertools.count(1000)
-
-
-def take_rooms(case: Case) -> int:
-    """The first of ``case.rooms`` numbers that no room had."""
-    first = next(_rooms)
-    for _ in range(case.rooms - 1):
-        next(_rooms)
-    return first
 
 
 @contextmanager
@@ -141,14 +142,14 @@ def run_case(fleet: Fleet, options: Options, case: Case, rounds: int | None = No
 
 
 def _round(fleet: Fleet, options: Options, case: Case, check: bool = False) -> Round:
-    plans = case.plans(take_rooms(case), options.seed)
+    plans = case.plans(options.seed)
     return fleet.round(plans, in_flight=case.in_flight, limit_s=options.limit_s, check=check)
 
 
 Measured = dict[tuple[str, Case], list[Round]]
 
 
-def run_cases(options: Options, cases: Sequence[Case], lines: Lines) -> Measured:
+def run_cases(options: Options, cases: Sequence[Case]) -> Measured:
     """Every case on every arm, ``passes`` times, each time in fresh processes; arms take turns."""
     options.check_memory(cases)
     measured: Measured = {(arm, case): [] for case in cases for arm in options.arms}
@@ -166,11 +167,11 @@ def run_cases(options: Options, cases: Sequence[Case], lines: Lines) -> Measured
                         try:
                             rounds = run_case(fleet, options, case)
                         except ArmFailed as failure:
-                            options.console.print(f"[red]{arm}: {str(failure).splitlines()[0]}[/]")
-                            lines.failure(arm, case, failure)
+                            error = str(failure).splitlines()[0]
+                            options.console.print(f"[red]{arm}: {error}[/]")
+                            options.write("failure", arm, case, error=error)
                             if not fleet.alive:
                                 break
                             continue
-                        lines.rounds(arm, case, rounds)
                         measured[arm, case] += rounds
     return measured

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 from benchmark.kv_transfer.patterns import RoomPlan, by_peer
-from benchmark.kv_transfer.records import Failure, Peer, Round, Setup, ThreadUse
-from benchmark.kv_transfer.shapes import Shape
+from benchmark.kv_transfer.records import Failure, FleetConfig, Peer, Round, Setup, ThreadUse
 
 _watchdog = Watchdog()
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,27 +35,6 @@ TRANSPORTS: dict[str, dict[str, str]] = {
 
 class ArmFailed(RuntimeError):
     """A process of an arm ended, or could not do what it was asked."""
-
-
-@dataclass(frozen=True)
-class FleetConfig:
-    """One arm's processes."""
-
-    arm: str
-    backend: str
-    shape: Shape
-    page_size: int
-    #: Pages of each pool.
-    pool_pages: int
-    #: Metadata slots of each process.
-    slots: int
-    peers: int = 1
-    transport: str = "tcp"
-    device: str = "cpu"
-    prefill_pause_s: float = 0.0002
-    decode_pause_s: float = 0.001
-    prefill_work_s: float = 0.0
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class Fleet:
@@ -101,7 +78,8 @@ class Fleet:
         shares = by_peer(plans, self.config.peers)
         for peer, share in enumerate(shares):
             self._tell(1 + peer, "announce", share)
-        self._hear_all(range(1, 1 + self.config.peers))
+        for process in range(1, 1 + self.config.peers):
+            self._hear(process)
         self.ask(0, "prepare", plans)
 
     def send_announced(
@@ -134,7 +112,11 @@ class Fleet:
             times.arrived = arrivals.get(times.room, 0.0)
         if check:
             done = {times.room for times in measured.rooms if times.outcome == "done"}
-            self._check([[plan for plan in share if plan.room in done] for share in shares])
+            for peer, share in enumerate(shares):
+                sent = [plan for plan in share if plan.room in done]
+                if wrong := self.ask(1 + peer, "wrong_pages", sent):
+                    arm = self.config.arm
+                    raise ArmFailed(f"{arm}: {wrong} pages of peer {peer} are not what was sent")
         return measured
 
     def idle(self, seconds: float) -> list[ThreadUse]:
@@ -146,14 +128,6 @@ class Fleet:
     def alive(self) -> bool:
         """Whether none of the processes has ended."""
         return all(process.poll() is None for process in self._processes)
-
-    def _check(self, shares: Sequence[Sequence[RoomPlan]]) -> None:
-        for peer, share in enumerate(shares):
-            wrong = self.ask(1 + peer, "wrong_pages", share)
-            if wrong:
-                raise ArmFailed(
-                    f"{self.config.arm}: {wrong} pages of peer {peer} are not what was sent"
-                )
 
     # ---- processes ----
 
@@ -179,10 +153,6 @@ class Fleet:
         if isinstance(reply, Failure):
             raise self._failure(process, reply.text)
         return reply
-
-    def _hear_all(self, processes: Sequence[int], patience_s: float = 0.0) -> None:
-        for process in processes:
-            self._hear(process, patience_s)
 
     def _failure(self, process: int, text: str) -> ArmFailed:
         name = "prefill" if process == 0 else f"decode peer {process - 1}"
@@ -219,30 +189,14 @@ class Fleet:
         # Decode asks the bootstrap server for prefill: prefill first, then all peers at once.
         for process, dist_port in enumerate(dist_ports):
             role = "decode" if process else "prefill"
-            self._tell(process, "start", self._setup(role, bootstrap_port, dist_port))
+            ports = {"bootstrap_port": bootstrap_port, "dist_port": dist_port}
+            self._tell(process, "start", Setup(**vars(config), role=role, **ports))
             if not process:
                 self._hear(0, _START_S)
-        self._hear_all(range(1, 1 + config.peers), _START_S)
+        for process in range(1, 1 + config.peers):
+            self._hear(process, _START_S)
         self.peers = [self.ask(1 + peer, "describe") for peer in range(config.peers)]
         self.ask(0, "connect", self.peers)
-
-    def _setup(self, role: str, bootstrap_port: int, dist_port: int) -> Setup:
-        config = self.config
-        return Setup(
-            arm=config.arm,
-            backend=config.backend,
-            role=role,
-            shape=config.shape,
-            page_size=config.page_size,
-            pool_pages=config.pool_pages,
-            slots=config.slots,
-            device=config.device,
-            bootstrap_port=bootstrap_port,
-            dist_port=dist_port,
-            prefill_pause_s=config.prefill_pause_s,
-            decode_pause_s=config.decode_pause_s,
-            prefill_work_s=config.prefill_work_s,
-        )
 
     def _stop(self) -> None:
         for connection in self._connections:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from benchmark.kv_transfer.shapes import Shape
 from benchmark.kv_transfer.turns import Turn
@@ -14,29 +14,40 @@ ARMS = ("stock", "ours", "bare", "bare-stock", "ours-spin")
 BACKENDS = ("nixl", "mooncake")
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a process is."""
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """One arm's processes."""
 
     arm: str
     backend: str
-    #: ``prefill`` or ``decode``.
-    role: str
     shape: Shape
     page_size: int
+    #: Pages of each pool.
     pool_pages: int
-    #: Metadata slots.
+    #: Metadata slots of each process.
     slots: int
+    peers: int = 1
+    #: One of ``fleet.TRANSPORTS``.
+    transport: str = "tcp"
     #: ``cpu`` or ``cuda``.
-    device: str
-    bootstrap_port: int
-    dist_port: int
+    device: str = "cpu"
     #: Seconds between two looks at what is under way: of the prefill loop, and of decode's.
-    prefill_pause_s: float
-    decode_pause_s: float
+    prefill_pause_s: float = 0.0002
+    decode_pause_s: float = 0.001
     #: Python work in each turn of the prefill loop, which then sends one room a turn; 0: none, and
     #: all rooms at once.
     prefill_work_s: float = 0.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(FleetConfig):
+    """What one of them is."""
+
+    #: ``prefill`` or ``decode``.
+    role: str
+    bootstrap_port: int
+    dist_port: int
 
 
 @dataclass(frozen=True)
@@ -121,12 +132,8 @@ class ThreadUse:
     cpu_s: float
 
 
-#: A reply that carries an exception's text.
 @dataclass(frozen=True)
 class Failure:
-    """A process could not do what it was asked."""
+    """A reply: the process could not do what it was asked."""
 
     text: str
-
-
-Reply = Any

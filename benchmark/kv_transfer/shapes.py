@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,17 +87,3 @@ def pool_bytes(shape: Shape, tokens: int, in_flight: int, peers: int) -> int:
     """
     rooms_a_peer = -(-in_flight // peers)
     return (peers + 1) * rooms_a_peer * tokens * shape.token_bytes
-
-
-def fitting(
-    shape: Shape, sizes: Sequence[int], max_bytes: int, in_flight: int, peers: int
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Sizes that fit into ``max_bytes``, and those left out with the bytes that they would take."""
-    fit, left_out = [], []
-    for tokens in sizes:
-        wanted = pool_bytes(shape, tokens, in_flight, peers)
-        if wanted <= max_bytes:
-            fit.append(tokens)
-        else:
-            left_out.append((tokens, wanted))
-    return fit, left_out

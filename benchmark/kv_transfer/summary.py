@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmark.harness.report import Spread, spread
+from benchmark.harness.report import Spread, percentile, spread
 from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
+from benchmark.kv_transfer.turns import Turn
 
 #: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
 _WORKERS = ("kv-transfer", "transfer_worker")
@@ -45,11 +46,6 @@ class Summary:
     #: That all processes together kept busy: CPU time over time.
     cores: float
 
-    @property
-    def tail(self) -> float:
-        """p99 of a room over its p50."""
-        return self.total.p99 / self.total.p50
-
 
 def summarize(rounds: Sequence[Round]) -> Summary:
     """All rounds of one load together."""
@@ -83,6 +79,38 @@ def summarize(rounds: Sequence[Round]) -> Summary:
 def _stage(moves: Sequence[Transfer], name: str) -> Spread:
     values = [getattr(move, name) for move in moves]
     return spread([value for value in values if value is not None])
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Of all turns of an arm. Seconds, but ``turns``."""
+
+    turns: int
+    p50: float
+    p99: float
+    largest: float
+    #: The same without the time for which the loop was ready to run and had no core.
+    on_core_p99: float
+    on_core_largest: float
+    #: Most of what one turn waited for no core: its pause, and locks.
+    most_blocked: float
+    cpu_p50: float
+
+
+def summarize_turns(turns: Sequence[Turn]) -> Gaps:
+    """Percentiles; NaN of nothing."""
+    took = [turn.took for turn in turns]
+    on_core = [turn.took - turn.ready for turn in turns]
+    return Gaps(
+        turns=len(turns),
+        p50=percentile(took, 50),
+        p99=percentile(took, 99),
+        largest=max(took, default=math.nan),
+        on_core_p99=percentile(on_core, 99),
+        on_core_largest=max(on_core, default=math.nan),
+        most_blocked=max((turn.blocked for turn in turns), default=math.nan),
+        cpu_p50=percentile([turn.cpu for turn in turns], 50),
+    )
 
 
 def totals(rounds: Iterable[Round], *, peers: Sequence[int]) -> list[float]:

@@ -74,10 +74,10 @@ class _Prefill(_Process):
         )
 
     def forms(self, chunks: Sequence[Any], repeats: int) -> Any:
-        """Of the bare arm over NIXL: see ``forms.py``."""
-        from benchmark.kv_transfer import forms
+        """Of the bare arm: see ``choice.py``."""
+        from benchmark.kv_transfer import choice
 
-        return forms.measure(self._end.agent, self.pool, self._peers[0], chunks, repeats)
+        return choice.measure(self._end.agent, self.pool, self._peers[0], chunks, repeats)
 
 
 class _Decode(_Process):
@@ -102,9 +102,6 @@ class _Decode(_Process):
 
     def wrong_pages(self, plans: Sequence[RoomPlan]) -> int:
         return sum(self.pool.wrong_pages(plan) for plan in plans)
-
-    def blank(self) -> None:
-        self.pool.blank()
 
 
 def serve(connection: Connection) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.kv_transfer import choice, gaps, output, summary, threads
-from benchmark.kv_transfer.forms import Chunk
+from benchmark.harness.report import plain
+from benchmark.kv_transfer import choice, runs, summary, threads
+from benchmark.kv_transfer.choice import Chunk, Cost
 from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
 from benchmark.kv_transfer.turns import Turn, TurnClock, Work
 
@@ -52,14 +53,13 @@ def test_numbers_of_known_rounds() -> None:
     assert found.peer_cpu_s_per_gb == pytest.approx(0.5)
     assert found.cores == pytest.approx(4 / 5)
     assert found.room_bytes == pytest.approx(2e9 / 3)
-    assert found.tail == pytest.approx(1.49)
 
 
 def test_a_stage_that_an_arm_cannot_tell_is_no_number() -> None:
     """Zeros for stages that were not measured."""
     found = summary.summarize([Round([room(1, 1.0)], [kv(None, None)], 1.0, 1.0, 10**9)])
     assert math.isnan(found.build.p50) and math.isnan(found.wire.p99)
-    assert output.p50_p99(found.build, 1e-3) == "-"
+    assert runs.p50_p99(found.build, 1e-3) == "-"
 
 
 def test_nothing_arrived() -> None:
@@ -108,11 +108,10 @@ def costs(ranges_each: float, shared: float) -> choice.Table:
         for pages in (16, 64, 256):
             for run in (1, 4, 16):
                 chunk = Chunk(buffers, pages, run)
-                runs, all_pages = buffers * pages // run, buffers * pages
-                by_ranges = 50 + ranges_each * runs
-                by_lists = 10 + 0.01 * all_pages + shared * runs
-                table["ranges", chunk] = choice.Medians(by_ranges, 1.0)
-                table["strided", chunk] = choice.Medians(by_lists, 1.0)
+                by_ranges = 50 + ranges_each * chunk.entries("ranges")
+                by_lists = 10 + 0.01 * buffers * pages + shared * chunk.entries("ranges")
+                table["ranges", chunk] = Cost(by_ranges, 1.0)
+                table["prepared", chunk] = Cost(by_lists, 1.0)
     return table
 
 
@@ -136,7 +135,7 @@ def test_a_bad_choice_is_seen() -> None:
 
 def test_no_number_is_null_and_floats_are_short() -> None:
     """JSON lines that no reader takes."""
-    text = json.dumps(output.plain({"a": math.nan, "b": [1 / 3], "c": summary.spread([1.0])}))
+    text = json.dumps(plain({"a": math.nan, "b": [1 / 3], "c": summary.spread([1.0])}))
     assert json.loads(text) == {
         "a": None,
         "b": [0.333333],
@@ -146,7 +145,9 @@ def test_no_number_is_null_and_floats_are_short() -> None:
 
 def test_gaps_of_known_turns() -> None:
     """Waiting for a core taken for waiting for a lock, or a largest gap that is a percentile."""
-    found = gaps.summarize_turns([Turn(1.0, 0.5, 0.1)] * 98 + [Turn(9.0, 0.5, 8.0), Turn(5, 1, 0)])
+    found = summary.summarize_turns(
+        [Turn(1.0, 0.5, 0.1)] * 98 + [Turn(9.0, 0.5, 8.0), Turn(5, 1, 0)]
+    )
     assert (found.turns, found.p50, found.largest) == (100, 1.0, 9.0)
     assert (found.on_core_largest, found.most_blocked) == (5.0, 4.0)
     assert found.p99 < 9.0 and found.cpu_p50 == 0.5

@@ -57,10 +57,3 @@ def test_pools_of_all_processes_count() -> None:
     shape = shapes.Shape("x", layers=1, kv_heads=1, head_dim=1, dtype_bytes=1, mla=True)
     assert shapes.pool_bytes(shape, 100, in_flight=1, peers=1) == 200
     assert shapes.pool_bytes(shape, 100, in_flight=5, peers=4) == 5 * 2 * 100
-
-
-def test_what_does_not_fit_is_named() -> None:
-    """Sizes left out in silence."""
-    shape = shapes.Shape("x", layers=1, kv_heads=1, head_dim=1, dtype_bytes=1, mla=True)
-    fit, left_out = shapes.fitting(shape, [10, 20, 30], 40, in_flight=1, peers=1)
-    assert fit == [10, 20] and left_out == [(30, 60)]

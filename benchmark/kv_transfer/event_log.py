@@ -1,22 +1,28 @@
-"""Joins the event logs of a prefill and a decode server by room: how long each stage took.
+"""Joins the event logs of prefill and decode servers by room: how long each stage took.
+
+python -m benchmark.kv_transfer.event_log FOLDER...
 
 decode   admitted                                                          arrived
             |  bootstrap                                            notice ^
             v                                                              |
 prefill  announced --- prefill ---> enqueued -queue-build-post-wire-> moved (last chunk)
 
-Pure but for ``read``. Both servers take times from the clock of one host.
+Servers take times from their hosts' clocks: those of different hosts must be in step.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
+from benchmark.harness.report import percentile, print_table
 from sglang.srt.disaggregation.delta.logs import (
     Admitted,
     Announced,
@@ -76,8 +82,8 @@ class RoomStages:
     """From the announcement until decode knows that the room is complete."""
 
 
-def read(folder: Path) -> list[Event]:
-    """All records of an event log folder.
+def read(*folders: Path) -> list[Event]:
+    """All records of event log folders.
 
     Raises:
         msgspec.DecodeError: a line is no record that is known here.
@@ -85,6 +91,7 @@ def read(folder: Path) -> list[Event]:
     decoder = msgspec.json.Decoder(Event)
     return [
         decoder.decode(line)
+        for folder in folders
         for path in sorted(folder.glob("*.jsonl"))
         for line in path.read_bytes().splitlines()
     ]
@@ -170,3 +177,46 @@ def _transfer(moved: Sequence[Moved]) -> Transfer:
 
 def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
+
+
+#: Column -> seconds of a room; the first ones and ``prefill`` add up to ``all``.
+COLUMNS: dict[str, Callable[[RoomStages], float | None]] = {
+    "bootstrap": lambda room: room.bootstrap_s,
+    "prefill": lambda room: room.prefill_s,
+    "queue": lambda room: room.last and room.last.queue_s,
+    "build": lambda room: room.last and room.last.build_s,
+    "post": lambda room: room.last and room.last.post_s,
+    "wire": lambda room: room.last and room.last.wire_s,
+    "notice": lambda room: room.notice_s,
+    "all": lambda room: room.total_s,
+}
+
+
+def table(rooms: Iterable[RoomStages]) -> list[list[str]]:
+    """A row for each power of two of new tokens: medians in milliseconds of what is known."""
+    sizes: dict[int, list[RoomStages]] = defaultdict(list)
+    for room in rooms:
+        new = (room.prompt_tokens or 0) - (room.prefix_tokens or 0)
+        sizes[1 << max(new - 1, 0).bit_length()].append(room)
+    rows = []
+    for size, of in sorted(sizes.items()):
+        cells = []
+        for stage in COLUMNS.values():
+            known = [seconds for seconds in map(stage, of) if seconds is not None]
+            cells.append(f"{float(f'{percentile(known, 50) * 1e3:.3g}'):,g}" if known else "-")
+        incomplete = sum(bool(room.missing) for room in of)
+        rows.append([f"{size:,}", f"{len(of):,}", f"{incomplete:,}", *cells])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.kv_transfer.event_log")
+    parser.add_argument("folders", type=Path, nargs="+", help="event logs of both servers")
+    rooms = stages(read(*parser.parse_args().folders))
+    columns = ["new tokens, up to", "rooms", "incomplete", *COLUMNS]
+    print_table("stages of a room, p50, ms", columns, table(rooms), Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

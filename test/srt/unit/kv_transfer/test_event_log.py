@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmark.kv_transfer.blackbox.stages import Transfer, read, stages
+from benchmark.kv_transfer.event_log import COLUMNS, Transfer, read, stages, table
 from sglang.srt.disaggregation.delta.logs import (
     Admitted,
     Announced,
@@ -159,3 +159,10 @@ def test_reading_what_the_servers_write(tmp_path: Path) -> None:
     (tmp_path / "prefill-2.jsonl").write_text('{"type": "unheard of"}\n')
     with pytest.raises(msgspec.DecodeError):
         read(tmp_path)
+
+
+def test_table_of_rooms() -> None:
+    """A stage in another one's column, or rooms of other lengths in one row."""
+    (row,) = table(stages(whole_room()))
+    assert row[:5] == ["64", "1", "0", "3,000", "23,000"] and row[-1] == "38,000"
+    assert len(row) == 3 + len(COLUMNS)
