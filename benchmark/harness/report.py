@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from benchmark.harness.client import Result
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles of a quantity; the unit is that of its values."""
+    """A quantity in its unit; NaN where there are no values."""
 
+    count: int
+    mean: float
     p50: float
     p90: float
     p99: float
@@ -40,7 +42,7 @@ class Summary:
 
 def percentile(values: Sequence[float], p: float) -> float:
     """The ``p``-th percentile (0-100), interpolated between neighbours; NaN of nothing."""
-    if not values:
+    if not len(values):
         return math.nan
     ordered = sorted(values)
     position = (len(ordered) - 1) * p / 100
@@ -49,8 +51,11 @@ def percentile(values: Sequence[float], p: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(*(percentile(values, p) for p in (50, 90, 99)))
+def spread(values: Iterable[float | None]) -> Spread:
+    """Of the values that there are."""
+    known = sorted(float(value) for value in values if value is not None)
+    mean = sum(known) / len(known) if known else math.nan
+    return Spread(len(known), mean, *(percentile(known, p) for p in (50, 90, 99)))
 
 
 def summarize(results: Sequence[Result]) -> Summary:
@@ -65,9 +70,9 @@ def summarize(results: Sequence[Result]) -> Summary:
         duration_s=duration,
         requests_per_s=len(good) / duration,
         output_tokens_per_s=sum(r.completion_tokens for r in good) / duration,
-        ttft_s=spread([r.ttft_s for r in good]),
-        itl_s=spread([r.itl_s for r in good if r.itl_s is not None]),
-        latency_s=spread([r.latency_s for r in good]),
+        ttft_s=spread(r.ttft_s for r in good),
+        itl_s=spread(r.itl_s for r in good),
+        latency_s=spread(r.latency_s for r in good),
     )
 
 

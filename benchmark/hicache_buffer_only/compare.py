@@ -34,7 +34,7 @@ from benchmark.hicache_buffer_only.outcome import CLASSES, ArmTimes, Outcome, Ti
 from benchmark.hicache_buffer_only.plot import draw
 from benchmark.hicache_buffer_only.replay import replay
 from benchmark.hicache_buffer_only.tiers import Hits
-from benchmark.traces.generate import Shape, conversations
+from benchmark.traces import generate
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.read import read
 from benchmark.traces.record import Record
@@ -50,20 +50,8 @@ CACHE, SMALL, BUFFER_ONLY, ALWAYS = ARMS = (
 ALWAYS_FETCH = {"SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1"}
 
 CONVERSATION, AGENTS = TRACES = ("conversation", "agents")
-#: Agents with tools: long instructions that many share, and many short turns with little time
-#: between them, as in Mooncake's tool-and-agent trace (prompts of about 8,600 tokens, answers of
-#: about 180, more than half of all blocks seen before).
-AGENT = Shape(
-    conversations_per_s=0.45,
-    mean_turns=8.0,
-    system_prompts=8,
-    system_blocks=8,
-    first_tokens=1200,
-    first_spread=0.8,
-    turn_tokens=500,
-    answer_tokens=140,
-    think_s=8.0,
-)
+#: Of generated ones.
+SHAPES = {CONVERSATION: generate.CONVERSATION, AGENTS: generate.TOOLS}
 
 
 @dataclass(frozen=True)
@@ -220,8 +208,7 @@ def scaled(name: str, path: Path | None, load: Load) -> Iterator[Record]:
     if path is not None:
         records: Iterator[Record] = iter(read(path))
     else:
-        shape = AGENT if name == AGENTS else Shape()
-        records = conversations(load.requests, load.seed, shape)
+        records = generate.generate(load.requests, load.seed, SHAPES[name])
     scale = Scale(block_tokens=load.block_tokens, speed=load.speed)
     return map(scale.apply, islice(records, load.requests))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmark.harness.report import Spread, percentile, spread
-from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
+from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse
 from benchmark.kv_transfer.turns import Turn
 
 #: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
@@ -59,12 +59,12 @@ def summarize(rounds: Sequence[Round]) -> Summary:
         failed=len(rooms) - len(good),
         send=spread([seconds for times in rooms for seconds in times.sends]),
         send_cpu=spread([seconds for times in rooms for seconds in times.send_cpus]),
-        queue=_stage(moves, "queue_s"),
-        build=_stage(moves, "build_s"),
-        describe=_stage(moves, "describe_s"),
-        post=_stage(moves, "post_s"),
-        wire=_stage(moves, "wire_s"),
-        total=spread([times.total for times in good]),
+        queue=spread(move.queue_s for move in moves),
+        build=spread(move.build_s for move in moves),
+        describe=spread(move.describe_s for move in moves),
+        post=spread(move.post_s for move in moves),
+        wire=spread(move.wire_s for move in moves),
+        total=spread(times.total for times in good),
         arrival=spread([times.arrived - times.began for times in good if times.arrived]),
         descriptors=spread([float(move.descriptors) for move in moves]).p50,
         room_bytes=moved / len(good) if good else math.nan,
@@ -74,11 +74,6 @@ def summarize(rounds: Sequence[Round]) -> Summary:
         cores=sum(each.cpu_s + each.peer_cpu_s for each in rounds)
         / sum(each.wall_s for each in rounds),
     )
-
-
-def _stage(moves: Sequence[Transfer], name: str) -> Spread:
-    values = [getattr(move, name) for move in moves]
-    return spread([value for value in values if value is not None])
 
 
 @dataclass(frozen=True)

@@ -1,118 +1,185 @@
-"""Seeded conversations as a trace: many people talk with an assistant, some with one instruction.
+"""Seeded traffic as a trace, for machines with no trace at hand.
 
-    python -m benchmark.traces.generate FILE [--requests N] [--seed N]
-
-The defaults resemble Mooncake's conversation trace in what matters to a cache: prompts of about
-12,000 tokens on average with a long tail, answers of about 340, 3.4 requests a second, and a third
-of all blocks seen before.
+A prompt is an instruction of the product (few, popular, all day), then a context that a family of
+sessions shares, then what is the session's own. A family is one task or project: a few sessions,
+begun within minutes of each other, over the same files. Each turn's prompt is all that was said
+before, the answer, and what a tool or a person adds.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
-from benchmark.traces.read import write
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the conversations are like. Lengths in tokens, times in seconds."""
+class LogNormal:
+    """A length in tokens, or a time in seconds."""
 
-    conversations_per_s: float = 1.9
-    mean_turns: float = 1.8
-    """Turns of a conversation: at least one, geometrically distributed."""
-    system_prompts: int = 4
-    """Instructions that conversations begin with, the first one the most frequent."""
-    system_blocks: int = 1
-    """Blocks of each of them."""
-    first_tokens: float = 4500
-    """Median of a conversation's first turn, log-normal, the instruction not counted."""
-    first_spread: float = 1.3
-    turn_tokens: float = 300
-    """Median of each later turn."""
-    turn_spread: float = 1.0
-    answer_tokens: float = 250
-    """Median of an answer."""
-    answer_spread: float = 0.8
-    think_s: float = 60.0
-    """Mean time from one turn to the next, exponential."""
-    longest: int = 125_000
-    """A conversation ends before its prompt is longer."""
+    median: float
+    spread: float
+    """Standard deviation of the logarithm."""
+
+    def draw(self, rng: random.Random) -> float:
+        return rng.lognormvariate(math.log(self.median), self.spread)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths in tokens, times in seconds. The defaults are a published two hours of a production
+    cluster that serves coding agents (GLM-5.1; 2.1 million requests)."""
+
+    families_per_s: float = 9.8
+    """Poisson."""
+    instruction_blocks: tuple[int, ...] = (8, 5, 12, 3, 24, 8, 2, 16)
+    """Blocks of each popular instruction, the i-th used in proportion to 1 / i."""
+    lonely: float = 0.42
+    """Share of families of one session."""
+    mean_members: float = 2.6
+    """Sessions of the other families: at least two, geometrically distributed."""
+    gap_s: float = 40.0
+    """Mean time from one session's beginning to the next one's in its family, exponential."""
+    context: LogNormal = LogNormal(5_200, 1.82)
+    """Shared by a family."""
+    own: LogNormal = LogNormal(1_950, 1.5)
+    """A session's first turn, without what it shares."""
+    one_turn: float = 0.928
+    """Share of sessions of one turn."""
+    turns: LogNormal = LogNormal(4.0, 1.1)
+    """Turns of the others beyond the second."""
+    addition: LogNormal = LogNormal(800, 1.2)
+    """What a turn adds to the prompt beside the last answer."""
+    answer: LogNormal = LogNormal(80, 1.88)
+    pause_s: LogNormal = LogNormal(8, 1.2)
+    """From one request of a session to its next."""
+    longest: int = 200_000
+    """A prompt's most tokens: first turns are cut to it, sessions end before it."""
+    longest_answer: int = 32_000
     block_tokens: int = BLOCK_TOKENS
 
 
-def conversations(requests: int, seed: int = 0, shape: Shape = Shape()) -> Iterator[Record]:  # noqa: B008
-    """The first ``requests`` requests, by time. The same arguments give the same trace."""
-    rng = random.Random(seed)
-    ids = count()
-    instructions = [
-        tuple(next(ids) for _ in range(shape.system_blocks)) for _ in range(shape.system_prompts)
-    ]
-    weights = [1 / (i + 1) for i in range(shape.system_prompts)]
-    arrival = 0.0
-    waiting: list[tuple[float, int, Record]] = []  # turns of conversations that have begun
+AGENTIC = Shape()
+#: People who talk with an assistant: resembles Mooncake's conversation trace in what matters to a
+#: cache. Prompts of about 12,000 tokens on average with a long tail, answers of about 340, 3.4
+#: requests a second, and a third of all blocks seen before.
+CONVERSATION = Shape(
+    families_per_s=1.9,
+    instruction_blocks=(1, 1, 1, 1),
+    lonely=1.0,
+    context=LogNormal(1, 0.0),
+    own=LogNormal(4500, 1.3),
+    one_turn=1 / 1.8,
+    turns=LogNormal(1.0, 0.8),
+    addition=LogNormal(300, 1.0),
+    answer=LogNormal(250, 0.8),
+    pause_s=LogNormal(40, 0.9),
+    longest=125_000,
+)
+#: Agents with tools: long instructions that many share, and many short turns with little time
+#: between them, as in Mooncake's tool-and-agent trace (prompts of about 8,600 tokens, answers of
+#: about 180, more than half of all blocks seen before).
+TOOLS = Shape(
+    families_per_s=0.6,
+    instruction_blocks=(8,) * 8,
+    lonely=1.0,
+    context=LogNormal(1, 0.0),
+    own=LogNormal(1200, 0.8),
+    one_turn=1 / 8,
+    turns=LogNormal(3.0, 0.8),
+    addition=LogNormal(500, 1.0),
+    answer=LogNormal(140, 0.8),
+    pause_s=LogNormal(5.5, 0.9),
+    longest=125_000,
+)
+
+
+def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[Record]:
+    """The first ``requests`` requests, by time, with session and turn.
+
+    The same arguments give the same trace, and a shorter trace is the start of a longer one. Only
+    families that have begun and not ended are in memory.
+    """
+    traffic = _Traffic(random.Random(seed), shape)
+    waiting: list[tuple[float, int, Record, Iterator[Record]]] = []  # next request of each session
     serial = count()
+    families = traffic.families()
+    began, family = next(families)
     for _ in range(requests):
-        # Whatever is due before the next conversation begins is known by then.
-        while not waiting or waiting[0][0] > arrival:
-            start = rng.choices(instructions, weights)[0] if instructions else ()
-            for record in _turns(rng, arrival, start, ids, shape):
-                heapq.heappush(waiting, (record.timestamp / 1000, next(serial), record))
-            arrival += rng.expovariate(shape.conversations_per_s)
-        yield heapq.heappop(waiting)[2]
+        # Whatever is due before the next family begins is known by then.
+        while not waiting or waiting[0][0] > began * 1000:
+            for session in family:
+                first = next(session)
+                heapq.heappush(waiting, (first.timestamp, next(serial), first, session))
+            began, family = next(families)
+        _, order, record, session = waiting[0]
+        later = next(session, None)
+        if later is None:
+            heapq.heappop(waiting)
+        else:
+            heapq.heapreplace(waiting, (later.timestamp, order, later, session))
+        yield record
 
 
-def _turns(
-    rng: random.Random, began_s: float, start: tuple[int, ...], ids: count[int], shape: Shape
-) -> Iterator[Record]:
-    """The requests of one conversation; each prompt is all that was said before, and a turn."""
-    block = shape.block_tokens
-    full = list(start)  # ids of the blocks that can no longer change
-    said = len(full) * block
-    at = began_s
-    first = True
-    while True:
-        median, spread = (
-            (shape.first_tokens, shape.first_spread)
-            if first
-            else (shape.turn_tokens, shape.turn_spread)
-        )
-        said += _log_normal(rng, median, spread)
-        if said > shape.longest:
-            if not first:
+class _Traffic:
+    """Draws of one trace; block ids and sessions are numbered through."""
+
+    def __init__(self, rng: random.Random, shape: Shape) -> None:
+        self._rng = rng
+        self._shape = shape
+        self._ids = count()
+        self._sessions = count()
+
+    def families(self) -> Iterator[tuple[float, list[Iterator[Record]]]]:
+        """When each begins, in seconds, and its sessions. Without end."""
+        shape, rng = self._shape, self._rng
+        instructions = [self._new(n) for n in shape.instruction_blocks]
+        popularity = [1 / (i + 1) for i in range(len(instructions))]
+        at = 0.0
+        while True:
+            at += rng.expovariate(shape.families_per_s)
+            start = rng.choices(instructions, popularity)[0] if instructions else ()
+            context = (*start, *self._new(self._tokens(shape.context) // shape.block_tokens))
+            context = context[: shape.longest // shape.block_tokens]
+            begins = [at]
+            for _ in range(self._members() - 1):
+                begins.append(begins[-1] + rng.expovariate(1 / shape.gap_s))
+            yield at, [self._session(begin, context) for begin in begins]
+
+    def _session(self, at: float, shared: tuple[int, ...]) -> Iterator[Record]:
+        """The requests of one session; each prompt is all that was said before, and an addition."""
+        shape, block = self._shape, self._shape.block_tokens
+        name = f"s{next(self._sessions)}"
+        full = list(shared)  # ids of the blocks that can no longer change
+        said = min(shape.longest, len(full) * block + self._tokens(shape.own))
+        for turn in range(self._turns()):
+            full += self._new(said // block - len(full))
+            partial = self._new(blocks(said, block) - len(full))
+            answer = min(shape.longest_answer, self._tokens(shape.answer))
+            yield Record(round(at * 1000), said, answer, (*full, *partial), name, turn)
+            said += answer + self._tokens(shape.addition)
+            if said > shape.longest:
                 return
-            said = shape.longest
-        full += [next(ids) for _ in range(said // block - len(full))]
-        partial = [next(ids)] if blocks(said, block) > len(full) else []
-        answer = _log_normal(rng, shape.answer_tokens, shape.answer_spread)
-        yield Record(round(at * 1000), said, answer, (*full, *partial))
-        if rng.random() < 1 / shape.mean_turns:
-            return
-        said += answer
-        at += rng.expovariate(1 / shape.think_s)
-        first = False
+            at += shape.pause_s.draw(self._rng)
 
+    def _members(self) -> int:
+        if self._rng.random() < self._shape.lonely:
+            return 1
+        mean = self._shape.mean_members - 2  # geometric, from 0
+        return 2 + int(math.log(1 - self._rng.random()) / math.log(mean / (1 + mean)))
 
-def _log_normal(rng: random.Random, median: float, spread: float) -> int:
-    return max(1, round(rng.lognormvariate(math.log(median), spread)))
+    def _turns(self) -> int:
+        if self._rng.random() < self._shape.one_turn:
+            return 1
+        return 2 + int(self._shape.turns.draw(self._rng))
 
+    def _new(self, blocks: int) -> tuple[int, ...]:
+        return tuple(next(self._ids) for _ in range(blocks))
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.traces.generate")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    print(f"{write(args.file, conversations(args.requests, args.seed))} requests")
-
-
-if __name__ == "__main__":
-    main()
+    def _tokens(self, length: LogNormal) -> int:
+        return max(1, round(length.draw(self._rng)))

@@ -28,6 +28,7 @@ from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig
 from benchmark.harness import report
 from benchmark.harness.command import status
+from benchmark.traces.generate import AGENTIC, generate
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record
 
@@ -109,16 +110,13 @@ def _records(args: argparse.Namespace) -> list[Record]:
         return _at_rate(list(islice(read(args.trace), args.limit)), args.rate)
     if not args.generate:
         return []
-    from benchmark.agentic.sample.generate import agentic
-    from benchmark.agentic.sample.shape import AgenticShape
-
-    shape = AgenticShape()
+    shape = AGENTIC
     if args.rate:
         # More people, not faster ones: only what is left to the rate is taken from the clock.
-        few = list(agentic(min(args.generate, 20_000), args.seed, shape))
+        few = list(generate(min(args.generate, 20_000), args.seed, shape))
         more = args.rate / trace.facts(few).requests_per_s
         shape = replace(shape, families_per_s=shape.families_per_s * more)
-    return _at_rate(list(agentic(args.generate, args.seed, shape)), args.rate)
+    return _at_rate(list(generate(args.generate, args.seed, shape)), args.rate)
 
 
 def _at_rate(records: list[Record], rate: float | None) -> list[Record]:

@@ -14,11 +14,10 @@ import argparse
 import resource
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmark.agentic.sample.command import Source, positive, reporting, whole
-from benchmark.agentic.sample.describe import BUCKET_S, Description, describe
+from benchmark.agentic.sample.describe import BUCKET_S, Description, describe, print_table
 from benchmark.agentic.sample.select import (
     Plan,
     Selection,
@@ -27,8 +26,8 @@ from benchmark.agentic.sample.select import (
     random_sessions,
     window_and_thin,
 )
-from benchmark.agentic.sample.table import print_table, write_json
 from benchmark.agentic.sample.window import requests_of
+from benchmark.harness.report import write_summary
 from benchmark.traces.read import write
 from benchmark.traces.record import BLOCK_TOKENS
 
@@ -96,24 +95,14 @@ def _finish(
             f"{plan.thin_by}; single-turn sessions at most {plan.max_single_turn:g}; "
             f"seed {plan.seed}"
         )
-    memory = peak_memory_bytes()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     print(f"{seconds:.1f} s, {memory / 2**20:,.0f} MiB at most")
     if args.out:
         print(f"{args.out}: {traces[next(iter(selections))].requests} requests")
     if args.json:
-        content = {
-            "plan": asdict(plan),
-            "traces": {name: asdict(trace) for name, trace in traces.items()},
-            "keeps": keeps,
-            "seconds": seconds,
-            "peak_memory_bytes": memory,
-        }
-        write_json(args.json, content)
-
-
-def peak_memory_bytes() -> int:
-    """Of this process since it began (Linux counts in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        content = {"plan": plan, "traces": traces, "keeps": keeps}
+        content |= {"seconds": seconds, "peak_memory_bytes": memory}
+        write_summary(args.json, content)
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -122,9 +111,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         prog="python -m benchmark.agentic sample",
         description="Cut a smaller trace that shares as much.",
     )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", help="the sample; without it, figures only")
     add = parser.add_argument
+    add("file", type=Path)
+    add("out", type=Path, nargs="?", help="the sample; without it, figures only")
     add("--window-seconds", type=float, default=plan.window_s, help="sessions that begin in it")
     add("--window-start", type=float, help="seconds since the first request (default: densest)")
     add("--sample-ratio", type=float, default=plan.ratio, help="share of sessions to keep")

@@ -1,15 +1,17 @@
-"""What the commands share: the trace they are given, and how they end."""
+"""What the commands share: the trace they are given, a bar, and how they end."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.agentic.sample.progress import counted
+from rich.console import Console
+from rich.progress import track
+
 from benchmark.agentic.sample.survey import Survey, survey
 from benchmark.traces.read import read
 from benchmark.traces.record import Record
@@ -23,7 +25,7 @@ class Source:
     path: Path
     block_tokens: int
 
-    def records(self, what: str, total: int | None = None) -> Iterator[Record]:
+    def records(self, what: str, total: int | None = None) -> Iterable[Record]:
         return counted(annotate(read(self.path, self.block_tokens), self.block_tokens), what, total)
 
     def survey(self) -> Survey:
@@ -37,6 +39,13 @@ class Source:
         except ValueError as error:
             named = str(error).startswith(str(self.path))
             raise ValueError(str(error) if named else f"{self.path}: {error}") from error
+
+
+def counted(records: Iterable[Record], what: str, total: int | None = None) -> Iterable[Record]:
+    """The records, counted on a bar where a person looks on; ``total`` where it is known."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(records, what, total, console=console, transient=True, disable=hidden)
 
 
 @contextmanager

@@ -20,30 +20,21 @@ growth per turn         how much longer a prompt is than that of the turn before
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
-from benchmark.agentic.sample.blocks import BlockFigures
-from benchmark.agentic.sample.columns import Columns
 from benchmark.agentic.sample.command import Source, positive, reporting, whole
-from benchmark.agentic.sample.survey import Survey
+from benchmark.agentic.sample.survey import Columns, Survey
+from benchmark.harness import report
+from benchmark.harness.report import Spread, spread
 from benchmark.traces.record import BLOCK_TOKENS
 
 BUCKET_S = 10.0
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Of a quantity, interpolated percentiles."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
 
 
 @dataclass(frozen=True)
@@ -54,11 +45,11 @@ class Description:
     sessions: int
     multi_turn_sessions: float
     multi_turn_requests: float
-    turns: Lengths
+    turns: Spread
     longest_session: int
     growth_per_turn: float
-    input_tokens: Lengths
-    output_tokens: Lengths
+    input_tokens: Spread
+    output_tokens: Spread
     prefill_share: float
     span_s: float
     mean_rate: float
@@ -78,8 +69,7 @@ class Description:
 def describe(found: Survey, bucket_s: float = BUCKET_S) -> Description:
     columns, blocks = found.columns, found.blocks
     several = columns.turns > 1
-    tokens_in = int(columns.input_tokens.sum(dtype=np.int64))
-    tokens_out = int(columns.output_tokens.sum(dtype=np.int64))
+    tokens_in, tokens_out = int(columns.input_tokens.sum()), int(columns.output_tokens.sum())
     seconds = (columns.time_ms - columns.time_ms[0]) / 1000
     span = float(seconds[-1])
     hit = blocks.within_tokens + blocks.across_tokens
@@ -88,11 +78,11 @@ def describe(found: Survey, bucket_s: float = BUCKET_S) -> Description:
         sessions=len(columns.sessions),
         multi_turn_sessions=float(several.mean()),
         multi_turn_requests=float(columns.turns[several].sum() / len(columns.key)),
-        turns=_lengths(columns.turns),
+        turns=spread(columns.turns),
         longest_session=int(columns.turns.max()),
         growth_per_turn=_growth(columns),
-        input_tokens=_lengths(columns.input_tokens),
-        output_tokens=_lengths(columns.output_tokens),
+        input_tokens=spread(columns.input_tokens),
+        output_tokens=spread(columns.output_tokens),
         prefill_share=tokens_in / (tokens_in + tokens_out),
         span_s=span,
         mean_rate=len(columns.key) / span if span else 0.0,
@@ -100,12 +90,13 @@ def describe(found: Survey, bucket_s: float = BUCKET_S) -> Description:
         bucket_s=bucket_s,
         blocks=blocks.occurrences,
         distinct_blocks=blocks.distinct,
+        cross_session_share=blocks.cross_session / blocks.occurrences,
+        repeated_share=blocks.repeated / blocks.occurrences,
         hit=hit / tokens_in,
         hit_within=blocks.within_tokens / tokens_in,
         hit_across=blocks.across_tokens / tokens_in,
         within_share_of_hits=blocks.within_tokens / hit if hit else 0.0,
         inconsistent_blocks=blocks.inconsistent,
-        **_shares(blocks),
     )
 
 
@@ -115,41 +106,77 @@ def peak_rate(seconds: npt.NDArray[np.float64], bucket_s: float) -> float:
     return float(counts.max() / bucket_s)
 
 
-def _shares(blocks: BlockFigures) -> dict[str, float]:
-    return {
-        "cross_session_share": blocks.cross_session / blocks.occurrences,
-        "repeated_share": blocks.repeated / blocks.occurrences,
-    }
-
-
-def _lengths(values: npt.NDArray[np.integer[Any]]) -> Lengths:
-    return Lengths(float(values.mean()), *(float(p) for p in np.percentile(values, (50, 90, 99))))
-
-
 def _growth(columns: Columns) -> float:
     order = np.argsort(columns.session, kind="stable")  # a session's requests stay in order
-    tokens = columns.input_tokens[order].astype(np.int64)
     same = np.diff(columns.session[order]) == 0
-    return float(np.diff(tokens)[same].mean()) if same.any() else 0.0
+    return float(np.diff(columns.input_tokens[order])[same].mean()) if same.any() else 0.0
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _lengths(value: Spread, mean: str = ",.0f") -> str:
+    tail = " / ".join(_whole(each) for each in (value.p50, value.p90, value.p99))
+    return f"{value.mean:{mean}} / {tail}"
+
+
+ROWS: dict[str, Callable[[Description], str]] = {
+    "requests": lambda d: _whole(d.requests),
+    "sessions": lambda d: _whole(d.sessions),
+    "of several turns, sessions": lambda d: _share(d.multi_turn_sessions),
+    "of several turns, requests": lambda d: _share(d.multi_turn_requests),
+    "turns (mean / p50 / p90 / p99)": lambda d: _lengths(d.turns, ".2f"),
+    "turns, most": lambda d: _whole(d.longest_session),
+    "growth per turn, tokens": lambda d: _whole(d.growth_per_turn),
+    "input tokens (mean / p50 / p90 / p99)": lambda d: _lengths(d.input_tokens),
+    "output tokens (mean / p50 / p90 / p99)": lambda d: _lengths(d.output_tokens),
+    "prefill share of tokens": lambda d: _share(d.prefill_share),
+    "span, s": lambda d: _whole(d.span_s),
+    "requests/s, mean": lambda d: f"{d.mean_rate:.2f}",
+    "requests/s, peak": lambda d: f"{d.peak_rate:.2f} over {d.bucket_s:g} s",
+    "block occurrences": lambda d: _whole(d.blocks),
+    "blocks, distinct": lambda d: _whole(d.distinct_blocks),
+    "shared by sessions": lambda d: _share(d.cross_session_share),
+    "repeated at all": lambda d: _share(d.repeated_share),
+    "hit of an infinite cache, tokens": lambda d: _share(d.hit),
+    "  within sessions": lambda d: _share(d.hit_within),
+    "  across sessions": lambda d: _share(d.hit_across),
+    "  within, of all hits": lambda d: _share(d.within_share_of_hits),
+}
+
+
+def print_table(traces: Mapping[str, Description]) -> None:
+    """A column a trace; warns of traces whose ids do not stand for whole prefixes."""
+    console = Console(width=None if Console().is_terminal else 120)
+    rows = [[name, *map(cell, traces.values())] for name, cell in ROWS.items()]
+    report.print_table("", ["", *traces], rows, console)
+    for name, d in traces.items():
+        if d.inconsistent_blocks:
+            console.print(
+                f"{name}: {d.inconsistent_blocks:,} blocks follow other blocks than before; their "
+                "ids do not stand for the whole prefix, and the shares above are too high"
+            )
 
 
 def main(argv: list[str]) -> int:
-    from benchmark.agentic.sample.table import print_table, write_json  # it shows descriptions
-
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.agentic describe", description="What a trace holds."
     )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
-    parser.add_argument(
-        "--bucket-seconds", type=positive, default=BUCKET_S, help="of the peak rate"
-    )
-    parser.add_argument("--block-tokens", type=whole, default=BLOCK_TOKENS, help="of the trace")
+    add = parser.add_argument
+    add("file", type=Path)
+    add("--json", type=Path, help="write the figures to this file, too")
+    add("--bucket-seconds", type=positive, default=BUCKET_S, help="of the peak rate")
+    add("--block-tokens", type=whole, default=BLOCK_TOKENS, help="of the trace")
     args = parser.parse_args(argv)
     with reporting():
         source = Source(args.file, args.block_tokens)
         description = describe(source.survey(), args.bucket_seconds)
         print_table({args.file.name: description})
         if args.json:
-            write_json(args.json, {"trace": asdict(description)})
+            report.write_summary(args.json, {"trace": description})
     return 0

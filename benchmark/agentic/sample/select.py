@@ -9,8 +9,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from benchmark.agentic.sample.columns import U64, Columns, session_key
-from benchmark.agentic.sample.survey import Survey
+from benchmark.agentic.sample.survey import U64, Columns, Survey, session_key
 from benchmark.agentic.sample.thin import cap_single_turns, draws, kept
 from benchmark.agentic.sample.window import beginning, densest
 from benchmark.traces.record import Record

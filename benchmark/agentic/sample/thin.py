@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.agentic.sample.columns import U64, Places, mixed
+from benchmark.agentic.sample.survey import U64, Places, mixed
 
 Bools = npt.NDArray[np.bool_]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.agentic.sample.columns import U64, Columns
+from benchmark.agentic.sample.survey import U64, Columns
 
 
 def densest(time_ms: npt.NDArray[np.float64], seconds: float) -> float:

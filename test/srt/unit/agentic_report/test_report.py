@@ -17,7 +17,7 @@ from benchmark.agentic.report.load import Load, Trace, prepare
 from benchmark.agentic.report.measure import Measured, peak_usage
 from benchmark.agentic.report.page import page
 from benchmark.harness.arm import Traffic
-from benchmark.traces.generate import conversations
+from benchmark.traces.generate import CONVERSATION, generate
 from benchmark.traces.read import write
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_load_is_sampled_and_scaled(tmp_path: Path) -> None:
     """Whole sessions, about as many requests as asked, over the seconds asked, each within half a
     pool; what is left out is counted."""
     file = tmp_path / "trace.jsonl"
-    write(file, conversations(3000, seed=1))
+    write(file, generate(3000, 1, CONVERSATION))
     load = Load(requests=100, seconds=20, max_single_turn=0.5, pool_tokens=2048)
     trace = prepare(file, load)
     assert 50 <= len(trace.records) + trace.left_out <= 200
@@ -153,7 +153,7 @@ def test_page_has_every_arm_and_well_formed_tables(tmp_path: Path) -> None:
     """Each arm is in each table; each table's rows have as many cells as its head, else it is not
     shown as one."""
     file = tmp_path / "trace.jsonl"
-    write(file, conversations(500, seed=1))
+    write(file, generate(500, 1, CONVERSATION))
     load = Load(requests=30)
     trace: Trace = prepare(file, load)
     arms = [measured(found, 10.0) for found in matrix()]

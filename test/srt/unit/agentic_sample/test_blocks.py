@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from benchmark.agentic.sample import blocks
-from benchmark.agentic.sample.generate import agentic
-from benchmark.agentic.sample.survey import survey
+from benchmark.agentic.sample import survey as module
+from benchmark.agentic.sample.survey import FEW, BlockFigures, survey
+from benchmark.traces.generate import generate
 from benchmark.traces.record import Record
 from benchmark.traces.sharing import endless_hit_rate
 
 
-def plainly(records: list[Record]) -> blocks.BlockFigures:
+def plainly(records: list[Record]) -> BlockFigures:
     """The definitions, written down with sets."""
     sessions: defaultdict[int, set[str]] = defaultdict(set)
     times: Counter[int] = Counter()
@@ -28,7 +28,7 @@ def plainly(records: list[Record]) -> blocks.BlockFigures:
         for block in r.hash_ids:
             sessions[block].add(str(r.session_id))
             times[block] += 1
-    return blocks.BlockFigures(
+    return BlockFigures(
         occurrences=times.total(),
         distinct=len(times),
         repeated=sum(n for n in times.values() if n > 1),
@@ -39,12 +39,11 @@ def plainly(records: list[Record]) -> blocks.BlockFigures:
 
 
 def test_as_counted_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the sorting, and that nothing is lost between chunks, partitions and files."""
-    records = list(agentic(1500, seed=2))
+    """Guards the sorting, and that nothing is lost between partitions."""
+    records = list(generate(1500, seed=2))
     expected = plainly(records)
     assert survey(records).blocks == expected
-    monkeypatch.setattr(blocks, "_CHUNK", 1000)
-    monkeypatch.setattr(blocks, "SPILL_BYTES", 4096)
+    monkeypatch.setattr(module, "PARTITION", 1000)
     assert survey(records).blocks == expected
 
 
@@ -52,7 +51,7 @@ def test_hit_is_that_of_an_endless_cache() -> None:
     """Both ways to count agree where blocks are full: what was seen before is a leading part."""
     records = [
         Record(r.timestamp, 512 * len(r.hash_ids), 1, r.hash_ids, r.session_id)
-        for r in agentic(800, seed=3)
+        for r in generate(800, seed=3)
     ]
     figures = survey(records).blocks
     hit = (figures.within_tokens + figures.across_tokens) / (512 * figures.occurrences)
@@ -76,7 +75,7 @@ def test_ids_of_64_bits_and_others() -> None:
 def test_families() -> None:
     """Who shares a prefix with few is in one family; a prefix of all does not make one of all."""
     shared = [Record(0, 1300, 1, (0, 1, 10 + i), f"a{i}") for i in range(3)]
-    alone = [Record(0, 900, 1, (0, 100 + i), f"b{i}") for i in range(blocks.FEW)]
+    alone = [Record(0, 900, 1, (0, 100 + i), f"b{i}") for i in range(FEW)]
     found = survey([*shared, *alone])
     family = dict(
         zip(
@@ -87,7 +86,7 @@ def test_families() -> None:
     )
     keys = [family[key] for key in found.columns.key]
     assert len(set(keys[:3])) == 1
-    assert len(set(keys)) == 1 + blocks.FEW
+    assert len(set(keys)) == 1 + FEW
 
 
 def test_sessions_are_needed() -> None:

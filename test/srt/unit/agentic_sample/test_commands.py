@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.sample import cli, describe
-from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.sample.survey import survey
+from benchmark.traces.generate import generate
 from benchmark.traces.read import read, write
 from benchmark.traces.record import Record
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("agentic") / "trace.jsonl"
-    write(path, agentic(20_000, seed=7))
+    write(path, generate(20_000, seed=7))
     yield path
     path.unlink()
 
@@ -28,16 +28,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_window_and_thin_keeps_what_random_sampling_destroys(trace: Path, tmp_path: Path) -> None:
     """What the sampler is for: as many requests, nine tenths of the sharing against half."""
     out = tmp_path / "figures.json"
-    arguments = [
-        "--compare",
-        "--window-seconds",
-        "300",
-        "--window-start",
-        "200",
-        "--json",
-        str(out),
-    ]
-    assert cli.main([str(trace), str(tmp_path / "sample"), *arguments]) == 0
+    window = ["--window-seconds", "300", "--window-start", "200"]
+    arguments = [str(trace), str(tmp_path / "sample"), "--compare", *window, "--json", str(out)]
+    assert cli.main(arguments) == 0
     figures = json.loads(out.read_text())
     assert figures["keeps"]["window and thin"] > 0.9
     assert figures["keeps"]["random"] < 0.5

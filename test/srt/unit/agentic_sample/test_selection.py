@@ -7,15 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmark.agentic.sample.columns import session_key
-from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.sample.select import Plan, chosen, random_sessions, window_and_thin
-from benchmark.agentic.sample.survey import Survey, survey
+from benchmark.agentic.sample.survey import Survey, session_key, survey
 from benchmark.agentic.sample.thin import cap_single_turns, draws, kept
 from benchmark.agentic.sample.window import beginning, densest
+from benchmark.traces.generate import generate
 from benchmark.traces.record import Record
 
-RECORDS = list(agentic(6000, seed=1))
+RECORDS = list(generate(6000, seed=1))
 
 
 @pytest.fixture(scope="module")

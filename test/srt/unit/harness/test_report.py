@@ -64,10 +64,10 @@ def test_files_hold_plain_json(tmp_path: Path) -> None:
     report.write_requests(tmp_path / "r.jsonl", "arm", [result("a", [1], 0.0, [1.0])])
     row = json.loads((tmp_path / "r.jsonl").read_text())
     assert (row["arm"], row["ttft_s"], row["itl_s"]) == ("arm", 1.0, None)
-    report.write_summary(tmp_path / "s.json", {"x": report.Spread(1.0, math.nan, 2.0)})
-    assert json.loads((tmp_path / "s.json").read_text()) == {
-        "x": {"p50": 1.0, "p90": None, "p99": 2.0}
-    }
+    report.write_summary(tmp_path / "s.json", {"x": report.spread([]), "y": [1 / 3]})
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert content["x"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None}
+    assert content["y"] == [0.333333]
 
 
 def test_peak_comes_from_the_decode_batches() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from benchmark.harness.report import plain
 from benchmark.kv_transfer import choice, runs, summary, threads
 from benchmark.kv_transfer.choice import Chunk, Cost
 from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse, Transfer
@@ -131,16 +129,6 @@ def test_a_bad_choice_is_seen() -> None:
     always_ranges = choice.Constants(0.0, 0.0, 1e9, 0.0)
     right, of, dearer = choice.judge(always_ranges, costs(ranges_each=0.3, shared=0.1))
     assert right < of and dearer > 0.1
-
-
-def test_no_number_is_null_and_floats_are_short() -> None:
-    """JSON lines that no reader takes."""
-    text = json.dumps(plain({"a": math.nan, "b": [1 / 3], "c": summary.spread([1.0])}))
-    assert json.loads(text) == {
-        "a": None,
-        "b": [0.333333],
-        "c": {"p50": 1.0, "p90": 1.0, "p99": 1.0},
-    }
 
 
 def test_gaps_of_known_turns() -> None:

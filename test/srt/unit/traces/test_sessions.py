@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmark.traces.generate import Shape, conversations
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import Recent, annotate
 
@@ -97,20 +96,3 @@ def test_recent_forgets_the_longest_unused() -> None:
     assert recent.get(500) is None
     recent.discard(0)
     assert recent.get(0) is None
-
-
-def test_generated_conversations_are_found() -> None:
-    """On conversations of several blocks a turn, the sessions are those of the generator: as many
-    begin as there are first turns."""
-    shape = Shape(turn_tokens=900, first_tokens=6000)
-    records = list(conversations(2000, seed=5, shape=shape))
-    private = {i for r in records for i in r.hash_ids[1:]}
-    assert private  # the first block is the instruction's
-    first_seen: set[int] = set()
-    begun = 0
-    for record in records:
-        own = record.hash_ids[1:]
-        begun += not (own and own[0] in first_seen)
-        first_seen.update(own)
-    derived = {r.session_id for r in annotate(records)}
-    assert abs(len(derived) - begun) <= 0.03 * begun
