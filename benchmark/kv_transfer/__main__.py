@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmark.harness import plot
 from benchmark.harness.environment import describe
-from benchmark.harness.report import plain
+from benchmark.harness.report import plain, wide_console
 from benchmark.kv_transfer import choice, runs, shapes
 from benchmark.kv_transfer.cases import Case, Options
 from benchmark.kv_transfer.fleet import TRANSPORTS, ArmFailed
@@ -192,9 +192,7 @@ def _run(args: argparse.Namespace, options: Options, case: Case, stem: str) -> r
 
 def main() -> int:
     args = _parser().parse_args()
-    console = Console()
-    if console.width < 190:  # a table that is cut says nothing
-        console = Console(width=190)
+    console = wide_console()
     machine = describe()
     stem = f"{machine['date']}-{args.run}-{args.backend}"
     try:

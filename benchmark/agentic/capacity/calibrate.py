@@ -1,165 +1,145 @@
-"""Costs measured on a real pair of the stock release, whose decode pool holds all at once.
+"""Costs from the records of any run, against any servers.
 
-    python -m benchmark.agentic.capacity.calibrate [--model FOLDER] [--out FILE]
+    python -m benchmark.agentic.capacity.calibrate RECORDS... --model NAME [--arm PATTERN]
 
-Least squares without negative terms over: cold prompts of some lengths (TTFT), a warm prompt alone
-(TTFT) and many at once (time to the last TTFT), and batches of some sizes and contexts (ITL).
+``RECORDS`` are JSON lines as a replay or a study writes them. Prefill and latency are fitted to the
+TTFT of requests that were alone from when they were sent until their first token, so that the load
+must have such: many lengths, some with a warm prefix. Steps are fitted to the time a token of all
+requests, by how many answers were under way and how long their contexts were. What a request waits
+without keeping a worker busy, the transfer among it, is ``latency_s``.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
-import numpy as np
+import msgspec
 import yaml
-from rich.console import Console
 
-from benchmark.decode_radix_cache.throughput import SHAPE, Load, configure
-from benchmark.harness.arm import warm_up
-from benchmark.harness.client import Request, Result
+from benchmark.agentic.capacity import shapes
+from benchmark.agentic.sample.command import reporting
 from benchmark.harness.environment import describe
-from benchmark.harness.models import random_qwen3
-from benchmark.harness.pair import Pair
-from benchmark.harness.workload import kv_bytes_per_token, shared_prefix, token_range
+from benchmark.harness.fit import solve
+
+#: Observations that a fit of three numbers needs, at least.
+FEWEST = 8
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """``seconds`` until ``requests`` sent at once had their first tokens; ``context`` was warm."""
+class Seen(msgspec.Struct):
+    """What is read of a record; other fields are ignored. Seconds on one clock a run, tokens."""
 
-    requests: int
-    new: int
-    context: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """The median ITL of a batch whose requests had ``context`` tokens on average."""
-
-    batch: int
-    context: float
-    seconds: float
+    prompt_tokens: int
+    started_s: float
+    finished_s: float
+    first_token_s: float | None = None
+    tpot_s: float | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    error: str | None = None
+    arm: str = ""
+    round: int = 0
+    load: float = 0.0
 
 
-def fit_prefill(seen: Sequence[Prefilled], chunk: int) -> tuple[float, float, float, float]:
-    """Seconds a batch, a new token, and a pair, and the latency that keeps no worker busy."""
-    rows = [
-        (-(-s.requests * s.new // chunk), s.requests * s.new, s.requests * _pairs(s), 1)
-        for s in seen
-    ]
-    batch, token, pair, latency = _fit(rows, [s.seconds for s in seen])
-    return batch, token, pair, latency
+def read(paths: Iterable[Path], arm: str = "") -> list[list[Seen]]:
+    """Answered requests of each arm, round and load; ``arm``: a pattern.
+
+    Raises:
+        ValueError: a line is no JSON object.
+    """
+    runs: dict[tuple[str, str, int, float], list[Seen]] = defaultdict(list)
+    for path in paths:
+        for line in path.read_text().splitlines():
+            if "started_s" not in json.loads(line):
+                continue  # what a run says of itself
+            seen = msgspec.json.decode(line, type=Seen)
+            if seen.error is None and seen.first_token_s and re.search(arm, seen.arm):
+                runs[str(path), seen.arm, seen.round, seen.load].append(seen)
+    return list(runs.values())
 
 
-def fit_step(seen: Sequence[Stepped]) -> tuple[float, float, float]:
-    """Seconds a step, a request, and a token of context."""
-    rows = [(1, s.batch, s.batch * s.context) for s in seen]
-    step, request, context = _fit(rows, [s.seconds for s in seen])
-    return step, request, context
+def prefill(runs: Sequence[Sequence[Seen]]) -> tuple[float, float, float]:
+    """Seconds a new token, a pair of a new token and one that it attends to, and the rest.
+
+    Raises:
+        ValueError: too few requests were alone.
+    """
+    rows, times = [], []
+    for run in runs:
+        for one in run:
+            began, ended = one.started_s, one.first_token_s or 0.0
+            others = (x for x in run if x is not one)
+            if all(x.finished_s <= began or x.started_s >= ended for x in others):
+                cached = one.cached_tokens or 0
+                new = one.prompt_tokens - cached
+                rows.append((new, new * (cached + new / 2), 1))
+                times.append(ended - began)
+    token, pair, rest = _fit(rows, times, "requests that were alone until their first token")
+    return token, pair, rest
 
 
-def _pairs(seen: Prefilled) -> float:
-    return seen.new * (seen.context + seen.new / 2)
+def step(runs: Sequence[Sequence[Seen]]) -> tuple[float, float, float]:
+    """Seconds a step, a request of its batch, and a token of their contexts.
+
+    Raises:
+        ValueError: too few answers of several tokens.
+    """
+    rows, times = [], []
+    for run in runs:
+        for one in run:
+            if one.tpot_s is None or one.first_token_s is None:
+                continue
+            began, ended = one.first_token_s, one.finished_s
+            batch = context = 0.0
+            for other in run:
+                since = max(began, other.first_token_s or 0.0)
+                share = max(min(ended, other.finished_s) - since, 0.0) / (ended - began)
+                batch += share
+                context += share * (other.prompt_tokens + other.output_tokens / 2)
+            rows.append((1, batch, context))
+            times.append(one.tpot_s)
+    fixed, request, token = _fit(rows, times, "answers of several tokens")
+    return fixed, request, token
 
 
-def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Non-negative least squares of the relative error, as times span two orders."""
-    from scipy.optimize import nnls
-
-    times = np.asarray(seconds, dtype=float)
-    matrix = np.asarray(rows, dtype=float) / times[:, None]
-    scale = np.abs(matrix).max(axis=0)
-    solution, _ = nnls(matrix / scale, np.ones_like(times))
-    return [float(v) for v in solution / scale]
-
-
-def measure(model: Path, logs: Path, console: Console) -> tuple[list[Prefilled], list[Stepped]]:
-    """All observations, from one pair."""
-    load = dataclasses.replace(Load(), decode_pool=64_000, prefill_pool=64_000)
-    vocabulary = token_range(model)
-    seed = iter(range(1, 10_000))
-
-    def prompts(requests: int, prefix: int, suffix: int, seed: int) -> list[tuple[int, ...]]:
-        made = shared_prefix(
-            vocabulary,
-            groups=1,
-            requests=requests,
-            prefix_tokens=prefix,
-            suffix_tokens=suffix,
-            seed=seed,
-        )
-        return [p.ids for p in made]
-
-    with Pair(configure(model, load, stock=True, max_running=32), logs) as pair:
-        warm_up(pair, vocabulary)
-
-        def send(ids: Sequence[tuple[int, ...]], tokens: int) -> list[Result]:
-            results = pair.send([Request(p, tokens, label=str(i)) for i, p in enumerate(ids)])
-            if errors := [r.error for r in results if r.error]:
-                raise RuntimeError(f"calibration request failed: {errors[0]}")
-            return results
-
-        prefilled = []
-        for new in (100, 500, 1000, 2000, 3000):
-            times = [send(prompts(1, new - 10, 10, next(seed)), 1)[0].ttft_s for _ in range(4)]
-            prefilled.append(Prefilled(1, new, 0, median(times)))
-        for burst in (1, 1, 4, 16, 24):
-            known = next(seed)
-            made = prompts(burst + 1, 3000, 100, known)
-            send(made[:1], 1)  # the prefix is warm from here on
-            last = max(r.ttft_s for r in send(made[1:], 1))
-            prefilled.append(Prefilled(burst, 100, 3000, last))
-        stepped = []
-        generated = 200
-        for context in (100, 3000):
-            for batch in (1, 2, 4, 8, 12):
-                made = prompts(batch + 1, context, 100, next(seed))
-                send(made[:1], 1)
-                gaps = [r.itl_s for r in send(made[1:], generated) if r.itl_s is not None]
-                stepped.append(Stepped(batch, context + 100 + generated / 2, median(gaps)))
-    console.print(*prefilled, *stepped, sep="\n")
-    return prefilled, stepped
+def _fit(rows: Sequence[Sequence[float]], times: Sequence[float], what: str) -> list[float]:
+    if len(rows) < FEWEST:
+        raise ValueError(f"{len(rows)} {what}: at least {FEWEST} are needed")
+    return solve(rows, times)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic.capacity.calibrate")
-    parser.add_argument("--model", type=Path, help="model folder; a random one is made without it")
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--model", required=True, help="as of `capacity`: its KV bytes a token")
+    parser.add_argument("--kv-dtype", choices=sorted(shapes.DTYPES), help="of the pool")
+    parser.add_argument("--arm", default="", help="only arms whose names hold this pattern")
     parser.add_argument("--out", type=Path, default=Path("costs.yaml"))
     args = parser.parse_args(argv)
-    console = Console()
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or random_qwen3(Path(folder) / "model", **SHAPE)
-        prefilled, stepped = measure(model, Path(folder) / "logs", console)
-        token_bytes = kv_bytes_per_token(model)
-    batch, token, pair, latency = fit_prefill(prefilled, Load().chunked_prefill_tokens)
-    step, request, context = fit_step(stepped)
-    where = describe()
-    source = f"calibrate on stock, {where['machine']}, {where['date']}, commit {where['commit']}"
-    costs = {
-        "kv_token_bytes": token_bytes,
-        "prefill_batch_s": batch,
-        "prefill_token_s": token,
-        "prefill_pair_s": pair,
-        "step_s": step,
-        "step_request_s": request,
-        "step_context_s": context,
-        # A few hundred KB of shared memory: part of the latency that was measured.
-        "transfer": {"curve": [[1e9, 0.0]], "latency_s": latency},
-    }
-    content = {
-        **costs,
-        "sources": dict.fromkeys(costs, source) | {"kv_token_bytes": "the model's config.json"},
-    }
-    observed = "".join(f"# {seen}\n" for seen in (*prefilled, *stepped))
-    args.out.write_text(observed + yaml.safe_dump(content, sort_keys=False))
-    console.print(f"{args.out} written")
+    with reporting():
+        runs = read(args.records, args.arm)
+        names = ", ".join(path.name for path in args.records)
+        prefill_token, prefill_pair, latency = prefill(runs)
+        step_s, step_request, step_context = step(runs)
+        costs = {
+            "kv_token_bytes": shapes.load(args.model, args.kv_dtype).token_bytes,
+            "prefill_batch_s": 0.0,
+            "prefill_token_s": prefill_token,
+            "prefill_pair_s": prefill_pair,
+            "step_s": step_s,
+            "step_request_s": step_request,
+            "step_context_s": step_context,
+            "transfer": {"curve": [[1e9, 0.0]], "latency_s": latency},
+        }
+        source = f"calibrate, {names}, commit {describe()['commit']}"
+        sources = dict.fromkeys(costs, source) | {"kv_token_bytes": args.model}
+        args.out.write_text(yaml.safe_dump({**costs, "sources": sources}, sort_keys=False))
+    print(f"{args.out} written, from {sum(map(len, runs))} requests")
     return 0
 
 

@@ -12,7 +12,6 @@ the batch is assumed both ways: none of it, and all.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from rich.console import Console
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity.costs import Costs
 from benchmark.agentic.capacity.sim.decode import DecodeConfig
-from benchmark.agentic.capacity.sim.fit import Target, fit
+from benchmark.agentic.capacity.sim.fit import Quantities, Target, fit, print_errors
 from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig
 from benchmark.agentic.capacity.sim.jobs import SharedPrefixes
 from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
@@ -127,52 +126,19 @@ def main(argv: list[str] | None = None) -> int:
         found[f"from {args.base}; {name}"] = {
             n: simulate(load, arms, n, fitted.costs) for n in arms
         }
+    quantities: Quantities[Arm] = {
+        "requests/s": (lambda o: o.requests_per_s, lambda a: a.requests_per_s),
+        "peak running": (lambda o: o.peak_running, lambda a: a.peak_running),
+        "ITL p50, ms": (lambda o: 1e3 * o.itl.p50, lambda a: 1e3 * a.itl_p50_s),
+        "TTFT p50, s": (lambda o: o.ttft.p50, lambda a: a.ttft_p50_s),
+    }
     for name, outcomes in found.items():
-        _print(name, arms, outcomes, console)
+        print_errors(name, arms, outcomes, quantities, {}, console)
     report.write_summary(
         args.out / "check.json",
-        {
-            "measured": {n: dataclasses.asdict(a) for n, a in arms.items()},
-            "load": load,
-            "predicted": found,
-        },
+        {"measured": arms, "load": load, "predicted": found},
     )
     return 0
-
-
-def _print(
-    name: str, arms: Mapping[str, Arm], outcomes: Mapping[str, Outcome], console: Console
-) -> None:
-    def row(label: str, predicted: list[float], measured: list[float], form: str) -> list[str]:
-        return [
-            label,
-            *(
-                f"{p:{form}} / {m:{form}} ({p / m - 1:+.0%})"
-                for p, m in zip(predicted, measured, strict=True)
-            ),
-        ]
-
-    told, made = list(arms.values()), list(outcomes.values())
-    rows = [
-        row(
-            "requests/s",
-            [o.requests_per_s for o in made],
-            [a.requests_per_s for a in told],
-            ".2f",
-        ),
-        row(
-            "against stock",
-            [o.requests_per_s / made[0].requests_per_s for o in made],
-            [a.requests_per_s / told[0].requests_per_s for a in told],
-            ".2f",
-        ),
-        row("peak running", [o.peak_running for o in made], [a.peak_running for a in told], ".0f"),
-        row(
-            "ITL p50, ms", [1e3 * o.itl.p50 for o in made], [1e3 * a.itl_p50_s for a in told], ".1f"
-        ),
-        row("TTFT p50, s", [o.ttft.p50 for o in made], [a.ttft_p50_s for a in told], ".2f"),
-    ]
-    report.print_table(f"{name}: predicted / measured (error)", ["", *arms], rows, console)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ import dataclasses
 import math
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity import formulas, shapes, trace
-from benchmark.agentic.capacity.costs import Costs
 from benchmark.agentic.capacity.formulas import GIB, Isolation, Limits, Workload
-from benchmark.agentic.capacity.plot import lines
-from benchmark.harness import report
+from benchmark.harness import plot, report
 from benchmark.harness.command import status
 from benchmark.traces.read import read
 
@@ -32,7 +29,12 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Tables to ``console``; JSON and a plot into ``--out``."""
     shape = shapes.load(args.model, args.kv_dtype)
-    costs = msgspec.structs.replace(cost_files.load(args.costs), kv_token_bytes=shape.token_bytes)
+    costs = cost_files.load(args.costs)
+    if costs.kv_token_bytes != shape.token_bytes:
+        raise ValueError(
+            f"--costs {args.costs} are of a model with {costs.kv_token_bytes:,} B of KV a token; "
+            f"{shape.name} has {shape.token_bytes:,}: give costs of its own"
+        )
     pool = args.pool_tokens or formulas.pool_tokens(args.pool_gib * GIB, shape.token_bytes)
     load = Workload(args.prefix, args.suffix, args.output, args.prefixes)
     reserved = args.reserved
@@ -76,8 +78,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     found = {
         name: [
-            _limits(load, costs, split, pool, shared, args)
-            for split in formulas.splits(args.workers, args.splits)
+            formulas.limits(
+                load,
+                costs,
+                prefill_workers=prefill,
+                decode_workers=decode,
+                pool=pool,
+                shared=shared,
+                prefill_cached=not args.cold_prefill,
+                reserved=reserved,
+                max_running=args.max_running,
+            )
+            for prefill, decode in formulas.splits(args.workers, args.splits)
         ]
         for name, shared in (("stock", False), ("radix", True))
     }
@@ -87,41 +99,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for name, limits in found.items()
     }
     report.write_summary(args.out / "capacity.json", content)
-    shares = [x.prefill_workers for x in found["stock"]]
-    lines(
+    plot.lines(
         args.out / "capacity.png",
         f"requests/s that {args.workers} workers can take",
-        shares,
         {
-            "prefill limit": [x.prefill for x in found["stock"]],
-            "decode pools, stock": [x.pool for x in found["stock"]],
-            "decode pools, radix": [x.pool for x in found["radix"]],
+            "prefill limit": {x.prefill_workers: x.prefill for x in found["stock"]},
+            "decode pools, stock": {x.prefill_workers: x.pool for x in found["stock"]},
+            "decode pools, radix": {x.prefill_workers: x.pool for x in found["radix"]},
         },
         ("prefill workers", "requests/s"),
     )
     console.print(f"capacity.json and capacity.png in {args.out}")
     return 0
-
-
-def _limits(
-    load: Workload,
-    costs: Costs,
-    split: tuple[int, int],
-    pool: float,
-    shared: bool,
-    args: argparse.Namespace,
-) -> Limits:
-    return formulas.limits(
-        load,
-        costs,
-        prefill_workers=split[0],
-        decode_workers=split[1],
-        pool=pool,
-        shared=shared,
-        prefill_cached=not args.cold_prefill,
-        reserved=args.reserved,
-        max_running=args.max_running,
-    )
 
 
 def _print_isolation(events: list[Isolation], streams: int, console: Console) -> None:
@@ -160,31 +149,30 @@ def _print_splits(found: dict[str, list[Limits]], rate: float | None, console: C
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic capacity")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model",
         default="qwen3-coder-30b-a3b",
         help="a name in benchmark/kv_transfer/shapes, or a folder with a config.json",
     )
-    parser.add_argument("--kv-dtype", choices=sorted(shapes.DTYPES), help="of the pool")
-    parser.add_argument("--costs", default="qwen3-coder-30b-h20", help="a name, or a YAML file")
-    parser.add_argument("--pool-gib", type=float, default=38.0, help="KV of one decode worker")
-    parser.add_argument("--pool-tokens", type=int, help="the same in tokens; overrides it")
-    parser.add_argument("--prefix", type=int, default=50_000, help="tokens")
-    parser.add_argument("--suffix", type=int, default=4500, help="tokens")
-    parser.add_argument("--output", type=float, default=355.4, help="tokens")
-    parser.add_argument("--prefixes", type=int, default=20, help="distinct ones")
-    parser.add_argument("--reserved", type=int, default=512, help="tokens kept for an answer")
-    parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--cold-prefill", action="store_true", help="prefill caches nothing")
-    parser.add_argument("--workers", type=int, default=8, help="of the fleet, both roles")
-    parser.add_argument("--splits", type=int, default=16, help="about so many rows")
-    parser.add_argument("--rate", type=float, help="requests/s to show the use at")
-    parser.add_argument("--streams", type=int, default=8, help="decodes that a prefill would stall")
-    parser.add_argument(
-        "--prefill-sizes", type=int, nargs="+", default=[2000, 33_000, 125_000], help="tokens"
-    )
-    parser.add_argument("--trace", type=Path, help="a Mooncake trace, for what its requests share")
-    parser.add_argument("--out", type=Path, default=Path("capacity-results"))
+    add("--kv-dtype", choices=sorted(shapes.DTYPES), help="of the pool")
+    add("--costs", default="qwen3-coder-30b-h20", help="of this model: a name, or a YAML file")
+    add("--pool-gib", type=float, default=38.0, help="KV of one decode worker")
+    add("--pool-tokens", type=int, help="the same in tokens; overrides it")
+    add("--prefix", type=int, default=50_000, help="tokens")
+    add("--suffix", type=int, default=4500, help="tokens")
+    add("--output", type=float, default=355.4, help="tokens")
+    add("--prefixes", type=int, default=20, help="distinct ones")
+    add("--reserved", type=int, default=512, help="tokens kept for an answer")
+    add("--max-running", type=int, default=256)
+    add("--cold-prefill", action="store_true", help="prefill caches nothing")
+    add("--workers", type=int, default=8, help="of the fleet, both roles")
+    add("--splits", type=int, default=16, help="about so many rows")
+    add("--rate", type=float, help="requests/s to show the use at")
+    add("--streams", type=int, default=8, help="decodes that a prefill would stall")
+    add("--prefill-sizes", type=int, nargs="+", default=[2000, 33_000, 125_000], help="tokens")
+    add("--trace", type=Path, help="a Mooncake trace, for what its requests share")
+    add("--out", type=Path, default=Path("capacity-results"))
     return parser.parse_args(argv)
 
 

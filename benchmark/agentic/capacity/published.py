@@ -24,14 +24,21 @@ from rich.console import Console
 
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity.costs import Costs, Transfer
-from benchmark.agentic.capacity.plot import bars
 from benchmark.agentic.capacity.sim.decode import DecodeConfig
-from benchmark.agentic.capacity.sim.fit import PREFILL, STEP, Fit, Target, fit
+from benchmark.agentic.capacity.sim.fit import (
+    PREFILL,
+    STEP,
+    Fit,
+    Quantities,
+    Target,
+    fit,
+    print_errors,
+)
 from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig
 from benchmark.agentic.capacity.sim.jobs import SharedPrefixes
 from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig
-from benchmark.harness import report
+from benchmark.harness import plot, report
 
 #: aiperf's flags in the pull request; answers as long as they were, 355.4 tokens on average.
 WORKLOAD = SharedPrefixes(
@@ -69,8 +76,23 @@ PUBLISHED = {
     "radix": Arm(True, 256, 1.6196, 7.297, 0.13069, 0.16691, 71.844, (104, 126)),
     "radix, 64 running": Arm(True, 64, 1.5485, 39.534, 0.07904, 0.09181, 73.956, (59, 64)),
 }
-#: The same two arms in the pull request's other runs.
-OTHER_GAINS = {"first run": 1.59 / 1.21, "updated run": 1.6075 / 1.2433}
+
+QUANTITIES: Quantities[Arm] = {
+    "requests/s": (lambda o: o.requests_per_s, lambda a: a.requests_per_s),
+    "ITL mean, ms": (lambda o: 1e3 * o.itl.mean, lambda a: 1e3 * a.itl_mean_s),
+    "ITL p50, ms": (lambda o: 1e3 * o.itl.p50, lambda a: 1e3 * a.itl_p50_s),
+    "TTFT p50, s": (lambda o: o.ttft.p50, lambda a: a.ttft_p50_s),
+    "latency p50, s": (lambda o: o.latency.p50, lambda a: a.latency_p50_s),
+    "running, peak": (lambda o: o.peak_running, lambda a: a.running[1]),
+}
+MORE: dict[str, Callable[[Outcome], float]] = {
+    "running, middle half": lambda o: o.middle_running,
+    "running, mean": lambda o: o.mean_running,
+    "pool in use": lambda o: o.middle_in_use,
+    "prefill busy": lambda o: o.prefill_busy,
+    "link busy": lambda o: o.link_busy,
+    "stalled by the link, mean, s": lambda o: o.stages["stalled"].mean,
+}
 
 
 def simulate(costs: Costs, radix: bool, max_running: int = 256, seed: int = 0) -> Outcome:
@@ -132,7 +154,11 @@ def main(argv: list[str] | None = None) -> int:
             arm: simulate(fitted.costs, told.radix, told.max_running, args.seed)
             for arm, told in PUBLISHED.items()
         }
-        _print(name, fitted, outcomes, console)
+        title = (
+            f"{name}, prefill {fitted.prefill_scale:.1f} and steps {fitted.step_scale:.1f} times "
+            "the starting costs"
+        )
+        print_errors(title, PUBLISHED, outcomes, QUANTITIES, MORE, console)
         gains[name] = outcomes["radix"].requests_per_s / outcomes["stock"].requests_per_s
         found[name] = {
             "gain": gains[name],
@@ -145,37 +171,8 @@ def main(argv: list[str] | None = None) -> int:
         args.out / "published.json",
         {"pool_tokens": POOL, "seed": args.seed, "published": PUBLISHED, "predicted": found},
     )
-    bars(args.out / "published.png", "requests/s with the radix cache over stock", gains)
+    plot.bars(args.out / "published.png", {"requests/s with the radix cache over stock": gains})
     return 0
-
-
-def _print(name: str, fitted: Fit, outcomes: dict[str, Outcome], console: Console) -> None:
-    def error(predicted: float, told: float) -> str:
-        return f"{predicted:,.3g} / {told:,.3g} ({predicted / told - 1:+.0%})"
-
-    rows = []
-    quantities: list[tuple[str, Callable[[Outcome], float], Callable[[Arm], float]]] = [
-        ("requests/s", lambda o: o.requests_per_s, lambda a: a.requests_per_s),
-        ("ITL mean, ms", lambda o: 1e3 * o.itl.mean, lambda a: 1e3 * a.itl_mean_s),
-        ("ITL p50, ms", lambda o: 1e3 * o.itl.p50, lambda a: 1e3 * a.itl_p50_s),
-        ("TTFT p50, s", lambda o: o.ttft.p50, lambda a: a.ttft_p50_s),
-        ("latency p50, s", lambda o: o.latency.p50, lambda a: a.latency_p50_s),
-        ("running, peak", lambda o: o.peak_running, lambda a: a.running[1]),
-    ]
-    for label, of, said in quantities:
-        rows.append([label, *(error(of(outcomes[n]), said(a)) for n, a in PUBLISHED.items())])
-    rows += [
-        ["running, middle half", *(f"{o.middle_running:.0f}" for o in outcomes.values())],
-        ["running, mean", *(f"{o.mean_running:.0f}" for o in outcomes.values())],
-        ["pool in use", *(f"{o.middle_in_use:.2f}" for o in outcomes.values())],
-        ["prefill busy", *(f"{o.prefill_busy:.2f}" for o in outcomes.values())],
-        ["link busy", *(f"{o.link_busy:.2f}" for o in outcomes.values())],
-    ]
-    title = (
-        f"{name}: predicted / published (error); prefill {fitted.prefill_scale:.1f} and steps "
-        f"{fitted.step_scale:.1f} times the starting costs"
-    )
-    report.print_table(title, ["", *outcomes], rows, console)
 
 
 if __name__ == "__main__":

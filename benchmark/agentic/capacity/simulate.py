@@ -19,14 +19,13 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, Time
 
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity import trace
-from benchmark.agentic.capacity.plot import lines
-from benchmark.agentic.capacity.sim import policy
 from benchmark.agentic.capacity.sim.decode import DecodeConfig
 from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig, Run
 from benchmark.agentic.capacity.sim.jobs import Job, SharedPrefixes, from_trace
 from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig
-from benchmark.harness import report
+from benchmark.agentic.capacity.sim.routing import POLICIES
+from benchmark.harness import plot, report
 from benchmark.harness.command import status
 from benchmark.traces.generate import AGENTIC, generate
 from benchmark.traces.read import read
@@ -35,7 +34,7 @@ from benchmark.traces.record import BLOCK_TOKENS, Record
 
 @dataclass(frozen=True)
 class Arm:
-    """A split of the fleet under one decode policy."""
+    """A split of the fleet under one decode policy; without prefill workers all do both."""
 
     prefill_workers: int
     decode_workers: int
@@ -44,8 +43,13 @@ class Arm:
 
     @property
     def name(self) -> str:
+        return f"{self.prefill_workers}P {self.decode_workers}D {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """But for the split."""
         kept = "radix" if self.radix else "stock"
-        return f"{self.prefill_workers}P {self.decode_workers}D {kept} {self.decode_policy}"
+        return f"{kept if self.prefill_workers else 'aggregated'} {self.decode_policy}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Row:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    console = Console()
+    console = report.wide_console()
     return status(lambda: run(args, console), console)
 
 
@@ -142,6 +146,9 @@ def _jobs(args: argparse.Namespace, records: Sequence[Record]) -> Iterator[Job]:
 
 
 def _arms(args: argparse.Namespace) -> Iterator[Arm]:
+    if args.aggregated:
+        for name in args.decode_policy:
+            yield Arm(0, args.workers, True, name)
     for prefill in args.split or [args.workers // 2]:
         if not 0 < prefill < args.workers:
             raise ValueError(f"--split {prefill}: of {args.workers} workers, one must decode")
@@ -161,7 +168,7 @@ def _config(args: argparse.Namespace, arm: Arm) -> FleetConfig:
             args.reserved,
             args.max_running,
             args.page,
-            gentle=arm.radix and args.admission == "patchset",
+            gentle=bool(arm.radix and arm.prefill_workers and args.admission == "patchset"),
         ),
         arm.prefill_workers,
         arm.decode_workers,
@@ -171,79 +178,54 @@ def _config(args: argparse.Namespace, arm: Arm) -> FleetConfig:
     )
 
 
+#: Column -> cell.
+COLUMNS: dict[str, Callable[[Outcome], str]] = {
+    "req/s": lambda o: f"{o.requests_per_s:,.2f}",
+    "TTFT p50, s": lambda o: f"{o.ttft.p50:,.2f}",
+    "p90, s": lambda o: f"{o.ttft.p90:,.1f}",
+    "stalled by links, mean, s": lambda o: f"{o.stages['stalled'].mean:,.2f}",
+    "ITL p50, ms": lambda o: f"{1e3 * o.itl.p50:,.1f}",
+    "p99, ms": lambda o: f"{1e3 * o.itl.p99:,.1f}",
+    "running": lambda o: f"{o.middle_running:,.1f}",
+    "peak": lambda o: f"{o.peak_running:,}",
+    "pool in use": lambda o: f"{o.middle_in_use:.0%}",
+    "decode hit": lambda o: f"{o.decode_hit:.0%}",
+    "prefill hit": lambda o: f"{o.prefill_hit:.0%}",
+    "prefill busy": lambda o: f"{o.prefill_busy:.0%}",
+    "link busy": lambda o: f"{o.link_busy:.0%}",
+    "retracted": lambda o: f"{o.retracted:,}",
+    "rejected": lambda o: f"{o.rejected:,}",
+}
+
+
 def _print(rows: Sequence[Row], console: Console) -> None:
-    columns = [
-        "arm",
-        "req/s",
-        "TTFT p50, s",
-        "p90, s",
-        "ITL p50, ms",
-        "running",
-        "peak",
-        "pool in use",
-        "decode hit",
-        "prefill hit",
-        "prefill busy",
-        "link busy",
-        "retracted",
-        "rejected",
-        "events",
-        "wall, s",
-    ]
-    report.print_table(
-        "simulated; running, peak and pool are of one decode worker, in the middle half of the run",
-        columns,
-        [
-            [
-                row.arm.name,
-                f"{o.requests_per_s:,.2f}",
-                f"{o.ttft.p50:,.2f}",
-                f"{o.ttft.p90:,.1f}",
-                f"{1e3 * o.itl.p50:,.1f}",
-                f"{o.middle_running:,.1f}",
-                f"{o.peak_running:,}",
-                f"{o.middle_in_use:.0%}",
-                f"{o.decode_hit:.0%}",
-                f"{o.prefill_hit:.0%}",
-                f"{o.prefill_busy:.0%}",
-                f"{o.link_busy:.0%}",
-                f"{o.retracted:,}",
-                f"{o.rejected:,}",
-                f"{row.events:,}",
-                f"{row.wall_s:.1f}",
-            ]
-            for row in rows
-            for o in [row.outcome]
-        ],
-        console,
-    )
+    title = "simulated; running, peak, pool: of a decode worker, in the middle half of the run"
+    cells = [[row.arm.name, *(cell(row.outcome) for cell in COLUMNS.values())] for row in rows]
+    report.print_table(title, ["arm", *COLUMNS], cells, console)
 
 
 def _draw(args: argparse.Namespace, rows: Sequence[Row], last: Run | None) -> None:
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        kept = "radix" if row.arm.radix else "stock"
-        kinds.setdefault(f"{kept} {row.arm.decode_policy}", []).append(row)
-    splits = sorted({row.arm.prefill_workers for row in rows})
-    if len(splits) > 1:
+    split = [row for row in rows if row.arm.prefill_workers]
+    if len({row.arm.prefill_workers for row in split}) > 1:
         pictures: list[tuple[str, str, Callable[[Outcome], float]]] = [
             ("ttft", "TTFT p90, s", lambda o: o.ttft.p90),
             ("rate", "requests/s", lambda o: o.requests_per_s),
             ("pool", "share of the decode pools in use", lambda o: o.middle_in_use),
         ]
         for name, title, of in pictures:
-            series = {kind: [of(r.outcome) for r in of_kind] for kind, of_kind in kinds.items()}
-            path = args.out / f"splits-{name}.png"
-            lines(path, title, splits, series, (f"prefill workers of {args.workers}", title))
+            curves: dict[str, dict[float, float]] = {}
+            for row in split:
+                curves.setdefault(row.arm.kind, {})[row.arm.prefill_workers] = of(row.outcome)
+            labels = (f"prefill workers of {args.workers}", title)
+            plot.lines(args.out / f"splits-{name}.png", title, curves, labels)
     if last is not None and last.samples:
         count = len(last.decode)
-        lines(
+        plot.lines(
             args.out / "timeline.png",
             f"{rows[-1].arm.name}, a decode worker on average",
-            [s.at for s in last.samples],
             {
-                "running": [s.running / count for s in last.samples],
-                "waiting for pages": [s.queued / count for s in last.samples],
+                "running": {s.at: s.running / count for s in last.samples},
+                "waiting for pages": {s.at: s.queued / count for s in last.samples},
             },
             ("s", "requests"),
         )
@@ -251,47 +233,43 @@ def _draw(args: argparse.Namespace, rows: Sequence[Row], last: Run | None) -> No
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic simulate")
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--trace", type=Path, help="Mooncake format; a closed loop without it")
     source.add_argument("--generate", type=int, metavar="N", help="an agentic trace of N requests")
-    parser.add_argument("--limit", type=int, help="only the trace's first requests")
-    parser.add_argument(
-        "--rate", type=float, help="requests/s: a trace stretched, or more sessions generated"
-    )
-    parser.add_argument("--requests", type=int, default=1000, help="closed loop: in all")
-    parser.add_argument("--concurrency", type=int, default=128, help="closed loop: at once")
-    parser.add_argument("--prefixes", type=int, default=20, help="closed loop: distinct ones")
-    parser.add_argument("--prefix", type=int, default=50_000, help="tokens")
-    parser.add_argument("--suffix", type=int, default=4500, help="tokens")
-    parser.add_argument("--suffix-spread", type=float, default=500, help="standard deviation")
-    parser.add_argument("--output", type=float, default=355.4, help="tokens")
-    parser.add_argument("--output-spread", type=float, default=100, help="standard deviation")
-    parser.add_argument("--block", type=int, default=500, help="closed loop: tokens of a block")
-    parser.add_argument("--costs", default="qwen3-coder-30b-h20", help="a name, or a YAML file")
-    parser.add_argument("--workers", type=int, default=8, help="of the fleet, both roles")
-    parser.add_argument(
-        "--split", type=int, nargs="+", metavar="P", help="prefill workers; one arm each"
-    )
-    parser.add_argument("--pool", type=int, default=415_061, help="tokens of a decode worker")
-    parser.add_argument("--prefill-pool", type=int, help="the same of prefill; --pool without it")
-    parser.add_argument("--chunk", type=int, default=8192, help="prefill tokens of a batch")
-    parser.add_argument("--radix", choices=["both", "on", "off"], default="both")
-    parser.add_argument(
+    add("--limit", type=int, help="only the trace's first requests")
+    add("--rate", type=float, help="requests/s: a trace stretched, or more sessions generated")
+    add("--requests", type=int, default=1000, help="closed loop: in all")
+    add("--concurrency", type=int, default=128, help="closed loop: at once")
+    add("--prefixes", type=int, default=20, help="closed loop: distinct ones")
+    add("--prefix", type=int, default=50_000, help="tokens")
+    add("--suffix", type=int, default=4500, help="tokens")
+    add("--suffix-spread", type=float, default=500, help="standard deviation")
+    add("--output", type=float, default=355.4, help="tokens")
+    add("--output-spread", type=float, default=100, help="standard deviation")
+    add("--block", type=int, default=500, help="closed loop: tokens of a block")
+    add("--costs", default="qwen3-coder-30b-h20", help="a name, or a YAML file")
+    add("--workers", type=int, default=8, help="of the fleet, both roles")
+    add("--split", type=int, nargs="+", metavar="P", help="prefill workers; one arm each")
+    add("--aggregated", action="store_true", help="an arm whose workers all do both, too")
+    add("--pool", type=int, default=415_061, help="tokens of a decode worker")
+    add("--prefill-pool", type=int, help="the same of prefill; --pool without it")
+    add("--chunk", type=int, default=8192, help="prefill tokens of a batch")
+    add("--radix", choices=["both", "on", "off"], default="both")
+    add(
         "--admission",
         choices=["patchset", "upstream"],
         default="patchset",
         help="with radix: what is reserved for answers; upstream reserves as stock does",
     )
-    parser.add_argument("--reserved", type=int, default=512, help="--num-reserved-decode-tokens")
-    parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--page", type=int, default=64, help="tokens")
-    parser.add_argument("--prefill-policy", choices=policy.PREFILL, default="cache_aware")
-    parser.add_argument(
-        "--decode-policy", choices=policy.DECODE, nargs="+", default=["least_tokens", "delta_kv"]
-    )
-    parser.add_argument("--sample-s", type=float, default=5.0, help="between two samples")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("simulate-results"))
+    add("--reserved", type=int, default=512, help="--num-reserved-decode-tokens")
+    add("--max-running", type=int, default=256)
+    add("--page", type=int, default=64, help="tokens")
+    add("--prefill-policy", choices=POLICIES, default="least_pending")
+    add("--decode-policy", choices=POLICIES, nargs="+", default=["least_tokens", "delta_kv"])
+    add("--sample-s", type=float, default=5.0, help="between two samples")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("simulate-results"))
     return parser.parse_args(argv)
 
 

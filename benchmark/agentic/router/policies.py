@@ -1,7 +1,8 @@
 """Which worker of a pool gets a request. Pure functions of the workers' state and the request.
 
 Scores are in tokens (``lmetric``: tokens times requests); the lowest wins. Policies look at one
-pool at a time, so prefill and decode workers are chosen by policies of their own.
+pool at a time, so prefill and decode workers are chosen by policies of their own. The router and
+the simulator both choose by this module.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Knobs:
     """``linear``: load, against the others' mean, above which a session leaves its worker."""
     batch_weight: float = 1.0
     """``delta_kv``: price of a full batch, in prompts to move."""
+    migrate_turns: int = 0
+    """``linear``: requests after which a session leaves its worker; 0: none makes it."""
     seed: int = 0
     """``random``."""
 
@@ -71,7 +74,7 @@ class Choice:
     """Into the candidates."""
     reason: str
     """``score``, ``turn``, ``drawn``, ``pinned`` (the session's worker), ``overloaded`` (the
-    session's worker was passed over)."""
+    session's worker was passed over), ``migrated`` (it has had the session for long enough)."""
     terms: Sequence[Terms] = field(default=())
     """One for each candidate; empty for policies that look at no state."""
 
@@ -103,6 +106,19 @@ def lmetric(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms
     return Terms((view.pending_tokens + new) * (view.requests + 1), parts)
 
 
+def lmetric_literal(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
+    """LMetric as published: requests without this one, so that any idle worker scores 0."""
+    new = work.tokens - view.matched_tokens
+    parts = {"pending": view.pending_tokens, "new": new, "requests": view.requests}
+    return Terms((view.pending_tokens + new) * view.requests, parts)
+
+
+def least_pending(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
+    """Tokens to prefill, this prompt's uncached ones included."""
+    new = work.tokens - view.matched_tokens
+    return Terms(view.pending_tokens + new, {"pending": view.pending_tokens, "new": new})
+
+
 def delta_kv(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
     """What it costs to decode here, for a worker that keeps finished KV. In prompt tokens:
 
@@ -127,19 +143,28 @@ SCORES: Mapping[str, Score] = {
     "least_tokens": least_tokens,
     "linear": linear,
     "lmetric": lmetric,
+    "lmetric_literal": lmetric_literal,
+    "least_pending": least_pending,
     "delta_kv": delta_kv,
 }
 POLICIES = ("round_robin", "random", *SCORES)
 
 
 def choose(
-    policy: str, views: Sequence[View], work: Work, knobs: Knobs, turn: int, pinned: int | None
+    policy: str,
+    views: Sequence[View],
+    work: Work,
+    knobs: Knobs,
+    turn: int,
+    pinned: int | None,
+    stayed: int = 0,
 ) -> Choice:
     """Chooses among at least one candidate.
 
     Args:
         turn: number of this decision in its pool; rotates ties and draws.
         pinned: index of the session's worker, if it is a candidate; only ``linear`` heeds it.
+        stayed: requests that the session has sent to that worker in a row.
     """
     if policy == "round_robin":
         return Choice(turn % len(views), "turn")
@@ -150,6 +175,10 @@ def choose(
     terms = [score(view, work, mean_requests, knobs) for view in views]
     reason = "score"
     if policy == "linear" and pinned is not None:
+        if 0 < knobs.migrate_turns <= stayed and len(views) > 1:
+            others = [i for i in range(len(views)) if i != pinned]
+            load = [least_tokens(views[i], work, mean_requests, knobs) for i in others]
+            return Choice(others[best([views[i] for i in others], load, turn)], "migrated", terms)
         if not overloaded(views, pinned, work, knobs):
             return Choice(pinned, "pinned", terms)
         reason = "overloaded"

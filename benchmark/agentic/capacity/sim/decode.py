@@ -96,15 +96,12 @@ class DecodeWorker:
         """All of its KV is here."""
         self.arriving -= 1
         if self.config.radix:
-            new = job.blocks[job.locked :]
-            for block in new:
+            for block in job.blocks[job.locked :]:
                 if self._arriving_blocks[block] > 1:
                     self._arriving_blocks[block] -= 1
                 else:
                     del self._arriving_blocks[block]
-            self.pool.commit(new)
-            job.private -= len(new) * self.pool.block_tokens
-            job.locked = len(job.blocks)
+            self._share(job)
         self.ready.append(job)
         self.settle(now)
 
@@ -157,11 +154,15 @@ class DecodeWorker:
             return
         batch = len(self.running)
         steps = min(self.running[0][0] - self._steps, self.pool.available // batch)
-        if self.ready and batch < self.config.max_running:
+        if self._must_look():
             steps = 1
         self._target = self._steps + max(steps, 1)
         span = self.costs.steps_s(self._target - self._steps, batch, self._context)
         self._call(self._at + span, self._wake, self._plan)
+
+    def _must_look(self) -> bool:
+        """Whether somebody could join the batch at the next step."""
+        return bool(self.ready) and len(self.running) < self.config.max_running
 
     # --- the batch ----------------------------------------------------------------------------
 
@@ -267,13 +268,18 @@ class DecodeWorker:
             return False
         job.locked, job.private = found, needed
         if resumes and self.config.radix:  # what was copied back is shared again
-            self.pool.commit(job.blocks[found:])
-            job.private -= (len(job.blocks) - found) * self.pool.block_tokens
-            job.locked = len(job.blocks)
+            self._share(job)
         elif not resumes:
             job.decode_hit = found * self.pool.block_tokens
         self._entering += self._cap(job)
         return True
+
+    def _share(self, job: Job) -> None:
+        """Its prompt's blocks are the tree's now."""
+        new = job.blocks[job.locked :]
+        self.pool.commit(new)
+        job.private -= len(new) * self.pool.block_tokens
+        job.locked = len(job.blocks)
 
     def _reserved(self) -> int:
         """Tokens kept for what requests that hold pages will generate."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
+from rich.console import Console
 
 from benchmark.agentic.capacity.costs import Costs
 from benchmark.agentic.capacity.sim.outcome import Outcome
+from benchmark.harness.report import print_table
 
 PREFILL = ("prefill_batch_s", "prefill_token_s", "prefill_pair_s")
+T = TypeVar("T")
 TOLERANCE = 0.02
 """Relative, of both numbers that a fit must reach."""
 STEP = ("step_s", "step_request_s", "step_context_s")
@@ -73,15 +77,35 @@ def fit(
     fitted = scaled(costs, prefill, step, step_fields)
     found = Fit(fitted, prefill, step, simulate(fitted))
     reached = Target(found.outcome.requests_per_s, itl(found.outcome))
-    if (
-        max(
-            abs(reached.requests_per_s / target.requests_per_s - 1),
-            abs(reached.itl_s / target.itl_s - 1),
-        )
-        > TOLERANCE
-    ):
+    errors = (reached.requests_per_s / target.requests_per_s, reached.itl_s / target.itl_s)
+    if max(abs(error - 1) for error in errors) > TOLERANCE:
         raise ValueError(
             f"no costs found for {target}: {reached} at {prefill:.2g} times the given prefill and "
             f"{step:.2g} times the given step"
         )
     return found
+
+
+#: Quantity -> of a simulation, and as it was told.
+Quantities = Mapping[str, tuple[Callable[[Outcome], float], Callable[[T], float]]]
+
+
+def print_errors(
+    title: str,
+    arms: Mapping[str, T],
+    outcomes: Mapping[str, Outcome],
+    quantities: Quantities[T],
+    more: Mapping[str, Callable[[Outcome], float]],
+    console: Console,
+) -> None:
+    """A column an arm: predicted / told (error), and ``more`` that only the simulation knows."""
+
+    def cell(predicted: float, told: float) -> str:
+        return f"{predicted:,.3g} / {told:,.3g} ({predicted / told - 1:+.0%})"
+
+    rows = [
+        [name, *(cell(of(outcomes[arm]), said(told)) for arm, told in arms.items())]
+        for name, (of, said) in quantities.items()
+    ]
+    rows += [[name, *(f"{of(outcomes[arm]):.3g}" for arm in arms)] for name, of in more.items()]
+    print_table(f"{title}: predicted / told (error)", ["", *arms], rows, console)

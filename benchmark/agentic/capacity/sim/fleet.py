@@ -8,39 +8,37 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from benchmark.agentic.capacity.costs import Costs
-from benchmark.agentic.capacity.sim import policy
+from benchmark.agentic.capacity.sim.aggregated import AggregatedWorker
 from benchmark.agentic.capacity.sim.decode import DecodeConfig, DecodeWorker
 from benchmark.agentic.capacity.sim.jobs import Job
 from benchmark.agentic.capacity.sim.pool import Pool
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig, PrefillWorker
+from benchmark.agentic.capacity.sim.routing import POLICIES, Routing
 
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """A fleet; workers of a role are alike."""
+    """A fleet; workers of a role are alike. Without prefill workers the others do both."""
 
     prefill: PrefillConfig
     decode: DecodeConfig
     prefill_workers: int = 1
     decode_workers: int = 1
-    prefill_policy: str = "cache_aware"
+    prefill_policy: str = "least_pending"
     decode_policy: str = "round_robin"
     block_tokens: int = 512
     """Unit of all caches."""
 
     def __post_init__(self) -> None:
-        if min(self.prefill_workers, self.decode_workers) < 1:
-            raise ValueError("a fleet needs a prefill and a decode worker")
-        for flag, name, known in (
-            ("--prefill-policy", self.prefill_policy, policy.PREFILL),
-            ("--decode-policy", self.decode_policy, policy.DECODE),
+        if self.prefill_workers < 0 or self.decode_workers < 1:
+            raise ValueError("a fleet needs a worker that decodes")
+        for flag, name in (
+            ("--prefill-policy", self.prefill_policy),
+            ("--decode-policy", self.decode_policy),
         ):
-            if name not in known:
-                raise ValueError(f"{flag} {name}: choose from {', '.join(known)}")
+            if name not in POLICIES:
+                raise ValueError(f"{flag} {name}: choose from {', '.join(POLICIES)}")
 
 
 @dataclass
@@ -87,37 +85,29 @@ class Fleet:
     def __init__(self, config: FleetConfig, costs: Costs) -> None:
         self.config, self.costs = config, costs
         self._events = _Events()
-        self._prefill_index: dict[int, int] = {}
-        self._decode_index: dict[int, int] = {}
         size, call = config.block_tokens, self._events.call
+        prefill, decode = config.prefill, config.decode
+        self._to_prefill = Routing(
+            config.prefill_policy, config.prefill_workers, prefill.pool, size, prefill.radix
+        )
+        self._to_decode = Routing(
+            config.decode_policy, config.decode_workers, decode.pool, size, decode.radix
+        )
         self.prefill = [
             PrefillWorker(
-                i,
-                config.prefill,
-                costs,
-                Pool(config.prefill.pool, size, self._prefill_index, i),
-                call,
+                i, prefill, costs, Pool(prefill.pool, size, self._to_prefill.index, i), call,
                 self._send,
             )
             for i in range(config.prefill_workers)
-        ]
+        ]  # fmt: skip
+        kind = DecodeWorker if self.prefill else AggregatedWorker
         self.decode = [
-            DecodeWorker(
-                i,
-                config.decode,
-                costs,
-                Pool(config.decode.pool, size, self._decode_index, i),
-                call,
-                self._admitted,
-                self._ended,
+            kind(
+                i, decode, costs, Pool(decode.pool, size, self._to_decode.index, i), call,
+                self._admitted, self._ended,
             )
             for i in range(config.decode_workers)
-        ]
-        self._pending = np.zeros(config.prefill_workers)
-        """Tokens that a prefill worker was said to compute."""
-        self._ongoing = np.zeros(config.decode_workers)
-        """Tokens that a decode worker was said to hold."""
-        self._turn = count()
+        ]  # fmt: skip
         self._jobs: Iterator[Job] = iter(())
         self._closed = False
         self._done: list[Job] = []
@@ -171,7 +161,7 @@ class Fleet:
             self._next()
         self._route(job)
         worker = self.decode[job.decode]
-        if not worker.fits(job) or job.prompt > self.config.prefill.pool:
+        if not worker.fits(job) or (self.prefill and job.prompt > self.config.prefill.pool):
             job.rejected = True
             self._ended(job)
             return
@@ -186,29 +176,41 @@ class Fleet:
         tokens = max(job.position - begin, 0)
         job.moved += tokens
         source, target = self.prefill[job.prefill], self.decode[job.decode]
-        self._pending[job.prefill] -= min(computed, job.expected)
-        job.expected -= min(computed, job.expected)
+        self._computed(job, computed)
         if not tokens and not last:
             return
         began = max(self._events.now, source.link_free, target.link_free)
         seconds = self.costs.transfer_s(tokens)
+        job.stalled += began - self._events.now
         source.link_free = target.link_free = began + seconds
         source.link_seconds += seconds
         if last:
-            self._pending[job.prefill] -= job.expected
-            job.expected = 0
             ended = began + seconds + self.costs.transfer.latency_s
             self._events.call(ended, self._landed, job)
+
+    def _computed(self, job: Job, tokens: int) -> None:
+        tokens = min(tokens, job.pending)
+        self._to_prefill.computed(job.prefill, tokens)
+        job.pending -= tokens
 
     def _landed(self, job: Job) -> None:
         now = self._events.now
         job.landed = now
+        self._leave_prefill(job)
+        self._to_decode.computed(job.decode, job.prompt - job.said[1])
         self.prefill[job.prefill].release(now, job)
         self.decode[job.decode].land(now, job)
 
+    def _leave_prefill(self, job: Job) -> None:
+        self._computed(job, job.pending)
+        self._to_prefill.leave(job.prefill, job, job.said[0], 0)
+
     def _ended(self, job: Job) -> None:
-        self._ongoing[job.decode] -= job.load
-        self._pending[job.prefill] -= job.expected
+        if self.prefill and job.rejected:
+            self._leave_prefill(job)
+        if job.rejected or not self.prefill:
+            self._to_decode.computed(job.decode, job.prompt - job.said[1])
+        self._to_decode.leave(job.decode, job, job.said[1], self.config.decode.reserved)
         job.blocks = ()
         self._done.append(job)
         self._on_end(job)
@@ -232,16 +234,9 @@ class Fleet:
     # --- routing ------------------------------------------------------------------------------
 
     def _route(self, job: Job) -> None:
-        config, turn = self.config, next(self._turn)
-        held: NDArray[np.int64] = np.zeros(len(self.prefill), dtype=np.int64)
-        if config.prefill.radix:
-            held = policy.hits(self._prefill_index, job.blocks, len(held)) * config.block_tokens
-        job.prefill = policy.choose(config.prefill_policy, turn, self._pending, held)
-        job.expected = job.prompt - int(held[job.prefill])
-        self._pending[job.prefill] += job.expected
-        held = np.zeros(len(self.decode), dtype=np.int64)
-        if config.decode.radix and config.decode_policy == "delta_kv":
-            held = policy.hits(self._decode_index, job.blocks, len(held)) * config.block_tokens
-        job.decode = policy.choose(config.decode_policy, turn, self._ongoing, held)
-        job.load = job.prompt + job.output - int(held[job.decode])
-        self._ongoing[job.decode] += job.load
+        found = 0
+        if self.prefill:
+            job.prefill, found = self._to_prefill.take(job, 0)
+            job.pending = job.prompt - found
+        job.decode, held = self._to_decode.take(job, self.config.decode.reserved)
+        job.said = (found, held)

@@ -36,15 +36,17 @@ class Job:
     prefill_hit: int = 0
     moved: int = 0
     """Tokens on the wire."""
+    stalled: float = 0.0
+    """Seconds that its chunks waited for a link."""
     retracted: int = 0
     """Times."""
     rejected: bool = False
 
     # What the workers note on it.
-    expected: int = 0
-    """Tokens that its prefill worker was said to compute when it was routed."""
-    load: int = 0
-    """Tokens that its decode worker was said to hold when it was routed."""
+    pending: int = 0
+    """Tokens that its prefill worker was said to compute when it was routed, and has not."""
+    said: tuple[int, int] = (0, 0)
+    """Tokens that its prefill and its decode worker were said to hold when it was routed."""
     private: int = 0
     """Tokens of the decode pool that are its own."""
     locked: int = 0

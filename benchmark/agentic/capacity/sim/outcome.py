@@ -7,17 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmark.agentic.capacity.sim.aggregated import AggregatedWorker
 from benchmark.agentic.capacity.sim.fleet import Run
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A quantity over requests, in seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
+from benchmark.harness.report import Spread, spread
 
 
 @dataclass(frozen=True)
@@ -34,6 +26,9 @@ class Outcome:
     itl: Spread
     """A request's mean gap between tokens."""
     latency: Spread
+    stages: dict[str, Spread]
+    """What a TTFT is made of: waiting for decode's pages, for prefill and its computing, for a link
+    and on it (``stalled``: of that, waiting), for the batch."""
     peak_running: int
     """Of the fullest decode worker."""
     mean_running: float
@@ -59,7 +54,8 @@ def outcome(run: Run) -> Outcome:
     prompts = sum(job.prompt for job in good) or 1
     seconds = run.duration_s or 1.0
     middle = [s for s in run.samples if 0.25 <= s.at / seconds <= 0.75]
-    decoders, prefillers = len(run.decode), len(run.prefill)
+    decoders = len(run.decode)
+    prefill = run.prefill or [w for w in run.decode if isinstance(w, AggregatedWorker)]
     return Outcome(
         requests=len(run.jobs),
         rejected=len(run.jobs) - len(good),
@@ -71,6 +67,13 @@ def outcome(run: Run) -> Outcome:
             [(job.finished - job.first_token) / (job.output - 1) for job in good if job.output > 1]
         ),
         latency=spread([job.finished - job.arrival for job in good]),
+        stages={
+            "pages": spread(job.admitted - job.arrival for job in good),
+            "prefill": spread(job.prefilled - job.admitted for job in good),
+            "transfer": spread(job.landed - job.prefilled for job in good),
+            "stalled": spread(job.stalled for job in good),
+            "batch": spread(job.first_token - job.landed for job in good),
+        },
         peak_running=max(w.peak_running for w in run.decode),
         mean_running=sum(w.running_seconds for w in run.decode) / seconds / decoders,
         middle_running=_mean([s.running / decoders for s in middle]),
@@ -79,17 +82,9 @@ def outcome(run: Run) -> Outcome:
         prefill_hit=sum(job.prefill_hit for job in good) / prompts,
         moved_tokens=sum(job.moved for job in good),
         retracted=sum(job.retracted for job in good),
-        prefill_busy=sum(w.busy_seconds for w in run.prefill) / seconds / prefillers,
-        link_busy=sum(w.link_seconds for w in run.prefill) / seconds / prefillers,
+        prefill_busy=sum(w.busy_seconds for w in prefill) / seconds / len(prefill),
+        link_busy=sum(w.link_seconds for w in prefill) / seconds / len(prefill),
     )
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Mean and percentiles; NaN of nothing."""
-    if not values:
-        return Spread(*[float("nan")] * 4)
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    return Spread(float(np.mean(values)), float(p50), float(p90), float(p99))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmark.agentic.capacity.sim import policy
+from benchmark.agentic.capacity.sim.jobs import Job
 from benchmark.agentic.capacity.sim.pool import Pool
+from benchmark.agentic.capacity.sim.routing import Routing, hits
+from benchmark.agentic.router.policies import SCORES, Knobs, View, Work, choose
 
 
 def filled(pool: Pool, *chains: tuple[int, ...]) -> Pool:
@@ -68,16 +70,44 @@ def test_hits_of_all_workers_from_one_index() -> None:
     pools = [Pool(30, 10, index, bit) for bit in range(3)]
     filled(pools[0], (1, 2, 3))
     filled(pools[2], (1, 4))
-    assert policy.hits(index, (1, 2, 9), 3).tolist() == [2, 0, 1]
-    assert policy.hits(index, (9,), 3).tolist() == policy.hits(index, (), 3).tolist() == [0, 0, 0]
+    assert hits(index, (1, 2, 9), 3).tolist() == [2, 0, 1]
+    assert hits(index, (9,), 3).tolist() == hits(index, (), 3).tolist() == [0, 0, 0]
     assert pools[0].allocate(30)
-    assert policy.hits(index, (1, 2), 3).tolist() == [0, 0, 1]
+    assert hits(index, (1, 2), 3).tolist() == [0, 0, 1]
     assert index == {1: 4, 4: 4}
 
 
-def test_policies_weigh_what_is_left() -> None:
-    loads, held = np.array([50.0, 40.0, 45.0]), np.array([0, 0, 30])
-    assert [policy.choose("round_robin", turn, loads, held) for turn in (0, 4)] == [0, 1]
-    assert policy.choose("least_tokens", 0, loads, held) == 1
-    assert policy.choose("delta_kv", 0, loads, held) == 2
-    assert policy.choose("cache_aware", 0, loads, np.array([10, 0, 0])) == 0, "of equals the first"
+def job(number: int, blocks: tuple[int, ...] = ()) -> Job:
+    return Job(number, 0.0, 100, 10, blocks)
+
+
+def test_requests_go_where_the_routers_policies_say() -> None:
+    """Loads that are not taken off, or a policy that looks at another role's cache."""
+    least = Routing("least_tokens", 3, 1000, 10, cache=True)
+    taken = [least.take(job(i), 50)[0] for i in range(3)]
+    assert sorted(taken) == [0, 1, 2], "ties in turn"
+    least.leave(taken[1], job(1), 0, 50)
+    least.computed(taken[1], 100)
+    assert least.take(job(3), 50)[0] == taken[1]
+    assert [Routing("round_robin", 2, 1, 1, False).take(job(i), 0)[0] for i in range(1)] == [0]
+    delta = Routing("delta_kv", 3, 1000, 10, cache=True)
+    filled(Pool(100, 10, delta.index, 2), (1, 2, 3))
+    assert delta.take(job(0, (1, 2, 9)), 50) == (2, 20)
+    blind = Routing("delta_kv", 3, 1000, 10, cache=False)
+    filled(Pool(100, 10, blind.index, 2), (1, 2, 3))
+    assert blind.take(job(0, (1, 2, 9)), 50) == (0, 0)
+
+
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_all_workers_are_scored_at_once_as_one_by_one(name: str) -> None:
+    """The router's scores over arrays are its scores of each worker: also where they tie."""
+    rng = np.random.default_rng(3)
+    for turn in range(20):
+        routing = Routing(name, 5, 1000, 10, cache=False)
+        routing._turn = turn
+        for of in (routing.requests, routing.pending, routing.ongoing, routing.added):
+            of[:] = rng.integers(0, 3, 5) * 100
+        columns = (routing.requests, routing.pending, routing.ongoing, routing.added)
+        views = [View(str(i), *(int(of[i]) for of in columns), 1000, 0) for i in range(5)]
+        wanted = choose(name, views, Work(100, 50), Knobs(), turn, None)
+        assert routing.take(job(0), 50)[0] == wanted.index

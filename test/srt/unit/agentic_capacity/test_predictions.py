@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from benchmark.agentic.capacity import calibrate, check, published
 from benchmark.agentic.capacity import cli as capacity
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity import simulate as simulate_cli
-from benchmark.agentic.capacity.calibrate import Prefilled, Stepped
 from benchmark.agentic.capacity.sim.fit import scaled
 
 pytestmark = pytest.mark.slow
@@ -40,24 +38,35 @@ def test_the_cpu_rigs_peaks_are_predicted() -> None:
     assert peaks == {"stock": 2, "flag": 11, "flag capped": 2}
 
 
-def test_fit_of_costs_finds_what_made_the_times() -> None:
-    """Prefill of 1 ms a batch, 0.1 ms a token, 1 us a pair behind 20 ms; steps of 2 + 0.5 ms."""
-    seen = [
-        Prefilled(n, new, context, 0.0)
-        for n, new, context in ((1, 100, 0), (1, 500, 0), (1, 900, 0), (1, 100, 900), (8, 100, 900))
-    ]
-    timed = [
-        dataclasses.replace(
-            s,
-            seconds=0.02
-            + 0.001 * -(-s.requests * s.new // 512)
-            + s.requests * (1e-4 * s.new + 1e-6 * s.new * (s.context + s.new / 2)),
-        )
-        for s in seen
-    ]
-    assert calibrate.fit_prefill(timed, 512) == pytest.approx((0.001, 1e-4, 1e-6, 0.02), rel=1e-3)
-    steps = [Stepped(b, c, 0.002 + 0.0005 * b) for b in (1, 4, 8) for c in (100.0, 900.0)]
-    assert calibrate.fit_step(steps) == pytest.approx((0.002, 0.0005, 0.0), abs=1e-9)
+def test_costs_of_a_run_are_found_in_its_records(tmp_path: Path) -> None:
+    """Prefill of 0.1 ms a token and 1 us a pair behind 20 ms; steps of 2 + 0.5 ms a request."""
+    lines, at = [{"header": "of the run"}], 0.0
+
+    def answer(began: float, prompt: int, cached: int, end: float, tpot: float) -> None:
+        new = prompt - cached
+        ttft = 0.02 + 1e-4 * new + 1e-6 * new * (cached + new / 2)
+        record = {"prompt_tokens": prompt, "cached_tokens": cached, "started_s": began}
+        record |= {"first_token_s": began + ttft, "finished_s": end, "output_tokens": 20}
+        lines.append(record | {"tpot_s": tpot, "arm": "a"})
+
+    for prompt, cached in ((100, 0), (500, 0), (900, 0), (1000, 900), (2000, 1500), (3000, 0)):
+        for batch in (1, 4):
+            answer(at, prompt, cached, at + 200, 0.002 + 0.0005 * batch)
+            for _ in range(batch - 1):  # they begin together after the first one has begun
+                answer(at + 30, 100, 0, at + 200, 0.002 + 0.0005 * batch)
+            at += 1000
+    file = tmp_path / "requests.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = calibrate.read([file], "a")
+    assert calibrate.prefill(runs) == pytest.approx((1e-4, 1e-6, 0.02), rel=1e-3)
+    fixed, request, _ = calibrate.step(runs)
+    assert (fixed, request) == pytest.approx((0.002, 0.0005), rel=0.15)
+    out = tmp_path / "costs.yaml"
+    arguments = [str(file), "--model", "qwen3-32b", "--out", str(out)]
+    assert calibrate.main(arguments) == 0
+    assert cost_files.load(str(out)).kv_token_bytes == 262_144
+    with pytest.raises(SystemExit):
+        calibrate.main([*arguments, "--arm", "nobody"])
 
 
 def test_capacity_command_writes_its_results(tmp_path: Path) -> None:
@@ -71,11 +80,20 @@ def test_capacity_command_writes_its_results(tmp_path: Path) -> None:
     assert capacity.main(["--model", "unknown", "--out", str(tmp_path)]) == 2
 
 
+def test_a_model_with_the_costs_of_another_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs hold for the KV bytes that they were measured with; others would pass for numbers."""
+    assert capacity.main(["--model", "qwen3-32b", "--out", str(tmp_path)]) == 2
+    assert "--costs" in capsys.readouterr().out
+
+
 def test_simulate_command_writes_a_line_an_arm(tmp_path: Path) -> None:
-    arguments = ["--generate", "60", "--rate", "5", "--split", "2", "5", "--out", str(tmp_path)]
+    arguments = ["--generate", "60", "--rate", "5", "--split", "2", "5", "--aggregated"]
+    arguments += ["--out", str(tmp_path)]
     assert simulate_cli.main(arguments) == 0
     rows = [json.loads(line) for line in (tmp_path / "simulate.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * 3
+    assert len(rows) == 2 + 2 * 3
     assert all(row["outcome"]["requests"] == 60 for row in rows)
     assert (tmp_path / "splits-ttft.png").exists()
     assert simulate_cli.main(["--split", "8", "--out", str(tmp_path)]) == 2

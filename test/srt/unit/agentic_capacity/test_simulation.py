@@ -64,11 +64,12 @@ def fleet(
     max_running: int = 8,
     decode_policy: str = "delta_kv",
     made_of: Costs | None = None,
+    aggregated: bool = False,
 ) -> Fleet:
     config = FleetConfig(
         PrefillConfig(400, chunk=32),
         DecodeConfig(pool, radix, reserved, max_running, page=4, gentle=gentle),
-        prefill_workers=2,
+        prefill_workers=0 if aggregated else 2,
         decode_workers=2,
         decode_policy=decode_policy,
         block_tokens=8,
@@ -93,9 +94,17 @@ def empty(run: Run) -> bool:
     reserved=st.sampled_from([1, 8, 32]),
     max_running=st.sampled_from([1, 3, 64]),
     policy=st.sampled_from(["round_robin", "least_tokens", "delta_kv"]),
+    aggregated=st.booleans(),
 )
 def test_every_request_ends_once_and_no_pool_overflows(
-    seed: int, pool: int, radix: bool, gentle: bool, reserved: int, max_running: int, policy: str
+    seed: int,
+    pool: int,
+    radix: bool,
+    gentle: bool,
+    reserved: int,
+    max_running: int,
+    policy: str,
+    aggregated: bool,
 ) -> None:
     """Small pools force eviction, waiting and retraction; a slip there loses or doubles memory."""
     made = jobs(seed, 40)
@@ -106,8 +115,12 @@ def test_every_request_ends_once_and_no_pool_overflows(
         reserved=reserved,
         max_running=max_running,
         decode_policy=policy,
+        aggregated=aggregated,
     )
     run = simulated.run(made)
+    for routing in (simulated._to_prefill, simulated._to_decode):
+        left = (routing.requests, routing.pending, routing.ongoing, routing.added)
+        assert not any(of.any() for of in left), "said to be under way when all has ended"
     assert sorted(job.number for job in run.jobs) == list(range(40))
     assert empty(run)
     for worker in (*run.prefill, *run.decode):
@@ -118,7 +131,7 @@ def test_every_request_ends_once_and_no_pool_overflows(
             continue
         assert job.arrival <= job.admitted <= job.prefilled <= job.landed <= job.first_token
         assert job.first_token <= job.finished
-        assert job.moved == job.prompt - job.decode_hit
+        assert job.moved == (0 if aggregated else job.prompt - job.decode_hit)
         assert radix or not job.decode_hit
 
 
@@ -218,6 +231,22 @@ def test_a_lone_request_by_hand() -> None:
     assert job.landed == pytest.approx(first + second + 8 * 100 / 1e7 + 0.005)
     steps = sum(0.011 + 1e-6 * (40 + i) for i in range(9))
     assert job.finished - job.first_token == pytest.approx(steps)
+
+
+def test_an_aggregated_server_stands_still_while_it_prefills() -> None:
+    """The first request's answer waits for the second one's prompt, and no longer."""
+    config = FleetConfig(
+        PrefillConfig(400), DecodeConfig(ENDLESS), prefill_workers=0, block_tokens=8
+    )
+    (alone,) = Fleet(config, costs()).run([Job(0, 0.0, 40, 10, ())]).jobs
+    assert alone.first_token == pytest.approx(0.001 + 40 * 1e-4 + 1e-8 * 40 * 20)
+    run = Fleet(config, costs()).run([Job(0, 0.0, 40, 10, ()), Job(1, 0.05, 400, 2, ())])
+    first, second = sorted(run.jobs, key=lambda job: job.number)
+    prefill = 0.001 + 400 * 1e-4 + 1e-8 * 400 * 200
+    shared_step = 0.001 + 1e-6 * 400
+    assert second.first_token - second.admitted == pytest.approx(prefill)
+    assert first.finished - alone.finished == pytest.approx(prefill + shared_step, rel=0.01)
+    assert outcome(run).link_busy == 0
 
 
 def test_a_running_batch_gives_way_when_the_pool_is_full() -> None:
