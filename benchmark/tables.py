@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.variants import PROGRESS_DELAY
+from benchmark.hicache_buffer_only import page
 from benchmark.local_turns import page as local_page
 from sglang.srt.patchset import environment
 
@@ -257,41 +258,14 @@ def hicache() -> str:
         return _hicache_of_one_run(summary)
     parts = [made(summary, _hicache_command(summary))]
     for name, trace in summary["traces"].items():
-        arms = trace["arms"]
-        rounds = next(iter(arms.values()))["rounds"]
         same = "identical" if trace["outputs_identical"] else "NOT identical"
-        head = ["", *(f"`{arm}`" if "buffer" in arm else f"stock, {arm}" for arm in arms)]
-        columns = [_hicache_column(arm) for arm in arms.values()]
-        rows = [[title, *(column[title] for column in columns)] for title in columns[0]]
+        rounds = next(iter(trace["arms"].values()))["rounds"]
         parts.append(
             f"\n{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
             f"rounds an arm. Outputs are {same}. An endless cache would hit "
-            f"{trace['endless_hit_rate']:.1%}.\n\n{markdown(head, rows)}"
+            f"{trace['endless_hit_rate']:.1%}.\n\n{markdown(*page.table(trace))}"
         )
     return "\n".join(parts)
-
-
-def _hicache_column(arm: Json) -> dict[str, str]:
-    """An arm's cells, by the titles of their rows."""
-    hits, times, memory = arm["hits"], arm["times"], arm["memory"]
-    tiers = {"device": "the device", "host": "the host pool", "storage": "the store"}
-    cached = sum(hits[tier] for tier in tiers)
-    cells = {"prompt tokens found in a cache": f"{cached / hits['prompt']:.1%}"}
-    for tier, place in tiers.items():
-        cells[f"from {place}"] = f"{hits[tier] / hits['prompt']:.1%}"
-    for of, title in (("ttft_s", "TTFT"), ("latency_s", "E2E"), ("itl_s", "gap between tokens")):
-        spread = (f"{times[of][p] * 1e3:,.0f}" for p in ("mean", "p50", "p90", "p99"))
-        cells[f"{title}: mean, p50, p90, p99, ms"] = ", ".join(spread)
-    for of, title in (("ttft_by_class", "TTFT"), ("latency_by_class", "E2E")):
-        for name, some in times[of].items():
-            mean = f"{some['mean'] * 1e3:,.0f} ({some['count']:,})" if some["count"] else "-"
-            what = "that miss" if name == "miss" else f"with a {name} hit"
-            cells[f"{title} mean of requests {what}, ms (requests)"] = mean
-    page = memory["workers"] * memory["page_bytes"]
-    cells["host memory pinned by the workers"] = _megabytes(page * memory["pool_pages"])
-    cells["store"] = _megabytes(page * memory["segment_pages"])
-    cells["failed requests"] = str(arm["failed"])
-    return cells
 
 
 def _hicache_of_one_run(summary: Json) -> str:

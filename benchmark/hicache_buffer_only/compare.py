@@ -11,27 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from benchmark.harness import report
-from benchmark.harness.client import Request, Target, send_all
+from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.command import RunFailed
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
+from benchmark.harness.report import Spread, spread
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token, token_range
+from benchmark.hicache_buffer_only import page
 from benchmark.hicache_buffer_only.fleet import FleetConfig, WorkersAndStore
-from benchmark.hicache_buffer_only.master import ALLOCATED, EVICTED
 from benchmark.hicache_buffer_only.memory import Memory, Split
-from benchmark.hicache_buffer_only.outcome import CLASSES, ArmTimes, Outcome, Times
-from benchmark.hicache_buffer_only.plot import draw
 from benchmark.hicache_buffer_only.replay import replay
 from benchmark.hicache_buffer_only.tiers import Hits
 from benchmark.traces import generate
@@ -49,6 +50,8 @@ CACHE, SMALL, BUFFER_ONLY, ALWAYS = ARMS = (
 )
 ALWAYS_FETCH = {"SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1"}
 
+#: Where a request found the largest part of what it did not compute.
+CLASSES = ("device", "host", "store", "miss")
 CONVERSATION, AGENTS = TRACES = ("conversation", "agents")
 #: Of generated ones.
 SHAPES = {CONVERSATION: generate.CONVERSATION, AGENTS: generate.TOOLS}
@@ -78,6 +81,37 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """One request. Times in seconds; ``itl_s`` is its mean gap between two tokens."""
+
+    ttft_s: float
+    latency_s: float
+    itl_s: float | None
+    found: str
+    """One of ``CLASSES``."""
+    answer: str
+    """A digest of its tokens; empty where it failed."""
+
+    @classmethod
+    def of(cls, result: Result) -> Outcome:
+        """Of what a client saw."""
+        answer = "" if result.error else hashlib.sha256(repr(result.answer).encode()).hexdigest()
+        return cls(result.ttft_s, result.latency_s, result.itl_s, found_in(result), answer[:12])
+
+
+def found_in(result: Result) -> str:
+    """Where most of a request's cached tokens came from; a tie counts for the slower place.
+
+    A request that has anything from the store waited for the store, so that it counts there.
+    """
+    tokens = result.cached_by_source
+    if tokens.get("storage"):
+        return "store"
+    device, host = tokens.get("device", 0), tokens.get("host", 0)
+    return "miss" if not device + host else "host" if host >= device else "device"
+
+
+@dataclass(frozen=True)
 class Run:
     """One arm on one trace, once."""
 
@@ -95,19 +129,29 @@ class Run:
     outcomes: tuple[Outcome, ...]
     """In the order of the trace."""
 
-    @classmethod
-    def read(cls, line: str) -> Run:
-        """From a line of ``runs.jsonl``."""
-        found = json.loads(line)
-        found["memory"], found["hits"] = Memory(**found["memory"]), Hits(**found["hits"])
-        found["outcomes"] = tuple(Outcome(*each) for each in found["outcomes"])
-        return cls(**found)
 
-    def line(self) -> str:
-        """For ``runs.jsonl``."""
-        found = asdict(self)
-        found["outcomes"] = [list(dataclasses.astuple(each)) for each in self.outcomes]
-        return json.dumps(found)
+@dataclass(frozen=True)
+class ArmTimes:
+    """All requests of all rounds of one arm that were answered."""
+
+    ttft_s: Spread
+    latency_s: Spread
+    itl_s: Spread
+    ttft_by_class: dict[str, Spread]
+    latency_by_class: dict[str, Spread]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> ArmTimes:
+        """Over ``outcomes``, failed ones left out."""
+        good = [each for each in outcomes if each.answer]
+        classes = {name: [each for each in good if each.found == name] for name in CLASSES}
+        return cls(
+            spread(each.ttft_s for each in good),
+            spread(each.latency_s for each in good),
+            spread(each.itl_s for each in good),
+            {name: spread(one.ttft_s for one in some) for name, some in classes.items()},
+            {name: spread(one.latency_s for one in some) for name, some in classes.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +180,7 @@ class Arm:
             runs[0].memory,
             sum((run.hits for run in runs), Hits()),
             ArmTimes.of(outcomes),
-            tuple(Times.of(one.ttft_s for one in run.outcomes).mean for run in runs),
+            tuple(spread(one.ttft_s for one in run.outcomes).mean for run in runs),
             sum(not each.answer for each in outcomes),
             max(run.late_s for run in runs),
             _means([run.store for run in runs]),
@@ -167,8 +211,8 @@ def compare(
         console.print(f"[bold]{trace}, {arm}[/]: round {round_ + 1} of {load.rounds}")
         config = configurations(model, load)[arm]
         run = measure(trace, arm, round_, config, out / "logs", records[trace], prompts)
-        with (out / "runs.jsonl").open("a") as file:
-            file.write(run.line() + "\n")
+        with (out / "runs.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(run) + b"\n")
         done.append(run)
         console.print(f"  {run.hits.rate(run.hits.cached):.1%} of prompt tokens cached")
     return write(out, traces, records, done, console, load)
@@ -195,7 +239,8 @@ def finished(path: Path, load: Load) -> list[Run]:
         raise RunFailed(f"{path} has runs of another load: remove it, or use another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(mine)
-    return [Run.read(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [msgspec.json.decode(line, type=Run) for line in lines]
 
 
 def fitting(name: str, path: Path | None, load: Load) -> list[Record]:
@@ -324,21 +369,22 @@ def write(
         }
         same = same_answers(of_trace)
         good = good and same
-        endless = endless_hit_rate(records[trace])
+        found = {
+            "source": "a generated trace" if path is None else path.name,
+            "requests": len(records[trace]),
+            "endless_hit_rate": endless_hit_rate(records[trace]),
+            "outputs_identical": same,
+            "arms": arms,
+        }
+        summary[trace] = report.plain(found)
         title = (
             f"{trace}: {len(records[trace])} requests, {load.block_tokens} tokens a block, at "
             f"{load.speed:g} times their speed; {load.workers} workers with a device pool of "
-            f"{load.device_tokens:,} tokens each; an endless cache would hit {endless:.1%}"
+            f"{load.device_tokens:,} tokens each; an endless cache would hit "
+            f"{found['endless_hit_rate']:.1%}; outputs are {'' if same else 'NOT '}identical"
         )
-        report.print_table(title, ["", *arms], rows(list(arms.values()), same), console)
-        draw(out / f"{trace}.png", arms)
-        summary[trace] = {
-            "source": "a generated trace" if path is None else path.name,
-            "requests": len(records[trace]),
-            "endless_hit_rate": endless,
-            "outputs_identical": same,
-            "arms": {name: asdict(arm) for name, arm in arms.items()},
-        }
+        report.print_table(title, *page.table(summary[trace]), console)
+        page.draw(out / f"{trace}.png", summary[trace])
     report.write_summary(out / "summary.json", {**describe(), "load": load, "traces": summary})
     return 0 if good else 1
 
@@ -347,53 +393,3 @@ def same_answers(runs: Sequence[Run]) -> bool:
     """Whether every run answered every request, and all with the same tokens."""
     answers = [[each.answer for each in run.outcomes] for run in runs]
     return all(all(some) and some == answers[0] for some in answers)
-
-
-def rows(arms: Sequence[Arm], same: bool) -> list[list[str]]:
-    """The table: a row a quantity, a column an arm."""
-
-    def row(name: str, cell: Callable[[Arm], str]) -> list[str]:
-        return [name, *map(cell, arms)]
-
-    def tier(of: str) -> Callable[[Arm], str]:
-        return lambda arm: f"{arm.hits.rate(getattr(arm.hits, of)):.1%}"
-
-    def times(of: str, p: str) -> Callable[[Arm], str]:
-        return lambda arm: report.milliseconds(getattr(getattr(arm.times, of), p))
-
-    def by_class(name: str) -> Callable[[Arm], str]:
-        def cell(arm: Arm) -> str:
-            found = arm.times.ttft_by_class[name]
-            if not found.count:
-                return "-"
-            return f"{report.milliseconds(found.mean)} ({found.count:,})"
-
-        return cell
-
-    names = {"ttft_s": "TTFT", "latency_s": "E2E", "itl_s": "gap between tokens"}
-    return [
-        row("cache hit rate (prompt tokens)", tier("cached")),
-        row("  from the device", tier("device")),
-        row("  from the host pool", tier("host")),
-        row("  from the store", tier("storage")),
-        *(
-            row(f"{name} {p}", times(of, p))
-            for of, name in names.items()
-            for p in ("mean", "p50", "p90", "p99")
-        ),
-        row("TTFT mean, lowest and highest of the rounds", _range_of_rounds),
-        *(row(f"TTFT mean of requests with a {name} hit", by_class(name)) for name in CLASSES[:-1]),
-        row("TTFT mean of requests that miss", by_class(CLASSES[-1])),
-        row("host memory pinned by workers", lambda a: report.megabytes(a.memory.pinned_bytes)),
-        row("store", lambda a: report.megabytes(a.memory.store_bytes)),
-        row("store: in use at the end", lambda a: report.megabytes(a.store[ALLOCATED])),
-        row("store: evicted", lambda a: report.megabytes(a.store[EVICTED])),
-        row("a request was sent late by, at most", lambda a: report.milliseconds(a.late_s)),
-        row("failed requests", lambda a: str(a.failed)),
-        row("outputs identical", lambda a: "yes" if same else "NO"),
-    ]
-
-
-def _range_of_rounds(arm: Arm) -> str:
-    means = arm.ttft_mean_of_rounds_s
-    return f"{min(means) * 1e3:,.0f} to {max(means) * 1e3:,.0f} ms"

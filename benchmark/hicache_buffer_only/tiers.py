@@ -6,10 +6,11 @@ request has finished.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
+from benchmark.harness import metrics
 
 CACHED = "sglang:cached_tokens_total"
 PROMPT = "sglang:prompt_tokens_total"
@@ -34,21 +35,11 @@ class Hits:
         return tokens / self.prompt if self.prompt else 0.0
 
     def __add__(self, other: Hits) -> Hits:
-        return Hits(
-            self.prompt + other.prompt,
-            self.device + other.device,
-            self.host + other.host,
-            self.storage + other.storage,
-        )
+        return Hits(*map(operator.add, astuple(self), astuple(other)))
 
     def since(self, before: Hits) -> Hits:
         """What was counted after ``before``."""
-        return Hits(
-            self.prompt - before.prompt,
-            self.device - before.device,
-            self.host - before.host,
-            self.storage - before.storage,
-        )
+        return Hits(*map(operator.sub, astuple(self), astuple(before)))
 
 
 def total(pages: Iterable[str]) -> Hits:
@@ -62,15 +53,10 @@ def total(pages: Iterable[str]) -> Hits:
 
 def hits(page: str) -> Hits:
     """Of one server's metrics page."""
-    counts = {"prompt": 0.0, "device": 0.0, "host": 0.0, "storage": 0.0}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name == PROMPT:
-                counts["prompt"] += sample.value
-            elif sample.name == CACHED:
-                source = sample.labels["cache_source"]
-                tier = "storage" if source.startswith(_STORAGE) else source
-                if tier not in counts or tier == "prompt":
-                    raise ValueError(f"{CACHED} has tokens of an unknown source: {source}")
-                counts[tier] += sample.value
-    return Hits(**counts)
+    tiers = {"device": 0.0, "host": 0.0, "storage": 0.0}
+    for (source,), tokens in metrics.by_labels(page, CACHED, "cache_source").items():
+        tier = "storage" if source.startswith(_STORAGE) else source
+        if tier not in tiers:
+            raise ValueError(f"{CACHED} has tokens of an unknown source: {source}")
+        tiers[tier] += tokens
+    return Hits(metrics.parse(page).get(PROMPT, 0.0), **tiers)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmark.harness.client import Result
 from benchmark.harness.command import RunFailed
 from benchmark.harness.models import TINY_ARITH
+from benchmark.harness.report import plain
 from benchmark.harness.servers import Sizes
+from benchmark.hicache_buffer_only import page
 from benchmark.hicache_buffer_only.compare import (
     AGENTS,
     ALWAYS,
@@ -22,18 +25,17 @@ from benchmark.hicache_buffer_only.compare import (
     TRACES,
     Arm,
     Load,
+    Outcome,
     Run,
     configurations,
     finished,
+    found_in,
     order,
-    rows,
     same_answers,
     scaled,
 )
 from benchmark.hicache_buffer_only.master import ALLOCATED, CAPACITY, EVICTED, Master
 from benchmark.hicache_buffer_only.memory import Memory
-from benchmark.hicache_buffer_only.outcome import Outcome, found_in
-from benchmark.hicache_buffer_only.plot import draw
 from benchmark.hicache_buffer_only.tiers import Hits
 from benchmark.traces.read import write
 from benchmark.traces.record import Record, check
@@ -120,7 +122,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     assert finished(path, Load(rounds=1)) == []
     mine = run(CACHE, 0, 50)
-    path.write_text(mine.line() + "\n")
+    path.write_bytes(msgspec.json.encode(mine) + b"\n")
     assert finished(path, Load(rounds=5)) == [mine]
     with pytest.raises(RunFailed, match="another load"):
         finished(path, Load(speed=3.0))
@@ -164,14 +166,15 @@ def test_answers_are_compared_over_all_runs() -> None:
 def test_table_and_plot(tmp_path: Path) -> None:
     """The numbers of each arm stand in its own column, and an arm without answers draws too."""
     arms = {name: Arm.of([run(name, 0, hits)]) for name, hits in ((CACHE, 0), (BUFFER_ONLY, 200))}
-    table = {row[0]: row[1:] for row in rows(list(arms.values()), same=False)}
-    assert table["cache hit rate (prompt tokens)"] == ["10.0%", "30.0%"]
-    assert table["  from the store"] == ["0.0%", "20.0%"]
-    assert table["TTFT mean"] == ["750 ms", "750 ms"]
-    assert table["TTFT mean of requests with a store hit"] == ["-", "500 ms (1)"]
-    assert table["outputs identical"] == ["NO", "NO"]
+    head, rows = page.table(plain({"arms": arms}))
+    table = {row[0]: row[1:] for row in rows}
+    assert head == ["", "stock, cache", "buffer_only"]
+    assert table["prompt tokens found in a cache"] == ["10.0%", "30.0%"]
+    assert table["from the store"] == ["0.0%", "20.0%"]
+    assert table["TTFT: mean, p50, p90, p99, ms"][0] == "750, 750, 950, 995"
+    assert table["TTFT mean of requests with a store hit, ms (requests)"] == ["-", "500 (1)"]
     arms["none"] = Arm.of([run(CACHE, 0, 0, answer="")])
-    draw(tmp_path / "plot.png", arms)
+    page.draw(tmp_path / "plot.png", plain({"arms": arms}))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

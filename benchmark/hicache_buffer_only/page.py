@@ -1,0 +1,71 @@
+"""The summary of a comparison as a table and a picture; shared by the command and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmark.harness import plot
+from benchmark.harness.report import megabytes
+
+Json = Mapping[str, Any]
+
+TIERS = {"device": "the device", "host": "the host pool", "storage": "the store"}
+
+
+def table(trace: Json) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: a quantity a row, an arm a column."""
+    columns = [_column(arm) for arm in trace["arms"].values()]
+    head = ["", *(name if "buffer" in name else f"stock, {name}" for name in trace["arms"])]
+    return head, [[title, *(column[title] for column in columns)] for title in columns[0]]
+
+
+def _column(arm: Json) -> dict[str, str]:
+    """An arm's cells, by the titles of their rows."""
+    hits, times, memory = arm["hits"], arm["times"], arm["memory"]
+    cached = sum(hits[tier] for tier in TIERS)
+    cells = {"prompt tokens found in a cache": f"{cached / hits['prompt']:.1%}"}
+    for tier, place in TIERS.items():
+        cells[f"from {place}"] = f"{hits[tier] / hits['prompt']:.1%}"
+    for of, title in (("ttft_s", "TTFT"), ("latency_s", "E2E"), ("itl_s", "gap between tokens")):
+        spread = (_milliseconds(times[of][p]) for p in ("mean", "p50", "p90", "p99"))
+        cells[f"{title}: mean, p50, p90, p99, ms"] = ", ".join(spread)
+    rounds = [_milliseconds(mean) for mean in arm["ttft_mean_of_rounds_s"]]
+    cells["TTFT: mean of each round, ms"] = ", ".join(rounds)
+    for of, title in (("ttft_by_class", "TTFT"), ("latency_by_class", "E2E")):
+        for name, some in times[of].items():
+            mean = f"{_milliseconds(some['mean'])} ({some['count']:,})" if some["count"] else "-"
+            what = "that miss" if name == "miss" else f"with a {name} hit"
+            cells[f"{title} mean of requests {what}, ms (requests)"] = mean
+    page = memory["workers"] * memory["page_bytes"]
+    cells["host memory pinned by the workers"] = megabytes(page * memory["pool_pages"])
+    cells["store"] = megabytes(page * memory["segment_pages"])
+    cells["a request was sent late by, at most, ms"] = _milliseconds(arm["late_s"])
+    cells["failed requests"] = str(arm["failed"])
+    return cells
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.0f}"
+
+
+def draw(path: Path, trace: Json) -> None:
+    """Hit rate by tier, TTFT, E2E and host memory, a bar an arm."""
+    arms = trace["arms"]
+    names, of = list(arms), list(arms.values())
+    with plot.panels(path, 4, (4.5, 3.4)) as axes:
+        title = "cached prompt tokens, % (more is better)"
+        hits = {tier: [100 * a["hits"][tier] / a["hits"]["prompt"] for a in of] for tier in TIERS}
+        plot.stacked(axes[0], title, names, hits)
+        for axis, title, key in ((axes[1], "TTFT", "ttft_s"), (axes[2], "E2E", "latency_s")):
+            times = {
+                p: [1e3 * (a["times"][key][p] or 0.0) for a in of] for p in ("mean", "p50", "p90")
+            }
+            plot.grouped(axis, f"{title}, ms (less is better)", names, times)
+        pages = [a["memory"]["workers"] * a["memory"]["page_bytes"] / 1e6 for a in of]
+        memory = {
+            part: [mb * a["memory"][key] for mb, a in zip(pages, of, strict=True)]
+            for part, key in (("pinned by workers", "pool_pages"), ("store", "segment_pages"))
+        }
+        plot.stacked(axes[3], "host memory, MB", names, memory)
