@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmark.decode_radix_cache import page as radix_page
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.variants import PROGRESS_DELAY
-from benchmark.hicache_buffer_only import page
+from benchmark.hicache_buffer_only import page as hicache_page
 from benchmark.local_turns import page as local_page
 from sglang.srt.patchset import environment
 
@@ -53,26 +54,15 @@ def made(summary: Json, command: str) -> str:
 _RADIX = _BENCHMARK / "decode_radix_cache" / "results"
 
 
-def _radix_runs() -> tuple[Json, dict[str, list[Json]], dict[str, Json]]:
-    """The summary, all runs of each arm, and of each arm the run with the median requests/s."""
-    summary = _read(_RADIX / "throughput.summary.json")
-    runs: dict[str, list[Json]] = summary["runs"]
-    return summary, runs, {name: _median_run(of) for name, of in runs.items()}
-
-
 def _which(runs: int) -> str:
-    """In words, the run that ``_median_run`` takes."""
+    """In words, the run that ``median_run`` takes."""
     return f"the slower of {runs} runs" if runs == 2 else f"median of {runs} runs"
-
-
-def _median_run(runs: Sequence[Json]) -> Json:
-    ordered = sorted(runs, key=lambda run: run["summary"]["requests_per_s"])
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def radix() -> str:
     """README.md: three arms, and how much of the gain is not the flag's."""
-    summary, runs, medians = _radix_runs()
+    summary = _read(_RADIX / "throughput.summary.json")
+    runs, medians = summary["runs"], radix_page.medians(summary)
     load, wire = summary["load"], _read(_RADIX / "wire.summary.json")
     arms = [name for name in TITLES if name in runs]
 
@@ -86,10 +76,10 @@ def radix() -> str:
             "running together",
             *(str(medians[name]["peak_running"]) for name in arms),
         ],
-        row(f"requests/s, {_which(len(runs['stock']))}", _rate),
-        row("TTFT p50", lambda run: _milliseconds(run, "ttft_s", "p50")),
-        row("inter-token latency p50", lambda run: _milliseconds(run, "itl_s", "p50")),
-        row("KV moved", _moved),
+        row(f"requests/s, {_which(len(runs['stock']))}", radix_page.rate),
+        row("TTFT p50", radix_page.time("ttft_s", "p50")),
+        row("inter-token latency p50", radix_page.time("itl_s", "p50")),
+        row("KV moved", radix_page.moved),
         [
             f"{wire['load']['requests']} requests over {wire['load']['groups']} prefixes of "
             f"{wire['load']['prefix_tokens']:,} tokens, UCX on TCP: bytes on the wire",
@@ -132,30 +122,10 @@ def attribution(medians: Mapping[str, Json]) -> str:
 
 def throughput() -> str:
     """benchmark/decode_radix_cache: everything of the throughput run."""
-    summary, runs, medians = _radix_runs()
-    base = medians["stock"]["summary"]["requests_per_s"]
-
-    def row(name: str, cell: Cell) -> list[str]:
-        return [name, *map(cell, medians.values())]
-
-    def times(of: str, p: str) -> Cell:
-        return lambda run: _milliseconds(run, of, p)
-
-    rows = [
-        row("requests/s", _rate),
-        ["requests/s, each run", *(", ".join(map(_rate, of)) for of in runs.values())],
-        row("against stock", lambda run: f"{run['summary']['requests_per_s'] / base:.2f}x"),
-        row("peak running requests", lambda run: str(run["peak_running"])),
-        row("TTFT p50", times("ttft_s", "p50")),
-        row("TTFT p99", times("ttft_s", "p99")),
-        row("ITL p50", times("itl_s", "p50")),
-        row("ITL p99", times("itl_s", "p99")),
-        row("KV moved", _moved),
-        row("failed requests", lambda run: str(run["summary"]["failed"])),
-    ]
+    summary = _read(_RADIX / "throughput.summary.json")
     same = "Outputs are identical in all arms" if summary["outputs_identical"] else "Outputs DIFFER"
-    command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(runs)}"
-    return f"{made(summary, command)}{markdown(['', *runs], rows)}\n{same}.\n"
+    command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(summary['runs'])}"
+    return f"{made(summary, command)}{markdown(*radix_page.throughput(summary))}\n{same}.\n"
 
 
 def _radix_options(runs: Mapping[str, Sequence[Json]]) -> str:
@@ -167,21 +137,8 @@ def _radix_options(runs: Mapping[str, Sequence[Json]]) -> str:
 def wire() -> str:
     """benchmark/decode_radix_cache: bytes as the kernel counts them."""
     summary = _read(_RADIX / "wire.summary.json")
-    arms: Mapping[str, Json] = summary["arms"]
-    rows = [
-        [
-            "bytes on the loopback interface, less HTTP",
-            *(_megabytes(arm["carried"]) for arm in arms.values()),
-        ],
-        [
-            "bytes of the pages that decode did not hold",
-            *(_megabytes(arm["unsent"]) for arm in arms.values()),
-        ],
-        ["ratio", *(f"{arm['ratio']:.3f}" for arm in arms.values())],
-    ]
-    return made(summary, "python -m benchmark.decode_radix_cache wire") + markdown(
-        ["", *arms], rows
-    )
+    command = "python -m benchmark.decode_radix_cache wire"
+    return made(summary, command) + markdown(*radix_page.wire(summary))
 
 
 # ---- the demo ----
@@ -263,7 +220,7 @@ def hicache() -> str:
         parts.append(
             f"\n{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
             f"rounds an arm. Outputs are {same}. An endless cache would hit "
-            f"{trace['endless_hit_rate']:.1%}.\n\n{markdown(*page.table(trace))}"
+            f"{trace['endless_hit_rate']:.1%}.\n\n{markdown(*hicache_page.table(trace))}"
         )
     return "\n".join(parts)
 
@@ -465,18 +422,6 @@ def main() -> int:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def _rate(run: Json) -> str:
-    return f"{run['summary']['requests_per_s']:.2f}"
-
-
-def _milliseconds(run: Json, of: str, p: str) -> str:
-    return f"{run['summary'][of][p] * 1e3:,.0f} ms"
-
-
-def _moved(run: Json) -> str:
-    return _megabytes(run["traffic"]["bytes_moved"])
 
 
 def _megabytes(count: float | None) -> str:

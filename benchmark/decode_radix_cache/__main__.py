@@ -9,27 +9,21 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark.decode_radix_cache import throughput, wire
-from benchmark.harness.command import status
+from benchmark.harness.command import add_common, status
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.decode_radix_cache")
-    parser.add_argument("question", choices=["throughput", "wire"], nargs="?", default="throughput")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(__file__).parent / "results",
-        help="folder for tables, JSON, the plot and the servers' logs",
-    )
-    parser.add_argument("--model", type=Path, help="model folder; a random one is made without it")
-    parser.add_argument("--repeats", type=int, default=1, help="throughput: runs of each arm")
-    parser.add_argument(
+    add = parser.add_argument
+    add("question", choices=["throughput", "wire"], nargs="?", default="throughput")
+    add("--repeats", type=int, default=1, help="throughput: runs of each arm")
+    add(
         "--spinning",
         action="store_true",
         help="throughput: one more arm, the flag with a progress thread that spins as in stock",
     )
-    args = parser.parse_args()
-    console = Console()
+    add_common(parser, Path(__file__).parent / "results")
+    args, console = parser.parse_args(), Console()
 
     def run() -> int:
         if args.question == "wire":

@@ -7,26 +7,24 @@ subtracted (bodies; headers are some hundred bytes a request).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from benchmark.decode_radix_cache import page
 from benchmark.harness import report
-from benchmark.harness.arm import Measured, measure, warm_up
-from benchmark.harness.client import Request, Result
+from benchmark.harness.arm import Measured, on_fresh_pair
+from benchmark.harness.client import Result
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.variants import FLAG, variants
 from benchmark.harness.workload import (
-    ideal_moved_tokens,
+    SharedPrefixes,
     kv_bytes_per_token,
     pages_bytes,
-    shared_prefix,
     token_range,
 )
 
@@ -35,7 +33,7 @@ LIMIT = 1.03
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(SharedPrefixes):
     """Lengths and pools in tokens."""
 
     requests: int = 48
@@ -45,103 +43,53 @@ class Load:
     generated_tokens: int = 8
     pool: int = 24000
     page_size: int = 1
-    seed: int = 0
 
 
-@dataclass(frozen=True)
-class Wire:
-    """Bytes of one arm."""
-
-    carried: int
-    """By the loopback interface, the load's HTTP bodies taken off."""
-    unsent: float
-    """Of the pages that decode did not hold when the request was admitted."""
-
-    @property
-    def ratio(self) -> float:
-        return self.carried / self.unsent if self.unsent else float("inf")
-
-
-def run(out: Path, model: Path | None, console: Console, load: Load = Load()) -> int:  # noqa: B008
+def run(out: Path, model: Path | None, console: Console) -> int:
     """Measures all arms; non-zero where the flag's ratio is above ``LIMIT`` or outputs differ."""
+    load = Load()
     model = model or random_qwen3(out / "model-wire")
-    vocabulary = token_range(model)
     token_bytes = kv_bytes_per_token(model)
-    prompts = shared_prefix(
-        vocabulary,
-        groups=load.groups,
-        requests=load.requests,
-        prefix_tokens=load.prefix_tokens,
-        suffix_tokens=load.suffix_tokens,
-        seed=load.seed,
-    )
-    requests = [Request(p.ids, load.generated_tokens, label=p.label) for p in prompts]
+    requests = load.sent(token_range(model))
     raw = out / "wire.requests.jsonl"
     raw.unlink(missing_ok=True)
-    whole = pages_bytes([len(p.ids) for p in prompts], load.page_size, token_bytes)
-    ideal = ideal_moved_tokens(prompts, load.prefix_tokens) * token_bytes
+    whole = pages_bytes([len(r.prompt) for r in requests], load.page_size, token_bytes)
+
+    def send(pair: Pair) -> list[Result]:
+        """One request of each prefix first: the others then find it on the decode server."""
+        return pair.send(requests[: load.groups]) + pair.send(requests[load.groups :])
 
     arms: dict[str, Measured] = {}
     for variant in variants():
-        name = variant.name
-        console.print(f"[bold]{name}[/]: starting fresh servers, UCX on TCP")
+        console.print(f"[bold]{variant.name}[/]: starting fresh servers, UCX on TCP")
         sizes = Sizes(pool_tokens=load.pool, page_size=load.page_size)
-        config = PairConfig(
+        config = PairConfig.of(
+            variant,
             model,
-            stock=variant.stock,
-            radix=variant.radix,
             prefill_sizes=sizes,
             decode_sizes=sizes,
             env={**variant.env, "UCX_TLS": "tcp,self"},
-            decode_args=variant.decode_args,
         )
-        with Pair(config, out / "logs" / f"wire-{name}") as pair:
-            warm_up(pair, vocabulary)
-            arms[name] = measure(pair, partial(_send, pair, requests, load.groups))
-        report.write_requests(raw, name, arms[name].results)
+        arms[variant.name] = on_fresh_pair(config, out / "logs" / f"wire-{variant.name}", send)
+        report.write_requests(raw, variant.name, arms[variant.name].results)
 
-    wires = {name: wire(m, whole, token_bytes) for name, m in arms.items()}
     same = report.same_answers([m.results for m in arms.values()])
-    report.print_table(
+    wires = {name: carried(m, whole, token_bytes) for name, m in arms.items()}
+    content = {**describe(), "load": load, "limit": LIMIT, "outputs_identical": same, "arms": wires}
+    report.write_summary(out / "wire.summary.json", content)
+    title = (
         f"{load.requests} requests, {load.groups} prefixes of {load.prefix_tokens:,} tokens, "
-        f"suffixes of {load.suffix_tokens}; {token_bytes} bytes of KV a token",
-        ["", *arms],
-        [
-            ["on the wire, HTTP taken off", *(report.megabytes(w.carried) for w in wires.values())],
-            ["pages decode did not hold", *(report.megabytes(w.unsent) for w in wires.values())],
-            ["ratio", *(f"{w.ratio:.3f}" for w in wires.values())],
-            ["counted by the servers"]
-            + [report.megabytes(m.traffic.bytes_moved) for m in arms.values()],
-            ["every prefix once, suffixes once", *[report.megabytes(ideal)] * len(arms)],
-            ["tokens skipped", *(f"{m.traffic.skipped_tokens:,.0f}" for m in arms.values())],
-            ["outputs identical", *["yes" if same else "NO"] * len(arms)],
-        ],
-        console,
+        f"suffixes of {load.suffix_tokens}; {token_bytes} bytes of KV a token; outputs are "
+        f"{'' if same else 'NOT '}identical"
     )
-    report.write_summary(
-        out / "wire.summary.json",
-        {
-            **describe(),
-            "load": dataclasses.asdict(load),
-            "limit": LIMIT,
-            "outputs_identical": same,
-            "arms": {n: {**dataclasses.asdict(w), "ratio": w.ratio} for n, w in wires.items()},
-        },
-    )
-    return 0 if same and wires[FLAG.name].ratio <= LIMIT else 1
+    report.print_table(title, *page.wire(content), console)
+    return 0 if same and wires[FLAG.name]["ratio"] <= LIMIT else 1
 
 
-def _send(pair: Pair, requests: list[Request], groups: int) -> list[Result]:
-    """One request of each prefix first: the others then find it on the decode server."""
-    return pair.send(requests[:groups]) + pair.send(requests[groups:])
-
-
-def wire(measured: Measured, whole: int, token_bytes: int) -> Wire:
-    """``whole``: bytes of all prompts' pages, what a server without the tree does not hold."""
-    moved = measured.traffic
-    unsent = whole - moved.hit_tokens * token_bytes
-    return Wire(measured.loopback_bytes - _http(measured.results), unsent)
-
-
-def _http(results: list[Result]) -> int:
-    return sum(r.http_bytes for r in results)
+def carried(measured: Measured, whole: int, token_bytes: int) -> dict[str, float]:
+    """Bytes that the loopback interface carried, the load's HTTP bodies taken off; bytes of the
+    pages that decode did not hold when their requests were admitted; and their ratio. ``whole``:
+    bytes of all prompts' pages, what a server without the tree does not hold."""
+    unsent = whole - measured.traffic.hit_tokens * token_bytes
+    wire = measured.loopback_bytes - sum(r.http_bytes for r in measured.results)
+    return {"carried": wire, "unsent": unsent, "ratio": wire / unsent if unsent else float("inf")}

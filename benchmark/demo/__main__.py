@@ -21,12 +21,11 @@ from benchmark.harness.report import write_summary
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.demo", description=__doc__)
-    parser.add_argument("--serve", action="store_true", help="leave the servers running")
-    parser.add_argument("--port", type=int, default=8000, help="load balancer's port with --serve")
-    parser.add_argument("--model", type=Path, default=TINY_ARITH, help="a chat model's folder")
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "out" / "demo", help="for logs and the table"
-    )
+    add = parser.add_argument
+    add("--serve", action="store_true", help="leave the servers running")
+    add("--port", type=int, default=8000, help="load balancer's port with --serve")
+    add("--model", type=Path, default=TINY_ARITH, help="a chat model's folder")
+    add("--out", type=Path, default=REPOSITORY / "out" / "demo", help="for logs and the table")
     args = parser.parse_args()
     console = Console()
     for problem in problems(args.port if args.serve else None, args.model):

@@ -37,13 +37,11 @@ def play(
 
     async def everyone() -> list[Result]:
         async with open_session() as session:
-            played = await asyncio.gather(
-                *(
-                    _converse(session, target, str(i), c, on_turn)
-                    for i, c in enumerate(conversations)
-                )
+            talks = (
+                _converse(session, target, str(i), turns, on_turn)
+                for i, turns in enumerate(conversations)
             )
-        return [result for results in played for result in results]
+            return [result for results in await asyncio.gather(*talks) for result in results]
 
     return asyncio.run(everyone())
 

@@ -3,7 +3,7 @@ load, one table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -15,14 +15,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from benchmark.demo import chat
 from benchmark.harness import report
 from benchmark.harness.arm import Measured, measure, warm_up
-from benchmark.harness.client import Request
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.variants import FLAG, Variant, local_turns, variants
-from benchmark.harness.workload import Prompt, shared_prefix, token_range
+from benchmark.harness.workload import SharedPrefixes, token_range
 
-REQUESTS, PREFIXES = 16, 2
-PREFIX_TOKENS, SUFFIX_TOKENS, GENERATED_TOKENS = 1200, 40, 48
+LOAD = SharedPrefixes(
+    requests=16, groups=2, prefix_tokens=1200, suffix_tokens=40, generated_tokens=48
+)
 SIZES = Sizes(pool_tokens=3600, max_running=32, reserved_decode_tokens=64)
 """Both prefixes, and little more: without the flag two requests fit, with it a dozen."""
 LOCAL_TOKENS = 256
@@ -46,17 +46,15 @@ def configure(
 ) -> PairConfig:
     """Prefill, decode and SGLang's load balancer; the sizes are the same for all variants."""
     name = ("--served-model-name", model.name)
-    return PairConfig(
+    return PairConfig.of(
+        variant,
         model,
-        stock=variant.stock,
-        radix=variant.radix,
-        env=variant.env,
         router=True,
         router_port=router_port,
         prefill_sizes=Sizes(pool_tokens=16_000, max_running=SIZES.max_running),
         decode_sizes=SIZES,
         prefill_args=name,
-        decode_args=(*name, "--decode-log-interval", "1", *variant.decode_args),
+        decode_args=(*name, "--decode-log-interval", "1"),
     )
 
 
@@ -67,26 +65,20 @@ def play(model: Path, out: Path, console: Console) -> bool:
         ServerFailed: a server did not start, died, or failed SGLang's memory check.
     """
     conversations = chat.load_conversations()
-    prompts = shared_prefix(
-        token_range(model),
-        groups=PREFIXES,
-        requests=REQUESTS,
-        prefix_tokens=PREFIX_TOKENS,
-        suffix_tokens=SUFFIX_TOKENS,
-    )
     arms = []
     for variant in settings():
         with Progress(
             SpinnerColumn(),
-            TextColumn("[bold]{task.fields[arm]}[/] {task.description}"),
+            TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
             console=console,
         ) as progress:
             logs = out / variant.name.replace(" ", "-")
-            arms.append(_arm(model, logs, variant, conversations, prompts, progress))
-    same = report.same_answers([a.chat.results for a in arms]) and report.same_answers(
-        [a.shared.results for a in arms]
+            arms.append(_arm(model, logs, variant, conversations, progress))
+    same = all(
+        report.same_answers([part(arm).results for arm in arms])
+        for part in (lambda arm: arm.chat, lambda arm: arm.shared)
     )
     _show_chat(conversations, arms[-1].chat, console)
     kept = StringIO()
@@ -101,26 +93,25 @@ def _arm(
     logs: Path,
     variant: Variant,
     conversations: Sequence[Sequence[chat.Turn]],
-    prompts: Sequence[Prompt],
     progress: Progress,
 ) -> Arm:
     turns = sum(map(len, conversations))
-    name = f"{variant.name:11}"
-    task = progress.add_task("starting prefill, decode, load balancer", arm=name, total=None)
+
+    def does(what: str) -> str:
+        return f"[bold]{variant.name:11}[/] {what}"
+
+    task = progress.add_task(does("starting prefill, decode, load balancer"), total=None)
     with Pair(configure(model, variant), logs) as pair:
         warm_up(pair, token_range(model))
-        progress.update(
-            task,
-            description=f"chat: {len(conversations)} conversations, {turns} turns",
-            total=turns + 1,
-        )
+        what = does(f"chat: {len(conversations)} conversations, {turns} turns")
+        progress.update(task, description=what, total=turns + 1)
         chatted = measure(
             pair, lambda: chat.play(pair.target, conversations, lambda: progress.advance(task))
         )
-        progress.update(task, description=f"{len(prompts)} requests over {PREFIXES} prefixes")
-        requests = [Request(p.ids, GENERATED_TOKENS, label=p.label) for p in prompts]
-        shared = measure(pair, lambda: pair.send(requests))
-        progress.update(task, description="done", completed=turns + 1)
+        what = does(f"{LOAD.requests} requests over {LOAD.groups} prefixes")
+        progress.update(task, description=what)
+        shared = measure(pair, lambda: pair.send(LOAD.sent(token_range(model))))
+        progress.update(task, description=does("done"), completed=turns + 1)
     return Arm(chatted, shared)
 
 
@@ -137,34 +128,35 @@ def _show_chat(
     console.print(f"  {right} of {len(measured.results)} answers right\n")
 
 
+ROWS: dict[str, Callable[[Measured], str]] = {
+    "requests/s": lambda m: f"{m.summary.requests_per_s:.2f}",
+    "TTFT p50": lambda m: report.milliseconds(m.summary.ttft_s.p50),
+    "ITL p50": lambda m: report.milliseconds(m.summary.itl_s.p50),
+    "KV bytes moved": lambda m: report.megabytes(m.traffic.bytes_moved),
+    "tokens skipped": lambda m: f"{m.traffic.skipped_tokens:,.0f}",
+    "computed by decode": lambda m: f"{m.traffic.local_tokens:,.0f}",
+    "peak running requests": lambda m: str(m.peak_running),
+    "failed requests": lambda m: str(m.summary.failed),
+}
+
+
 def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:
     columns = [*(arm.chat for arm in arms), *(arm.shared for arm in arms)]
-    names = [variant.name for variant in settings()]
-
-    def row(name: str, cells: Sequence[str]) -> list[str]:
-        return [name, *cells]
-
+    first, *more = (variant.name for variant in settings())
+    rows = [[name, *map(cell, columns)] for name, cell in ROWS.items()]
+    rows.append(["output identical", *["yes" if same else "NO"] * len(columns)])
     report.print_table(
         "The stock release; patched; with --disaggregation-decode-enable-radix-cache (flag); with "
         f"--disaggregation-decode-local-tokens {LOCAL_TOKENS} too (local turns)",
-        ["", f"chat: {names[0]}", *names[1:], f"prefixes: {names[0]}", *names[1:]],
-        [
-            row("requests/s", [f"{m.summary.requests_per_s:.2f}" for m in columns]),
-            row("TTFT p50", [report.milliseconds(m.summary.ttft_s.p50) for m in columns]),
-            row("ITL p50", [report.milliseconds(m.summary.itl_s.p50) for m in columns]),
-            row("KV bytes moved", [report.megabytes(m.traffic.bytes_moved) for m in columns]),
-            row("tokens skipped", [f"{m.traffic.skipped_tokens:,.0f}" for m in columns]),
-            row("computed by decode", [f"{m.traffic.local_tokens:,.0f}" for m in columns]),
-            row("peak running requests", [str(m.peak_running) for m in columns]),
-            row("failed requests", [str(m.summary.failed) for m in columns]),
-            row("output identical", ["yes" if same else "NO"] * len(columns)),
-        ],
+        ["", f"chat: {first}", *more, f"prefixes: {first}", *more],
+        rows,
         console,
     )
     console.print(
         f"Decode pool {SIZES.pool_tokens:,} tokens, --num-reserved-decode-tokens "
         f"{SIZES.reserved_decode_tokens}. Chat: {len(arms[0].chat.results)} turns. "
-        f"Shared prefixes: {REQUESTS} requests over {PREFIXES} prefixes of {PREFIX_TOKENS:,} "
-        "tokens. Fresh servers for each; one warm-up request each, not counted.",
+        f"Shared prefixes: {LOAD.requests} requests over {LOAD.groups} prefixes of "
+        f"{LOAD.prefix_tokens:,} tokens. Fresh servers for each; one warm-up request each, not "
+        "counted.",
         highlight=False,
     )

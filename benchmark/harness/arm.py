@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmark.harness import metrics
 from benchmark.harness.client import Result
-from benchmark.harness.pair import Pair, peak_running
+from benchmark.harness.pair import Pair, PairConfig, peak_running
 from benchmark.harness.report import Summary, summarize
+from benchmark.harness.workload import token_range
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Measured:
     loopback_bytes: int
     """Everything the kernel carried over the loopback interface meanwhile."""
     results: list[Result]
+
+    def told(self) -> dict[str, object]:
+        """For a summary: all but the results."""
+        return {name: value for name, value in vars(self).items() if name != "results"}
 
 
 def traffic(prefill: Mapping[str, float], decode: Mapping[str, float]) -> Traffic:
@@ -83,6 +89,19 @@ def measure(pair: Pair, load: Callable[[], Sequence[Result]]) -> Measured:
         loopback_bytes=wire,
         results=results,
     )
+
+
+def on_fresh_pair(
+    config: PairConfig, logs: Path, load: Callable[[Pair], Sequence[Result]]
+) -> Measured:
+    """Starts a pair, warms it up, measures the load on it, and ends it.
+
+    Raises:
+        ServerFailed: a server did not start, died or failed SGLang's memory check.
+    """
+    with Pair(config, logs) as pair:
+        warm_up(pair, token_range(config.model))
+        return measure(pair, lambda: load(pair))
 
 
 def warm_up(pair: Pair, vocabulary: range, tokens: int = 32) -> float:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmark.harness import metrics, servers
 from benchmark.harness.client import Request, Result, Target, send_all
@@ -19,6 +20,7 @@ from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import DEFAULT_SIZES, HOST, ServerConfig, Sizes
+from benchmark.harness.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class PairConfig:
     """For both servers."""
     prefill_env: Mapping[str, str] = field(default_factory=dict)
     decode_env: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, variant: Variant, model: Path | str, **more: Any) -> PairConfig:
+        """The arm of a comparison that runs ``variant``; ``more``: the other fields, which are the
+        same for all arms."""
+        decode_args = (*more.pop("decode_args", ()), *variant.decode_args)
+        switches = {"stock": variant.stock, "radix": variant.radix, "env": variant.env}
+        return cls(model, decode_args=decode_args, **switches | more)
 
     def layout(self) -> list[ServerConfig]:
         """Prefill, decode and perhaps router, on ports reserved for them now."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark.harness.client import Request
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -66,6 +68,30 @@ def shared_prefix(
     return prompts
 
 
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """A load of such prompts, all sent for ``generated_tokens``."""
+
+    requests: int
+    groups: int
+    prefix_tokens: int
+    suffix_tokens: int
+    generated_tokens: int
+    seed: int = 0
+
+    def sent(self, vocabulary: range) -> list[Request]:
+        """Its requests, labelled as their prompts."""
+        prompts = shared_prefix(
+            vocabulary,
+            groups=self.groups,
+            requests=self.requests,
+            prefix_tokens=self.prefix_tokens,
+            suffix_tokens=self.suffix_tokens,
+            seed=self.seed,
+        )
+        return [Request(p.ids, self.generated_tokens, label=p.label) for p in prompts]
+
+
 def multi_turn(
     vocabulary: range,
     *,
@@ -100,12 +126,6 @@ def next_prompt(
 ) -> tuple[int, ...]:
     """The prompt of the next turn: all that was said, then the user's new turn."""
     return (*prompt, *answer, *user_turn)
-
-
-def ideal_moved_tokens(prompts: Sequence[Prompt], prefix_tokens: int) -> int:
-    """Tokens to move when each group's prefix is moved once and each suffix once."""
-    groups = {prompt.group for prompt in prompts}
-    return len(groups) * prefix_tokens + sum(len(p.ids) - prefix_tokens for p in prompts)
 
 
 def pages_bytes(prompt_lengths: Sequence[int], page_size: int, bytes_per_token: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,6 @@ from benchmark.harness.models import random_qwen3
 from benchmark.local_turns import measure, page
 from benchmark.local_turns.load import Load, Played
 from benchmark.local_turns.measure import Measured
-from benchmark.local_turns.plot import draw
 
 SHAPE = {
     "layers": 1,
@@ -40,14 +37,13 @@ def run(
     console: Console,
     load: Load,
     rounds: int,
-    note: str = "",
-    only: str = "",
-    command: str = "",
+    only: str,
+    notes: Mapping[str, str],
 ) -> int:
     """Measures the arms that ``only`` matches and writes the results; non-zero where an answer
     differs or fails.
 
-    ``note``: about the circumstances of this run, for its readers; ``command``: how to repeat it.
+    ``notes``: what else the summary says of this run.
     """
     began = time.monotonic()
     model = model or random_qwen3(out / "model", **SHAPE)
@@ -62,8 +58,8 @@ def run(
         def done(clients: int, measured: Measured, played: Played) -> None:
             runs.setdefault(arm.name, {}).setdefault(clients, []).append(measured)
             answers.extend([*played.talks, *played.cold])
-            report.write_requests(raw, f"{arm.name}, round {number}, {clients}", played.talks)
-            report.write_requests(raw, f"{arm.name}, round {number}, {clients}", played.cold)
+            for some in (played.talks, played.cold):
+                report.write_requests(raw, f"{arm.name}, round {number}, {clients}", some)
             console.print(f"  {clients} cold clients: {_line(measured)}", highlight=False)
 
         console.print(f"[bold]{arm.name}[/], round {number} of {rounds}: fresh servers")
@@ -76,13 +72,11 @@ def run(
                 one(arm, number)
 
     same = same_answers(results)
-    notes = {"command": command, **({"note": note} if note else {})}
-    seconds = time.monotonic() - began
-    content = {**describe(), **notes, "seconds": seconds, "rounds": rounds}
-    content |= {"load": dataclasses.asdict(load), "outputs_identical": same, "runs": runs}
+    content = {**describe(), **notes, "seconds": time.monotonic() - began, "rounds": rounds}
+    content |= {"load": load, "outputs_identical": same, "runs": runs}
     report.write_summary(out / "summary.json", content)
-    summary = json.loads((out / "summary.json").read_text())
-    draw(out / "local_turns.png", summary)
+    summary = report.plain(content)
+    page.draw(out / "local_turns.png", summary)
     for clients in load.cold_clients:
         report.print_table(page.title(summary, clients), *page.table(summary, clients), console)
     for claim in page.claims(summary):
@@ -105,12 +99,9 @@ def same_answers(arms: Sequence[Sequence[Result]]) -> bool:
 
 def _line(m: Measured) -> str:
     """The most important of a load, for who watches the run."""
+    took = ", ".join(f"{name} {report.milliseconds(each)}" for name, each in m.took_s.items())
     return (
         f"{m.requests_per_s:.2f} requests/s; TTFT p50 of later turns "
         f"{report.milliseconds(m.ttft_later_s.p50)}; gap p99 {report.milliseconds(m.gap_s.p99)}; "
-        f"{m.failed} failed; {m.reasons or ''} {_rounded(m.took_s)}"
+        f"{m.failed} failed; {m.reasons or ''} {took}"
     )
-
-
-def _rounded(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {report.milliseconds(each)}" for name, each in seconds.items())

@@ -1,11 +1,14 @@
-"""The summary of a run as tables and sentences. Pure; shared by the command and the READMEs."""
+"""The summary of a run as tables, sentences and a picture; for the command and the READMEs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmark.harness import plot
 
 Json = Mapping[str, Any]
 
@@ -145,22 +148,13 @@ def claims(summary: Json) -> list[Claim]:
     chosen, remote, either = busy[CHOSEN], busy[REMOTE], (quiet[REMOTE], quiet[ALWAYS])
     least, most = min(map(ttft, either)), max(map(rate, either))
     first = load["talks"] * load["first_tokens"]
+    better = "the better of remote and always local"
     found = [
         Claim(f"busy, {later}: remote over chosen", ttft(remote) / ttft(chosen), 4, True),
         Claim("busy, requests/s: chosen over remote", rate(chosen) / rate(remote), 1.8, True),
         Claim("busy, gap p99: chosen over remote", gap(chosen) / gap(remote), 2, False),
-        Claim(
-            f"quiet, {later}: chosen over the better of remote and always local",
-            ttft(quiet[CHOSEN]) / least,
-            1.1,
-            False,
-        ),
-        Claim(
-            "quiet, requests/s: the better of remote and always local over chosen",
-            most / rate(quiet[CHOSEN]),
-            1.1,
-            False,
-        ),
+        Claim(f"quiet, {later}: chosen over {better}", ttft(quiet[CHOSEN]) / least, 1.1, False),
+        Claim(f"quiet, requests/s: {better} over chosen", most / rate(quiet[CHOSEN]), 1.1, False),
         Claim(
             "quiet, always local: tokens that prefill computed over those of first turns",
             computed / first,
@@ -172,3 +166,32 @@ def claims(summary: Json) -> list[Claim]:
         over = gap(busy[AGGREGATED]) / gap(chosen)
         found.append(Claim("busy, gap p99: two aggregated over chosen", over, 10, True))
     return found
+
+
+PANELS: Mapping[str, Callable[[Json], float]] = {
+    "TTFT p50 of later turns, ms": lambda m: m["ttft_later_s"]["p50"] * 1e3,
+    "from one token to the next, p99, ms": lambda m: m["gap_s"]["p99"] * 1e3,
+    "requests/s of the talks": lambda m: m["requests_per_s"],
+    "cold prompts, tokens a second": lambda m: m["cold_tokens_per_s"],
+}
+
+
+def draw(path: Path, summary: Json) -> None:
+    """Over the load of cold prompts, a line an arm; bars are the smallest and the largest of the
+    rounds."""
+    loads = summary["load"]["cold_clients"]
+    with plot.panels(path, len(PANELS), (3.6, 3.4)) as axes:
+        for axis, (title, value) in zip(axes, PANELS.items(), strict=True):
+            for (arm, runs), color in zip(summary["runs"].items(), plot.COLORS, strict=False):
+                middle = [value(medians(summary, clients)[arm]) for clients in loads]
+                rounds = [[value(m) for m in runs[str(clients)]] for clients in loads]
+                low = [m - min(of) for m, of in zip(middle, rounds, strict=True)]
+                high = [max(of) - m for m, of in zip(middle, rounds, strict=True)]
+                bars = {"yerr": (low, high), "capsize": 3}
+                axis.errorbar(loads, middle, fmt="o-", label=arm, color=color, **bars)
+            axis.set_title(title)
+            axis.set_xticks(loads)
+            axis.set_xlabel("clients with cold prompts")
+            if "ms" in title:
+                axis.set_yscale("log")
+        axes[0].legend(fontsize=7, frameon=False)

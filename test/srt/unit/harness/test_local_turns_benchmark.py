@@ -183,3 +183,5 @@ def test_medians_are_of_each_number_by_itself(tmp_path: Path) -> None:
     assert found["ttft_later_s"]["p50"] == pytest.approx(0.0999)
     head, rows = page.table(of, 2)
     assert all(len(row) == len(head) for row in rows)
+    page.draw(tmp_path / "picture.png", of)
+    assert (tmp_path / "picture.png").stat().st_size > 0

@@ -40,11 +40,6 @@ def test_groups_take_turns_and_lengths_are_exact() -> None:
     assert len({p.label for p in prompts}) == 48
 
 
-def test_ideal_is_each_prefix_once_and_each_suffix_once() -> None:
-    """Guards the number that bytes on the wire are compared with."""
-    assert workload.ideal_moved_tokens(load(), 150) == 4 * 150 + 48 * 13
-
-
 def test_whole_prompts_fill_whole_pages() -> None:
     """Guards against counting tokens where pages move."""
     assert workload.pages_bytes([1, 16, 17], page_size=16, bytes_per_token=2) == (1 + 1 + 2) * 32
