@@ -59,7 +59,8 @@ def bars(path: Path, quantities: Mapping[str, Mapping[str, float]]) -> None:
     """A panel a quantity, a bar an arm. ``quantities``: title -> arm -> value."""
     with panels(path, len(quantities), (3.6, 3.2)) as axes:
         for axis, (title, values) in zip(axes, quantities.items(), strict=True):
-            bars = axis.bar(list(values), list(values.values()), color=COLORS[: len(values)])
+            names = [name.replace(" ", "\n") for name in values]
+            bars = axis.bar(names, list(values.values()), color=COLORS[: len(values)])
             axis.bar_label(bars, fmt="%.3g", fontsize=8)
             axis.set_title(title)
             axis.margins(y=0.15)
