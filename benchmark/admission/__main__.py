@@ -13,10 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from benchmark.admission.arms import Arm, Ours, Step, Stock
-from benchmark.admission.parts import Load, one_rank, set_page
+from benchmark.admission.parts import Load, one_rank
 from benchmark.harness.command import status
 from benchmark.harness.environment import describe
 from benchmark.harness.report import percentile, print_table, write_summary
+from benchmark.harness.without_engine import set_arguments
 
 RUNNING = (0, 64, 256, 512)
 PAGES = (1, 64)
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     cases: list[dict[str, Any]] = []
     with one_rank():
         for page in args.pages:
-            set_page(page)
+            set_arguments(page)
             for running in args.running:
                 load = Load(page=page, running=running)
                 arms = {name: build(load) for name, build in BUILDERS.items()}

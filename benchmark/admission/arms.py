@@ -10,6 +10,14 @@ import torch
 
 from benchmark.admission import parts
 from benchmark.admission.parts import Load
+from benchmark.harness import without_engine
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 #: Tokens that the pool has beyond what its requests take.
 SPARE_REQUESTS = 80
@@ -95,22 +103,11 @@ class Ours(_Queue):
     """This patch set's queue over its radix tree."""
 
     def __init__(self, load: Load) -> None:
-        from sglang.srt.managers import scheduler as scheduler_module
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
         tokens = load.trunks * load.shared + (load.running + SPARE_REQUESTS) * (
             load.tail + 2 * parts.RESERVE
         )
         super().__init__(load, -(-tokens // load.page) * load.page + 4_096 * load.page)
-        self.tree = scheduler_module.RadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.rows,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=load.page,
-                eviction_policy="lru",
-            )
-        )
+        self.tree = without_engine.build_tree(self.rows, self.allocator, load.page)
         self.tree.serve_decode()
         self._count_matches()
         self.queue = parts.queues(load, self.owner, self.tree, self.rows, self.pool, self.allocator)
@@ -129,9 +126,6 @@ class Ours(_Queue):
         self.tree.match_prefix = counted
 
     def _insert(self, tokens: list[int]) -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
         slots = self.allocator.alloc(len(tokens))
         known = self.tree.insert(InsertParams(key=RadixKey(tokens, None), value=slots)).prefix_len
         self.allocator.free(slots[:known])
@@ -139,9 +133,6 @@ class Ours(_Queue):
     def _grow_trunks(self) -> None:
         """Shared prefixes, each a chain of nodes, in use by others whatever is running; and
         leaves of requests that ended, which may be evicted."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
         for number in range(self.load.trunks):
             trunk = self.load.trunk(number)
             for end in range(self.load.node, self.load.shared + 1, self.load.node):
@@ -158,9 +149,6 @@ class Ours(_Queue):
 
     def _start_running(self) -> None:
         """Requests are admitted, land, and begin to decode, as on a server."""
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
         entries = [parts.request(self.load, number) for number in range(self.load.running)]
         self.queue.queue = entries
         while self.queue.queue:
@@ -188,8 +176,6 @@ class Ours(_Queue):
                 self.queue.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
 
     def between(self) -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
         if self.allocator.available_size() < self.load.page:
             self.tree.evict(EvictParams(num_tokens=self.load.page))
         self._insert_one()
@@ -210,8 +196,6 @@ class Ours(_Queue):
         self.hold(spare - requests * each - each // 2)
 
     def put_back(self) -> int:
-        from sglang.srt.mem_cache.common import release_kv_cache
-
         for entry in self._admitted:
             release_kv_cache(entry.req, self.tree, is_insert=False)
         return self._requeue()
@@ -221,9 +205,6 @@ class Stock(_Queue):
     """SGLang's own queue: the class that this environment's is derived from."""
 
     def __init__(self, load: Load) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.chunk_cache import ChunkCache
-
         tokens = (load.running + SPARE_REQUESTS) * (load.prompt + 2 * parts.RESERVE)
         super().__init__(load, -(-tokens // load.page) * load.page)
         self.tree = ChunkCache(
@@ -255,8 +236,6 @@ class Stock(_Queue):
         self.hold(spare - requests * each - each // 2)
 
     def put_back(self) -> int:
-        from sglang.srt.mem_cache.common import release_kv_cache
-
         for entry in self._admitted:
             release_kv_cache(entry.req, self.tree, is_insert=False)
         return self._requeue()

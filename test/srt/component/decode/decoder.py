@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmark.harness import without_engine
 from component.decode import drafting, kv
 from component.decode.peer import Mailbox, Manager, Room, WarmUpRoom
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import (
-    DecodePreallocQueue,
     DecodeReqToTokenPool,
     DecodeRequest,
-    DecodeTransferQueue,
 )
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
@@ -27,16 +26,10 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
-    MetadataBuffers,
-    ReqToMetadataIdxAllocator,
-    TransferBackend,
 )
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCABULARY = 64
@@ -63,23 +56,6 @@ class OrderedSet(dict[Any, None]):
         del self[item]
 
 
-def build_tree(decoder: Any, policy: str) -> Any:
-    """The tree that the scheduler would build, serving decode."""
-    tree = scheduler_module.RadixCache(
-        CacheInitParams(
-            disable=False,
-            req_to_token_pool=decoder.req_to_token_pool,
-            token_to_kv_pool_allocator=decoder.token_to_kv_pool_allocator,
-            page_size=decoder.page_size,
-            eviction_policy=policy,
-            is_eagle=decoder.spec_algorithm.is_eagle(),
-        )
-    )
-    tree.evictable_leaves = OrderedSet()
-    tree.serve_decode(decoder.draft_pool)
-    return tree
-
-
 class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
     """One rank of a decode server. ``steps``: of the draft model a decode step, 0 for none."""
 
@@ -101,26 +77,23 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         ``lost``: of so many if prefill is lost."""
         self.steps = steps
         self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
-        self.server_args = ServerArgs(
-            model_path="dummy",
-            page_size=page,
-            disaggregation_mode="decode",
-            disaggregation_transfer_backend="nixl",
-            attention_backend="torch_native",
-            device="cpu",
-            **drafting.arguments(steps),
-        )
+        self.server_args = without_engine.set_arguments(page, **drafting.arguments(steps))
         self.server_args.disaggregation_decode_enable_radix_cache = True
-        set_global_server_args_for_scheduler(self.server_args)
         self.page_size, self.max_total_num_tokens = page, tokens
         self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page)
         self.draft_pool = kv.build_pool(tokens, page)[0] if steps else None
         #: Tags whose draft KV may be a guess: nobody computed it again when the answer had ended.
         self.guessed: set[int] = set()
         self.req_to_token_pool = DecodeReqToTokenPool(rows, 1024, "cpu", False, 8)
-        self.tree_cache = build_tree(self, policy)
-        self.metadata = MetadataBuffers(METADATA_SLOTS, 1, torch.float32)
-        self.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(METADATA_SLOTS)
+        self.tree_cache = without_engine.build_tree(
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            page,
+            policy,
+            is_eagle=self.spec_algorithm.is_eagle(),
+        )
+        self.tree_cache.evictable_leaves = OrderedSet()
+        self.tree_cache.serve_decode(self.draft_pool)
         self.kv_manager = Manager([16 * page, 16 * page])
         self.send_to_tokenizer = self.mailbox = Mailbox()
         self.submitted: list[Any] = []
@@ -183,41 +156,22 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         self.__dict__.update(dict.fromkeys(off, False))
 
     def _build_queues(self, group: Any, reserve: int) -> None:
-        shared: dict[str, Any] = {
-            "scheduler": self,
-            "tree_cache": self.tree_cache,
-            "gloo_group": group,
-            "tp_rank": 0,
-            "req_to_metadata_buffer_idx_allocator": self.req_to_metadata_buffer_idx_allocator,
-            "metadata_buffers": self.metadata,
-            "enable_staging": False,
-        }
-        transfers = DecodeTransferQueue.__new__(DecodeTransferQueue)
-        transfers.__dict__.update(
-            shared, queue=[], spec_algorithm=self.spec_algorithm, staging_handler=None
+        self.disagg_decode_prealloc_queue: Any
+        self.disagg_decode_transfer_queue: Any
+        queue = without_engine.build_queues(
+            self,
+            tree=self.tree_cache,
+            rows=self.req_to_token_pool,
+            pool=self.pool,
+            allocator=self.token_to_kv_pool_allocator,
+            metadata_slots=METADATA_SLOTS,
+            reserve=reserve,
+            group=group,
+            manager=self.kv_manager,
+            spec_algorithm=self.spec_algorithm,
         )
-        prealloc = DecodePreallocQueue.__new__(DecodePreallocQueue)
-        prealloc.__dict__.update(
-            shared,
-            queue=[],
-            retracted_queue=[],
-            pending_reqs=[],
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            token_to_kv_pool=self.pool,
-            draft_token_to_kv_pool=None,
-            transfer_queue=transfers,
-            num_reserved_decode_tokens=reserve,
-            max_total_num_tokens=self.max_total_num_tokens,
-            transfer_backend=TransferBackend.NIXL,
-            kv_manager=self.kv_manager,
-            _ensure_retry_count={},
-            _ensure_last_attempt_time={},
-            _ensure_retry_interval=0.0,
-            _max_ensure_retries=10**9,
-        )
-        self.disagg_decode_transfer_queue: Any = transfers
-        self.disagg_decode_prealloc_queue: Any = prealloc
+        self.metadata = queue.metadata_buffers
+        self.req_to_metadata_buffer_idx_allocator = queue.req_to_metadata_buffer_idx_allocator
 
     # ---- what has no model, no client and no metrics here ----
 
@@ -263,19 +217,10 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         ``pending``: it has not begun, the topology of its prefill server is not known yet.
         """
         number = len(self.submitted)
-        req = Req(
-            f"r{number:05d}",
-            "",
-            list(token_ids),
-            SamplingParams(max_new_tokens=new, temperature=0.0),
-            bootstrap_host=FAKE_BOOTSTRAP_HOST if warm_up else host,
-            bootstrap_port=8998,
-            bootstrap_room=1000 + number,
-            eos_token_ids=set(),
-            vocab_size=VOCABULARY,
-            extra_key=extra_key,
+        where = FAKE_BOOTSTRAP_HOST if warm_up else host
+        req = without_engine.request(
+            number, list(token_ids), new, VOCABULARY, bootstrap_host=where, extra_key=extra_key
         )
-        req.sampling_params.normalize(None)
         self.init_req_max_new_tokens(req)
         return self.enqueue(req, ready=ready, pending=pending)
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.allocator import (
-    PagedTokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-)
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from benchmark.harness import without_engine
 
 _MODULUS = 2**61 - 1
 GARBAGE = -1
@@ -34,11 +30,9 @@ def tags(
 
 def build_pool(tokens: int, page: int) -> tuple[Any, Any]:
     """A pool for ``tokens`` tokens and its allocator, on the CPU."""
-    pool = MHATokenToKVPool(tokens, page, torch.int64, 1, 1, 2, "cpu", enable_memory_saver=False)
+    pool, allocator = without_engine.build_pool(tokens, page, torch.int64, layers=2)
     pool.cpu_offloading_chunk_size = 24  # small, and no multiple of the page: many borders
-    if page == 1:
-        return pool, TokenToKVPoolAllocator(tokens, torch.int64, "cpu", pool, True)
-    return pool, PagedTokenToKVPoolAllocator(tokens, page, torch.int64, "cpu", pool, True)
+    return pool, allocator
 
 
 def write(pool: Any, slots: torch.Tensor, values: list[int]) -> None:
