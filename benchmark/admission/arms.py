@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter_ns, thread_time_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,35 +30,22 @@ class Step(NamedTuple):
     cpu: float
 
 
-class Arm(Protocol):
-    """One server whose queue is full."""
+class Arm:
+    """One server whose queue is full. Only ``step`` is timed."""
 
-    #: Whole prompts that the last step matched against the tree.
-    matches: int
-
-    def between(self) -> None:
-        """What happens between two steps: every request decodes, one insert. Not timed."""
-
-    def room_for(self, requests: int) -> None:
-        """Leave so much free that as many requests of the queue's head fit. Not timed."""
-
-    def step(self) -> Step:
-        """One step of admission."""
-
-    def put_back(self) -> int:
-        """Undo the last step's admissions, and say how many there were. Not timed."""
-
-
-class _Queue:
-    """What both arms do with their queue. ``ballast``: pages that the benchmark itself holds."""
+    #: What a request takes to enter, tokens.
+    entry: int
 
     def __init__(self, load: Load, tokens: int) -> None:
         self.load = load
         self.pool, self.allocator = parts.build_pool(tokens, load.page)
         self.rows = parts.request_rows(load)
-        self.owner = parts.scheduler(load)
+        self.owner = parts.scheduler()
         self.queue: Any = None
+        self.tree: Any = None
+        #: Whole prompts that the last step matched against the tree.
         self.matches = 0
+        #: Pages that the benchmark itself holds.
         self._ballast = torch.empty(0, dtype=torch.int64)
         self._admitted: list[Any] = []
 
@@ -75,6 +62,15 @@ class _Queue:
             parts.request(self.load, number) for number in range(first, first + self.load.queued)
         ]
 
+    def between(self) -> None:
+        """What happens between two steps: every request decodes, one insert."""
+        parts.decode_once(self.running)
+
+    def free(self) -> int:
+        """Tokens of the pool that can be had."""
+        size: int = self.allocator.available_size()
+        return size
+
     def hold(self, tokens: int) -> None:
         """Let the ballast be of so many tokens."""
         if len(self._ballast):
@@ -85,21 +81,30 @@ class _Queue:
             assert self._ballast is not None, "more than is free"
 
     def step(self) -> Step:
+        """One step of admission."""
         began, began_cpu = perf_counter_ns(), thread_time_ns()
         self._admitted, _ = self.queue.pop_preallocated()
         cpu, wall = thread_time_ns() - began_cpu, perf_counter_ns() - began
         return Step(wall / 1e3, cpu / 1e3)
 
-    def _requeue(self) -> int:
-        """The admitted requests are the first of the queue again, as they were."""
+    def room_for(self, requests: int) -> None:
+        """Leave so much free that as many requests of the queue's head fit."""
+        self.hold(0)
+        spare = self.free() - parts.RESERVE * len(self.running)
+        self.hold(spare - requests * self.entry - self.entry // 2)
+
+    def put_back(self) -> int:
+        """Undo the last step's admissions, and say how many there were: the requests are the first
+        of the queue again, as they were."""
         for entry in self._admitted:
+            release_kv_cache(entry.req, self.tree, is_insert=False)
             self.queue.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
         again = [parts.request(self.load, int(entry.req.rid[1:])) for entry in self._admitted]
         self.queue.queue = again + self.queue.queue
         return len(again)
 
 
-class Ours(_Queue):
+class Ours(Arm):
     """This patch set's queue over its radix tree."""
 
     def __init__(self, load: Load) -> None:
@@ -107,6 +112,7 @@ class Ours(_Queue):
             load.tail + 2 * parts.RESERVE
         )
         super().__init__(load, -(-tokens // load.page) * load.page + 4_096 * load.page)
+        self.entry = load.tail + parts.RESERVE // 2  # delta pages, half of a running one's reserve
         self.tree = without_engine.build_tree(self.rows, self.allocator, load.page)
         self.tree.serve_decode()
         self._count_matches()
@@ -139,13 +145,8 @@ class Ours(_Queue):
                 self._insert(trunk[:end])
             match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(trunk, None)))
             self.tree.inc_lock_ref(match.last_device_node)
-        for _ in range(self._entry // 4 // self.load.page):
+        for _ in range(self.entry // 4 // self.load.page):
             self._insert_one()
-
-    @property
-    def _entry(self) -> int:
-        """What a request takes to enter: delta pages, and half of a running one's reserve."""
-        return self.load.tail + parts.RESERVE // 2
 
     def _start_running(self) -> None:
         """Requests are admitted, land, and begin to decode, as on a server."""
@@ -179,7 +180,7 @@ class Ours(_Queue):
         if self.allocator.available_size() < self.load.page:
             self.tree.evict(EvictParams(num_tokens=self.load.page))
         self._insert_one()
-        parts.decode_once(self.running)
+        super().between()
         self.matches = 0
 
     def _insert_one(self) -> None:
@@ -188,25 +189,17 @@ class Ours(_Queue):
         start = parts.VOCABULARY + self._inserted
         self._insert([start + at * parts.VOCABULARY for at in range(self.load.page)])
 
-    def room_for(self, requests: int) -> None:
-        each = self._entry
-        self.hold(0)
-        free = self.allocator.available_size() + self.tree.evictable_size()
-        spare = free - parts.RESERVE * len(self.running)
-        self.hold(spare - requests * each - each // 2)
-
-    def put_back(self) -> int:
-        for entry in self._admitted:
-            release_kv_cache(entry.req, self.tree, is_insert=False)
-        return self._requeue()
+    def free(self) -> int:
+        return super().free() + int(self.tree.evictable_size())
 
 
-class Stock(_Queue):
+class Stock(Arm):
     """SGLang's own queue: the class that this environment's is derived from."""
 
     def __init__(self, load: Load) -> None:
         tokens = (load.running + SPARE_REQUESTS) * (load.prompt + 2 * parts.RESERVE)
         super().__init__(load, -(-tokens // load.page) * load.page)
+        self.entry = load.prompt + parts.RESERVE
         self.tree = ChunkCache(
             CacheInitParams(
                 disable=True,
@@ -225,17 +218,3 @@ class Stock(_Queue):
             req.output_ids.append(1)
         self.owner.running_batch.reqs = reqs
         self.fill_queue()
-
-    def between(self) -> None:
-        parts.decode_once(self.running)
-
-    def room_for(self, requests: int) -> None:
-        each = self.load.prompt + parts.RESERVE
-        self.hold(0)
-        spare = self.allocator.available_size() - parts.RESERVE * len(self.running)
-        self.hold(spare - requests * each - each // 2)
-
-    def put_back(self) -> int:
-        for entry in self._admitted:
-            release_kv_cache(entry.req, self.tree, is_insert=False)
-        return self._requeue()

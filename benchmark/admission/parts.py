@@ -101,7 +101,7 @@ def build_pool(tokens: int, page: int) -> tuple[Any, Any]:
     return without_engine.build_pool(tokens, page, torch.float16, LAYERS)
 
 
-def scheduler(load: Load) -> Any:
+def scheduler() -> Any:
     """The part of a scheduler that admission reads."""
     return SimpleNamespace(
         running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
