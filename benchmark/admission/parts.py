@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, DecodeRequest
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.server_args import get_global_server_args
 
 VOCABULARY = 50_000
 LAYERS = 1
@@ -109,7 +110,7 @@ def scheduler() -> Any:
         last_batch=None,
         enable_metrics=False,
         enable_hisparse=False,
-        server_args=SimpleNamespace(disaggregation_transfer_backend="nixl"),
+        server_args=get_global_server_args(),
         decode_metrics=DecodeMetrics(),
         model_config=SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False),
         stream_output=lambda *arguments: None,
