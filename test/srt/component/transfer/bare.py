@@ -34,6 +34,9 @@ class Sockets:
     def drop(self, host: str, port: int) -> None:
         pass
 
+    def drop_unused(self, for_s: float) -> None:
+        pass
+
 
 class Agent:
     """NIXL's: knows peers, and delivers the notifications that a test puts in."""

@@ -38,6 +38,9 @@ class Sockets:
     def drop(self, host: str, port: int) -> None:
         self.dropped.append((host, port))
 
+    def drop_unused(self, for_s: float) -> None:
+        pass
+
     def take(self) -> list[tuple[str, int, Any]]:
         """What was sent since the last look."""
         taken, self.sent = self.sent, []

@@ -13,6 +13,7 @@ import zmq
 import sglang.srt.utils.network  # noqa: F401  what every thread's first message imports
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.wire import PeerSockets
+from unit.delta.fakes import Clock
 
 PONG = wire.Pong("127.0.0.1:1", True)
 
@@ -150,6 +151,32 @@ def test_many_addresses(made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull
         assert len(made._sockets) <= 8
     received = [wire.decode_control(pull.recv_multipart()) for _ in range(200)]
     assert received == [wire.Pong(str(number), True) for number in range(200)]
+
+
+def test_sockets_that_nobody_uses_any_more(pull: Any) -> None:
+    """Guards against a socket for each decode rank that ever was, with which ZeroMQ tries to connect
+    for ever; one in use stays, and one that was dropped opens again."""
+    clock = Clock()
+    made = PeerSockets(clock)
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
+    rest = [free_port() for _ in range(2)]
+    for each in (rest[0], port, rest[1]):
+        made.send("127.0.0.1", each, PONG)
+    assert wire.decode_control(pull.recv_multipart()) == PONG
+    clock.now += 60
+    made.send("127.0.0.1", port, PONG)
+    clock.now += 59
+    made.drop_unused(120)
+    assert len(made._sockets) == 3
+    clock.now += 1
+    made.drop_unused(120)
+    assert list(made._sockets) == [f"127.0.0.1:{port}"]
+    clock.now += 120
+    made.drop_unused(120)
+    assert not made._sockets
+    made.send("127.0.0.1", port, PONG)
+    assert [wire.decode_control(pull.recv_multipart()) for _ in range(2)] == [PONG, PONG]
+    made._context.destroy(linger=0)
 
 
 def test_threads_share_a_peer(made: PeerSockets, pull: Any) -> None:

@@ -30,8 +30,9 @@ never blocks, and nothing that was queued outlives its peer.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -292,10 +293,12 @@ class PeerSockets:
     under way, and ``drop`` throws it away once the peer is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._context = zmq.Context()
+        self._clock = clock
         self._lock = threading.Lock()
-        self._sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
+        #: With the time of the last message; the one unused for longest comes first.
+        self._sockets: OrderedDict[str, tuple[zmq.Socket[bytes], float]] = OrderedDict()
 
     def send(self, host: str, port: int, message: Message) -> None:
         """Queue a control message for the peer at ``host``:``port``.
@@ -314,15 +317,14 @@ class PeerSockets:
         address = NetworkAddress(host, port)
         name = address.to_host_port_str()
         with self._lock:
-            socket = self._sockets.get(name)
-            if socket is None:
-                socket = self._open(address)
+            socket = self._sockets[name][0] if name in self._sockets else self._open(address)
+            self._sockets[name] = socket, self._clock()
             self._sockets.move_to_end(name)
             socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
     def _open(self, address: NetworkAddress) -> zmq.Socket[bytes]:
         while len(self._sockets) >= _MAX_SOCKETS:
-            self._sockets.popitem(last=False)[1].close()
+            self._close_first()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -333,14 +335,25 @@ class PeerSockets:
         except zmq.ZMQError as error:
             socket.close()
             raise ValueError(f"no peer can be at {address.to_host_port_str()}: {error}") from error
-        self._sockets[address.to_host_port_str()] = socket
         return socket
+
+    def _close_first(self) -> None:
+        _, (socket, _) = self._sockets.popitem(last=False)
+        socket.close()
 
     def drop(self, host: str, port: int) -> None:
         """Throw away what is queued for a peer that is gone."""
         from sglang.srt.utils.network import NetworkAddress
 
         with self._lock:
-            socket = self._sockets.pop(NetworkAddress(host, port).to_host_port_str(), None)
-            if socket is not None:
-                socket.close()
+            found = self._sockets.pop(NetworkAddress(host, port).to_host_port_str(), None)
+            if found is not None:
+                found[0].close()
+
+    def drop_unused(self, for_s: float) -> None:
+        """Drop the peers to which nothing was sent for so many seconds: one that lives has all of
+        it by now, and with one that does not ZeroMQ would try to connect for ever."""
+        with self._lock:
+            until = self._clock() - for_s
+            while self._sockets and next(iter(self._sockets.values()))[1] <= until:
+                self._close_first()

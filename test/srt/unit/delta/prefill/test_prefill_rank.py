@@ -303,6 +303,24 @@ def test_the_socket_of_a_decode_rank_that_is_gone(side: Side, is_registered: boo
     assert advance(side, 5) == [] and side.sockets.dropped == [(host, port)], "once it was told"
 
 
+@pytest.mark.hazard("dead-peer-leftovers")
+def test_a_late_word_to_a_decode_rank_that_is_gone(side: Side) -> None:
+    """A write to it settles minutes after it was given up, and its room's end is told. Guards
+    against the socket that this opens staying for ever."""
+    sockets = side.ranks._sockets = wire.PeerSockets(side.clock)
+    side.request()
+    side.announce(host="127.0.0.1")
+    assert side.rooms.enter(ROOM)
+    side.ranks.take(wire.Ping("a:1", "D", "127.0.0.1", 4000))
+    assert advance(side, 120) == ["D"]
+    assert advance(side, 5) == [] and not sockets._sockets
+    side.rooms.leave(ROOM)
+    assert len(sockets._sockets) == 1
+    advance(side, 121)
+    assert not sockets._sockets
+    sockets._context.destroy(linger=0)
+
+
 def test_a_stranger_that_pings_leaves_nothing(side: Side) -> None:
     """Guards against a table that any sender of pings can grow."""
     for number in range(100):

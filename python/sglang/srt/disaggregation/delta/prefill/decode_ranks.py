@@ -130,7 +130,7 @@ class DecodeRanks:
         self._manager = manager
         self._rooms = rooms
         self._clock = clock
-        self._sockets = wire.PeerSockets()
+        self._sockets = wire.PeerSockets(clock)
         #: Who answers clients; None on a rank from which SGLang answers nobody.
         self.frontend: Frontend | None = None
         #: When each decode rank that pings was last heard of, by the name it registered under, and
@@ -231,6 +231,8 @@ class DecodeRanks:
         # Kept, ZeroMQ would try to connect to those that are not ten times a second, for ever.
         for where in self._gone:
             self._sockets.drop(*where)
+        # A write to one of those may settle much later, and the word of that opens a socket anew.
+        self._sockets.drop_unused(self._timeout_s)
         heard = list(self._heard.items())
         lost = [peer for peer, (at, _, _) in heard if now - at >= self._timeout_s]
         self._gone = [self._heard.pop(peer)[1:] for peer in lost]
