@@ -52,6 +52,24 @@ def test_pages_behind_the_prefix_arrive_where_decode_listed_them(pair: Pair) -> 
     partial_delta(pair)
 
 
+@pytest.mark.hazard("room-number-reused")
+def test_number_that_comes_again_before_its_request_was_let_go(pair: Pair) -> None:
+    """Guards against a request that ends well with the one before, of which nothing was sent, and
+    against what the refused one takes from the other: how that ended, and its entries."""
+    sender, receiver = pair.ready_room(20)
+    sender.send(pages(30))
+    until(lambda: sender._room.delivered, "delivery")
+    again = pair.sender(sender.bootstrap_room)
+    assert again.poll() == KVPoll.Failed and "earlier transfer" in pair.reason(again)
+    assert pair.finish(sender, receiver) == DONE
+    sender.clear()
+    receiver.clear()
+    sender, receiver = pair.room(sender.bootstrap_room)
+    sender.abort()
+    pair.failure(sender)
+    receiver.clear()
+
+
 @pytest.mark.hazard("full-hit-without-metadata", "full-hit-over-waiting-backend")
 def test_full_prefix_hit_is_complete_with_its_metadata(pair: Pair) -> None:
     """Guards against a room without pages that never completes: its metadata arrive alone, and it

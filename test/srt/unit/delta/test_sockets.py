@@ -154,8 +154,8 @@ def test_many_addresses(made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull
 
 
 def test_sockets_that_nobody_uses_any_more(pull: Any) -> None:
-    """Guards against a socket for each decode rank that ever was, with which ZeroMQ tries to connect
-    for ever; one in use stays, and one that was dropped opens again."""
+    """Guards against a socket for each decode rank that ever was, with which ZeroMQ would try to
+    connect for ever; one in use stays, and one that was dropped opens again."""
     clock = Clock()
     made = PeerSockets(clock)
     port = pull.bind_to_random_port("tcp://127.0.0.1")

@@ -302,6 +302,45 @@ def test_two_requests_of_one_number(scene: Scene) -> None:
     assert first.delivered
 
 
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("first", ["claim", "announce"])
+@pytest.mark.parametrize("steps", ["enter complete", "enter complete leave last"])
+def test_a_request_of_a_number_that_is_complete(scene: Scene, steps: str, first: str) -> None:
+    """Guards against a request that counts as delivered with the one before, of which nothing was
+    sent: it is refused, and so are its decode ranks, whichever comes first; neither is the next
+    request of the number."""
+    old = scene.request(7, "D")
+    for step in steps.split():
+        {
+            "enter": lambda: scene.table.enter(7),
+            "complete": lambda: scene.table.complete(7),
+            "leave": lambda: scene.table.leave(7),
+            "last": scene.last,
+        }[step]()
+    refused: list[Room] = []
+
+    def claim() -> None:
+        room, reason = scene.table.claim(7)
+        assert reason is not None
+        refused.append(room)
+
+    def announce() -> None:
+        assert not scene.table.announce(7, "D", "pages of the next")
+
+    for step in (claim, announce) if first == "claim" else (announce, claim):
+        step()
+    (new,) = refused
+    assert new is not old and new.is_stopped and new.is_over and not new.delivered
+    assert [told for _, _, told in scene.told] == [["pages of the next"]]
+    scene.last()
+    scene.table.leave(7)
+    assert old.delivered and not old.is_stopped
+    scene.table.forget(new)
+    assert scene.table.numbers() == [7]
+    scene.table.forget(old)
+    assert scene.table.claim(7)[1] is None and scene.table.announce(7, "D", "again")
+
+
 # ---- decode ranks ----
 
 

@@ -45,7 +45,11 @@ class DeltaMooncakeSender(MooncakeKVSender):
         manager, room = self.kv_mgr, self.bootstrap_room
         self.fail_if_unannounced()
         status = manager.request_status.get(room, KVPoll.Failed)
-        if status == KVPoll.Failed:
+        if self._room.delivered:  # the status may be gone with another request of the number
+            status = KVPoll.Success
+        elif self._room.is_over:  # or be that one's
+            status = KVPoll.Failed
+        elif status == KVPoll.Failed:
             if not self._room.is_stopped:  # stock's staging worker only sets the status
                 manager.rooms.fail(room, Reason.TRANSPORT, manager.failure_of(room))
             if not self._room.is_over:
@@ -66,11 +70,10 @@ class DeltaMooncakeSender(MooncakeKVSender):
     def failure_exception(self) -> None:
         from sglang.srt.disaggregation.mooncake.conn import KVTransferError
 
-        room = self.bootstrap_room
         self.fail_with_others()  # unless it failed here
-        text = self.kv_mgr.failure_of(room)
+        text = self.failure
         self.clear()
-        raise KVTransferError(room, text)
+        raise KVTransferError(self.bootstrap_room, text)
 
     @override
     def clear(self) -> None:

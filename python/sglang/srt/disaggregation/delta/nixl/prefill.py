@@ -278,7 +278,7 @@ class DeltaNixlSender(NixlKVSender):
     @override
     def failure_exception(self) -> None:
         self.fail_with_others()  # unless it failed here
-        reason, cause = self.kv_mgr.failure_of(self.bootstrap_room), self._room.error
+        reason, cause = self.failure, self._room.error
         self.clear()
         raise RuntimeError(reason) from cause
 

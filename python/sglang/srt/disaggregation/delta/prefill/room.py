@@ -100,6 +100,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 UNDER_WAY = {State.SENDING, State.COMPLETING, State.STOPPED, State.OVERDUE, State.LINGERING}
 COMPLETE = {State.COMPLETING, State.COMPLETE}
 GONE = {State.LINGERING, State.ENDED}
+UNCLAIMED = {State.ANNOUNCED} | GONE
 #: Its request may go, and with it the source pages and the metadata slot.
 OVER = {State.OVERDUE, State.DRAINED} | GONE
 STOPPED = {State.STOPPED} | OVER

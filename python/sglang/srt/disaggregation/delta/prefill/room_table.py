@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.delta.prefill.room import (
     OVER,
     STOPPED,
     TRANSITIONS,
+    UNCLAIMED,
     UNDER_WAY,
     Announcement,
     Event,
@@ -141,7 +142,9 @@ class RoomTable:
         """The request of a room is here: its room, and why it must fail at once, or None.
 
         Decode may withdraw a room before its request gets here. A number that failed here before is
-        one that a new request uses again; but not while a write of the earlier one is under way.
+        one that a new request uses again; but not while a write of the earlier one is under way,
+        and not before the scheduler is done with one of which decode has all: it would end with
+        that one, unsent. Its decode ranks are refused as well (``announce``).
         """
         with self._lock:
             room = self._rooms.get(number)
@@ -150,8 +153,11 @@ class RoomTable:
                 room = Room(number)
                 self._move(room, Event.CLAIM)
                 return room, None if had_request else reason
-            if room.reason is not None or room.state in GONE:
+            if room.reason is not None or room.state in GONE | COMPLETE:
                 reason = room.reason or f"room {number}: an earlier transfer still uses its number"
+                if room.state in COMPLETE:
+                    self._remember(number, reason, had_request=True)
+                    STATS.failed(Reason.ABORTED)  # ``fail`` counts none of a complete room's
                 refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
                 return refused, reason
             self._move(room, Event.CLAIM)
@@ -241,7 +247,8 @@ class RoomTable:
                 room.is_complete or (room.state is State.LINGERING and room.reason is None)
             ):  # nobody would be told when the latter is left
                 refused = f"room {number}: an earlier request of its number has not ended here yet"
-                self._remember(number, refused, had_request=False)
+                if number not in self._ended:  # else its request was here, and refused as well
+                    self._remember(number, refused, had_request=False)
             if refused is None:
                 if room is None:
                     room = Room(number, announced_at=self.scheduler_time.seconds())
@@ -360,8 +367,8 @@ class RoomTable:
     def claimed(self) -> list[int]:
         """Rooms whose request is here."""
         with self._lock:
-            gone = GONE | {State.ANNOUNCED}
-            return [number for number, room in self._rooms.items() if room.state not in gone]
+            rooms = self._rooms.items()
+            return [number for number, room in rooms if room.state not in UNCLAIMED]
 
     def lingering(self) -> list[int]:
         """Rooms that were given up and whose request is gone, with writes that may still land: they

@@ -22,7 +22,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, STATS, Reason
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
-from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend, end_yielded
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
@@ -335,10 +335,19 @@ class DeltaSender(CommonKVSender):
         # SGLang's would write over the reason of a room that has failed already.
         self.fail(Reason.ABORTED, "aborted on the prefill server")
 
+    @property
+    def failure(self) -> str:
+        """Why the room failed, for its client and the log."""
+        return self._room.reason or self.kv_mgr.failure_of(self.bootstrap_room)
+
     def forget(self) -> None:
-        """Leave no entry of the room in the manager's tables."""
+        """Leave no entry of this request in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
+        holder = manager.rooms.life(room)
+        is_own = holder is None or holder is self._room
         # Before the room goes: from then on decode may announce another one of its number.
-        manager.transfer_infos.pop(room, None)
-        manager.forget_status(room)
+        if is_own:
+            manager.transfer_infos.pop(room, None)
+        if is_own or holder.state in UNCLAIMED:
+            manager.forget_status(room)
         manager.rooms.forget(self._room)
