@@ -279,7 +279,7 @@ class DeltaManager(CommonKVManager):
             self.request_status.pop(room, None)
             self.failure_records.pop(room, None)
 
-    # ---- prefill.room_table.Listener ----
+    # ---- prefill.room.Listener ----
 
     def room_delivered(self, room: int) -> None:
         """Decode has all of ``room``."""

@@ -1,4 +1,4 @@
-"""The states of a room on a prefill rank, and every step between them.
+"""The states of a room on a prefill rank, every step between them, and who is told of them.
 
 A room is one request's transfer to its decode ranks, under a number that the client chose.
 ``TRANSITIONS`` has every step that there is; docs/design.md draws it. ``RoomTable`` takes them.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+from sglang.srt.disaggregation.delta.metrics import Reason
 
 #: ``peer_messages.Announcement``. ``Any``, since neither rooms nor their table look into it.
 Announcement: TypeAlias = Any
@@ -135,3 +137,23 @@ class Room:
     def is_complete(self) -> bool:
         """Whether its decode ranks have all of it, or are being told so."""
         return self.state in COMPLETE or (self.state is State.LINGERING and self.delivered)
+
+
+class Listener(Protocol):
+    """Who is told of rooms: the rank's manager. Called on the thread that made it so."""
+
+    def fail_known(self, room: int, text: str) -> bool:
+        """Set SGLang's status to failed, for a request that is here and has not ended; whether it
+        was one. Called with the table's lock held: must not wait, nor call the table."""
+
+    def room_delivered(self, room: int) -> None:
+        """Decode has all of it; comes before ``Room.delivered``."""
+
+    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+        """It failed: whoever has chunks of it in a queue drops them. May come more than once, and
+        when the number is a later room's already. ``life``: the one that failed, where it was
+        known."""
+
+    def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
+        """It was given up, and nothing is written for it now and later: these decode ranks may
+        have their pages back. Each is told once."""

@@ -25,7 +25,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.prefill.room import (
@@ -38,6 +37,7 @@ from sglang.srt.disaggregation.delta.prefill.room import (
     UNDER_WAY,
     Announcement,
     Event,
+    Listener,
     Room,
     State,
 )
@@ -50,26 +50,6 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 4096
 #: What one turn of the scheduler's loop counts at most, seconds. An idle one sleeps no longer.
 TURN_S = 1.0
-
-
-class Listener(Protocol):
-    """Who is told of rooms: the rank's manager. Called on the thread that made it so."""
-
-    def fail_known(self, room: int, text: str) -> bool:
-        """Set SGLang's status to failed, for a request that is here and has not ended; whether it
-        was one. Called with the table's lock held: must not wait, nor call the table."""
-
-    def room_delivered(self, room: int) -> None:
-        """Decode has all of it; comes before ``Room.delivered``."""
-
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
-        """It failed: whoever has chunks of it in a queue drops them. May come more than once, and
-        when the number is a later room's already. ``life``: the one that failed, where it was
-        known."""
-
-    def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
-        """It was given up, and nothing is written for it now and later: these decode ranks may
-        have their pages back. Each is told once."""
 
 
 class SchedulerTime:

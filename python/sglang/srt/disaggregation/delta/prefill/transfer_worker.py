@@ -123,8 +123,7 @@ class Worker:
         """Take nothing in any more, and end every room. What is under way is still waited for."""
         self._stopped = True
         for room in list(self._rooms.values()):
-            text = f"room {room.number}: the transfer workers of this server are stopping"
-            self._fail(room, Reason.ABORTED, text)
+            self._fail(room, Reason.ABORTED, "the transfer workers of this server are stopping")
 
     def give_up(self) -> int:
         """Wait for nothing any more; how many transfers that leaves under way, never released."""
@@ -171,8 +170,7 @@ class Worker:
         if chosen is not None:
             return 0.0  # commands first: the next post may be one that was just cancelled
         times = [transfer.poll_at for transfer in self._posted]
-        due = self._deadlines.next_at()
-        if due is not None:
+        if (due := self._deadlines.next_at()) is not None:
             times.append(due)
         return max(0.0, min(times) - now) if times else None
 
@@ -181,7 +179,7 @@ class Worker:
     def _post(self, transfer: Transfer, now: float) -> None:
         room, send = transfer.room, transfer.send
         transfer.phase = Phase.POSTED  # not queued: the end of the room must not drop it
-        if not self._enter(room):
+        if not self._may(self._table.enter, room):
             transfer.phase = Phase.OVER
             self._queue.finish(transfer)
             send.transfers.remove(transfer)
@@ -202,7 +200,7 @@ class Worker:
         transfer.posted_at = self._clock()
         transfer.poll_at = send_queue.next_poll(transfer.posted_at, 0.0)
         if failure is not None:
-            text = f"room {room.number}: a transfer to {transfer.peer} could not be posted"
+            text = f"a transfer to {transfer.peer} could not be posted"
             self._fail_because(room, text, failure)
         if not transfer.open:
             self._settled(transfer, transfer.posted_at)
@@ -223,8 +221,8 @@ class Worker:
             # What was sent of it may still be on its way. It counts as under way for as long as
             # decode would hold its pages without a word, and nobody is told anything before that.
             transfer.settles_at = now + self._doubt_s
-            what = f"a transfer to {transfer.peer} was broken off by the transport"
-            self._fail_because(transfer.room, f"room {transfer.room.number}: {what}", failure)
+            text = f"a transfer to {transfer.peer} was broken off by the transport"
+            self._fail_because(transfer.room, text, failure)
         if still:
             age = now - transfer.posted_at
             transfer.poll_at = send_queue.next_poll(now, age, transfer.is_overdue)
@@ -271,8 +269,8 @@ class Worker:
         self._fail(
             room,
             Reason.TIMEOUT,
-            f"room {room.number}: a chunk was not delivered to {late} within "
-            f"{now - chunk.enqueued_at:.1f} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
+            f"a chunk was not delivered to {late} within {now - chunk.enqueued_at:.1f} s "
+            f"(SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
         )
         for transfer in send.transfers:  # only those under way are left
             if not transfer.open:
@@ -304,7 +302,7 @@ class Worker:
         except Exception as error:
             room = send.room
             logger.exception("transfer worker %d, room %d: a bug", self._index, room.number)
-            text = f"room {room.number}: a bug in transfer worker {self._index}: {error!r}"
+            text = f"a bug in transfer worker {self._index}: {error!r}"
             self._fail(room, Reason.INTERNAL, text, error)
             for transfer in list(send.transfers):
                 if transfer.phase is Phase.POSTED:
@@ -316,12 +314,12 @@ class Worker:
 
     # ---- a room's way ----
 
-    def _enter(self, room: RoomQueue) -> bool:
-        """Ask the room table. What it raises fails the room."""
+    def _may(self, step: Callable[[int, object | None], bool], room: RoomQueue) -> bool:
+        """Ask the room table for a step. What it raises fails the room."""
         try:
-            return self._table.enter(room.number, room.life)
+            return step(room.number, room.life)
         except Exception as error:
-            self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
+            self._fail(room, Reason.TRANSPORT, repr(error), error)
             return False
 
     def _complete(self, room: RoomQueue) -> None:
@@ -330,11 +328,7 @@ class Worker:
         if room.ended or room.completed or not room.has_landed:
             return
         chunk = room.sends[-1].chunk
-        try:
-            room.completed = self._table.complete(room.number, room.life)
-        except Exception as error:
-            self._fail(room, Reason.TRANSPORT, f"room {room.number}: {error!r}", error)
-            return
+        room.completed = self._may(self._table.complete, room)
         if not room.completed:
             self._end(room)
             return
@@ -342,8 +336,7 @@ class Worker:
             self._backend.complete(chunk)
         except Exception as error:
             self._call(self._table.take_back, room.number)
-            peers = ", ".join(chunk.peers)
-            text = f"room {room.number}: {peers} could not be told that it is complete"
+            text = f"{', '.join(chunk.peers)} could not be told that it is complete"
             self._fail_because(room, text, error)
 
     def _deliver(self, room: RoomQueue) -> None:
@@ -368,6 +361,7 @@ class Worker:
         if room.ended:
             return
         self._stats.failed(reason)
+        text = f"room {room.number}: {text}"
         self._tell(room, self._table.room_failed, room.number, reason, text, error, room.life)
         self._end(room)
 
