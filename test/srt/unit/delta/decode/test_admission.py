@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.record import Claim, entering, entry_cost, growth
+from sglang.srt.disaggregation.delta.decode.growth import Claim, entering, entry_cost, growth
 from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 
 PAGES = st.sampled_from([1, 4, 16, 64])

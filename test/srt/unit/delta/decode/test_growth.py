@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.claims import Claim, GrowthSum, Track, growth
+from sglang.srt.disaggregation.delta.decode.growth import Claim, GrowthSum, Track, growth
 
 COMES = st.tuples(st.integers(0, 300), st.integers(0, 500))
 EVENTS = st.lists(st.one_of(COMES, st.integers(0, 40)), max_size=60)

@@ -10,6 +10,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``candidates``        the first requests in line, their leases, and what the ranks agree on
 ``admission``         whether a request fits, and the slots for it; how long it may wait
 ``claims``            what running and admitted requests hold and may still need, as sums
+``growth``            how long requests become, and what that takes: the arithmetic
 ``speculation``       what a draft model beside the target changes
 ``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch; resumed KV
 ``turn_choice``       where a turn's new tokens are computed: here or by prefill

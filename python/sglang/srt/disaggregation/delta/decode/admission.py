@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims
-from sglang.srt.disaggregation.delta.decode.record import (
+from sglang.srt.disaggregation.delta.decode.growth import (
     Claim,
-    Refusal,
     entering,
     entry_cost,
     expected_length,
     final_length,
 )
+from sglang.srt.disaggregation.delta.decode.record import Refusal
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import alone

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.delta.pages import page_ceil
-
 if TYPE_CHECKING:
     import torch
 
@@ -176,58 +174,3 @@ def _is_padded(token_ids: Sequence[int], item: Any) -> bool:
 def may_insert(req: Req) -> bool:
     """Whether the request's KV may enter the tree: opt-in, only after a committed transfer."""
     return may_match(req) and record_of(req).committed
-
-
-# ---- how long it can become, and what it may still take of the pool ----
-
-
-def final_length(req: Req, step: int = 0) -> int:
-    """The longest that a request's KV can become, in tokens.
-
-    ``step``: with speculation, what its last step wants free (``speculation.step_tokens``).
-    """
-    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens) + step
-
-
-def expected_length(req: Req, allocated: int, step: int = 0) -> int:
-    """How long its KV is taken to become by SGLang's estimate, in tokens; ``step`` as above.
-
-    Clients ask for far more new tokens than come, so SGLang expects 4,096 at most
-    (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). An answer that is longer already is expected to go
-    on to the next multiple.
-    """
-    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
-
-    prompt = len(req.origin_input_ids)
-    clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
-    return int(prompt + min(req.sampling_params.max_new_tokens, clip)) + step
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One request's claim on the pool: ``allocated`` tokens now, ``final`` when it has ended."""
-
-    allocated: int
-    final: int
-
-
-def growth(claim: Claim, cap: int, page: int) -> int:
-    """New pages, in tokens, that the next ``cap`` generated tokens of a request can need."""
-    upto = min(max(claim.final, claim.allocated), claim.allocated + cap)
-    return page_ceil(upto, page) - page_ceil(claim.allocated, page)
-
-
-def entering(claim: Claim, step: int = 0) -> Claim:
-    """The claim of a request that does not run yet: half of what it may still generate, but all of
-    ``step``, what its first step wants free (``speculation.step_tokens``)."""
-    half = (claim.final - claim.allocated + 1) // 2
-    return Claim(claim.allocated, min(claim.allocated + max(half, step), claim.final))
-
-
-def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
-    """What admitting one request takes: its delta pages and its own reserve.
-
-    ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
-    lease); ``claim.allocated`` tokens must be there to start.
-    """
-    return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)
