@@ -16,7 +16,7 @@ from component.decode.decoder import Decoder
 from component.decode.peer import Room
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
 from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
-from sglang.srt.disaggregation.delta.decode import record
+from sglang.srt.disaggregation.delta.decode import record, retraction
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 
 # Waiting for an arriving prefix would hide concurrent misses of one prompt; it has its own tests.
@@ -94,7 +94,7 @@ def _extra_key_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resume_ignores_the_prefix(patch: pytest.MonkeyPatch) -> None:
-    def restore(req: Any, slots: Any, allocator: Any) -> None:
+    def restore(req: Any, slots: Any, allocator: Any, draft_pool: Any) -> None:
         whole = [list(layer) for layer in req.kv_cache_cpu]
         allocator.load_cpu_copy(whole, slots)
         del req.kv_cache_cpu
@@ -157,5 +157,5 @@ def test_the_check_notices(
 @pytest.mark.nightly
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
-    assert prealloc_module.restore_private is tree_module.restore_private
+    assert prealloc_module.restore_private is retraction.restore_private
     assert tree_module.may_insert is record.may_insert

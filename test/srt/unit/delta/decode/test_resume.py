@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.disaggregation.delta.decode.prefix_tree import restore_private, without_leading
+from sglang.srt.disaggregation.delta.decode.retraction import restore_private, without_leading
 
 LAYERS, CHUNK = 2, 4
 

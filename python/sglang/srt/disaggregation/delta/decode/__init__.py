@@ -12,7 +12,8 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``claims``            what running and admitted requests hold and may still need, as sums
 ``growth``            how long requests become, and what that takes: the arithmetic
 ``speculation``       what a draft model beside the target changes
-``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch; resumed KV
+``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch
+``retraction``        the KV of retracted requests comes back, but for what the tree still shares
 ``turn_choice``       where a turn's new tokens are computed: here or by prefill
 ``local_turns``       those that are computed here, in chunks between decode steps
 ``without_prefill``   those whose prefill server is lost

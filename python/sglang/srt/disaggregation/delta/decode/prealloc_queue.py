@@ -28,10 +28,6 @@ from sglang.srt.disaggregation.delta.decode.handshakes import (
     give_up,
     why_failed,
 )
-from sglang.srt.disaggregation.delta.decode.prefix_tree import (
-    restore_private,
-    restore_private_draft,
-)
 from sglang.srt.disaggregation.delta.decode.record import (
     PrefixKey,
     Refusal,
@@ -39,6 +35,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     missing,
     record_of,
 )
+from sglang.srt.disaggregation.delta.decode.retraction import restore_private
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
 from sglang.srt.disaggregation.delta.decode.without_prefill import WithoutPrefill
 from sglang.srt.disaggregation.delta.pages import page_ceil
@@ -398,9 +395,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 return candidate
             self._enter(candidate, slots)
             candidate.req.is_retracted = False
-            restore_private(candidate.req, slots, self.token_to_kv_pool_allocator)
-            if self.tree_cache.draft_pool is not None:
-                restore_private_draft(candidate.req, slots, self.tree_cache.draft_pool)
+            pools = self.token_to_kv_pool_allocator, self.tree_cache.draft_pool
+            restore_private(candidate.req, slots, *pools)
             back.append(candidate.req)
         return None
 

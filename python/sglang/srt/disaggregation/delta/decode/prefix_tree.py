@@ -7,7 +7,7 @@ enters the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
         ScheduleBatchDisaggregationDecodeMixin,
     )
-    from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req, Rows, TreeNode
+    from sglang.srt.disaggregation.delta.decode.protocols import Req, Rows, TreeNode
     from sglang.srt.mem_cache.radix_cache import RadixCache
 else:
     RadixCache = ScheduleBatchDisaggregationDecodeMixin = object
@@ -361,63 +361,3 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             for req in self.reqs
         ]
         self.out_cache_loc = torch.cat(owned).to(torch.int64)
-
-
-# ---- bringing back a retracted request's KV: what the tree still shares is not copied ----
-
-
-def without_leading(
-    copy: list[list[Any]], chunk: int, skip: int
-) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Split a CPU copy of KV at ``skip`` tokens.
-
-    SGLang keeps the copy as one list a layer of chunks of ``chunk`` tokens; a chunk is a tensor
-    (MLA) or a [key, value] pair (MHA), tokens first. Returns the rest of the chunk that ``skip``
-    falls into, and the whole chunks after it, each in the same form.
-    """
-    whole, part = divmod(skip, chunk)
-    if part == 0:
-        return [[] for _ in copy], [layer[whole:] for layer in copy]
-    head = [[_tail(layer[whole], part)] if whole < len(layer) else [] for layer in copy]
-    return head, [layer[whole + 1 :] for layer in copy]
-
-
-def _tail(chunk: Any, start: int) -> Any:
-    if isinstance(chunk, torch.Tensor):
-        return chunk[start:]
-    return [part[start:] for part in chunk]
-
-
-def restore_private(req: Req, slots: torch.Tensor, allocator: PageAllocator) -> None:
-    """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy.
-
-    Shared pages are never written: other requests read them, and their content is the same.
-    """
-    chunk = allocator.get_kvcache().cpu_offloading_chunk_size
-    _load(req.kv_cache_cpu, chunk, req.cache_protected_len, slots, allocator.load_cpu_copy)
-    del req.kv_cache_cpu
-
-
-def restore_private_draft(req: Req, slots: torch.Tensor, draft_pool: Any) -> None:
-    """The same of the draft model's KV, which has the same slots."""
-    record = record_of(req)
-    assert record.draft_copy is not None, "it was retracted"
-    chunk, shared = draft_pool.cpu_offloading_chunk_size, req.cache_protected_len
-    _load(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
-    record.draft_copy = None
-
-
-def _load(
-    copy: list[list[Any]],
-    chunk: int,
-    shared: int,
-    slots: torch.Tensor,
-    load: Callable[[list[list[Any]], torch.Tensor], None],
-) -> None:
-    """Call ``load`` with what is behind ``shared`` tokens, and the slots for it."""
-    head, rest = without_leading(copy, chunk, shared)
-    at = min(len(slots), -shared % chunk)
-    if at:
-        load(head, slots[:at])
-    if at < len(slots):
-        load(rest, slots[at:])
