@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.decode.admission import Limits
-from sglang.srt.disaggregation.delta.decode.record import DecodeRecord, Refusal, Wait, missing
+from sglang.srt.disaggregation.delta.decode.record import DecodeRecord, Refusal, Wait
+from sglang.srt.disaggregation.delta.decode.waiting import missing
 from sglang.srt.patchset import environment
 
 LIMITS = (

@@ -6,6 +6,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``scheduler``         start-up checks, aborts, one idle predicate, metrics and log fields
 ``record``            what is noted of a request (``req.delta``); who may share KV; why it waits
 ``prealloc_queue``    a step: who is admitted, resumed, or leaves without pages
+``waiting``           what is said of requests that wait, and how they leave without pages
 ``handshakes``        what is asked of its prefill server, in the background
 ``candidates``        the first requests in line, their leases, and what the ranks agree on
 ``admission``         whether a request fits, and the slots for it; how long it may wait

@@ -338,9 +338,10 @@ class AgreedSteps:
             finally:
                 plan.close()
             free, protected = pool.free, pool.protected
-            turns = queue.turn_votes(first)
+            turns = queue.local_turns
+            costs = [] if turns is None else turns.votes(first)
             vote = AdmissionVote(
-                states, offers, rows, slots, free, protected, -free, -protected, turns
+                states, offers, rows, slots, free, protected, -free, -protected, costs
             )
             agreed = vote
             if not alone(queue.gloo_group):

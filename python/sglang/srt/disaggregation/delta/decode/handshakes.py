@@ -15,15 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.waiting import fail, why_failed
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
-    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
     from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 logger = logging.getLogger(__name__)
@@ -171,41 +170,6 @@ def _address(host: str, port: int) -> str:
 _DEADLINE = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
 
 
-def give_up(
-    scheduler: DisaggScheduler, entry: QueueEntry, message: str, status: HTTPStatus
-) -> None:
-    """End a request of the prealloc queue; the caller takes it out of the lists.
-
-    The client is answered once, prefill is told not to wait for the announcement, and the receiver
-    forgets the room. What the request holds at this stage is nothing but its place in the queue.
-    """
-    from sglang.srt.disaggregation.utils import prepare_abort
-
-    req, receiver = entry.req, entry.kv_receiver
-    logger.warning(message)
-    prepare_abort(req, message, status_code=status)
-    withdraw = getattr(receiver, "withdraw", None)  # warm-up and stock receivers have none
-    if withdraw is not None:
-        withdraw(message)
-    receiver.clear()
-    scheduler.stream_output([req], req.return_logprob)
-
-
-def why_failed(queue: RadixPreallocQueue, entry: QueueEntry) -> str:
-    """Why the room of a request failed, as far as this rank knows."""
-    records = getattr(queue.kv_manager, "failure_records", {})
-    why: str = records.get(entry.req.bootstrap_room, "it was aborted, or failed on another rank")
-    return why
-
-
-def fail(queue: RadixPreallocQueue, entry: QueueEntry, what: str) -> None:
-    """End a request whose room failed; ``what`` began and did not end well."""
-    req = entry.req
-    place = f"rank={queue.tp_rank}, bootstrap_room={req.bootstrap_room}"
-    message = f"{what} {req.rid} ({place}): {why_failed(queue, entry)}"
-    give_up(queue.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
 @dataclass
 class _Attempts:
     """How often a server could not be asked for its topology, and when it is asked again."""
@@ -262,7 +226,8 @@ class Handshakes:
         pending = [entry for entry in queue.queue if not entry.waiting_for_input]
         if not pending:
             return []
-        tries_here = queue.saves_turns
+        turns = queue.local_turns
+        tries_here = turns is not None and turns.choice.limits.when_lost > 0
         pollers = [_Reached(entry) if tries_here else entry.kv_receiver for entry in pending]
         polls = poll_and_all_reduce(pollers, queue.gloo_group)
         failed = []

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from http import HTTPStatus
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +18,14 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode import candidates as line
+from sglang.srt.disaggregation.delta.decode import waiting
 from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits
 from sglang.srt.disaggregation.delta.decode.candidates import AgreedSteps, Candidate
-from sglang.srt.disaggregation.delta.decode.handshakes import (
-    Handshakes,
-    bootstrap_addr,
-    fail,
-    give_up,
-    why_failed,
-)
+from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import (
     PrefixKey,
     Refusal,
     Wait,
-    missing,
     record_of,
 )
 from sglang.srt.disaggregation.delta.decode.retraction import restore_private
@@ -40,7 +33,6 @@ from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, an
 from sglang.srt.disaggregation.delta.decode.without_prefill import WithoutPrefill
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, State
-from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -190,17 +182,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
         return getattr(self.scheduler, "local_turns", None)
 
     @property
-    def saves_turns(self) -> bool:
-        """Whether short turns are computed here whose prefill server is lost."""
-        turns = self.local_turns
-        return turns is not None and turns.choice.limits.when_lost > 0
-
-    def turn_votes(self, first: Sequence[Candidate]) -> list[int]:
-        """What this rank knows of the costs of computing ``first`` here or there."""
-        turns = self.local_turns
-        return [] if turns is None else turns.votes(first)
-
-    @property
     def _memory_is_away(self) -> bool:
         """Between SGLang's release of memory and its return nobody gets any."""
         return bool(getattr(self.scheduler, "offload_tags", None))
@@ -226,27 +207,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def _answer(self, ready: list[QueueEntry], agreed: AdmissionVote) -> list[QueueEntry]:
         """Tell the clients of requests that failed, were aborted or waited for too long."""
-        gone: list[QueueEntry] = []
         if min(agreed.states, default=State.FINE) > State.EXPIRED:
-            return gone
-        for entry, state in zip(ready, agreed.states, strict=True):
-            req = entry.req
-            if state == State.FAILED:
-                if self.without_prefill.save(entry, why_failed(self, entry)):
-                    continue  # tried from the next step on
-                fail(self, entry, "Aborted while it waited for decode memory: request")
-            elif state == State.EXPIRED:
-                waited = self.clock() - (record_of(req).wait.since or 0.0)
-                message = (
-                    f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
-                    f"{waited:.0f} s for decode memory, and "
-                    f"{environment.ADMISSION_TIMEOUT.name} allows {self._limits.for_memory:.0f} s: "
-                    f"{self._what_is_missing(Candidate(entry, req))}"
-                )
-                give_up(self.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
-            else:
-                continue
-            gone.append(entry)
+            return []
+        gone = waiting.answer(self, ready, agreed.states, self._limits, self._what_is_missing)
         self._leave(gone)
         return gone
 
@@ -427,12 +390,13 @@ class RadixPreallocQueue(DecodePreallocQueue):
             record.refused_for.add(refusal.reason)
             self.scheduler.decode_metrics.refused(refusal.reason)
 
-    def _what_is_missing(self, candidate: Candidate) -> str:
+    def _what_is_missing(self, req: Req) -> str:
         """What a request waits for, in words."""
         in_line = chain(self.retracted_queue, (entry.req for entry in self._ready()))
-        head = next((req for req in in_line if record_of(req).wait.is_blocked), None)
-        wanted = self._budget.cost(candidate, 0)
-        return missing(candidate.req, head, wanted, self._budget.describe())
+        head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
+        entry = next((entry for entry in self.queue if entry.req is req), None)
+        wanted = self._budget.cost(Candidate(entry, req), 0)
+        return waiting.missing(req, head, wanted, self._budget.describe())
 
     def _log_waits(self, reqs: Sequence[Req], limits: Limits) -> None:
         """A warning once a wait, when it has become long."""
@@ -442,12 +406,4 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if wait.since is None or wait.logged or now - wait.since < limits.log_after:
                 continue
             wait.logged = True
-            entry = next((entry for entry in self.queue if entry.req is req), None)
-            logger.warning(
-                "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
-                req.rid,
-                req.bootstrap_room,
-                now - wait.since,
-                " after it was retracted" if entry is None else "",
-                self._what_is_missing(Candidate(entry, req)),
-            )
+            waiting.log_wait(req, now - wait.since, self._what_is_missing(req))

@@ -22,22 +22,13 @@ PrefixKey = tuple[str, str | None, int, bytes]
 
 
 class Refusal(NamedTuple):
-    """Why a request was not admitted: one of ``REASONS``."""
+    """Why a request was not admitted: one of ``waiting.REASONS``."""
 
     reason: str
     #: Tokens that it needs, where tokens were counted.
     cost: int | None = None
     #: The KV that it waits for, where that is arriving for another request.
     prefix: PrefixKey | None = None
-
-
-REASONS = {
-    "no_tokens": "not enough free KV tokens",
-    "cannot_finish": "with it, a running request could be left without memory for its answer",
-    "no_request_row": "no free request row",
-    "no_metadata_slot": "no free metadata slot",
-    "prefix_arriving": "its prefix is just arriving for another request",
-}
 
 
 @dataclass(slots=True)
@@ -113,21 +104,6 @@ def record_of(req: Req) -> DecodeRecord:
     if record is None:
         record = req.delta = DecodeRecord()
     return record
-
-
-def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
-    """What ``req`` waits for, in words. ``head``: the first in line that is blocked, if any;
-    ``wanted``: tokens; ``pool``: where the pool's tokens are."""
-    own = record_of(req).wait.refusal
-    ahead = record_of(head).wait.refusal if head is not None else None
-    if own is not None:
-        why = REASONS[own.reason]
-        wanted = wanted if own.cost is None else own.cost
-    elif head is not None and ahead is not None:
-        why = f"request {head.rid} ahead of it does not fit: {REASONS[ahead.reason]}"
-    else:
-        why = "it was not tried yet"
-    return f"{why}; {wanted} tokens wanted, {pool}"
 
 
 # ---- who may share ----

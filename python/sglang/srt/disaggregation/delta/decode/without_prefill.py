@@ -13,8 +13,9 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr, give_up
+from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import DecodeRecord, Wait, record_of
+from sglang.srt.disaggregation.delta.decode.waiting import give_up
 from sglang.srt.patchset import compat
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class WithoutPrefill:
 
     def may_save(self, req: Req) -> bool:
         """Whether a request whose room failed may be computed here, if it is short enough."""
-        queue = self._queue
-        return queue.saves_turns and bool(queue.local_turns.may_save(req))
+        turns = self._queue.local_turns
+        return turns is not None and bool(turns.may_save(req))
 
     def save(self, entry: QueueEntry, why: str) -> bool:
         """Keep a request in line whose room failed before it was announced; False if that may not

@@ -1,0 +1,126 @@
+"""Requests that wait for decode memory: what is said of them, and how they leave without any.
+
+One that failed, was aborted or has waited for too long holds nothing but its place in the queue.
+Its client is answered, once, and prefill is told not to wait for an announcement.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.rank_agreement import State
+from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.admission import Limits
+    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+
+logger = logging.getLogger(__name__)
+
+
+REASONS = {
+    "no_tokens": "not enough free KV tokens",
+    "cannot_finish": "with it, a running request could be left without memory for its answer",
+    "no_request_row": "no free request row",
+    "no_metadata_slot": "no free metadata slot",
+    "prefix_arriving": "its prefix is just arriving for another request",
+}
+
+
+def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
+    """What ``req`` waits for, in words. ``head``: the first in line that is blocked, if any;
+    ``wanted``: tokens; ``pool``: where the pool's tokens are."""
+    own = record_of(req).wait.refusal
+    ahead = record_of(head).wait.refusal if head is not None else None
+    if own is not None:
+        why = REASONS[own.reason]
+        wanted = wanted if own.cost is None else own.cost
+    elif head is not None and ahead is not None:
+        why = f"request {head.rid} ahead of it does not fit: {REASONS[ahead.reason]}"
+    else:
+        why = "it was not tried yet"
+    return f"{why}; {wanted} tokens wanted, {pool}"
+
+
+def log_wait(req: Req, waited: float, lacks: str) -> None:
+    """A warning: ``req`` has waited for so many seconds, and ``lacks`` what these words say."""
+    logger.warning(
+        "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
+        req.rid,
+        req.bootstrap_room,
+        waited,
+        " after it was retracted" if req.is_retracted else "",
+        lacks,
+    )
+
+
+def answer(
+    queue: RadixPreallocQueue,
+    ready: Sequence[QueueEntry],
+    states: Sequence[int],
+    limits: Limits,
+    lacks: Callable[[Req], str],
+) -> list[QueueEntry]:
+    """Tell the clients of those of ``ready`` that failed or waited for too long, by the ``states``
+    that the ranks agreed on; who leaves. ``lacks``: what a request waits for, in words."""
+    gone: list[QueueEntry] = []
+    for entry, state in zip(ready, states, strict=True):
+        req = entry.req
+        if state == State.FAILED:
+            if queue.without_prefill.save(entry, why_failed(queue, entry)):
+                continue  # tried from the next step on
+            fail(queue, entry, "Aborted while it waited for decode memory: request")
+        elif state == State.EXPIRED:
+            waited = queue.clock() - (record_of(req).wait.since or 0.0)
+            message = (
+                f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
+                f"{waited:.0f} s for decode memory, and "
+                f"{environment.ADMISSION_TIMEOUT.name} allows {limits.for_memory:.0f} s: "
+                f"{lacks(req)}"
+            )
+            give_up(queue.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
+        else:
+            continue
+        gone.append(entry)
+    return gone
+
+
+def give_up(
+    scheduler: DisaggScheduler, entry: QueueEntry, message: str, status: HTTPStatus
+) -> None:
+    """End a request of the prealloc queue; the caller takes it out of the lists.
+
+    The client is answered once, prefill is told not to wait for the announcement, and the receiver
+    forgets the room. What the request holds at this stage is nothing but its place in the queue.
+    """
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    req, receiver = entry.req, entry.kv_receiver
+    logger.warning(message)
+    prepare_abort(req, message, status_code=status)
+    withdraw = getattr(receiver, "withdraw", None)  # warm-up and stock receivers have none
+    if withdraw is not None:
+        withdraw(message)
+    receiver.clear()
+    scheduler.stream_output([req], req.return_logprob)
+
+
+def why_failed(queue: RadixPreallocQueue, entry: QueueEntry) -> str:
+    """Why the room of a request failed, as far as this rank knows."""
+    records = getattr(queue.kv_manager, "failure_records", {})
+    why: str = records.get(entry.req.bootstrap_room, "it was aborted, or failed on another rank")
+    return why
+
+
+def fail(queue: RadixPreallocQueue, entry: QueueEntry, what: str) -> None:
+    """End a request whose room failed; ``what`` began and did not end well."""
+    req = entry.req
+    place = f"rank={queue.tp_rank}, bootstrap_room={req.bootstrap_room}"
+    message = f"{what} {req.rid} ({place}): {why_failed(queue, entry)}"
+    give_up(queue.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
