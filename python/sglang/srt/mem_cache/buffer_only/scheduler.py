@@ -28,6 +28,10 @@ class BufferOnlyScheduler(NamingScheduler):
     _flush_due_ms: int | None = None
     _last_result: float = 0.0
 
+    @property
+    def _buffer_only(self) -> bool:  # type: ignore[override]
+        return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
+
     @cached_property
     def _launched(self) -> deque[float]:
         """When the batches were launched whose results are not processed."""

@@ -32,9 +32,8 @@ class NamingScheduler(Scheduler):
     #: Whether the weights in memory may be others than those that the keys name.
     _weights_changed: bool = False
 
-    @property
-    def _buffer_only(self) -> bool:
-        return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
+    #: Whether the mode is buffer_only.
+    _buffer_only: bool
 
     def name_keys(self) -> None:
         """Name the keys by the weights that are in memory now; on all ranks at the same time."""

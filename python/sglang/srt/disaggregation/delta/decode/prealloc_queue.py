@@ -292,20 +292,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 turns.take(entry, decision)
                 taken.append(entry)
                 continue
-            self._start_transfer(entry, key, slots)
+            record_of(req).arriving = key
+            announce(self, entry, slots)  # prefill fills them
             admitted.append(entry)
             if decision is not None:
                 turns.announced(entry, decision)
             if key is not None:
                 arriving.add(key)
         return None
-
-    def _start_transfer(
-        self, entry: QueueEntry, key: PrefixKey | None, slots: torch.Tensor
-    ) -> None:
-        """What happens with an admitted request: prefill fills its slots (1-D int64)."""
-        record_of(entry.req).arriving = key
-        announce(self, entry, slots)
 
     @staticmethod
     def _no_place(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+#: Why a request is refused, in words.
 REASONS = {
     "no_tokens": "not enough free KV tokens",
     "cannot_finish": "with it, a running request could be left without memory for its answer",
