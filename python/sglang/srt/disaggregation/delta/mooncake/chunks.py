@@ -27,6 +27,16 @@ class QueuedChunk(Protocol):
     life: object | None
 
 
+class ChunkQueue(Protocol):
+    """SGLang's ``FastQueue``: one waits for chunks, any thread puts them in."""
+
+    def get(self) -> QueuedChunk:
+        """The next one; waits for it."""
+
+    def put(self, chunk: QueuedChunk) -> None:
+        """Behind all others."""
+
+
 class ChunkDeadlines:
     """Each chunk's, from ``send()`` to its end. Filled by the scheduler, emptied by the workers,
     looked at by the reader thread: a worker in a call of the engine cannot look at its watch."""

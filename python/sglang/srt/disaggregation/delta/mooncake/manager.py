@@ -10,22 +10,26 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from concurrent.futures import as_completed
+from concurrent.futures import Executor, as_completed
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import pages
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines, QueuedChunk
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines, ChunkQueue, QueuedChunk
 from sglang.srt.disaggregation.delta.mooncake.messages import (
     MooncakeAnnouncements,
     MooncakeStatuses,
     MooncakeTransferInfo,
     RoomProgress,
 )
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkWorker, serve_staging
+from sglang.srt.disaggregation.delta.mooncake.worker import (
+    ChunkWorker,
+    SettlingExecutor,
+    serve_staging,
+)
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.patchset import environment
 
@@ -144,7 +148,9 @@ class DeltaMooncakeManager(MooncakeKVManager):
             self.fail_room(chunk, Reason.TIMEOUT, text, settled=peer is None)
 
     @override
-    def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None) -> None:
+    def transfer_worker(
+        self, queue: ChunkQueue, executor: Executor, staging_buffer: object = None
+    ) -> None:
         if self.enable_staging:
             stock = super().transfer_worker
             serve_staging(
@@ -158,7 +164,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def send_kvcache_slice(
         self, mooncake_session_id: str, prefill_kv_indices: Pages, dst_kv_ptrs: list[int],
         dst_kv_indices: Pages, dst_tp_rank: int, dst_attn_tp_size: int, dst_kv_item_len: int,
-        executor: Any,
+        executor: SettlingExecutor,
     ) -> int:  # fmt: skip
         """The heads that a decode rank of another tensor parallel size takes from this rank.
 

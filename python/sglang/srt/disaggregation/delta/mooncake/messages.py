@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import Self, override
 
@@ -26,6 +26,8 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 )
 
 if TYPE_CHECKING:
+    import threading
+
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,31 @@ class MooncakeTransferInfo(DeltaTransferInfo):
         return info
 
 
+class Registration(Protocol):
+    """What a decode rank says of its memory: SGLang's ``KVArgsRegisterInfo`` of Mooncake."""
+
+    #: Its name, which ends with the port of its engine.
+    mooncake_session_id: str
+    #: Its rank, and the ranks of its tensor parallel group.
+    dst_tp_rank: int
+    dst_attn_tp_size: int
+    #: Addresses of its buffers, and the bytes of a page in each of those for KV.
+    dst_kv_ptrs: list[int]
+    dst_kv_item_len: int
+    dst_state_data_ptrs: list[int]
+    dst_aux_ptrs: list[int]
+    #: Its KV lies on the host, token by token.
+    enable_hisparse: bool
+
+
+class StagingContext(Protocol):
+    """What SGLang's prefill ranks know of decode's staging buffers."""
+
+    watermark_cv: threading.Condition
+    #: By session: round and tail up to which decode has consumed its ring.
+    remote_watermarks: dict[str, tuple[int, int]]
+
+
 class MooncakeAnnouncements(Announcements):
     """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
 
@@ -92,7 +119,7 @@ class MooncakeAnnouncements(Announcements):
             self.take_message(conn, frames, _REGISTRATION_FRAMES)
 
     @override
-    def _register(self, info: Any) -> None:
+    def _register(self, info: Registration) -> None:
         manager, session = self._manager, info.mooncake_session_id
         # SGLang chooses the queue by the port of the session.
         _, colon, port = session.rpartition(":")
@@ -139,7 +166,7 @@ def _take_staging(manager: DeltaMooncakeManager, frames: list[bytes]) -> None:
         _place_chunk(manager, room, frames[6].decode("ascii"), (chunk, offset, round_, end))
 
 
-def _raise_watermark(context: Any, session: str, mark: tuple[int, int]) -> None:
+def _raise_watermark(context: StagingContext, session: str, mark: tuple[int, int]) -> None:
     """Decode has consumed its ring up to ``mark`` (round, tail)."""
     with context.watermark_cv:
         if mark > context.remote_watermarks.get(session, (0, 0)):

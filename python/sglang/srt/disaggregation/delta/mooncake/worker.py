@@ -14,18 +14,20 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.disaggregation.delta.logs import count_sent
 from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.chunks import QueuedChunk
+from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkQueue, QueuedChunk
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
-    from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo
+    from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo, Registration
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class ChunkError(Exception):
@@ -45,10 +47,12 @@ class SettlingExecutor:
 
     def __init__(self, executor: concurrent.futures.Executor) -> None:
         self._executor = executor
-        self._futures: list[concurrent.futures.Future[Any]] = []
+        self._futures: list[concurrent.futures.Future[Any]] = []  # of whatever is submitted
 
-    def submit(self, function: Any, *arguments: Any) -> concurrent.futures.Future[Any]:
-        """As ``Executor.submit``."""
+    def submit(
+        self, function: Callable[..., Result], *arguments: Any
+    ) -> concurrent.futures.Future[Result]:
+        """As ``Executor.submit``, whose arguments have no types either."""
         future = self._executor.submit(function, *arguments)
         self._futures.append(future)
         return future
@@ -143,7 +147,9 @@ class ChunkWorker:
     def _is_stopped(self, room: int) -> bool:
         return self._manager.rooms.stopped(room) is not None
 
-    def _send_pages(self, info: MooncakeTransferInfo, target: Any, chunk: QueuedChunk) -> None:
+    def _send_pages(
+        self, info: MooncakeTransferInfo, target: Registration, chunk: QueuedChunk
+    ) -> None:
         manager, session = self._manager, info.mooncake_session_id
         source = chunk.prefill_kv_indices
         if len(source) == 0:
@@ -196,7 +202,7 @@ class GatedQueue:
     """Chunks of rooms that may still be written; a room is busy from its chunk to the next one."""
 
     def __init__(
-        self, queue: Any, manager: DeltaMooncakeManager, executor: SettlingExecutor
+        self, queue: ChunkQueue, manager: DeltaMooncakeManager, executor: SettlingExecutor
     ) -> None:
         """``executor``: what the worker's calls of the engine run on."""
         self._queue = queue
@@ -207,7 +213,7 @@ class GatedQueue:
         #: Decode ranks of the chunk to which no transfer had failed when it was handed out.
         self._sound: list[MooncakeTransferInfo] = []
 
-    def get(self) -> Any:
+    def get(self) -> QueuedChunk:
         """Leave the room of the chunk before, and wait for one whose room may be entered."""
         self.leave(None)
         while True:
@@ -254,9 +260,9 @@ class GatedQueue:
 
 def serve_staging(
     manager: DeltaMooncakeManager,
-    queue: Any,
+    queue: ChunkQueue,
     executor: concurrent.futures.Executor,
-    worker: Callable[[Any, Any], None],
+    worker: Callable[[GatedQueue, SettlingExecutor], None],
 ) -> None:
     """Run SGLang's ``worker(queue, executor)`` for ever. It ends with an exception at the first
     unexpected thing; that fails one room, and it starts again."""
