@@ -1,0 +1,26 @@
+"""``benchmark/admission`` builds queues of its own, and is run by nobody for weeks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.nightly
+def test_it_runs(tmp_path: Path) -> None:
+    """Guards against a stand-in for the scheduler that lacks what admission has come to read."""
+    arguments = ["--steps", "8", "--pages", "16", "--running", "8", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmark.admission", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (summary,) = tmp_path.glob("*.json")
+    cases = json.loads(summary.read_text())["cases"]
+    assert [case["admits"] for case in cases] == [0, 1, 4]
