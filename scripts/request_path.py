@@ -141,6 +141,10 @@ def transfer(trace: Trace) -> None:
 
 def main() -> int:
     """Prints a line a side."""
+    # Imported before anything is traced: a call that is looked at takes several times as long.
+    import component.decode.decoder
+    import component.nixl.pair
+    import component.prefill.prefiller  # noqa: F401
     from component.one_rank import one_rank
 
     trace = Trace(ROOT / "python/sglang/srt")

@@ -18,7 +18,7 @@ from e2e.support import START_METHOD, pair_config, settle
 from models.arithmetic import number_of
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny_arith"
-QUESTIONS = 60
+QUESTIONS = 40
 ANSWER_TOKENS = 120
 PAGE = 16
 POOL_TOKENS = 32_000

@@ -47,9 +47,11 @@ def test_engine_in_a_program(model: Path, tmp_path: Path) -> None:
     assert ATTACHED in output
 
 
+@pytest.mark.nightly
 def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs: Path) -> None:
     """The DP controller spawns its schedulers itself; each must have the tree, and a request must
-    be answered right whichever rank gets it."""
+    be answered right whichever rank gets it. In every run ``component/patchset/test_processes.py``
+    sees such schedulers attached, and ``test_ranks.py`` compares the answers of two trees."""
     tokens = prompt_maker(model, seed=7)
     shared = tokens(120)
     prompts = [[*shared, *tokens(5 + i)] for i in range(8)]

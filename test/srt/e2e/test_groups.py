@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker
@@ -29,9 +31,11 @@ def two_turns(pair: Pair, reference: Reference, prompts: list[Ids]) -> None:
     pair.check()
 
 
+@pytest.mark.nightly
 def test_a_prefill_server_with_its_group_off(model: Path, reference: Reference, logs: Path) -> None:
     """It moves whole prompts, so it must not say that it takes a prefix: it would write a prompt's
-    start into the pages of its tail."""
+    start into the pages of its tail. In every run ``component/nixl/test_negotiation.py`` asks it,
+    and ``test_interop.py`` has a prefill server that is stock as a whole."""
     off = {"SGLANG_PATCHSET_DISABLE": "nixl_async"}
     with Pair(config(model, logs, prefill_env=off), logs) as pair:
         two_turns(pair, reference, some_prompts(model))

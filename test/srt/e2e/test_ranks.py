@@ -94,11 +94,12 @@ def test_two_ranks_on_both_sides(model: Path, reference: Reference, logs: Path) 
 
 
 @pytest.mark.hazard("unequal-tensor-parallelism")
+@pytest.mark.nightly
 def test_two_prefill_ranks_and_one_decode_rank(
     model: Path, reference: Reference, logs: Path
 ) -> None:
     """Guards against a room that is complete when the first of two writers is, and against heads
-    of one writer over those of the other."""
+    of one writer over those of the other; as ``component/pools/test_ranks.py`` in every run."""
     converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=1, prefill_tp=2)
 
 

@@ -38,11 +38,12 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 @pytest.mark.parametrize(
     ("misfits", "stock", "refused"),
     [
-        # Two independent groups at once: each is one interpreter less.
-        (
+        # Independent groups at once: each is one interpreter less.
+        pytest.param(
             {"nixl_async": f"{DISAGG}.nixl.conn:NixlKVManager", "buffer_only": SCHEDULER},
             {"nixl_async", "buffer_only"},
             {"nixl": "nixl_async", "buffer_only": "buffer_only"},
+            marks=pytest.mark.nightly,
         ),
         (
             {
@@ -87,6 +88,7 @@ def test_a_misfit_leaves_its_group_stock(
         assert f"{misfits[group]} does not fit" in ended and "renamed_by_upstream" in ended
 
 
+@pytest.mark.nightly
 def test_without_its_base_the_patch_set_is_not_there(model_config: Any) -> None:
     """The flags are unknown then, and SGLang refuses them itself."""
     misfits = {"base": "sglang.srt.server_args:ServerArgs"}
@@ -135,8 +137,13 @@ def test_a_group_is_switched_off_by_name(model_config: Any) -> None:
         "buffer_only": "PatchsetError",
     }
     assert found["ended"]["mooncake"].endswith("SGLANG_PATCHSET_DISABLE names it")
+
+
+@pytest.mark.nightly
+def test_a_switch_that_names_no_group(model_config: Any) -> None:
+    """A server that asks for what does not exist does not start."""
     wrong = look(model_config(), {}, STARTS, SGLANG_PATCHSET_DISABLE="nixl")
-    for ended in wrong["ended"].values():  # a server that asks for what does not exist
+    for ended in wrong["ended"].values():
         assert ended.startswith("PatchsetError: SGLANG_PATCHSET_DISABLE names 'nixl', but")
 
 
