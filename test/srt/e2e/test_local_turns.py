@@ -92,19 +92,14 @@ def test_the_choice(model: Path, reference: Reference, logs: Path) -> None:
         settle(pair)
 
 
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"),
-    [
-        (2, 2),
-        pytest.param(1, 2, marks=pytest.mark.nightly),
-        pytest.param(2, 1, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2), (2, 1)])
 def test_several_ranks(
     model: Path, reference: Reference, logs: Path, prefill_tp: int, decode_tp: int
 ) -> None:
     """Ranks that choose differently, compute other chunks, or of which one alone ends a request
-    that decode computes, would stop the server, or change what is generated."""
+    that decode computes, would stop the server, or change what is generated; as
+    ``component/decode/test_local_turns.py`` in every run, with two ranks in one process."""
     tokens = prompt_maker(model, seed=5)
     env = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"} if decode_tp == 2 else {}
     config = local_config(
