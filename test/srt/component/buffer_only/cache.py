@@ -210,7 +210,7 @@ class Cache:
         return sum(name == method for name, _ in self.store.calls)
 
     def describe(self) -> str:
-        states = [(one.rid, one.state.name) for one in self.buffer.prefetches.prefetches]
+        states = [(one.rid, one.state.name) for one in self.buffer.prefetches.line]
         return (
             f"pending {len(self.buffer.backups.queue)}, "
             f"backups {len(self.buffer.backups.running)}, prefetches {states}, "
@@ -224,7 +224,7 @@ class Cache:
         self.tree.request_prefetch(rid, RadixKey(list(tokens), extra_key))
 
     def prefetch(self, rid: str) -> Prefetch | None:
-        return self.buffer.prefetches._by_rid.get(rid)
+        return self.buffer.prefetches.line.get(rid)
 
     def state(self, rid: str) -> State | None:
         prefetch = self.prefetch(rid)

@@ -48,7 +48,7 @@ def check_idle(cache: Cache) -> None:
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
-    assert not cache.buffer.prefetches._by_rid
+    assert not len(cache.buffer.prefetches.line) and not cache.buffer.prefetches._to_ask
     assert all(node.launched == node.stored for node in nodes(cache.tree))
 
 
@@ -85,7 +85,7 @@ def _check_stage(cache: Cache) -> None:
     prefetches, backups, stage = cache.buffer.prefetches, cache.buffer.backups, cache.stage
     assert stage.problems() == []
     fetches = prefetches.fetches
-    pieces = {piece for prefetch in prefetches.prefetches for piece in prefetch.pieces}
+    pieces = {piece for prefetch in prefetches.line for piece in prefetch.pieces}
     assert all(piece.staged or piece in fetches.under_way for piece in pieces)
     staging = [piece.staging for piece in pieces.union(fetches.under_way)] + cache.hogs
     staging += [one for load_back in prefetches.load_backs.under_way for one in load_back.staging]
@@ -95,7 +95,7 @@ def _check_stage(cache: Cache) -> None:
         assert stage.used(direction) <= share.ceiling
     assert len(backups.running) <= BACKUP_SLOTS and len(prefetches.queries.under_way) <= QUERY_SLOTS
     assert len(fetches.under_way) <= FETCH_SLOTS
-    for prefetch in prefetches.prefetches:
+    for prefetch in prefetches.line:
         assert [p.start for p in prefetch.pieces] == sorted(p.start for p in prefetch.pieces)
         for piece in prefetch.pieces:
             assert len(piece.staging.pages) == len(piece.keys) > 0

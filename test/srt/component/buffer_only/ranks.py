@@ -85,7 +85,7 @@ def shape(cache: Cache) -> Any:
     states = [
         (one.rid, one.state.name, one.place, one.begin, len(one.keys), one.asked_ms, one.again_ms,
          [(piece.start, piece.staged, piece.staging.pages) for piece in one.pieces])
-        for one in prefetches.prefetches
+        for one in prefetches.line
     ]  # fmt: skip
     return (
         tree,

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.delta import logs
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_line import AGAIN_MS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.waiting_line import WaitingLine
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 
@@ -181,6 +182,34 @@ def test_an_admission_that_sees_what_a_load_needs():
     assert prefetches.loadable("r", 3 * PAGE, 36) == 5 * PAGE
     assert prefetches.loadable("r", 9 * PAGE, 36) == prefetches.loadable("other", 0, 36) == 0
     cache.tree.release_aborted_request("r")
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_step_with_nothing_new_looks_at_nobody(monkeypatch: pytest.MonkeyPatch):
+    """Hits in the stage, hits that it is too full for, those behind one with the same prefix, and
+    what the store has not: a thousand that wait would cost each step milliseconds."""
+    prompts = [prompt(number, 5) for number in range(8)]
+    prompts += [prompt(90 + number, 1, base=prompts[7]) for number in range(3)]
+    cache = stored(prompts[2:], tokens=200 * PAGE)
+    line = {f"r{number}": tokens for number, tokens in enumerate(prompts)}
+    for rid, tokens in line.items():
+        cache.want(rid, tokens)
+    for _ in range(8):
+        cache.buffer.prefetches.in_line(line)
+        assert not cache.tree.check_prefetch_progress("r5")
+        cache.step()
+    assert [cache.state(rid).name for rid in line] == (
+        ["MISSED"] * 2 + ["STAGED"] * 3 + ["FOUND"] * 6
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(WaitingLine, "__iter__", lambda line: pytest.fail("all are looked at"))
+        patched.setattr(cache.tree, "match_prefix", lambda params: pytest.fail("one is matched"))
+        for _ in range(3):
+            cache.buffer.prefetches.in_line(line)
+            assert not cache.tree.check_prefetch_progress("r5")
+            cache.tree.check_hicache_events()
+    assert admit_in_line(cache, line, lambda: check(cache)) == (6 * 4 + 3 * 5) * PAGE
     cache.settle()
     check_idle(cache)
 

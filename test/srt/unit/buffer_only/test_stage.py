@@ -67,10 +67,10 @@ def test_what_is_stranded_cannot_be_waited_for():
         pages.capacity(Direction.PREFETCH) == 0
         and pages.eventual_capacity(Direction.PREFETCH) == 12
     )
-    hung.stranded = True
+    hung.strand()
     assert pages.eventual_capacity(Direction.PREFETCH) == 6 and pages.stranded == 6
     assert pages.eventual_capacity(Direction.BACKUP) == 8
-    other.stranded = True
+    other.strand()
     assert (
         pages.eventual_capacity(Direction.PREFETCH) == 0
         and pages.eventual_capacity(Direction.BACKUP) == 4
@@ -94,19 +94,33 @@ def test_refused():
 
 @given(
     st.integers(2, 40),
-    st.lists(st.tuples(st.sampled_from(Direction), st.integers(1, 12), st.booleans())),
+    st.lists(
+        st.tuples(
+            st.sampled_from(Direction),
+            st.integers(1, 12),
+            st.sampled_from(("allocate", "release", "strand", "split")),
+        )
+    ),
 )
 def test_every_page_is_free_or_lent_once(pages: int, events: list) -> None:
     """Room is what a lease gets, ceilings hold, and the books balance after any sequence."""
     found = stage(pages)
     leases = []
-    for way, count, release in events:
-        if release and leases:
-            leases.pop(count % len(leases)).release()
-        else:
+    for way, count, event in events:
+        lease = leases[count % len(leases)] if leases else None
+        if event == "allocate" or lease is None:
             room, lease = found.capacity(way), found.allocate(way, count)
             assert (lease is not None) == (count <= room)
             leases += [lease] if lease else []
+        elif event == "release":
+            leases.remove(lease)
+            lease.release()
+        elif event == "strand":
+            lease.strand()
+        elif len(lease.pages) > 1 and not lease.stranded:
+            leases.append(lease.split(1))
+        stranded = sum(len(lease.pages) for lease in leases if lease.stranded)
+        assert found.stranded == stranded
         assert found.used() == sum(len(lease.pages) for lease in leases)
         assert all(found.used(way) <= share.ceiling for way, share in found.shares.items())
         assert found.problems() == []

@@ -19,10 +19,11 @@ leaves the device leaves the tree.
 ``backup``      device to stage to store
 ``touch``       what is used on the device is kept warm in the store, or written again
 ``prefetch``    what a request wants of the store, and what of it is in the stage
-``prefetch_line``  all of them, in the order of the queue: store to stage, state by state
+``waiting_line``   the order in which their requests wait, and what is due when
+``prefetch_line``  all of them, in that order: store to stage, state by state
 ``query``       what the store has of a prompt
 ``fetch``       pages on their way from the store into the stage
-``worth``       load or recompute (pure)
+``worth``       load or recompute (pure); ``chooser``: with what a rank has measured
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``times``       how long a request was in which state

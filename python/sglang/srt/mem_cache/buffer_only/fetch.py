@@ -33,8 +33,9 @@ class Fetches:
         self._under_way: list[Piece] = []
         #: Who brings a page, or has it in the stage.
         self._brought: dict[str, Prefetch] = {}
-        #: Grows whenever pages came, or went; and when some of them went into the tree.
-        self.changes = self.handed_over = 0
+        #: Grows whenever pages came, or went; when some went into the tree; and when somebody does
+        #: not bring pages any more, or brings them later than others.
+        self.changes = self.handed_over = self.let_go = 0
         #: Of calls that were answered, on this rank: seconds and bytes.
         self.call_seconds, self.call_bytes = Mean(), Mean()
         round_pages = max(1, context.stage.shares[Direction.PREFETCH].ceiling // 2)
@@ -156,7 +157,7 @@ class Fetches:
         for piece in list(pieces):
             self.changes += 1
             prefetch.pieces.remove(piece)
-            prefetch.blocked = None
+            prefetch.all_comes = None
             self._forget(prefetch, piece.keys)
             piece.owner = None
             if piece.job is None:
@@ -177,6 +178,7 @@ class Fetches:
         return self._threads.close(timeout)
 
     def _forget(self, prefetch: Prefetch, keys: Iterable[str]) -> None:
+        self.let_go += 1
         for key in keys:
             if self._brought.get(key) is prefetch:
                 del self._brought[key]

@@ -60,7 +60,7 @@ class Context:
         """A call is overdue on some rank: ``staging`` stays out of use until it has returned."""
         if staging.stranded:
             return
-        staging.stranded = True
+        staging.strand()
         logger.warning(
             "HiCache: a call of the store that was given up may still use %d staging pages. They "
             "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "

@@ -92,12 +92,12 @@ class Prefetch:
     rid: str
     #: Of the prompt, whole pages, at least one token short of the end.
     key: Key
-    #: Place in line; smaller is earlier.
-    place: int
     #: When the state was entered, and how long each one lasted before; agreed milliseconds.
     since_ms: int = 0
     spent_ms: Counter[State] = field(default_factory=Counter)
     state: State = State.WAITING
+    #: Place in line; smaller is earlier.
+    place: int = 0
     #: The store was asked for the pages from ``begin`` on; the hit, from there to ``end``.
     begin: int = 0
     hashes: list[str] = field(default_factory=list)
@@ -114,8 +114,10 @@ class Prefetch:
     deferred: bool = False
     #: Whether the hit is fetched, and why; None before that was decided.
     choice: Choice | None = None
-    #: What was known when this prefetch last had nothing to do, and when it was last not ready.
-    blocked: object = None
+    #: Set while all that is missing is on its way: by its own pieces, or with those of others, and
+    #: then until somebody lets go of pages (``Fetches.let_go`` is another number).
+    all_comes: int | None = None
+    #: What was known when it was last not ready.
     unready: object = None
 
     #: Tokens that came into the tree for it.

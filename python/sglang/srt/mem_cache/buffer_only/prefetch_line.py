@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
-from sglang.srt.mem_cache.buffer_only.fetch import THREADS as SIDE_BY_SIDE
+from sglang.srt.mem_cache.buffer_only.chooser import Chooser
 from sglang.srt.mem_cache.buffer_only.fetch import Fetches
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.query import Queries
-from sglang.srt.mem_cache.buffer_only.settings import pages_of
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Hit, Speeds, choose
+from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead, WaitingLine
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 #: waits; then not any more. Nobody waits for these.
 AGAIN_MS = (500, 2000, 8000)
 #: Requests for which the tree is looked at in a step, to fetch for them.
-MOST_LOOKED_AT = 32
-#: Instead of what was known when a prefetch was last looked at: its own pieces bring all of it.
-ALL_COMES = "all comes"
+MOST_LOOKED_AT = 16
+#: Of a prefetch all of whose pages its own pieces bring, whatever becomes of others.
+OWN = -1
 
 
 class PrefetchLine:
@@ -44,26 +44,26 @@ class PrefetchLine:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._by_rid: dict[str, Prefetch] = {}
+        self.line = WaitingLine()
+        #: Those that want to ask the store.
+        self._to_ask: dict[Prefetch, None] = {}
         self.queries = Queries(context)
         self.fetches = Fetches(context)
         self.load_backs = LoadBacks(context)
-        #: Agreed by the ranks.
-        self._speeds = Speeds()
-        self._slower_in_a_row = 0
-        self._arrivals = 0
+        self._chooser = Chooser(context)
+        #: Grows whenever a prefetch is to be looked at again; what was known when the line was last
+        #: gone through to its end, or to where nobody behind gets more.
+        self._news = 0
+        self._gone_through: object = None
+        #: Pages of the longest hit since the line was last empty.
+        self._longest = 0
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or is on its way; what the store was given up for does not
         count."""
         calls = len(self.queries.under_way) + self.fetches.running
-        return bool(self._by_rid or calls or len(self.load_backs))
-
-    @property
-    def prefetches(self) -> list[Prefetch]:
-        """In the order of the queue."""
-        return sorted(self._by_rid.values(), key=lambda one: one.place)
+        return bool(len(self.line) or calls or len(self.load_backs))
 
     # ---- what the scheduler says and asks ----
 
@@ -71,28 +71,24 @@ class PrefetchLine:
         """Fetch what the store has of ``key`` beyond what the tree holds."""
         self.cancel(rid)
         if len(key) >= self._context.settings.prefetch_threshold:
-            self._arrivals += 1
-            self._by_rid[rid] = Prefetch(rid, key, self._arrivals, self._context.now_ms)
+            prefetch = Prefetch(rid, key, self._context.now_ms)
+            self.line.add(prefetch)
+            self._to_ask[prefetch] = None
 
     def in_line(self, rids: Iterable[str]) -> None:
         """The requests that wait, first in line first. Who is not among them is gone."""
-        if not self._by_rid:
+        if not len(self.line):
             return
-        places = {rid: place for place, rid in enumerate(rids)}
-        before = -1
-        for prefetch in self.prefetches:
-            if prefetch.rid not in places:
-                self._end(prefetch)
-                self._context.tree.prefetch_loaded_tokens_by_reqid.pop(prefetch.rid, None)
-                continue
-            prefetch.place = places[prefetch.rid]
-            if prefetch.place < before:
-                self.fetches.changes += 1  # who brings pages for whom is another question now
-            before = prefetch.place
+        gone, moved = self.line.arrange(list(rids))
+        for prefetch in gone:
+            self._end(prefetch)
+            self._context.tree.prefetch_loaded_tokens_by_reqid.pop(prefetch.rid, None)
+        if moved:
+            self.fetches.let_go += 1  # who brings pages for whom is another question now
 
     def ready(self, rid: str) -> bool:
         """Whether the request can be scheduled; asked in each step that could admit it."""
-        prefetch = self._by_rid.get(rid)
+        prefetch = self.line.get(rid)
         if prefetch is None:
             return True
         if self._ready(prefetch):
@@ -101,13 +97,17 @@ class PrefetchLine:
         if self._context.settings.policy == "best_effort":
             return True
         if prefetch.asked_ms is None:
-            prefetch.asked_ms, prefetch.blocked = self._context.now_ms, None
+            now_ms, settings = self._context.now_ms, self._context.settings
+            limit_ms = settings.timeout_ms(len(prefetch.key) // settings.page_size)
+            prefetch.asked_ms = now_ms
+            self.line.wake(prefetch, now_ms + int(limit_ms) + 1)
+            self._look_again(prefetch)
         return False
 
     def loadable(self, rid: str, held: int, most: int) -> int:
         """Tokens of the request in the stage that continue the ``held`` tokens that the tree has,
         up to the first ``most`` tokens of the prompt."""
-        prefetch, page = self._by_rid.get(rid), self._context.page_size
+        prefetch, page = self.line.get(rid), self._context.page_size
         if prefetch is None:
             return 0
         return max(0, min(prefetch.staged_from(held // page), (most - held) // page)) * page
@@ -119,7 +119,8 @@ class PrefetchLine:
         Returns:
             The device slots, and the node in which they end; None where the device has no room.
         """
-        prefetch, page = self._by_rid[rid], self._context.page_size
+        prefetch, page = self.line.get(rid), self._context.page_size
+        assert prefetch is not None, "who has staged pages is in line"
         loaded = self._load(prefetch, held // page, (held + tokens) // page)
         if loaded is not None:
             self._end(prefetch)
@@ -127,7 +128,7 @@ class PrefetchLine:
 
     def cancel(self, rid: str) -> None:
         """The request is gone, runs, or asks again."""
-        prefetch = self._by_rid.get(rid)
+        prefetch = self.line.get(rid)
         if prefetch is not None:
             self._end(prefetch)
 
@@ -144,7 +145,7 @@ class PrefetchLine:
     def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks, and on time that has run out."""
         self.load_backs.finish(agreed.load_back_copies)
-        self._speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
+        self._chooser.speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
         for prefetch in self.queries.apply(agreed.queries):
             self._answered(prefetch)
         for prefetch, end in self.fetches.apply(agreed.fetches):
@@ -155,30 +156,28 @@ class PrefetchLine:
             if not prefetch.keys:
                 self._missed(prefetch)
             else:
+                prefetch.all_comes = None
                 self._look(prefetch, self._match(prefetch)[0])
-        for prefetch in list(self._by_rid.values()):
+        for prefetch in self.line.due(self._context.now_ms):
             if self._out_of_time(prefetch):
                 self._context.counters["prefetch_timeouts"] += 1
                 self._settle(prefetch)
+            elif self._asks_again(prefetch):
+                self._to_ask[prefetch] = None
 
     def launch(self) -> None:
         """Start what calls and stage have room for, first in line first."""
-        line = self.prefetches
         if self.fetches.stuck:
-            for prefetch in line:
+            for prefetch in self.line:
                 if prefetch.state in (State.WAITING, State.FOUND):
                     self._settle(prefetch)
-        for prefetch in line:
-            if self._wants_query(prefetch) and self.queries.has_slot:
-                self._query(prefetch)
-        looked_at = 0
-        for prefetch in line:
-            if prefetch.state not in (State.FOUND, State.FETCHING) or self._idle(prefetch):
-                continue
-            looked_at += 1
-            if not self._fetch(prefetch) or looked_at == MOST_LOOKED_AT:
-                break
-        self._load_ahead(line)
+        if self._to_ask and self.queries.has_slot:
+            for prefetch in sorted(self._to_ask, key=lambda one: one.place):
+                if self.queries.has_slot:
+                    self._query(prefetch)
+        self._fetch_in_line()
+        if self._longest > self.fetches.most:
+            self._load_ahead()
         self.load_backs.launch_apart()
 
     def reset(self) -> None:
@@ -188,7 +187,7 @@ class PrefetchLine:
 
     def cancel_all(self) -> None:
         """The store was cleared: what it was found to have would enter the tree as stored."""
-        for prefetch in list(self._by_rid.values()):
+        for prefetch in self.line:
             self._end(prefetch)
 
     def close(self, timeout: float) -> bool:
@@ -197,14 +196,13 @@ class PrefetchLine:
 
     # ---- from state to state ----
 
-    def _wants_query(self, prefetch: Prefetch) -> bool:
-        if prefetch.state is State.WAITING:
-            return True
+    def _asks_again(self, prefetch: Prefetch) -> bool:
         due = prefetch.again_ms is not None and self._context.now_ms >= prefetch.again_ms
         return due and prefetch.query is None and prefetch.state is State.MISSED
 
     def _query(self, prefetch: Prefetch) -> None:
         """WAITING -> QUERYING. What was missed once stays so while the store is asked again."""
+        del self._to_ask[prefetch]
         context = self._context
         held, node = self._match(prefetch)
         tokens = held * context.page_size
@@ -225,22 +223,43 @@ class PrefetchLine:
         self._context.counters["prefetch_hit_tokens"] += tokens
         self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
         self._enter(prefetch, State.FOUND)
-        prefetch.blocked = prefetch.unready = None
+        prefetch.unready = None
+        self._longest = max(self._longest, len(prefetch.keys))
+        self._look_again(prefetch)
 
     def _missed(self, prefetch: Prefetch) -> None:
         """The store has nothing that is worth it; perhaps another server is just writing it."""
         self.fetches.drop(prefetch, prefetch.pieces)
-        turn = prefetch.queries - 1
-        again = self._context.now_ms + AGAIN_MS[turn] if turn < len(AGAIN_MS) else None
-        prefetch.again_ms = again
+        turn, prefetch.again_ms = prefetch.queries - 1, None
+        if turn < len(AGAIN_MS):
+            prefetch.again_ms = self._context.now_ms + AGAIN_MS[turn]
+            self.line.wake(prefetch, prefetch.again_ms)
         self._enter(prefetch, State.MISSED)
 
-    def _idle(self, prefetch: Prefetch) -> bool:
-        """Whether there is nothing to do for it: all is on its way, or nothing has changed."""
-        now = (self.fetches.changes, self.fetches.capacity)
-        return prefetch.blocked in (ALL_COMES, now)
+    def _look_again(self, prefetch: Prefetch) -> None:
+        """There may be something to fetch for it."""
+        prefetch.all_comes = None
+        self._news += 1
 
-    def _fetch(self, prefetch: Prefetch) -> bool:
+    def _fetch_in_line(self) -> None:
+        """Fetch what is missing, first in line first, unless nothing has changed since."""
+        known = (self._news, self.fetches.changes, self.fetches.let_go, self.fetches.capacity)
+        if known == self._gone_through:
+            return
+        before, looked_at = TokensAhead(self.line, self._context.page_size), 0
+        for prefetch in self.line:
+            if prefetch.state is not State.FOUND and prefetch.state is not State.FETCHING:
+                continue
+            if prefetch.all_comes in (OWN, self.fetches.let_go):
+                continue
+            looked_at += 1
+            if not self._fetch(prefetch, before):
+                break
+            if looked_at == MOST_LOOKED_AT:
+                return
+        self._gone_through = known
+
+    def _fetch(self, prefetch: Prefetch, before: TokensAhead) -> bool:
         """Bring what is missing, as far as it goes; False where nobody behind it gets more."""
         fetches = self.fetches
         held, _ = self._match(prefetch)
@@ -250,7 +269,8 @@ class PrefetchLine:
         over = [one for one in prefetch.pieces if one.staged and one.stop <= held]
         fetches.drop(prefetch, over)
         if prefetch.choice is None and fetches.has_slot and held < prefetch.end:
-            prefetch.choice = self._choose(prefetch, held)
+            ahead = before.of(prefetch) if prefetch.asked_ms is None else 0
+            prefetch.choice = self._chooser.choose(prefetch.end - held, fetches, ahead)
         if prefetch.choice is Choice.SLOWER:
             self._settle(prefetch)
             return True
@@ -258,8 +278,7 @@ class PrefetchLine:
         self._look(prefetch, held)
         if whole:
             own = prefetch.missing(held, 1, lambda key: False) is None
-            now = (fetches.changes, fetches.capacity)
-            prefetch.blocked = ALL_COMES if own else now
+            prefetch.all_comes = OWN if own else fetches.let_go
         elif not prefetch.deferred:
             prefetch.deferred = True
             tokens = len(prefetch.keys) * self._context.page_size
@@ -280,39 +299,18 @@ class PrefetchLine:
             fetches.start(prefetch, start, min(stop, start + fetches.capacity))
         return True
 
-    def _choose(self, prefetch: Prefetch, held: int) -> Choice:
-        """Whether the hit is there before it could be computed."""
-        context, fetches, choice = self._context, self.fetches, Choice.UNMEASURED
-        pages, ahead = prefetch.end - held, 0
-        if prefetch.asked_ms is None:
-            before = [one for one in self._by_rid.values() if one.place < prefetch.place]
-            ahead = sum(len(one.key) - one.end * context.page_size for one in before)
-        if not context.settings.always_fetch:
-            hit = Hit(
-                tokens=pages * context.page_size,
-                calls=pages_of(pages, fetches.piece_pages),
-                call_bytes=min(pages, fetches.piece_pages) * context.page_bytes,
-                calls_ahead=fetches.running,
-                tokens_ahead=ahead,
-            )
-            choice = choose(self._speeds, hit, SIDE_BY_SIDE, self._slower_in_a_row)
-        self._slower_in_a_row = self._slower_in_a_row + 1 if choice is Choice.SLOWER else 0
-        context.choices[choice] += 1
-        return choice
-
     def _look(self, prefetch: Prefetch, held: int) -> None:
         """FOUND, FETCHING or STAGED, by what is there."""
         if prefetch.state in (State.FOUND, State.FETCHING, State.STAGED):
-            prefetch.blocked = None
             whole = held + prefetch.staged_from(held) >= prefetch.end
             rest = State.STAGED if whole else State.FOUND
             self._enter(prefetch, State.FETCHING if prefetch.fetching else rest)
 
-    def _load_ahead(self, line: list[Prefetch]) -> None:
+    def _load_ahead(self) -> None:
         """Of a hit that is larger than the stage, copy what is in the stage into the tree, if the
         scheduler waits for it. One copy at a time."""
         most = self.fetches.most
-        for prefetch in line:
+        for prefetch in self.line:
             if prefetch.asked_ms is None or prefetch.state not in (State.FOUND, State.FETCHING):
                 continue
             if len(self.load_backs) or len(prefetch.keys) <= most:
@@ -367,6 +365,7 @@ class PrefetchLine:
             self._settle(prefetch)
             return False
         self._enter(prefetch, State.WAITING)
+        self._to_ask[prefetch] = None
         return True
 
     def _settle(self, prefetch: Prefetch) -> None:
@@ -374,13 +373,17 @@ class PrefetchLine:
         held, _ = self._match(prefetch)
         staged = prefetch.staged_from(held)
         self.queries.cancel(prefetch)
+        self._to_ask.pop(prefetch, None)
         self._cut(prefetch, held + staged if staged else prefetch.begin)
         prefetch.queries, prefetch.again_ms = len(AGAIN_MS) + 1, None
         self._enter(prefetch, State.STAGED if staged else State.MISSED)
 
     def _end(self, prefetch: Prefetch) -> None:
         """Nobody wants it any more."""
-        del self._by_rid[prefetch.rid]
+        self.line.remove(prefetch)
+        self._to_ask.pop(prefetch, None)
+        if not len(self.line):
+            self._longest = 0
         self._enter(prefetch, prefetch.state)
         self._context.times.ended(prefetch)
         self.queries.cancel(prefetch)
@@ -397,7 +400,7 @@ class PrefetchLine:
     def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
         """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
         the last one first, until there is room for ``pages``."""
-        for other in reversed(self.prefetches):
+        for other in reversed(list(self.line)):
             if other.place <= prefetch.place or self.fetches.capacity >= pages:
                 return
             staged = [piece for piece in other.pieces if piece.staged]
@@ -406,7 +409,7 @@ class PrefetchLine:
                 self._look(other, 0)
 
     def _out_of_time(self, prefetch: Prefetch) -> bool:
-        if prefetch.asked_ms is None or prefetch.state in (State.STAGED, State.MISSED):
+        if prefetch.asked_ms is None:
             return False
         waited, settings = self._context.now_ms - prefetch.asked_ms, self._context.settings
         return waited > settings.timeout_ms(len(prefetch.key) // settings.page_size)
@@ -422,6 +425,8 @@ class PrefetchLine:
 
     def _enter(self, prefetch: Prefetch, state: State) -> None:
         prefetch.enter(state, self._context.now_ms)
+        if state in (State.STAGED, State.MISSED):
+            prefetch.asked_ms = None  # nobody waits for it
 
     def _unfulfilled(self, pages: int) -> None:
         tokens = pages * self._context.page_size

@@ -1,13 +1,13 @@
 """The staging pages: who has which, and the copies between them and the device.
 
-Pages are given back once, and how much is in use is derived from who has them.
+Pages are given back once.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang.srt.mem_cache.buffer_only.settings import Share
@@ -32,8 +32,19 @@ class StagingPages:
         self._stage: Stage | None = stage
         self.direction = direction
         self.pages = pages
-        #: A call of the store that was given up may use the pages, nobody knows for how long.
-        self.stranded = False
+        self._stranded = False
+
+    @property
+    def stranded(self) -> bool:
+        """Whether a call of the store that was given up may use the pages, nobody knows for how
+        long."""
+        return self._stranded
+
+    def strand(self) -> None:
+        """A call of the store that uses the pages was given up."""
+        if self._stage is not None and not self._stranded:
+            self._stranded = True
+            self._stage._count_stranded(self, 1)
 
     @property
     def live(self) -> bool:
@@ -42,7 +53,7 @@ class StagingPages:
 
     def split(self, pages: int) -> StagingPages:
         """Keep the first ``pages`` pages; the result has the rest."""
-        if self._stage is None or not 0 < pages < len(self.pages):
+        if self._stage is None or self._stranded or not 0 < pages < len(self.pages):
             raise ValueError(f"{pages} of {len(self.pages)} pages cannot be split off")
         rest = StagingPages(self._stage, self.direction, self.pages[pages:])
         self.pages = self.pages[:pages]
@@ -59,8 +70,8 @@ class StagingPages:
 class Stage:
     """Page numbers ``0 .. pages - 1``, allocated to transfers.
 
-    Used by the scheduler thread alone. How much is in use is the sum over what is allocated: there
-    is no counter that could disagree with it.
+    Used by the scheduler thread alone, which asks for the capacity many times in a step: sums are
+    kept, and ``problems`` compares them with what is allocated.
     """
 
     def __init__(self, pages: int, backup: Share, prefetch: Share) -> None:
@@ -73,17 +84,19 @@ class Stage:
             raise ValueError(f"shares {backup} and {prefetch} do not fit into {pages} pages")
         self._free = deque(range(pages))
         self._allocated: set[StagingPages] = set()
+        self._used = dict.fromkeys(Direction, 0)
+        self._stranded = dict.fromkeys(Direction, 0)
         #: Most pages in use at one time.
         self.peak = 0
 
     def capacity(self, direction: Direction) -> int:
         """Pages that ``direction`` could get now."""
-        return self._capacity(direction, self._allocated)
+        return self._capacity(direction, self._used)
 
     def eventual_capacity(self, direction: Direction) -> int:
         """Pages that ``direction`` could get when all but the stranded ones have been given back:
         who needs more than that would wait for a store that may never answer."""
-        return self._capacity(direction, [one for one in self._allocated if one.stranded])
+        return self._capacity(direction, self._stranded)
 
     def allocate(self, direction: Direction, pages: int) -> StagingPages | None:
         """Allocate ``pages`` pages; None where :meth:`capacity` is less.
@@ -97,17 +110,18 @@ class Stage:
             return None
         found = StagingPages(self, direction, tuple(self._free.popleft() for _ in range(pages)))
         self._allocated.add(found)
+        self._used[direction] += pages
         self.peak = max(self.peak, self.used())
         return found
 
     def used(self, direction: Direction | None = None) -> int:
         """Pages that are allocated, in one direction or in both."""
-        return sum(len(x.pages) for x in self._allocated if direction in (None, x.direction))
+        return sum(self._used.values()) if direction is None else self._used[direction]
 
     @property
     def stranded(self) -> int:
         """Pages that are kept for calls of the store that were given up."""
-        return sum(len(one.pages) for one in self._allocated if one.stranded)
+        return sum(self._stranded.values())
 
     @property
     def allocated(self) -> frozenset[StagingPages]:
@@ -116,22 +130,37 @@ class Stage:
 
     def problems(self) -> list[str]:
         """What is wrong with the books; empty unless somebody wrote into them."""
+        found = []
         numbers = [*self._free, *(page for one in self._allocated for page in one.pages)]
-        if sorted(numbers) == list(range(self.pages)):
-            return []
-        return [f"staging pages lost or allocated twice: {sorted(numbers)} of {self.pages}"]
+        if sorted(numbers) != list(range(self.pages)):
+            found.append(
+                f"staging pages lost or allocated twice: {sorted(numbers)} of {self.pages}"
+            )
+        for direction in Direction:
+            mine = [one for one in self._allocated if one.direction is direction]
+            used = sum(len(one.pages) for one in mine)
+            stranded = sum(len(one.pages) for one in mine if one.stranded)
+            if (used, stranded) != (self._used[direction], self._stranded[direction]):
+                found.append(
+                    f"{direction.value}: {used} pages in use and {stranded} stranded, counted were "
+                    f"{self._used[direction]} and {self._stranded[direction]}"
+                )
+        return found
 
-    def _capacity(self, direction: Direction, allocated: Collection[StagingPages]) -> int:
-        used = dict.fromkeys(Direction, 0)
-        for one in allocated:
-            used[one.direction] += len(one.pages)
+    def _capacity(self, direction: Direction, used: Mapping[Direction, int]) -> int:
         other = Direction.PREFETCH if direction is Direction.BACKUP else Direction.BACKUP
         promised = max(0, self.shares[other].floor - used[other])
         within = self.shares[direction].ceiling - used[direction]
         return max(0, min(within, self.pages - sum(used.values()) - promised))
 
+    def _count_stranded(self, staging: StagingPages, sign: int) -> None:
+        self._stranded[staging.direction] += sign * len(staging.pages)
+
     def _take_back(self, staging: StagingPages) -> None:
         self._allocated.remove(staging)
+        self._used[staging.direction] -= len(staging.pages)
+        if staging.stranded:
+            self._count_stranded(staging, -1)
         self._free.extend(staging.pages)
 
 
