@@ -80,6 +80,8 @@ class ScriptedStore(HiCacheStorage):
         self._gates: list[Gate] = []
         #: Whether writes are refused, by this error or by an answer.
         self.refusing: bool | BaseException = False
+        #: Leading pages that each write takes at most; None for all.
+        self.takes: int | None = None
         if pool is not None:
             self.register_mem_pool_host(pool)
 
@@ -159,12 +161,13 @@ class ScriptedStore(HiCacheStorage):
                 raise self.refusing
             if self.refusing:
                 return [False] * len(keys)
-            for key, page, was in zip(keys, pages, before, strict=True):
+            taken = len(keys) if self.takes is None else min(self.takes, len(keys))
+            for key, page, was in list(zip(keys, pages, before, strict=True))[:taken]:
                 now = self._bytes(page)
                 if now != was:
                     self.disturbed.append(key)
                 self.content.setdefault(key, now)
-            return [True] * len(keys)
+            return [at < taken for at in range(len(keys))]
 
         return self._scripted("batch_set_v1", keys, put)
 

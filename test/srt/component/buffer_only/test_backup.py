@@ -412,6 +412,29 @@ def test_a_store_that_takes_nothing(way: bool | OSError):
     check_idle(cache)
 
 
+def test_a_store_that_takes_a_part_of_each_backup():
+    """Tried in every step, half of what is copied would be copied for nothing; what it takes is
+    stored, and it has all again as soon as it takes all again."""
+    cache = Cache(pages=8, tokens=2000 * PAGE)
+    cache.store.takes = 1
+    copies = count_copies(cache)
+    for number in range(200):  # three seconds, one prompt of two pages each
+        cache.compute(prompt(number, 2))
+        cache.step()
+        cache.now += 0.015
+    # Of two pages one is refused, so that it is tried twice in a second.
+    assert 5 <= copies() <= 8 and len(cache.store.content) == copies()
+    assert cache.buffer.backups.queue.dropped[REFUSED] == 0
+    cache.store.takes = None
+    cache.now += 0.5
+    for _ in range(3):
+        cache.step()
+    before = copies()
+    cache.settle(1000)
+    assert copies() - before > 50 and cache.now < 4, "it is not waited for any more"
+    check_idle(cache)
+
+
 def test_no_copy_for_a_store_that_is_down():
     """What waits stays until the store answers a probe, which comes without any request."""
     cache = Cache()

@@ -57,25 +57,33 @@ class Backup:
 
 
 class Refusals:
-    """When a store that has taken nothing of a backup is tried again: after ``first_ms``, then
-    after twice that and so on, at most ``longest_ms`` apart. All times are agreed milliseconds."""
+    """When a store that refuses is tried again: after a backup of which it took nothing, in
+    ``first_ms``, then in twice that and so on, at most ``longest_ms`` apart; after one of which it
+    took a part, in the refused part of ``first_ms``. All times are agreed milliseconds."""
 
     def __init__(self, first_ms: int, longest_ms: int) -> None:
         self._first, self._longest = first_ms, longest_ms
         self._wait = first_ms
         self._retry_at = 0
-        #: Whether the last backup was refused: then one backup is tried, not all that fit.
+        #: Whether the last backup was refused, or a part of it: then one backup is tried, not all
+        #: that fit.
         self.refused = False
 
     def waiting(self, now_ms: int) -> bool:
         """Whether nothing is to be tried yet."""
         return self.refused and now_ms < self._retry_at
 
-    def ended(self, taken: bool, now_ms: int) -> None:
-        """A backup has ended; the store took something of it, or nothing."""
-        if taken:
+    def ended(self, durable: int, pages: int, now_ms: int) -> None:
+        """A backup of ``pages`` pages has ended, of which the store took ``durable``."""
+        if durable == pages:
             self.refused, self._wait = False, self._first
-        elif not self.waiting(now_ms):  # those that were under way with it count once
+        elif self.waiting(now_ms):
+            return  # those that were under way with one that was refused count once
+        elif durable:
+            self._wait = self._first
+            self.refused = True
+            self._retry_at = now_ms + self._first * (pages - durable) // pages
+        else:
             self.refused, self._retry_at = True, now_ms + self._wait
             self._wait = min(2 * self._wait, self._longest)
 
@@ -268,7 +276,7 @@ class Backups:
         if not backup.overdue:
             counters = self._context.counters
             counters["store_written_pages"] += durable
-            self._refusals.ended(durable > 0, self._context.now_ms)
+            self._refusals.ended(durable, len(backup.keys), self._context.now_ms)
             if durable < len(backup.keys):
                 counters["store_write_failures"] += 1
                 backup.overdue = True
