@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixi
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Copier
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 
 def test_written_flushed_and_read_back():
@@ -182,6 +183,37 @@ def test_a_load_runs_beside_the_batch_that_runs(written: list[int] | None, waits
     copier = Copier(controller, lambda: forward, lambda: slots)
     copier.to_device([(torch.arange(2), torch.arange(2)), (torch.arange(2), torch.arange(2, 4))])
     assert bool(order.log) is waits
+
+
+@pytest.mark.parametrize("another_was_faster", [False, True])
+def test_a_load_into_slots_that_the_running_batch_still_reads(another_was_faster: bool):
+    """A request whose prefix another one has brought meanwhile gives its own slots back, which the
+    batch that was launched before reads all the same: a load that gets them waits for that."""
+    cache = Cache()
+    tokens = prompt(1, 4)
+    own, table = cache.allocator.alloc(len(tokens)), ReqToTokenPool(2, 64, "cpu", False)
+    table.write((0, slice(0, len(tokens))), own)
+    cache.tree.req_to_token_pool = table
+    req = SimpleNamespace(
+        fill_ids=tokens, req_pool_idx=0, extra_key=None, priority=0, cache_protected_len=0,
+        last_node=cache.tree.root_node, prefix_indices=own[:0],
+    )  # fmt: skip
+    if another_was_faster:
+        cache.compute(tokens)
+    cache.tree.written = torch.tensor([len(cache.device.k_buffer[0]) - 1])
+    free = cache.allocator.available_size()
+    cache.tree.cache_unfinished_req(req)
+    given_back = cache.allocator.available_size() - free
+    assert given_back == (len(tokens) if another_was_faster else 0)
+    order, ack = Order(), SimpleNamespace(finish_event="event")
+    controller = SimpleNamespace(
+        load_stream=order.stream("load"), load_queue=[], ack_load_queue=[ack],
+        start_loading=lambda: 0,
+    )  # fmt: skip
+    forward = order.stream("forward")
+    copier = Copier(controller, lambda: forward, lambda: cache.tree.written)
+    copier.to_device([(torch.arange(PAGE), own[:PAGE])])
+    assert bool(order.log) is another_was_faster
 
 
 def test_the_schedulers_forward_stream_is_the_one_that_is_waited_for():
