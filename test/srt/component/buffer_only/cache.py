@@ -80,6 +80,7 @@ class Cache:
         threads: Any = ManualThreads,
         settings: dict[str, Any] | None = None,
         batch_pages: int = BATCH_PAGES,
+        alone: bool = False,
         **changes: Any,
     ) -> None:
         self.store = ScriptedStore() if store is None else store
@@ -103,6 +104,7 @@ class Cache:
             "store": PageStore(self.client, PAGE, batch_pages),
             "make_thread": threads,
             "settings": limits,
+            "alone": alone,
         }
         fresh["copier"] = SlowCopier(self)
         self.buffer = self.tree.buffer = Pipelines(Context(**fresh), reduce_min, lambda: self.now)

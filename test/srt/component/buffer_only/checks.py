@@ -87,7 +87,10 @@ def _check_stage(cache: Cache) -> None:
     fetches = prefetches.fetches
     pieces = {piece for prefetch in prefetches.line for piece in prefetch.pieces}
     assert all(piece.staged or piece in fetches.under_way for piece in pieces)
+    reserved = [query.first for query in prefetches.queries.under_way if query.first is not None]
+    assert set(fetches.reserved) == set(reserved) and len(fetches.reserved) == len(reserved)
     staging = [piece.staging for piece in pieces.union(fetches.under_way)] + cache.hogs
+    staging += [first.staging for first in reserved]
     staging += [one for load_back in prefetches.load_backs.under_way for one in load_back.staging]
     staging += [backup.staging for backup in backups.running]
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated

@@ -18,11 +18,11 @@ from sglang.srt.mem_cache.buffer_only.stage import Direction
 PROMPT = prompt(1, 5)
 
 
-@pytest.fixture
-def cache() -> Iterator[Cache]:
+@pytest.fixture(params=[False, True], ids=["a rank of several", "the only rank"])
+def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
     """The store has ``PROMPT``, the tree is empty."""
     store = ScriptedStore()
-    found = Cache(store)
+    found = Cache(store, alone=request.param)
     found.compute(PROMPT)
     found.settle()
     found.flush()
@@ -260,6 +260,6 @@ def test_a_query_that_hangs(cache: Cache):
     """It holds no pages, so that nothing is left of it when the deadline is over."""
     cache.store.hang("batch_exists")
     assert cache.serve("r", PROMPT) == 0
-    assert not cache.buffer.prefetches.queries.under_way
+    assert not cache.buffer.prefetches.queries.under_way and not cache.stage.used()
     let_go(cache)
     check_idle(cache)

@@ -497,10 +497,11 @@ def test_a_copy_without_a_batch():
     check_idle(cache)
 
 
-def test_a_burst_with_one_prefix_reads_it_once():
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_burst_with_one_prefix_reads_it_once(alone: bool):
     """Each on its own, sixteen requests would read the prefix sixteen times, through a stage that
     is too small for one."""
-    cache = filled(pages=8, tokens=80 * PAGE)
+    cache = filled(pages=8, tokens=80 * PAGE, alone=alone)
     prompts = {f"r{number}": prompt(50 + number, 1, base=PROMPT) for number in range(16)}
     for rid, tokens in prompts.items():
         cache.want(rid, tokens)

@@ -206,7 +206,7 @@ def test_a_store_in_a_call_is_not_closed():
 
 def test_with_threads():
     """The threads that servers have; only the order of things is open."""
-    cache = Cache(threads=IOThreads)
+    cache = Cache(threads=IOThreads, alone=True)
     tokens = prompt(1, 6)
     cache.compute(tokens)
     wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())

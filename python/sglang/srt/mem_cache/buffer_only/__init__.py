@@ -23,6 +23,7 @@ leaves the device leaves the tree.
 ``prefetch_line``  all of them, in that order: store to stage, state by state
 ``query``       what the store has of a prompt
 ``fetch``       pages on their way from the store into the stage
+``first_fetch``  the one that follows a query at once, where one rank decides
 ``worth``       load or recompute (pure); ``chooser``: with what a rank has measured
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.fetch import THREADS as SIDE_BY_SIDE
@@ -22,23 +23,34 @@ class Chooser:
         self.speeds = Speeds()
         self._slower_in_a_row = 0
 
-    def choose(self, pages: int, fetches: Fetches, tokens_ahead: int) -> Choice:
-        """Whether a hit of ``pages`` pages is there before it could be computed.
+    def rule(self, fetches: Fetches, tokens_ahead: int) -> Callable[[int], Choice]:
+        """Whether a hit of so many pages is there before it could be computed, by what is known
+        now; can be asked on any thread.
 
         Args:
             fetches: that it would be one of.
             tokens_ahead: that those in line before its request will compute.
         """
-        context, choice = self._context, Choice.UNMEASURED
-        if not context.settings.always_fetch:
+        page, page_bytes = self._context.page_size, self._context.page_bytes
+        piece_pages, running = fetches.piece_pages, fetches.running
+        speeds, slower_in_a_row = self.speeds, self._slower_in_a_row
+        if self._context.settings.always_fetch:
+            return lambda pages: Choice.UNMEASURED
+
+        def rule(pages: int) -> Choice:
             hit = Hit(
-                tokens=pages * context.page_size,
-                calls=pages_of(pages, fetches.piece_pages),
-                call_bytes=min(pages, fetches.piece_pages) * context.page_bytes,
-                calls_ahead=fetches.running,
+                tokens=pages * page,
+                calls=pages_of(pages, piece_pages),
+                call_bytes=min(pages, piece_pages) * page_bytes,
+                calls_ahead=running,
                 tokens_ahead=tokens_ahead,
             )
-            choice = choose(self.speeds, hit, SIDE_BY_SIDE, self._slower_in_a_row)
+            return choose(speeds, hit, SIDE_BY_SIDE, slower_in_a_row)
+
+        return rule
+
+    def chosen(self, choice: Choice) -> Choice:
+        """``choice`` was made for a hit."""
         self._slower_in_a_row = self._slower_in_a_row + 1 if choice is Choice.SLOWER else 0
-        context.choices[choice] += 1
+        self._context.choices[choice] += 1
         return choice

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
+from sglang.srt.mem_cache.buffer_only.first_fetch import FirstFetch
+from sglang.srt.mem_cache.buffer_only.page_store import hashes_of
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
-from sglang.srt.mem_cache.buffer_only.worth import Mean
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
@@ -38,6 +40,8 @@ class Fetches:
         self.changes = self.handed_over = self.let_go = 0
         #: Of calls that were answered, on this rank: seconds and bytes.
         self.call_seconds, self.call_bytes = Mean(), Mean()
+        #: Staging pages that queries may have filled, by the key of the first page.
+        self._reserved: dict[str, FirstFetch] = {}
         round_pages = max(1, context.stage.shares[Direction.PREFETCH].ceiling // 2)
         least = minimal_transfer(context.page_size, context.settings.prefetch_threshold)
         #: Fewer pages than this are not worth a call, unless they are all that is missing.
@@ -69,7 +73,11 @@ class Fetches:
     @property
     def has_slot(self) -> bool:
         """Whether another piece may be started; each may leave one behind."""
-        return self.running < MAX_FETCHES and len(self._under_way) < FETCH_SLOTS - MAX_FETCHES
+        reserved = len(self._reserved)
+        return (
+            self.running + reserved < MAX_FETCHES
+            and len(self._under_way) + reserved < FETCH_SLOTS - MAX_FETCHES
+        )
 
     @property
     def stuck(self) -> bool:
@@ -102,6 +110,70 @@ class Fetches:
         for key in keys:
             self._brought.setdefault(key, prefetch)
         self.changes += 1
+
+    @property
+    def reserved(self) -> list[FirstFetch]:
+        """What queries that are under way may have filled."""
+        return list(self._reserved.values())
+
+    def reserve(
+        self,
+        prefetch: Prefetch,
+        begin: int,
+        last_hash: str | None,
+        prefix_keys: list[str] | None,
+        choose: Callable[[int], Choice],
+    ) -> FirstFetch | None:
+        """Staging pages for what the store may have behind the first ``begin`` pages of a prompt;
+        None where they could be missed elsewhere, or somebody brings the first one already.
+
+        Args: as for ``Queries.start`` and ``FirstFetch``.
+        """
+        context, page, key = self._context, self._context.page_size, prefetch.key
+        ceiling = context.stage.shares[Direction.PREFETCH].ceiling
+        spare = ceiling // 2 - sum(len(one.staging.pages) for one in self.reserved)
+        wanted = min(len(key) // page - begin, self.piece_pages)
+        pages = min(wanted, spare, self.capacity // 2)
+        if pages < min(wanted, self.least_pages) or not self.has_slot:
+            return None
+        (page_hash,) = hashes_of(key.token_ids[begin * page : (begin + 1) * page], last_hash, page)
+        (first_key,) = context.store.keys([page_hash], key.extra_key)
+        if first_key in self._brought or first_key in self._reserved:
+            return None
+        staging = context.stage.allocate(Direction.PREFETCH, pages)
+        assert staging is not None, "there was capacity for it"
+        first = self._reserved[first_key] = FirstFetch(
+            begin,
+            first_key,
+            staging,
+            slots_of(staging.pages, page),
+            prefix_keys,
+            context.store,
+            self._threads,
+            minimal_transfer(page, context.settings.prefetch_threshold),
+            choose,
+        )
+        return first
+
+    def adopt(self, first: FirstFetch, prefetch: Prefetch | None) -> None:
+        """The query has ended: what was started is a piece of ``prefetch``, or nobody's, and what
+        was reserved and is not used goes back."""
+        del self._reserved[first.first_key]
+        self.changes += 1
+        pages = len(first.keys)
+        if first.job is None or not pages:
+            first.staging.release()
+            return
+        if pages < len(first.staging.pages):
+            first.staging.split(pages).release()
+        piece = Piece(prefetch, first.begin, first.keys, first.staging, first.job)
+        self._under_way.append(piece)
+        if prefetch is None:
+            first.job.cancel()
+            return
+        prefetch.add(piece)
+        for key in piece.keys:
+            self._brought.setdefault(key, prefetch)
 
     def apply(self, outcomes: Sequence[int]) -> list[tuple[Prefetch, int | None]]:
         """Act on what the store has answered on all ranks.

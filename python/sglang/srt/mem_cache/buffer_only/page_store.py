@@ -240,18 +240,22 @@ def search(
     return work
 
 
+def hashes_of(tokens: Sequence[Any], last_hash: str | None, page_size: int) -> list[str]:
+    """SGLang's page hashes of ``tokens``, whole pages, behind a page with ``last_hash``."""
+    from sglang.srt.mem_cache.hicache_storage import get_hash_str
+
+    found: list[str] = []
+    for start in range(0, len(tokens), page_size):
+        last_hash = get_hash_str(tokens[start : start + page_size], last_hash)
+        found.append(last_hash)
+    return found
+
+
 def _hashed_batches(
     tokens: Sequence[Any], last_hash: str | None, page_size: int
 ) -> Iterator[list[str]]:
-    """SGLang's page hashes of ``tokens``, a batch at a time: the store may know only the first."""
-    from sglang.srt.mem_cache.hicache_storage import get_hash_str
-
-    batch: list[str] = []
-    for start in range(0, len(tokens), page_size):
-        last_hash = get_hash_str(tokens[start : start + page_size], last_hash)
-        batch.append(last_hash)
-        if len(batch) == BATCH_PAGES:
-            yield batch
-            batch = []
-    if batch:
+    """The same, a batch at a time: the store may know only the first."""
+    for start in range(0, len(tokens), BATCH_PAGES * page_size):
+        batch = hashes_of(tokens[start : start + BATCH_PAGES * page_size], last_hash, page_size)
+        last_hash = batch[-1]
         yield batch

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.first_fetch import FirstFetch
     from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
     from sglang.srt.mem_cache.buffer_only.upstream import Key
@@ -46,6 +47,12 @@ class Query:
 
     owner: Prefetch | None
     job: Job
+    #: Page of the prompt from which it was asked, and keys of all before, where the backend wants
+    #: them.
+    begin: int
+    prefix_keys: list[str] | None
+    #: The fetch that follows, if one does.
+    first: FirstFetch | None = None
 
     @property
     def outcome(self) -> int:

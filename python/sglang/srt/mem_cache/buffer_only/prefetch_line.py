@@ -12,14 +12,15 @@ Only the scheduler thread changes states, from what the ranks agreed on and from
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
 from sglang.srt.mem_cache.buffer_only.chooser import Chooser
 from sglang.srt.mem_cache.buffer_only.fetch import Fetches
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.page_store import Found, page_hashes
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
 from sglang.srt.mem_cache.buffer_only.query import Queries
 from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead, WaitingLine
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
@@ -146,18 +147,16 @@ class PrefetchLine:
         """Act on what has ended on all ranks, and on time that has run out."""
         self.load_backs.finish(agreed.load_back_copies)
         self._chooser.speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
-        for prefetch in self.queries.apply(agreed.queries):
-            self._answered(prefetch)
-        for prefetch, end in self.fetches.apply(agreed.fetches):
-            if end is not None:
-                self._cut(prefetch, end)  # the store has lost the rest since it was asked
-            if prefetch.state is State.QUERYING:
-                continue  # it is asked for anew, and keeps what is in the stage
-            if not prefetch.keys:
-                self._missed(prefetch)
-            else:
-                prefetch.all_comes = None
-                self._look(prefetch, self._match(prefetch)[0])
+        self._came(agreed.fetches)
+        answered = self.queries.apply(agreed.queries)
+        for query, found in answered:
+            if query.first is not None:
+                self.fetches.adopt(query.first, query.owner)
+            if query.owner is not None:
+                self._answered(query.owner, query, found)
+        if any(query.first is not None for query, _ in answered):
+            # One rank: what followed a query may have come by now.
+            self._came([piece.outcome for piece in self.fetches.under_way])
         for prefetch in self.line.due(self._context.now_ms):
             if self._out_of_time(prefetch):
                 self._context.counters["prefetch_timeouts"] += 1
@@ -172,9 +171,10 @@ class PrefetchLine:
                 if prefetch.state in (State.WAITING, State.FOUND):
                     self._settle(prefetch)
         if self._to_ask and self.queries.has_slot:
+            before = TokensAhead(self.line, self._context.page_size)
             for prefetch in sorted(self._to_ask, key=lambda one: one.place):
                 if self.queries.has_slot:
-                    self._query(prefetch)
+                    self._query(prefetch, before)
         self._fetch_in_line()
         if self._longest > self.fetches.most:
             self._load_ahead()
@@ -200,7 +200,7 @@ class PrefetchLine:
         due = prefetch.again_ms is not None and self._context.now_ms >= prefetch.again_ms
         return due and prefetch.query is None and prefetch.state is State.MISSED
 
-    def _query(self, prefetch: Prefetch) -> None:
+    def _query(self, prefetch: Prefetch, line: TokensAhead) -> None:
         """WAITING -> QUERYING. What was missed once stays so while the store is asked again."""
         del self._to_ask[prefetch]
         context = self._context
@@ -209,18 +209,27 @@ class PrefetchLine:
         if len(prefetch.key) - tokens < context.settings.prefetch_threshold:
             self._end(prefetch)  # the tree has it by now
             return
-        self.queries.start(prefetch, held, node)
+        last_hash = page_hashes(node, context.page_size)[-1] if held else None
+        before, first = context.prefix_keys(node), None
+        if context.alone:
+            rule = self._chooser.rule(self.fetches, line.of(prefetch))
+            first = self.fetches.reserve(prefetch, held, last_hash, before, rule)
+        self.queries.start(prefetch, held, last_hash, before, first)
         if prefetch.state is State.WAITING:
             self._enter(prefetch, State.QUERYING)
 
-    def _answered(self, prefetch: Prefetch) -> None:
+    def _answered(self, prefetch: Prefetch, query: Query, found: Found) -> None:
         """QUERYING -> FOUND or MISSED."""
+        prefetch.begin, prefetch.prefix_keys = query.begin, query.prefix_keys
+        prefetch.hashes, prefetch.keys = found.hashes, found.keys
         tokens = len(prefetch.keys) * self._context.page_size
         if tokens < self._context.settings.prefetch_threshold:
             prefetch.hashes, prefetch.keys = [], []
             self._missed(prefetch)
             return
         self._context.counters["prefetch_hit_tokens"] += tokens
+        if query.first is not None and query.first.choice is not None:
+            prefetch.choice = self._chooser.chosen(query.first.choice)
         self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
         self._enter(prefetch, State.FOUND)
         prefetch.unready = None
@@ -270,7 +279,8 @@ class PrefetchLine:
         fetches.drop(prefetch, over)
         if prefetch.choice is None and fetches.has_slot and held < prefetch.end:
             ahead = before.of(prefetch) if prefetch.asked_ms is None else 0
-            prefetch.choice = self._chooser.choose(prefetch.end - held, fetches, ahead)
+            rule = self._chooser.rule(fetches, ahead)
+            prefetch.choice = self._chooser.chosen(rule(prefetch.end - held))
         if prefetch.choice is Choice.SLOWER:
             self._settle(prefetch)
             return True
@@ -298,6 +308,19 @@ class PrefetchLine:
                 return False
             fetches.start(prefetch, start, min(stop, start + fetches.capacity))
         return True
+
+    def _came(self, outcomes: Sequence[int]) -> None:
+        """What the store has answered to fetches."""
+        for prefetch, end in self.fetches.apply(outcomes):
+            if end is not None:
+                self._cut(prefetch, end)  # the store has lost the rest since it was asked
+            if prefetch.state in (State.WAITING, State.QUERYING):
+                continue  # it is asked for anew, and keeps what is in the stage
+            if not prefetch.keys:
+                self._missed(prefetch)
+            else:
+                prefetch.all_comes = None
+                self._look(prefetch, self._match(prefetch)[0])
 
     def _look(self, prefetch: Prefetch, held: int) -> None:
         """FOUND, FETCHING or STAGED, by what is there."""

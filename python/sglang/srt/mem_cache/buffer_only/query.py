@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING, QUERY_SLOTS
-from sglang.srt.mem_cache.buffer_only.page_store import Found, page_hashes, search
+from sglang.srt.mem_cache.buffer_only.page_store import Found, search
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.first_fetch import FirstFetch
+    from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
-    from sglang.srt.mem_cache.buffer_only.upstream import Node
 
 #: Threads that ask the store; see ``fetch.THREADS``.
 THREADS = 2
@@ -35,34 +36,51 @@ class Queries:
         """Whether another one may be asked."""
         return len(self._under_way) < QUERY_SLOTS
 
-    def start(self, prefetch: Prefetch, held: int, node: Node) -> None:
-        """Ask for what comes behind the ``held`` pages that the tree has, which end in ``node``."""
-        context, key = self._context, prefetch.key
-        last_hash = page_hashes(node, context.page_size)[-1] if held else None
-        before = context.prefix_keys(node)
-        wanted = key.token_ids[held * context.page_size :]
-        work = search(context.store, wanted, context.page_size, last_hash, key.extra_key, before)
-        context.checksum.note("query", prefetch.rid, held)
-        prefetch.query = Query(prefetch, self._threads.submit(work))
-        self._under_way.append(prefetch.query)
-        prefetch.queries += 1
-        prefetch.begin, prefetch.prefix_keys = held, before
-        prefetch.hashes, prefetch.keys = [], []
+    def start(
+        self,
+        prefetch: Prefetch,
+        begin: int,
+        last_hash: str | None,
+        prefix_keys: list[str] | None,
+        first: FirstFetch | None = None,
+    ) -> None:
+        """Ask for what comes behind the first ``begin`` pages of a prompt.
 
-    def apply(self, outcomes: Sequence[int]) -> list[Prefetch]:
-        """Act on what the store has answered on all ranks; whose hit is known now."""
+        Args:
+            last_hash: page hash of the last of these; None at the start.
+            prefix_keys: keys of all of them, where the backend wants them.
+            first: the fetch that is to follow.
+        """
+        context, key = self._context, prefetch.key
+        wanted = key.token_ids[begin * context.page_size :]
+        look = search(
+            context.store, wanted, context.page_size, last_hash, key.extra_key, prefix_keys
+        )
+
+        def work(job: Job) -> int:
+            pages = look(job)
+            if first is not None:
+                first.follow(job)
+            return pages
+
+        context.checksum.note("query", prefetch.rid, begin)
+        query = Query(prefetch, self._threads.submit(work), begin, prefix_keys, first)
+        prefetch.query = query
+        self._under_way.append(query)
+        prefetch.queries += 1
+
+    def apply(self, outcomes: Sequence[int]) -> list[tuple[Query, Found]]:
+        """Take what the store has answered on all ranks: queries, and what all ranks found."""
         answered = []
         for query, pages in zip(list(self._under_way), outcomes, strict=True):
             if pages == PENDING:
                 continue
             self._under_way.remove(query)
             self._context.counters["store_query_failures"] += query.job.fault is not None
-            prefetch = query.owner
-            if prefetch is not None:
-                found = query.job.found or Found()
-                prefetch.query = None
-                prefetch.hashes, prefetch.keys = found.hashes[:pages], found.keys[:pages]
-                answered.append(prefetch)
+            if query.owner is not None:
+                query.owner.query = None
+            found = query.job.found or Found()
+            answered.append((query, Found(found.hashes[:pages], found.keys[:pages])))
         return answered
 
     def cancel(self, prefetch: Prefetch) -> None:

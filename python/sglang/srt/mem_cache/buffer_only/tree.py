@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.rank_agreement import over
+from sglang.srt.disaggregation.delta.rank_agreement import alone, over
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.backup_queue import split_marks
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, of_gigabytes, of_pages
@@ -111,6 +111,7 @@ class BufferOnlyTree(HiRadixCache):
             copier=Copier(controller, lambda: self.forward_stream, lambda: self.written),
             settings=settings,
             skip_backup=controller.backup_skip,
+            alone=alone(self.tp_group),
             page_bytes=self.token_to_kv_pool_host.size_per_token * self.page_size,
         )
 
