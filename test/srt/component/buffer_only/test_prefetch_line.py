@@ -13,7 +13,7 @@ from component.buffer_only.checks import check, check_idle
 from component.buffer_only.test_prefetch import admit_in_line
 from sglang.srt.disaggregation.delta import logs
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.prefetch_line import AGAIN_MS
+from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 from sglang.srt.mem_cache.buffer_only.waiting_line import WaitingLine
 from sglang.srt.mem_cache.buffer_only.worth import Choice
@@ -165,6 +165,50 @@ def test_a_miss_is_asked_again_while_its_request_waits():
         cache.step()
     assert cache.store_calls("batch_exists") == 1 + len(AGAIN_MS)
     cache.tree.release_aborted_request("never")
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_rest_of_a_hit_is_asked_for_again(alone: bool):
+    """The turn before may still be on its way to the store, from another server. Its beginning is
+    there, and nobody waits for the second answer; after a few times it is enough."""
+    cache = stored([prompt(1, 9)], alone=alone)
+    content = dict(cache.store.content)
+    cache.store.drop(*list(content)[3:])
+    cache.want("r", prompt(1, 9))
+    for _ in range(4):
+        cache.step()
+    assert cache.buffer.prefetches.loadable("r", 0, 36) == 3 * PAGE
+    cache.store.calls.clear()
+    for seconds in (0.6, 2.1):
+        cache.now += seconds
+        cache.step(work=False)
+        check(cache)
+        assert cache.prefetch("r").query is not None and cache.state("r") is State.STAGED
+        assert cache.tree.check_prefetch_progress("r"), "nobody waits for it"
+        if seconds == 2.1:
+            cache.store.content.update(content)
+        cache.step()
+        check(cache)
+    for _ in range(3):
+        cache.step()
+    assert cache.state("r") is State.STAGED and cache.tree.check_prefetch_progress("r")
+    gets = [keys for method, keys in cache.store.calls if method == "batch_get_v1"]
+    assert sum(map(len, gets)) == 5, "what is there is not fetched again"
+    assert cache.compute(prompt(1, 9), rid="r") == 8 * PAGE
+    cache.settle()
+    check_idle(cache)
+    cache.store.calls.clear()
+    cache.want("never", prompt(9, 5, base=prompt(1, 9)))
+    cache.flush()
+    cache.want("never", prompt(9, 5, base=prompt(1, 9)))
+    for _ in range(20):
+        cache.now += 10.0
+        cache.step()
+        check(cache)
+    assert cache.store_calls("batch_exists") == 1 + len(AGAIN_MS)
+    assert cache.compute(prompt(9, 5, base=prompt(1, 9)), rid="never") == 9 * PAGE
     cache.settle()
     check_idle(cache)
 

@@ -20,6 +20,7 @@ leaves the device leaves the tree.
 ``touch``       what is used on the device is kept warm in the store, or written again
 ``prefetch``    what a request wants of the store, and what of it is in the stage
 ``waiting_line``   the order in which their requests wait, and what is due when
+``prefetch_states``  from state to state, and out
 ``prefetch_line``  all of them, in that order: store to stage, state by state
 ``query``       what the store has of a prompt
 ``fetch``       pages on their way from the store into the stage

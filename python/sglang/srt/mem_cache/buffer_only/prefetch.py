@@ -51,6 +51,8 @@ class Query:
     #: them.
     begin: int
     prefix_keys: list[str] | None
+    #: Whether it is about what comes behind a hit.
+    tail: bool = False
     #: The fetch that follows, if one does.
     first: FirstFetch | None = None
 
@@ -113,9 +115,12 @@ class Prefetch:
     prefix_keys: list[str] | None = None
     pieces: list[Piece] = field(default_factory=list)
     query: Query | None = None
-    #: Queries so far, and when another one may follow; agreed milliseconds.
-    queries: int = 0
+    #: How often it was asked again whether the store has more by now, and when it may be for the
+    #: next time; agreed milliseconds.
+    repeats: int = 0
     again_ms: int | None = None
+    #: How often all was asked for anew, since the tree had lost what came before.
+    anews: int = 0
     #: When the scheduler first waited for it, until it need not.
     asked_ms: int | None = None
     deferred: bool = False

@@ -5,24 +5,20 @@ place in line, as far as the stage reaches. It is copied to the device when the 
 (``load_back``). A hit that is larger than the stage goes through it in rounds, as soon as the
 scheduler waits for that request: half of the stage is copied into the tree, where it can be evicted
 like anything else, while the other half is fetched.
-
-Only the scheduler thread changes states, from what the ranks agreed on and from what they all have
-(queue and tree), so that they are the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
-from sglang.srt.mem_cache.buffer_only.chooser import Chooser
-from sglang.srt.mem_cache.buffer_only.fetch import Fetches
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.page_store import Found, page_hashes
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
-from sglang.srt.mem_cache.buffer_only.query import Queries
-from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead, WaitingLine
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
+from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
 
 if TYPE_CHECKING:
@@ -31,33 +27,22 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
     from sglang.srt.mem_cache.buffer_only.upstream import Key, Node
 
-#: A prefix that the store has not is asked for again so long after the last time, while its request
-#: waits; then not any more. Nobody waits for these.
-AGAIN_MS = (500, 2000, 8000)
 #: Requests for which the tree is looked at in a step, to fetch for them.
 MOST_LOOKED_AT = 16
 #: Of a prefetch all of whose pages its own pieces bring, whatever becomes of others.
 OWN = -1
 
 
-class PrefetchLine:
+class PrefetchLine(PrefetchStates):
     """All prefetches of one rank."""
 
+    @override
     def __init__(self, context: Context) -> None:
-        self._context = context
-        self.line = WaitingLine()
-        #: Those that want to ask the store.
-        self._to_ask: dict[Prefetch, None] = {}
-        self.queries = Queries(context)
-        self.fetches = Fetches(context)
+        super().__init__(context)
         self.load_backs = LoadBacks(context)
-        self._chooser = Chooser(context)
-        #: Grows whenever a prefetch is to be looked at again; what was known when the line was last
-        #: gone through to its end, or to where nobody behind gets more.
-        self._news = 0
+        #: What was known when the line was last gone through to its end, or to where nobody behind
+        #: gets more.
         self._gone_through: object = None
-        #: Pages of the longest hit since the line was last empty.
-        self._longest = 0
 
     @property
     def busy(self) -> bool:
@@ -194,61 +179,7 @@ class PrefetchLine:
         """End the threads; False if one takes more than ``timeout`` seconds."""
         return self.queries.close(timeout) and self.fetches.close(timeout)
 
-    # ---- from state to state ----
-
-    def _asks_again(self, prefetch: Prefetch) -> bool:
-        due = prefetch.again_ms is not None and self._context.now_ms >= prefetch.again_ms
-        return due and prefetch.query is None and prefetch.state is State.MISSED
-
-    def _query(self, prefetch: Prefetch, line: TokensAhead) -> None:
-        """WAITING -> QUERYING. What was missed once stays so while the store is asked again."""
-        del self._to_ask[prefetch]
-        context = self._context
-        held, node = self._match(prefetch)
-        tokens = held * context.page_size
-        if len(prefetch.key) - tokens < context.settings.prefetch_threshold:
-            self._end(prefetch)  # the tree has it by now
-            return
-        last_hash = page_hashes(node, context.page_size)[-1] if held else None
-        before, first = context.prefix_keys(node), None
-        if context.alone:
-            rule = self._chooser.rule(self.fetches, line.of(prefetch))
-            first = self.fetches.reserve(prefetch, held, last_hash, before, rule)
-        self.queries.start(prefetch, held, last_hash, before, first)
-        if prefetch.state is State.WAITING:
-            self._enter(prefetch, State.QUERYING)
-
-    def _answered(self, prefetch: Prefetch, query: Query, found: Found) -> None:
-        """QUERYING -> FOUND or MISSED."""
-        prefetch.begin, prefetch.prefix_keys = query.begin, query.prefix_keys
-        prefetch.hashes, prefetch.keys = found.hashes, found.keys
-        tokens = len(prefetch.keys) * self._context.page_size
-        if tokens < self._context.settings.prefetch_threshold:
-            prefetch.hashes, prefetch.keys = [], []
-            self._missed(prefetch)
-            return
-        self._context.counters["prefetch_hit_tokens"] += tokens
-        if query.first is not None and query.first.choice is not None:
-            prefetch.choice = self._chooser.chosen(query.first.choice)
-        self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
-        self._enter(prefetch, State.FOUND)
-        prefetch.unready = None
-        self._longest = max(self._longest, len(prefetch.keys))
-        self._look_again(prefetch)
-
-    def _missed(self, prefetch: Prefetch) -> None:
-        """The store has nothing that is worth it; perhaps another server is just writing it."""
-        self.fetches.drop(prefetch, prefetch.pieces)
-        turn, prefetch.again_ms = prefetch.queries - 1, None
-        if turn < len(AGAIN_MS):
-            prefetch.again_ms = self._context.now_ms + AGAIN_MS[turn]
-            self.line.wake(prefetch, prefetch.again_ms)
-        self._enter(prefetch, State.MISSED)
-
-    def _look_again(self, prefetch: Prefetch) -> None:
-        """There may be something to fetch for it."""
-        prefetch.all_comes = None
-        self._news += 1
+    # ---- who is fetched for ----
 
     def _fetch_in_line(self) -> None:
         """Fetch what is missing, first in line first, unless nothing has changed since."""
@@ -309,25 +240,18 @@ class PrefetchLine:
             fetches.start(prefetch, start, min(stop, start + fetches.capacity))
         return True
 
-    def _came(self, outcomes: Sequence[int]) -> None:
-        """What the store has answered to fetches."""
-        for prefetch, end in self.fetches.apply(outcomes):
-            if end is not None:
-                self._cut(prefetch, end)  # the store has lost the rest since it was asked
-            if prefetch.state in (State.WAITING, State.QUERYING):
-                continue  # it is asked for anew, and keeps what is in the stage
-            if not prefetch.keys:
-                self._missed(prefetch)
-            else:
-                prefetch.all_comes = None
-                self._look(prefetch, self._match(prefetch)[0])
+    def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
+        """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
+        the last one first, until there is room for ``pages``."""
+        for other in reversed(list(self.line)):
+            if other.place <= prefetch.place or self.fetches.capacity >= pages:
+                return
+            staged = [piece for piece in other.pieces if piece.staged]
+            self.fetches.drop(other, staged)
+            if staged:
+                self._look(other, 0)
 
-    def _look(self, prefetch: Prefetch, held: int) -> None:
-        """FOUND, FETCHING or STAGED, by what is there."""
-        if prefetch.state in (State.FOUND, State.FETCHING, State.STAGED):
-            whole = held + prefetch.staged_from(held) >= prefetch.end
-            rest = State.STAGED if whole else State.FOUND
-            self._enter(prefetch, State.FETCHING if prefetch.fetching else rest)
+    # ---- into the tree ----
 
     def _load_ahead(self) -> None:
         """Of a hit that is larger than the stage, copy what is in the stage into the tree, if the
@@ -378,79 +302,3 @@ class PrefetchLine:
         if held + prefetch.staged_from(held) >= prefetch.end:
             return True
         return prefetch.state is State.STAGED and not self._ask_anew(prefetch)
-
-    # ---- ways out ----
-
-    def _ask_anew(self, prefetch: Prefetch) -> bool:
-        """The tree has lost what it had when the store was asked, and what is staged has nothing to
-        hang below: ask once more, and keep it. False if it was asked often enough."""
-        if prefetch.queries > len(AGAIN_MS):
-            self._settle(prefetch)
-            return False
-        self._enter(prefetch, State.WAITING)
-        self._to_ask[prefetch] = None
-        return True
-
-    def _settle(self, prefetch: Prefetch) -> None:
-        """No more will come: the request runs with what is in the stage."""
-        held, _ = self._match(prefetch)
-        staged = prefetch.staged_from(held)
-        self.queries.cancel(prefetch)
-        self._to_ask.pop(prefetch, None)
-        self._cut(prefetch, held + staged if staged else prefetch.begin)
-        prefetch.queries, prefetch.again_ms = len(AGAIN_MS) + 1, None
-        self._enter(prefetch, State.STAGED if staged else State.MISSED)
-
-    def _end(self, prefetch: Prefetch) -> None:
-        """Nobody wants it any more."""
-        self.line.remove(prefetch)
-        self._to_ask.pop(prefetch, None)
-        if not len(self.line):
-            self._longest = 0
-        self._enter(prefetch, prefetch.state)
-        self._context.times.ended(prefetch)
-        self.queries.cancel(prefetch)
-        self.fetches.drop(prefetch, prefetch.pieces)
-
-    def _cut(self, prefetch: Prefetch, end: int) -> None:
-        """The hit ends at page ``end``."""
-        pages = max(0, end - prefetch.begin)
-        self._unfulfilled(max(0, len(prefetch.keys) - pages))
-        prefetch.hashes, prefetch.keys = prefetch.hashes[:pages], prefetch.keys[:pages]
-        prefetch.unready = None
-        self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > end])
-
-    def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
-        """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
-        the last one first, until there is room for ``pages``."""
-        for other in reversed(list(self.line)):
-            if other.place <= prefetch.place or self.fetches.capacity >= pages:
-                return
-            staged = [piece for piece in other.pieces if piece.staged]
-            self.fetches.drop(other, staged)
-            if staged:
-                self._look(other, 0)
-
-    def _out_of_time(self, prefetch: Prefetch) -> bool:
-        if prefetch.asked_ms is None:
-            return False
-        waited, settings = self._context.now_ms - prefetch.asked_ms, self._context.settings
-        return waited > settings.timeout_ms(len(prefetch.key) // settings.page_size)
-
-    # ---- small things ----
-
-    def _match(self, prefetch: Prefetch) -> tuple[int, Node]:
-        """Pages of the prompt that the tree has, and the node in which they end."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        match = self._context.tree.match_prefix(MatchPrefixParams(key=prefetch.key))
-        return len(match.device_indices) // self._context.page_size, match.last_device_node
-
-    def _enter(self, prefetch: Prefetch, state: State) -> None:
-        prefetch.enter(state, self._context.now_ms)
-        if state in (State.STAGED, State.MISSED):
-            prefetch.asked_ms = None  # nobody waits for it
-
-    def _unfulfilled(self, pages: int) -> None:
-        tokens = pages * self._context.page_size
-        self._context.counters["prefetch_unfulfilled_tokens"] += tokens

@@ -42,6 +42,7 @@ class Queries:
         begin: int,
         last_hash: str | None,
         prefix_keys: list[str] | None,
+        tail: bool = False,
         first: FirstFetch | None = None,
     ) -> None:
         """Ask for what comes behind the first ``begin`` pages of a prompt.
@@ -49,6 +50,7 @@ class Queries:
         Args:
             last_hash: page hash of the last of these; None at the start.
             prefix_keys: keys of all of them, where the backend wants them.
+            tail: whether these are a hit already.
             first: the fetch that is to follow.
         """
         context, key = self._context, prefetch.key
@@ -64,10 +66,9 @@ class Queries:
             return pages
 
         context.checksum.note("query", prefetch.rid, begin)
-        query = Query(prefetch, self._threads.submit(work), begin, prefix_keys, first)
+        query = Query(prefetch, self._threads.submit(work), begin, prefix_keys, tail, first)
         prefetch.query = query
         self._under_way.append(query)
-        prefetch.queries += 1
 
     def apply(self, outcomes: Sequence[int]) -> list[tuple[Query, Found]]:
         """Take what the store has answered on all ranks: queries, and what all ranks found."""

@@ -99,5 +99,5 @@ class TokensAhead:
         while (one := self._reached) is not prefetch:
             if one is not None:
                 self._tokens += len(one.key) - one.end * self._page_size
-            self._reached = next(self._line)
+            self._reached = next(self._line, prefetch)
         return self._tokens
