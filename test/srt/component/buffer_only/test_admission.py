@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from component.buffer_only.checks import check_idle
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT = prompt(1, 9)
@@ -82,6 +84,44 @@ def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
     cache.tree.ready_to_load_host_cache()
     cache.settle()
     cache.tree.dec_lock_ref(req.last_node)
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: bool):
+    """One that is larger than the stage is copied in rounds, and each locks all that was loaded
+    before: those that run would be retracted for a request that cannot be admitted."""
+    hit = prompt(3, 20)
+    cache = Cache(pages=8, tokens=40 * PAGE)
+    cache.compute(hit)
+    cache.settle()
+    cache.flush()
+    running = request(new_tokens=8 * PAGE)
+    taken = cache.allocator.alloc(15 * PAGE)
+    scheduler: Any = SimpleNamespace(
+        page_size=PAGE, tree_cache=cache.tree, token_to_kv_pool_allocator=cache.allocator,
+        running_batch=SimpleNamespace(reqs=[] if chunked else [running]), new_token_ratio=1.0,
+        chunked_req=None,
+    )  # fmt: skip
+    if chunked:  # seven pages of its prompt are to come
+        running.prefix_indices = taken[: 2 * PAGE]
+        scheduler.chunked_req = running
+    cache.tree.admission_room = lambda: BufferOnlyScheduler._admission_room(scheduler)
+    room = cache.tree.room()
+    assert room == (18 if chunked else 17) * PAGE
+    cache.want("r", hit)
+    for _ in range(10):
+        assert not cache.tree.check_prefetch_progress("r")
+        cache.step()
+        assert cache.tree.protected_size() == 0 and cache.tree.room() == room
+    scheduler.running_batch.reqs, scheduler.chunked_req = [], None
+    for _ in range(40):
+        cache.step()
+        if cache.tree.check_prefetch_progress("r"):
+            break
+    cache.allocator.free(taken)
+    assert cache.compute(hit, rid="r") == 19 * PAGE
+    cache.settle()
     check_idle(cache)
 
 

@@ -255,20 +255,32 @@ class PrefetchLine(PrefetchStates):
 
     def _load_ahead(self) -> None:
         """Of a hit that is larger than the stage, copy what is in the stage into the tree, if the
-        scheduler waits for it. One copy at a time."""
+        scheduler waits for it and could admit it now. One copy at a time."""
         most = self.fetches.most
         for prefetch in self.line:
             if prefetch.asked_ms is None or prefetch.state not in (State.FOUND, State.FETCHING):
                 continue
             if len(self.load_backs) or len(prefetch.keys) <= most:
                 return
-            held, _ = self._match(prefetch)
+            held, node = self._match(prefetch)
             pages = prefetch.staged_from(held)
             if prefetch.end - held <= most or pages < max(1, most // 2):
+                return
+            if not self._has_room(prefetch, held, node):
                 return
             if self._load(prefetch, held, held + pages) is None:
                 self._settle(prefetch)  # it comes with what is staged, when there is room
             return
+
+    def _has_room(self, prefetch: Prefetch, held: int, node: Node) -> bool:
+        """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
+        copy locks them: those that run would be retracted for what a waiting request holds."""
+        tree = self._context.tree
+        tree.inc_lock_ref(node)
+        try:
+            return len(prefetch.key) - held * self._context.page_size <= tree.room()
+        finally:
+            tree.dec_lock_ref(node)
 
     def _load(self, prefetch: Prefetch, start: int, stop: int) -> tuple[torch.Tensor, Node] | None:
         """Staged pages enter the tree, and wait for the next copy."""

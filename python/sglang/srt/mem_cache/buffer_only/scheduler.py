@@ -55,6 +55,7 @@ class BufferOnlyScheduler(NamingScheduler):
         if self._buffer_only:
             # Made after the cache: what is written to the store must have been computed on it.
             self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
+            self.tree_cache.admission_room = self._admission_room
         super().run_event_loop()
 
     @override
@@ -95,6 +96,25 @@ class BufferOnlyScheduler(NamingScheduler):
                 prefetches.cancel(req.rid)  # it runs
                 report_storage_hit(req, self.tree_cache.take_storage_hit(req.rid))
         return batch
+
+    def _admission_room(self) -> int:
+        """Tokens that a request could take which is admitted now, by SGLang's own count: with what
+        those that run are expected to take."""
+        from sglang.srt.managers.schedule_policy import PrefillAdder
+
+        adder = PrefillAdder(
+            self.page_size,
+            self.tree_cache,
+            self.token_to_kv_pool_allocator,
+            self.running_batch,
+            self.new_token_ratio,
+            rem_input_tokens=0,
+            rem_chunk_tokens=None,
+        )
+        room, chunked = adder.rem_total_tokens, self.chunked_req
+        if chunked is not None:
+            room -= len(chunked.origin_input_ids) - len(chunked.prefix_indices)
+        return int(room)
 
     def _waiting(self) -> list[Request]:
         """Requests that have not run, in the order in which they will."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -58,6 +59,8 @@ class BufferOnlyTree(HiRadixCache):
     forward_stream: Stream | None = None
     #: Device slots that the batch launched last writes to, None where they are not known.
     written: torch.Tensor | None = None
+    #: Tokens that a request could take which is admitted now, set by the scheduler.
+    admission_room: Callable[[], int] | None = None
     _closing: bool = False
 
     @override
@@ -213,6 +216,12 @@ class BufferOnlyTree(HiRadixCache):
             return int(super().pop_prefetch_loaded_tokens(req_id))
         # A request that does not get in now asks again; its hits are taken when it runs.
         return int(self.prefetch_loaded_tokens_by_reqid.get(req_id, 0))
+
+    def room(self) -> int:
+        """Tokens that a request could take which is admitted now."""
+        if self.admission_room is not None:
+            return self.admission_room()
+        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
 
     def take_storage_hit(self, rid: str) -> int:
         """Tokens that were loaded from the store for a request; the next answer is 0."""

@@ -59,7 +59,7 @@ class Tree(Protocol):
     root_node: Node
     page_size: int
     evictable_size_: int
-    #: Of ``tree.BufferOnlyTree``.
+    #: Of ``tree.BufferOnlyTree``, as is ``room``.
     inserts: int
     token_to_kv_pool_allocator: Allocator
     prefetch_loaded_tokens_by_reqid: dict[str, int]
@@ -72,6 +72,8 @@ class Tree(Protocol):
     def inc_lock_ref(self, node: Node) -> Any: ...
 
     def dec_lock_ref(self, node: Node) -> Any: ...
+
+    def room(self) -> int: ...
 
     def _match_prefix_helper(self, node: Node, key: Key) -> tuple[list[torch.Tensor], Node]: ...
 
