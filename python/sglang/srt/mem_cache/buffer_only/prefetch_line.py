@@ -62,7 +62,8 @@ class PrefetchLine(PrefetchStates):
             self._to_ask[prefetch] = None
 
     def in_line(self, rids: Iterable[str]) -> None:
-        """The requests that wait, first in line first. Who is not among them is gone."""
+        """The requests that wait, first in line first; told in each step. Who is not among them is
+        gone."""
         if not len(self.line):
             return
         gone, moved = self.line.arrange(list(rids))

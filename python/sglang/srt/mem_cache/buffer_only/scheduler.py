@@ -89,7 +89,7 @@ class BufferOnlyScheduler(NamingScheduler):
         if not self._buffer_only:
             return super().get_new_batch_prefill()
         prefetches = self.tree_cache.buffer.prefetches
-        prefetches.in_line(req.rid for req in self._waiting())
+        prefetches.in_line([req.rid for req in self._waiting()])
         batch = super().get_new_batch_prefill()
         if batch is not None:
             for req in batch.reqs:
