@@ -422,7 +422,7 @@ def test_a_store_that_takes_a_part_of_each_backup():
         cache.compute(prompt(number, 2))
         cache.step()
         cache.now += 0.015
-    # Of two pages one is refused, so that it is tried twice in a second.
+    # After 0, 1/16, 3/16 s and so on, and then once in a second.
     assert 5 <= copies() <= 8 and len(cache.store.content) == copies()
     assert cache.buffer.backups.queue.dropped[REFUSED] == 0
     cache.store.takes = None

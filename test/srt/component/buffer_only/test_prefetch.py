@@ -122,10 +122,11 @@ def test_a_hit_larger_than_the_stage_comes_in_rounds():
 @pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("state", list(State)[:5])
 @pytest.mark.parametrize("late", [False, True])
-def test_abort_in_every_state(state: State, late: bool):
+@pytest.mark.parametrize("alone", [False, True])
+def test_abort_in_every_state(state: State, late: bool, alone: bool):
     """Staging pages go when the store has let go of them; its answer, before the abort or after,
     changes nothing any more."""
-    cache = filled()
+    cache = filled(alone=alone)
     cache.want("r", PROMPT)
     reach(cache, state)
     if late:
@@ -155,10 +156,11 @@ def test_same_request_id_again(state: State):
 
 @pytest.mark.hazard("flush-or-detach-under-way")
 @pytest.mark.parametrize("state", list(State)[:5])
-def test_flush_in_every_state(state: State):
+@pytest.mark.parametrize("alone", [False, True])
+def test_flush_in_every_state(state: State, alone: bool):
     """A flush ends every read; answers that come after it free their pages and touch no node of
     the new tree."""
-    cache = filled()
+    cache = filled(alone=alone)
     cache.want("r", PROMPT)
     cache.want("other", prompt(8, 4))
     reach(cache, state)
@@ -224,10 +226,11 @@ def test_only_leading_pages_count(lost: int, how: str):
 @pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("state", list(State)[1:5])
 @pytest.mark.parametrize("how", ["evicted", "split", "half evicted"])
-def test_what_the_tree_held_may_go_or_be_split(state: State, how: str):
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, alone: bool):
     """Nothing keeps it, so that nobody's hit is in the way of those who run. It comes from the
     store then, like the rest, and what is in the stage already is not fetched again."""
-    cache = filled()
+    cache = filled(alone=alone)
     cache.compute(PROMPT[: 2 * PAGE])
     cache.compute(PROMPT[: 4 * PAGE])
     cache.settle()

@@ -59,11 +59,12 @@ class Backup:
 class Refusals:
     """When a store that refuses is tried again: after a backup of which it took nothing, in
     ``first_ms``, then in twice that and so on, at most ``longest_ms`` apart; after one of which it
-    took a part, in the refused part of ``first_ms``. All times are agreed milliseconds."""
+    took a part, as one that evicts does, in a sixteenth of ``first_ms``, then in twice that and so
+    on up to ``first_ms``. All times are agreed milliseconds."""
 
     def __init__(self, first_ms: int, longest_ms: int) -> None:
         self._first, self._longest = first_ms, longest_ms
-        self._wait = first_ms
+        self._wait, self._wait_for_the_rest = first_ms, first_ms // 16
         self._retry_at = 0
         #: Whether the last backup was refused, or a part of it: then one backup is tried, not all
         #: that fit.
@@ -76,13 +77,14 @@ class Refusals:
     def ended(self, durable: int, pages: int, now_ms: int) -> None:
         """A backup of ``pages`` pages has ended, of which the store took ``durable``."""
         if durable == pages:
-            self.refused, self._wait = False, self._first
+            self.refused = False
+            self._wait, self._wait_for_the_rest = self._first, self._first // 16
         elif self.waiting(now_ms):
             return  # those that were under way with one that was refused count once
         elif durable:
+            self.refused, self._retry_at = True, now_ms + self._wait_for_the_rest
             self._wait = self._first
-            self.refused = True
-            self._retry_at = now_ms + self._first * (pages - durable) // pages
+            self._wait_for_the_rest = min(2 * self._wait_for_the_rest, self._first)
         else:
             self.refused, self._retry_at = True, now_ms + self._wait
             self._wait = min(2 * self._wait, self._longest)

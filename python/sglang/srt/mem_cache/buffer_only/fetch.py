@@ -136,6 +136,8 @@ class Fetches:
         pages = min(wanted, spare, self.capacity // 2)
         if pages < min(wanted, self.least_pages) or not self.has_slot:
             return None
+        if len(self._reserved) == THREADS:
+            return None  # the other half of the slots is for what was found
         (page_hash,) = hashes_of(key.token_ids[begin * page : (begin + 1) * page], last_hash, page)
         (first_key,) = context.store.keys([page_hash], key.extra_key)
         if first_key in self._brought or first_key in self._reserved:

@@ -66,7 +66,7 @@ class PrefetchStates:
                 return
             last_hash = page_hashes(node, context.page_size)[-1] if begin else None
             before = context.prefix_keys(node)
-        if context.alone:
+        if context.alone and all(piece.stop <= begin for piece in prefetch.pieces):
             rule = self._chooser.rule(self.fetches, line.of(prefetch))
             first = self.fetches.reserve(prefetch, begin, last_hash, before, rule)
         self.queries.start(prefetch, begin, last_hash, before, tail, first)
