@@ -115,10 +115,9 @@ def test_nobody_wants_it_any_more(when: str, how: str):
 
 def test_a_hit_that_would_be_slower_is_not_fetched():
     """The choice is made where the answer comes; the scheduler counts it once."""
-    cache = stored([PROMPT], alone=True)
-    measured(cache, 1.0)
-    cache.step()
-    cache.want("r", PROMPT)
+    cache = stored([PROMPT[: 4 * PAGE]], alone=True)
+    measured(cache, 0.03)
+    cache.want("r", prompt(2, 6, base=PROMPT[: 4 * PAGE]))
     for _ in range(3):
         cache.step()
         check(cache)

@@ -276,8 +276,47 @@ def test_a_hit_that_would_be_slower_is_computed(always: bool):
     assert cache.state("r") is (State.STAGED if always else State.MISSED)
     assert cache.tree.check_prefetch_progress("r") and cache.now == 0
     assert cache.compute(prompt(1, 5), rid="r") == (4 * PAGE if always else 0)
-    choice = Choice.UNMEASURED if always else Choice.SLOWER
+    choice = Choice.UNMEASURED if always else Choice.UNASKED
     assert cache.buffer.context.choices == {choice: 1}
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_nobody_waits_for_an_answer_that_changes_nothing(alone: bool):
+    """An answer takes a step of the scheduler, and so would every request whose few new tokens are
+    computed sooner than anything is fetched. One in sixteen is asked for, to see whether it still
+    is so."""
+    cache = stored([prompt(1, 5)], alone=alone)
+    measured(cache, 1.0)
+    ready = []
+    for number in range(16):
+        cache.want(f"r{number}", prompt(1, 5))
+        cache.step(work=False)
+        ready.append(cache.tree.check_prefetch_progress(f"r{number}"))
+        cache.buffer.prefetches.in_line([f"r{number}"])
+    assert ready == [True] * 15 + [False] and cache.buffer.context.choices[Choice.UNASKED] == 15
+    for _ in range(3):
+        cache.step()
+    assert cache.compute(prompt(1, 5), rid="r15") == 4 * PAGE
+    assert cache.buffer.context.choices[Choice.TRIAL] == 1
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_hit_that_turns_out_to_be_short(alone: bool):
+    """All that is missing would take longer to compute than to fetch; what there is does not."""
+    cache = stored([prompt(1, 4)], alone=alone)
+    measured(cache, 0.03)
+    tokens = prompt(2, 6, base=prompt(1, 4))
+    cache.want("r", tokens)
+    for _ in range(4):
+        cache.step()
+        check(cache)
+    assert cache.state("r") is State.MISSED and cache.store_calls("batch_get_v1") == 0
+    assert cache.buffer.context.choices == {Choice.SLOWER: 1}
+    assert cache.compute(tokens, rid="r") == 0
     cache.settle()
     check_idle(cache)
 
@@ -292,7 +331,7 @@ def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
     for _ in range(4):
         cache.step()
     assert [cache.state(rid) for rid in prompts] == [State.MISSED] * 3 + [State.STAGED]
-    assert cache.buffer.context.choices == {Choice.FASTER: 1}
+    assert cache.buffer.context.choices == {Choice.UNASKED: 3, Choice.FASTER: 1}
     cache.buffer.prefetches.in_line([])
     cache.settle()
     check_idle(cache)

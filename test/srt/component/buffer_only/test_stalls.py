@@ -106,10 +106,15 @@ def test_a_store_that_is_not_well(ailment: str, limit_s: float, alone: bool):
     check_idle(cache)
     cache.compute(prompt(51, 6))
     cache.settle()
-    cache.flush()
-    assert cache.serve("well", prompt(51, 6)) == 5 * PAGE
-    cache.settle()
-    check_idle(cache)
+    hits = []
+    for number in range(17):  # a store that was slow is tried once in sixteen times
+        cache.flush()
+        hits.append(cache.serve(f"well {number}", prompt(51, 6)))
+        cache.settle()
+        check_idle(cache)
+        if hits[-1]:
+            break
+    assert hits[-1] == 5 * PAGE and (len(hits) == 1 or ailment == "slow")
 
 
 def fall_ill(ailment: str, store: DeadStore, pace: Pace) -> None:

@@ -51,6 +51,7 @@ class Chooser:
 
     def chosen(self, choice: Choice) -> Choice:
         """``choice`` was made for a hit."""
-        self._slower_in_a_row = self._slower_in_a_row + 1 if choice is Choice.SLOWER else 0
+        slower = choice in (Choice.SLOWER, Choice.UNASKED)
+        self._slower_in_a_row = self._slower_in_a_row + 1 if slower else 0
         self._context.choices[choice] += 1
         return choice

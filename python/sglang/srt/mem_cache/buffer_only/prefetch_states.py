@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.buffer_only.page_store import Found, page_hashes
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
 from sglang.srt.mem_cache.buffer_only.query import Queries
 from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead, WaitingLine
+from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
@@ -56,6 +57,7 @@ class PrefetchStates:
         del self._to_ask[prefetch]
         context, first = self._context, None
         tail = prefetch.state not in (State.WAITING, State.MISSED)
+        last_hash: str | None
         if tail:
             begin, last_hash = prefetch.end, prefetch.hashes[-1]
             before = prefetch.keys_before(begin)
@@ -66,8 +68,16 @@ class PrefetchStates:
                 return
             last_hash = page_hashes(node, context.page_size)[-1] if begin else None
             before = context.prefix_keys(node)
+        rule = self._chooser.rule(self.fetches, line.of(prefetch))
+        wanted = len(prefetch.key) // context.page_size - begin
+        new = prefetch.state is State.WAITING and not prefetch.pieces
+        if new and rule(wanted) is Choice.SLOWER:
+            # It need not even wait for an answer, which takes a step, and that may be a batch.
+            prefetch.choice = self._chooser.chosen(Choice.UNASKED)
+            prefetch.begin = begin
+            self._enter(prefetch, State.MISSED)
+            return
         if context.alone and all(piece.stop <= begin for piece in prefetch.pieces):
-            rule = self._chooser.rule(self.fetches, line.of(prefetch))
             first = self.fetches.reserve(prefetch, begin, last_hash, before, rule)
         self.queries.start(prefetch, begin, last_hash, before, tail, first)
         if prefetch.state is State.WAITING:

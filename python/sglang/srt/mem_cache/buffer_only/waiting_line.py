@@ -63,7 +63,7 @@ class WaitingLine:
         moved = before != list(here)
         if moved:
             self._by_rid = here | {one.rid: one for one in gone}
-            for prefetch in here.values():
+            for prefetch in self._by_rid.values():
                 self._place(prefetch)
         return gone, moved
 

@@ -24,6 +24,8 @@ class Choice(enum.Enum):
     TRIAL = "trial"
     #: It would be slower: the request computes.
     SLOWER = "slower"
+    #: All that is missing would be slower, if it were a hit: the store is not asked.
+    UNASKED = "unasked"
 
 
 #: One in so many hits that would be slower is a trial.
