@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits, PoolState
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     Refusal,
     record_of,
 )
+from sglang.srt.disaggregation.delta.decode.speculation import key_pairs
 from sglang.srt.disaggregation.delta.logs import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import (
@@ -135,10 +136,14 @@ class Candidate:
         """Whether others pass it while the KV of ``key`` arrives."""
         return key in arriving and not record_of(self.req).wait.prefix_timed_out
 
+    def key_ids(self, tree: DecodeRadixTree) -> list[Any]:
+        """What ``tree`` finds its KV by: these tokens, or the pairs of them."""
+        return key_pairs(self.req, self.length) if tree.is_eagle else self.token_ids
+
     def take(self, tree: DecodeRadixTree) -> None:
         """Match it, and lock what the tree holds of it."""
         if self.shares:
-            self.lease = PrefixLease.take(tree, self.token_ids, self.req.extra_key)
+            self.lease = PrefixLease.take(tree, self.key_ids(tree), self.req.extra_key)
         else:
             self.lease = PrefixLease.empty(tree)
 
@@ -147,9 +152,8 @@ class Candidate:
         before = self.lease
         if before is None or length >= before.length:
             return
-        # With pairs of tokens as keys, so many slots take one token more.
-        shorter = self.token_ids[: length + tree.is_eagle]
         # The new lock first: nothing of the path is free for a moment.
+        shorter = self.key_ids(tree)[:length]
         self.lease = PrefixLease.take(tree, shorter, self.req.extra_key)
         before.release()
 
@@ -177,8 +181,8 @@ class StoppedMatch:
     def note(self, tree: DecodeRadixTree, candidate: Candidate) -> None:
         """``candidate`` was looked at, and does not get in now."""
         if candidate.lease is not None:
-            ids, key = candidate.token_ids, candidate.req.extra_key
-            known = KnownPrefix.of(tree, candidate.lease, ids if candidate.shares else [], key)
+            ids = candidate.key_ids(tree) if candidate.shares else []
+            known = KnownPrefix.of(tree, candidate.lease, ids, candidate.req.extra_key)
             self._last = (candidate.req, candidate.shares, known)
 
 

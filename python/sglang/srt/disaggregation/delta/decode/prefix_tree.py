@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.record import may_insert, may_match, record_of
+from sglang.srt.disaggregation.delta.decode.speculation import key_pairs, release_pairs
 from sglang.srt.disaggregation.delta.pages import page_floor
 
 if TYPE_CHECKING:
@@ -49,10 +50,8 @@ class PrefixLease:
         return cls(tree, tree.root_node, torch.empty(0, dtype=torch.int64, device=tree.device))
 
     @classmethod
-    def take(
-        cls, tree: DecodeRadixTree, token_ids: list[int], extra_key: str | None
-    ) -> PrefixLease:
-        """Match and lock the longest cached prefix of ``token_ids``.
+    def take(cls, tree: DecodeRadixTree, key_ids: list[Any], extra_key: str | None) -> PrefixLease:
+        """Match and lock the longest cached prefix of ``key_ids``: tokens, or pairs of them.
 
         The key is built as ``Req.init_next_round_input`` builds it, so that LoRA, cache salt and
         any other ``extra_key`` separate requests here as they do on an aggregated server.
@@ -60,7 +59,7 @@ class PrefixLease:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        match = tree.match_prefix(MatchPrefixParams(key=RadixKey(token_ids, extra_key)))
+        match = tree.match_prefix(MatchPrefixParams(key=RadixKey(key_ids, extra_key)))
         return cls(tree, match.last_device_node, match.device_indices)
 
     @property
@@ -114,14 +113,13 @@ class KnownPrefix:
 
     @classmethod
     def of(
-        cls, tree: DecodeRadixTree, lease: PrefixLease, token_ids: list[int], extra_key: str | None
+        cls, tree: DecodeRadixTree, lease: PrefixLease, key_ids: list[Any], extra_key: str | None
     ) -> KnownPrefix:
-        """Where the match ended that gave ``lease``."""
+        """Where the match of ``key_ids`` ended that gave ``lease``."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        page = token_ids[lease.length : lease.length + tree.page_size + tree.is_eagle]
-        key, _ = tree.maybe_bigram_convert(RadixKey(page, extra_key))
-        following = tree.get_child_key_fn(key) if len(key) == tree.page_size else None
+        page = RadixKey(key_ids[lease.length : lease.length + tree.page_size], extra_key)
+        following = tree.get_child_key_fn(page) if len(page) == tree.page_size else None
         return cls(tree.root_node, tree.generation, lease.node, lease.length, following)
 
     def holds(self, tree: DecodeRadixTree) -> bool:
@@ -302,15 +300,18 @@ class DecodeRadixTree(RadixCache):
             return
         committed = req.kv_committed_len
         if page_floor(committed - self.is_eagle, self.page_size) <= req.cache_protected_len:
+            record_of(req).pairs = []
             return  # all of it is in the tree already
         # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
-        # it would put an unwritten slot into the tree.
+        # it would put an unwritten slot into the tree. SGLang takes pairs as they are.
         fill_ids = req.fill_ids
-        req.fill_ids = fill_ids[:committed]
+        ids: list[Any] = key_pairs(req, committed) if self.is_eagle else fill_ids[:committed]
+        req.fill_ids = ids
         try:
             super().cache_unfinished_req(req, chunked)
         finally:
             req.fill_ids = fill_ids
+        record_of(req).pairs = []  # the tree has them now
         if self.claims is not None:
             self.claims.shared(req)
 
@@ -332,7 +333,10 @@ class DecodeRadixTree(RadixCache):
                 # knows nothing.
                 slots = rows[req.req_pool_idx, : req.kv_committed_len]
                 record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
-        super().cache_finished_req(req, is_insert)
+        if self.serves_decode and self.is_eagle:
+            release_pairs(self, req, is_insert)
+        else:
+            super().cache_finished_req(req, is_insert)
 
 
 class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):

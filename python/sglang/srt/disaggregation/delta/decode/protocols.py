@@ -67,6 +67,9 @@ class Req(Protocol):
     def set_extend_input_len(self, length: int) -> None:
         """How many tokens its next batch computes."""
 
+    def pop_committed_kv_cache(self) -> int:
+        """How many tokens have KV; asked once, when the request gives its slots back."""
+
 
 class QueueEntry(Protocol):
     """``disaggregation.decode.DecodeRequest``: a request in the prealloc or transfer queue."""

@@ -92,6 +92,8 @@ class DecodeRecord:
     failure: str | None = None
     #: All KV of the prompt arrived, on all ranks.
     committed: bool = False
+    #: With a draft model, keys of its text that the tree may lack (``speculation.key_pairs``).
+    pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
     draft_copy: list[list[Any]] | None = None
     #: Slots that were its own when it last gave them back (1-D int64).
