@@ -304,6 +304,42 @@ def test_the_keys_of_a_text_are_built_once(page: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_text_as_long_as_the_pool_is_admitted(page: int) -> None:
+    """Guards against a request that waits for a step's room behind the end of the pool, for ever,
+    with everybody behind it: SGLang's own bound for prompt and answer is the pool."""
+    decoder = Decoder(page, 640, steps=3)
+    longest, behind = decoder.submit(ids(1, 637), new=3), decoder.submit(ids(2, 40), new=4)
+    decoder.drain()
+    assert longest.output_ids and len(behind.output_ids) == 4
+    check_idle(decoder)
+
+
+def test_who_is_let_in_finds_room_for_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against requests that reserve half of their first step, as of their answers: the pool
+    fills up, and the first batch of them retracts some, or aborts them."""
+    retractions: list[int] = []
+    original = ScheduleBatch.retract_decode
+    monkeypatch.setattr(
+        ScheduleBatch,
+        "retract_decode",
+        lambda batch, *args: (retractions.append(1), original(batch, *args))[1],
+    )
+    decoder = Decoder(16, 640, steps=3)
+    # Four pages each, of which the last has room for half of a step and the answer.
+    reqs = [decoder.submit(ids(number, 55), new=2) for number in range(1, 13)]
+    tick(decoder)
+    tick(decoder)
+    assert len(decoder.in_transfer) == 8  # five pages each
+    for req in decoder.in_transfer:
+        decoder.deliver(req)
+    turn(decoder, 2)
+    assert not retractions
+    decoder.drain()
+    assert [len(req.output_ids) for req in reqs] == [2] * 12 and not retractions
+    check_idle(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_waiting_for_a_prefix_is_worth_it(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a wait for tokens of which one less can be shared: with so many equal next
     tokens nobody waits, with one more the whole window is a hit."""

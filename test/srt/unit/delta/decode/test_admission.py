@@ -82,3 +82,12 @@ def test_an_entering_request_claims_half_of_its_answer(new: int, half: int) -> N
     """Guards against memory that stands empty until answers have grown into it, and against a
     request that is let in without room for its first token."""
     assert entering(Claim(100, 100 + new)) == Claim(100, 100 + half)
+
+
+@pytest.mark.parametrize(("new", "step", "claimed"), [(2, 16, 16), (40, 16, 28), (0, 4, 4)])
+def test_an_entering_request_claims_all_of_its_first_step(
+    new: int, step: int, claimed: int
+) -> None:
+    """Guards against a draft model's first step that finds half of the room that it wants."""
+    assert entering(Claim(100, 100 + new + step), step) == Claim(100, 100 + claimed)
+    assert entering(Claim(100, 102), 16) == Claim(100, 102)  # the pool ends there
