@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.allocator import (
     TokenToKVPoolAllocator,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -43,9 +43,13 @@ def set_arguments(page: int, **changes: Any) -> Any:
     return arguments
 
 
-def build_pool(tokens: int, page: int, dtype: Any, layers: int) -> tuple[Any, Any]:
-    """A pool with one head of one element a token, and its allocator, on the CPU."""
-    pool = MHATokenToKVPool(tokens, page, dtype, 1, 1, layers, "cpu", enable_memory_saver=False)
+def build_pool(
+    tokens: int, page: int, dtype: Any, layers: int, *, latent: bool = False
+) -> tuple[Any, Any]:
+    """A pool with one head of one element a token, or as small a one of an MLA model (``latent``),
+    and its allocator, on the CPU."""
+    kind = MLATokenToKVPool if latent else MHATokenToKVPool  # widths: latent and rope, or heads
+    pool = kind(tokens, page, dtype, 1, 1, layers, "cpu", enable_memory_saver=False)
     if page == 1:
         return pool, TokenToKVPoolAllocator(tokens, dtype, "cpu", pool, True)
     return pool, PagedTokenToKVPoolAllocator(tokens, page, dtype, "cpu", pool, True)

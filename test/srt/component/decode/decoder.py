@@ -72,16 +72,17 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         local: int = 0,
         lost: int = 0,
         chunk: int = 16,
+        latent: bool = False,
     ) -> None:
         """``local``: every turn of so many new tokens is computed here, in chunks of ``chunk``;
-        ``lost``: of so many if prefill is lost."""
+        ``lost``: of so many if prefill is lost; ``latent``: the pools are those of MLA models."""
         self.steps = steps
         self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
         self.server_args = without_engine.set_arguments(page, **drafting.arguments(steps))
         self.server_args.disaggregation_decode_enable_radix_cache = True
         self.page_size, self.max_total_num_tokens = page, tokens
-        self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page)
-        self.draft_pool = kv.build_pool(tokens, page)[0] if steps else None
+        self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page, latent=latent)
+        self.draft_pool = kv.build_pool(tokens, page, latent=latent)[0] if steps else None
         #: Tags whose draft KV may be a guess: nobody computed it again when the answer had ended.
         self.guessed: set[int] = set()
         self.req_to_token_pool = DecodeReqToTokenPool(rows, 1024, "cpu", False, 8)

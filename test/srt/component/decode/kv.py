@@ -28,25 +28,34 @@ def tags(
     return found
 
 
-def build_pool(tokens: int, page: int) -> tuple[Any, Any]:
-    """A pool for ``tokens`` tokens and its allocator, on the CPU."""
-    pool, allocator = without_engine.build_pool(tokens, page, torch.int64, layers=2)
+def build_pool(tokens: int, page: int, *, latent: bool = False) -> tuple[Any, Any]:
+    """A pool for ``tokens`` tokens and its allocator, on the CPU; ``latent``: of an MLA model."""
+    pool, allocator = without_engine.build_pool(tokens, page, torch.int64, layers=2, latent=latent)
     pool.cpu_offloading_chunk_size = 24  # small, and no multiple of the page: many borders
     return pool, allocator
 
 
 def write(pool: Any, slots: torch.Tensor, values: list[int]) -> None:
     """Put tags into slots, in every layer."""
-    content = torch.tensor(values, dtype=torch.int64).view(-1, 1, 1)
-    for layer in range(pool.layer_num):
-        pool.k_buffer[layer][slots] = content + layer
-        pool.v_buffer[layer][slots] = -content - layer
+    content = torch.tensor(values, dtype=torch.int64)
+    for layer, (first, second) in enumerate(_halves(pool)):
+        first[slots], second[slots] = content + layer, -content - layer
 
 
 def read(pool: Any, slots: torch.Tensor) -> list[int]:
     """The tags in slots; garbage where keys, values and layers do not agree."""
     slots = slots.to(torch.int64)
-    keys = torch.stack([pool.k_buffer[n][slots, 0, 0] - n for n in range(pool.layer_num)])
-    values = torch.stack([-pool.v_buffer[n][slots, 0, 0] - n for n in range(pool.layer_num)])
+    both = [
+        (first[slots] - n, -second[slots] - n) for n, (first, second) in enumerate(_halves(pool))
+    ]
+    keys, values = (torch.stack(half) for half in zip(*both, strict=True))
     same = (keys == keys[0]).all(0) & (values == keys[0]).all(0)
     return torch.where(same, keys[0], GARBAGE).tolist()
+
+
+def _halves(pool: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each layer two numbers a slot: key and value, or latent part and rope part."""
+    if isinstance(pool, MLATokenToKVPool):
+        return [(buffer[:, 0, 0], buffer[:, 0, 1]) for buffer in pool.kv_buffer]
+    pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
+    return [(keys[:, 0, 0], values[:, 0, 0]) for keys, values in pairs]

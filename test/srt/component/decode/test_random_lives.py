@@ -41,16 +41,27 @@ def test_random_life(
 
 
 @pytest.mark.parametrize(
-    ("page", "tokens", "wait", "steps", "seed"),
-    [(1, 600, "0", 3, 1), (2, 640, "8", 1, 2), (16, 1024, "0", 3, 3), (16, 800, "32", 1, 4)],
+    ("page", "tokens", "wait", "steps", "seed", "latent"),
+    [
+        (1, 600, "0", 3, 1, False),
+        (2, 640, "8", 1, 2, True),
+        (16, 1024, "0", 3, 3, True),
+        (16, 800, "32", 1, 4, False),
+    ],
 )
 def test_random_life_with_speculation(
-    monkeypatch: pytest.MonkeyPatch, page: int, tokens: int, wait: str, steps: int, seed: int
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+    tokens: int,
+    wait: str,
+    steps: int,
+    seed: int,
+    latent: bool,
 ) -> None:
     """Guards against the same with a draft model beside the target: slots of both pools, answers
-    that grow by several tokens a step, drafts that are rejected."""
+    that grow by several tokens a step, drafts that are rejected; in pools of heads and of MLA."""
     monkeypatch.setenv(WAIT, wait)
-    life = Life(Decoder(page, tokens, steps=steps), seed)
+    life = Life(Decoder(page, tokens, steps=steps, latent=latent), seed)
     life.run(1500, seed)
     assert len(life.decoder.submitted) > 100
     # The last slot of a prompt depends on the answer, so something is always moved.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -101,10 +102,11 @@ def _split(tree: Any, token_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("evict", [False, True], ids=["tree kept", "tree evicted"])
-def test_a_retracted_request_keeps_its_draft_kv(page: int, evict: bool) -> None:
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
+def test_a_retracted_request_keeps_its_draft_kv(page: int, evict: bool, latent: bool) -> None:
     """Guards against a resumed request whose slots hold the draft KV of somebody else: it would
     draft from that, and put it into the tree for all others."""
-    decoder = Decoder(page, 1024, steps=3)
+    decoder = Decoder(page, 1024, steps=3, latent=latent)
     first, second = (decoder.submit(ids(number, 50), new=40) for number in (1, 2))
     tick(decoder)
     decoder.deliver(first)
@@ -128,6 +130,61 @@ def test_a_retracted_request_keeps_its_draft_kv(page: int, evict: bool) -> None:
     decoder.drain()
     assert len(retracted.output_ids) == 40
     check_idle(decoder)
+
+
+class Texts:
+    """What the target says: a text of its own for each request, whatever is drafted."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[int, int]] = {}
+
+    def __call__(self, req: Any) -> int:
+        """The next token; of one step, one after the other."""
+        length = len(req.output_ids)
+        asked, ahead = self._asked.get(req.rid, (length, -1))
+        ahead = ahead + 1 if asked == length else 0
+        self._asked[req.rid] = length, ahead
+        return (int(req.rid[1:]) * 7 + (length + ahead) ** 2) % 50
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_retractions_change_no_answer(page: int) -> None:
+    """Guards against a resumed request that starts from another one's hidden state, or from none:
+    SGLang keeps none from where it was retracted, so the first step drafts from what prefill sent,
+    the end of the prompt. That draft is lost, and no token is."""
+
+    def answers(*, retract: bool) -> list[list[int]]:
+        decoder = Decoder(page, 1024, steps=3)
+        starts: dict[str, list[int]] = defaultdict(list)
+        resumes: Counter[str] = Counter()
+
+        def accepted(req: Any) -> int:
+            batch = decoder.running_batch
+            start = int(batch.spec_info.hidden_states[batch.reqs.index(req), 0])
+            if start:  # not what the draft model left there in the step before
+                starts[req.rid].append(start)
+            return 0 if start else 2
+
+        reqs = [decoder.submit(ids(number, 40), new=30) for number in (1, 2, 3)]
+        tick(decoder)
+        for req in reqs:
+            decoder.deliver(req)
+        for step in range(60):
+            tick(decoder)
+            if retract and step % 3 == 2:
+                decoder.retract()
+                retracted = decoder.disagg_decode_prealloc_queue.retracted_queue
+                resumes.update(req.rid for req in retracted)
+                check(decoder)
+            decoder.tick_batch(Texts(), accepted)
+            check(decoder)
+        check_idle(decoder)
+        assert bool(resumes) == retract
+        for req in reqs:
+            assert starts[req.rid] == [req.bootstrap_room] * (1 + resumes[req.rid])
+        return [req.output_ids for req in reqs]
+
+    assert answers(retract=True) == answers(retract=False)
 
 
 def test_an_aborted_retracted_request_drops_both_copies() -> None:
