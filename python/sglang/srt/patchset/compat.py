@@ -240,8 +240,8 @@ def _speculation_problems(args: Any) -> Iterator[str]:
     if sglang_switch("SGLANG_ENABLE_SPEC_V2"):
         yield _conflict(
             "SGLANG_ENABLE_SPEC_V2=1",
-            "a step that is still running may write to pages that were given to a transfer since, "
-            "and prefill would send the draft's start of another request",
+            "a step that is still running looks up where it writes, in rows that other requests "
+            "may have got since, and prefill sends no start for the first draft",
         )
 
 
