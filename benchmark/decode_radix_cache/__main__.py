@@ -1,4 +1,4 @@
-"""``python -m benchmark.decode_radix_cache {throughput,wire}``; README.md beside it says more."""
+"""``python -m benchmark.decode_radix_cache QUESTION``; README.md beside it says more."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.decode_radix_cache import throughput, wire
+from benchmark.decode_radix_cache import speculation, throughput, wire
 from benchmark.harness.command import add_common, status
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.decode_radix_cache")
     add = parser.add_argument
-    add("question", choices=["throughput", "wire"], nargs="?", default="throughput")
+    questions = ["throughput", "wire", "speculation"]
+    add("question", choices=questions, nargs="?", default=questions[0])
     add("--repeats", type=int, default=1, help="throughput: runs of each arm")
     add(
         "--spinning",
@@ -28,6 +29,8 @@ def main() -> int:
     def run() -> int:
         if args.question == "wire":
             return wire.run(args.out, args.model, console)
+        if args.question == "speculation":
+            return speculation.run(args.out, console)
         return throughput.run(args.out, args.model, console, args.repeats, spinning=args.spinning)
 
     return status(run, console)

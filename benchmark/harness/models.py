@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _MODELS = REPOSITORY / "test" / "srt" / "models"
@@ -18,8 +19,17 @@ def random_qwen3(folder: Path, seed: int = 0, **shape: int) -> Path:
     Made in ``folder`` unless it is there already. ``shape``: layers, heads, kv_heads, head_dim,
     hidden, intermediate; by default 2 KiB of KV a token in float32.
     """
-    spec = importlib.util.spec_from_file_location("random_qwen3", _MODELS / "random_qwen3.py")
+    return Path(_module("random_qwen3").build(folder, seed, **shape))
+
+
+def own_draft(folder: Path) -> Path:
+    """The shipped model as one that can be its own draft model, made in ``folder``."""
+    return Path(_module("untied").build(folder))
+
+
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, _MODELS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return Path(module.build(folder, seed, **shape))
+    return module

@@ -8,33 +8,32 @@ changes the text. Wrong draft KV changes no answer, only how many drafts are acc
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from transformers import AutoTokenizer
 
+from benchmark.decode_radix_cache.speculation import ACCEPT_LENGTH, Conversations, drafting
 from benchmark.harness.client import Request, Result
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
-from e2e.support import START_METHOD, Ids, Reference, pair_config, prompt_maker, settle, take_turns
-from models import untied
+from e2e.support import (
+    DOZE,
+    START_METHOD,
+    Ids,
+    Reference,
+    pair_config,
+    prompt_maker,
+    settle,
+    take_turns,
+)
+from models import heads, untied
 
 POOL = 30_000
 TURNS = 5
-
-
-def drafting(model: Path, steps: int) -> tuple[str, ...]:
-    """Server arguments: ``model`` is its own draft."""
-    return (
-        *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(model)),
-        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", str(steps + 1)),
-    )
 
 
 def speculative_pair(model: Path, logs: Path, steps: int, **changes: Any) -> PairConfig:
@@ -64,38 +63,6 @@ def accept_rate(results: Sequence[Result]) -> float:
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``tiny_arith`` as a model that can be its own draft."""
     return untied.build(tmp_path_factory.mktemp("untied") / "untied")
-
-
-def questions(count: int) -> list[str]:
-    """Held-out questions."""
-    lines = (untied.SOURCE / "test_set.jsonl").read_text().splitlines()
-    return [json.loads(line)["question"] for line in lines[:count]]
-
-
-class Conversations:
-    """Chats of several turns, as token ids; each turn goes on from the answer before it."""
-
-    def __init__(self, model: Path, count: int, turns: int) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-        asked = questions(count * turns)
-        self._asked = [asked[at::count] for at in range(count)]
-        self.prompts: list[Ids] = [self._user(asks[0]) for asks in self._asked]
-        self._turn = 0
-
-    def _user(self, text: str) -> Ids:
-        message = [{"role": "user", "content": text}]
-        ids = self._tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return list(ids)
-
-    def answer(self, answers: Sequence[Ids]) -> None:
-        """The next turn of each."""
-        self._turn += 1
-        self.prompts = [
-            [*prompt, *answer, *self._user(asks[self._turn])]
-            for prompt, answer, asks in zip(self.prompts, answers, self._asked, strict=True)
-        ]
 
 
 @pytest.mark.nightly
@@ -218,12 +185,40 @@ def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> Non
                     asked.answer(answers)
             settle(pair)
             metrics[drafts] = pair.metrics()[1]
-        shown = (HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES, "sglang:spec_accept_length")
+        shown = (HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES, ACCEPT_LENGTH)
         print(f"speculation {drafts}:", {name: metrics[drafts].get(name) for name in shown})
     assert chats[True].prompts == chats[False].prompts
     lost = metrics[False][HIT_TOKENS] - metrics[True][HIT_TOKENS]
     assert 0 <= lost <= 2 * 8 * TURNS
     assert metrics[True][PROMPT_TOKENS] == metrics[False][PROMPT_TOKENS]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
+def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str) -> None:
+    """An EAGLE3 head and an MTP head, whose KV has fewer buffers than the target's: one that is
+    taken for the target's would change the answers. Turns hit the ones before."""
+    if algorithm == "EAGLE3":
+        target, head = model, heads.eagle3(logs / "eagle3", model)
+    else:
+        target = head = heads.mtp(logs / "mtp")
+    tokens = prompt_maker(target, seed=17)
+    config = pair_config(target, logs, page_size=16)
+    config = dataclasses.replace(
+        config,
+        prefill_args=(*config.prefill_args, *drafting(head, 3, algorithm)),
+        decode_args=(*config.decode_args, *drafting(head, 3, algorithm)),
+    )
+    sizes = Sizes(pool_tokens=POOL)
+    env = {START_METHOD: "fork"}
+    plain = Aggregated(target, logs / "plain", sizes, extra_args=DOZE, env=env)
+    with plain, Pair(config, logs) as pair:
+        prompts = [tokens(120 + 37 * i) for i in range(5)]
+        take_turns(pair, Reference(plain), prompts, 3, 24, lambda: tokens(19))
+        settle(pair)
+        metrics = pair.metrics()[1]
+        assert metrics[HIT_TOKENS] > 0
+        print(algorithm, {name: metrics.get(name) for name in (HIT_TOKENS, ACCEPT_LENGTH)})
 
 
 @pytest.mark.nightly

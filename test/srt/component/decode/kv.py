@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmark.harness import without_engine
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 _MODULUS = 2**61 - 1
 GARBAGE = -1

@@ -1,0 +1,198 @@
+"""What speculation changes for the decode radix cache: hits, bytes and accept length of one load.
+
+Agents that share an instruction ask turn after turn, each on top of the answer before; with a draft
+model and without one. Counts and bytes only: on a CPU a draft model of the target's size saves no
+time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmark.harness import metrics, report
+from benchmark.harness.client import Request, Result
+from benchmark.harness.environment import describe
+from benchmark.harness.models import TINY_ARITH, own_draft
+from benchmark.harness.pair import Pair, PairConfig
+from benchmark.harness.servers import Sizes
+
+Ids = list[int]
+
+ACCEPT_LENGTH = "sglang:spec_accept_length"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Lengths and pools in tokens."""
+
+    agents: int = 8
+    turns: int = 6
+    examples: int = 6
+    """Questions in the instruction that all agents share."""
+    generated_tokens: int = 60
+    pool: int = 30_000
+    page_size: int = 16
+    steps: int = 3
+    """Of the draft model, with a chain of so many drafts."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One arm. Tokens and bytes of all its requests."""
+
+    prompt_tokens: int
+    hit_tokens: float
+    moved_bytes: float
+    accept_length_gauge: float | None
+    """The gauge as decode last reported it, of its latest steps."""
+    accept_length: float | None
+    """Tokens a step, over all steps of all requests."""
+
+
+def drafting(model: Path, steps: int, algorithm: str = "EAGLE") -> tuple[str, ...]:
+    """Arguments of a server whose draft model, of a chain of ``steps`` drafts, is ``model``."""
+    return (
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model)),
+        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(steps + 1)),
+    )
+
+
+def questions(count: int) -> list[str]:
+    """Held-out questions of the shipped model."""
+    lines = (TINY_ARITH / "test_set.jsonl").read_text().splitlines()
+    return [json.loads(line)["question"] for line in lines[:count]]
+
+
+class Conversations:
+    """Chats of several turns, as token ids; each turn goes on from the answer before it.
+
+    ``instruction``: token ids that all of them begin with.
+    """
+
+    def __init__(
+        self, model: Path, count: int, turns: int, instruction: Sequence[int] = ()
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        asked = questions(count * turns)
+        self._asked = [asked[at::count] for at in range(count)]
+        self.prompts: list[Ids] = [[*instruction, *self._user(asks[0])] for asks in self._asked]
+        self._turn = 0
+
+    def _user(self, text: str) -> Ids:
+        message = [{"role": "user", "content": text}]
+        ids = self._tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    def answer(self, answers: Sequence[Ids]) -> None:
+        """The next turn of each."""
+        self._turn += 1
+        self.prompts = [
+            [*prompt, *answer, *self._user(asks[self._turn])]
+            for prompt, answer, asks in zip(self.prompts, answers, self._asked, strict=True)
+        ]
+
+
+def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
+    """Measures all arms; non-zero where they answer differently or a request fails."""
+    model = own_draft(out / "model-own-draft")
+    raw = out / "speculation.requests.jsonl"
+    raw.unlink(missing_ok=True)
+    arms: dict[str, Counted] = {}
+    answers: list[list[Result]] = []
+    for name, steps in (("plain", 0), ("EAGLE", load.steps)):
+        console.print(f"[bold]{name}[/]: starting fresh servers")
+        with Pair(_config(model, steps, load), out / "logs" / f"speculation-{name}") as pair:
+            results = _talk(pair, model, load)
+            pair.check()  # also lets the last transfers be counted
+            arms[name] = count(results, *pair.metrics())
+        answers.append(results)
+        report.write_requests(raw, name, results)
+    same = report.same_answers(answers)
+    report.print_table(
+        f"{load.agents} agents of {load.turns} turns, pages of {load.page_size} tokens",
+        ["", *arms],
+        [
+            ["prompt tokens", *(f"{arm.prompt_tokens:,}" for arm in arms.values())],
+            ["hit tokens", *(f"{arm.hit_tokens:,.0f}" for arm in arms.values())],
+            ["moved", *(report.megabytes(arm.moved_bytes) for arm in arms.values())],
+            ["accept length", *(_length(arm.accept_length) for arm in arms.values())],
+            [ACCEPT_LENGTH, *(_length(arm.accept_length_gauge) for arm in arms.values())],
+            ["outputs identical", *["yes" if same else "NO"] * len(arms)],
+        ],
+        console,
+    )
+    report.write_summary(
+        out / "speculation.summary.json",
+        {
+            **describe(),
+            "load": dataclasses.asdict(load),
+            "outputs_identical": same,
+            "arms": {name: dataclasses.asdict(arm) for name, arm in arms.items()},
+        },
+    )
+    return 0 if same else 1
+
+
+def _config(model: Path, steps: int, load: Load) -> PairConfig:
+    sizes = Sizes(pool_tokens=load.pool, page_size=load.page_size)
+    # One of the servers that waits would spin on one of the few cores.
+    args = ("--sleep-on-idle", *(drafting(model, steps) if steps else ()))
+    return PairConfig(
+        model,
+        radix=True,
+        prefill_sizes=sizes,
+        decode_sizes=sizes,
+        prefill_args=args,
+        decode_args=args,
+    )
+
+
+def _talk(pair: Pair, model: Path, load: Load) -> list[Result]:
+    """All turns, one after the other, of all agents at once."""
+    shots = Conversations(model, 1, load.examples)
+    for _ in range(load.examples - 1):
+        shots.answer([[]])
+    chats = Conversations(model, load.agents, load.turns, shots.prompts[0])
+    results: list[Result] = []
+    for turn in range(load.turns):
+        answered = pair.send(
+            [
+                Request(prompt, load.generated_tokens, label=f"{agent}/{turn}")
+                for agent, prompt in enumerate(chats.prompts)
+            ]
+        )
+        results += answered
+        if turn < load.turns - 1:
+            chats.answer([result.output_ids for result in answered])
+    return results
+
+
+def count(
+    results: Sequence[Result], prefill: Mapping[str, float], decode: Mapping[str, float]
+) -> Counted:
+    """From the answers and the counters of fresh servers; SGLang's warm-up moves nothing."""
+    verified = sum(result.verify_steps for result in results)
+    accepted = sum(result.accepted_tokens for result in results)
+    return Counted(
+        prompt_tokens=sum(result.prompt_tokens for result in results),
+        hit_tokens=decode[metrics.HIT_TOKENS],
+        moved_bytes=prefill[metrics.SENT_BYTES],
+        accept_length_gauge=decode.get(ACCEPT_LENGTH) if verified else None,
+        accept_length=1 + accepted / verified if verified else None,
+    )
+
+
+def _length(value: Any) -> str:
+    return "" if value is None else f"{value:.2f}"
