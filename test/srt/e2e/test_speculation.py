@@ -165,6 +165,15 @@ def test_lost_draft_kv_shows(arithmetic: Path, logs: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_retractions_keep_the_drafts(arithmetic: Path, logs: Path) -> None:
+    """A draft model's KV that does not come back with its request: every seventh step some are
+    retracted, which costs each the drafts of one step (it starts from the end of its prompt)."""
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    found = rates(arithmetic, logs, decode_env=env)
+    assert min(found) > 0.9
+
+
+@pytest.mark.nightly
 def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> None:
     """Admission that counts draft tokens twice, or evicts for them, would cost hits: over the same
     conversations a turn hits at most two tokens less. (Bytes: the draft's KV is moved as well.)"""
