@@ -37,6 +37,7 @@ _WEIGHTS = {
     "alpha": "linear: ongoing tokens that a cached one outweighs",
     "overload_factor": "linear: load against the others' above which a session leaves its worker",
     "batch_weight": "delta_kv: price of a full batch, in prompts to move",
+    "migrate_turns": "linear: requests after which a session leaves its worker; 0: never",
     "seed": "random",
 }
 

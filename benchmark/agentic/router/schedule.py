@@ -21,18 +21,20 @@ class Pins:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._workers: OrderedDict[str, str] = OrderedDict()
+        self._workers: OrderedDict[str, tuple[str, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def get(self, session: str | None) -> str | None:
-        return None if session is None else self._workers.get(session)
+    def get(self, session: str | None) -> tuple[str | None, int]:
+        """The session's worker, and how many requests in a row it has had; None and 0."""
+        return (None, 0) if session is None else self._workers.get(session, (None, 0))
 
     def set(self, session: str | None, url: str) -> None:
         if session is None:
             return
-        self._workers[session] = url
+        before, stayed = self.get(session)
+        self._workers[session] = (url, stayed + 1 if before == url else 1)
         self._workers.move_to_end(session)
         if len(self._workers) > self._limit:
             self._workers.popitem(last=False)
@@ -153,9 +155,10 @@ class Scheduler:
             return None
         policy = self.policies[role]
         views = [worker.view(ask.prompt.hashes, ask.work) for worker in up]
-        pin = self.pins[role].get(ask.session)
+        pin, stayed = self.pins[role].get(ask.session)
         pinned = next((i for i, worker in enumerate(up) if worker.url == pin), None)
-        choice = choose(policy, views, ask.work, self.settings.knobs, self._turns[role], pinned)
+        knobs, turn = self.settings.knobs, self._turns[role]
+        choice = choose(policy, views, ask.work, knobs, turn, pinned, stayed)
         return Pick(up[choice.index], policy, views, choice)
 
     def _offload(self, ask: Ask, colocated: Pick, prefill: Pick | None, decode: Pick | None) -> str:

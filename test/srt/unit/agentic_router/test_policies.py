@@ -12,8 +12,10 @@ from benchmark.agentic.router.policies import (
     Work,
     choose,
     delta_kv,
+    least_pending,
     linear,
     lmetric,
+    lmetric_literal,
     overloaded,
 )
 
@@ -43,6 +45,9 @@ def pick(policy: str, views: list[View], turn: int = 0, pinned: int | None = Non
         ("lmetric", [view("a", 3, 700), view("b")], "b"),
         # What others have yet to prefill counts like this prompt's own tokens.
         ("lmetric", [view("a", 1, 500, pending_tokens=400), view("b", 1, 200)], "b"),
+        # Uncached tokens and those before them, whatever the batch.
+        ("least_pending", [view("a", 9, 500, pending_tokens=100), view("b", 0, 300)], "a"),
+        ("least_pending", [view("a", 0, 500, pending_tokens=300), view("b", 9, 300)], "b"),
         # The holder of the prompt wins...
         ("delta_kv", [view("a"), view("b", 1, 1000)], "b"),
         # ...until its batch is larger by more than a few...
@@ -65,6 +70,26 @@ def test_who_wins(policy: str, views: list[View], winner: str) -> None:
 def test_an_lmetric_worker_without_requests_still_pays_for_what_it_has_to_prefill() -> None:
     """Guards against a factor of 0 that hides a worker's missing cache."""
     assert lmetric(view("a"), WORK, 0, Knobs()).score == 1000
+
+
+def test_literal_lmetric_takes_any_idle_worker() -> None:
+    """The published formula beside ours: an idle worker scores 0 whatever it lacks."""
+    views = [view("holder", 1, matched=1000), view("busy", 2), view("idle")]
+    assert pick("lmetric_literal", [view("short", 1, matched=900), view("idle")]) == "idle"
+    assert pick("lmetric", [view("short", 1, matched=900), view("idle")]) == "short"
+    assert pick("lmetric_literal", [*views[:2]]) == "holder"
+
+
+def test_a_session_migrates_after_so_many_turns() -> None:
+    """Guards the count, and that it goes to another worker, the least loaded one."""
+    views = [view("a", matched=900), view("b", 2, ongoing=500), view("c", 1, ongoing=50)]
+    knobs = Knobs(migrate_turns=3)
+    stays = choose("linear", views, WORK, knobs, 0, 0, stayed=2)
+    leaves = choose("linear", views, WORK, knobs, 0, 0, stayed=3)
+    assert (stays.index, stays.reason) == (0, "pinned")
+    assert (leaves.index, leaves.reason) == (2, "migrated")
+    assert choose("linear", views[:1], WORK, knobs, 0, 0, stayed=9).index == 0
+    assert choose("linear", views, WORK, Knobs(), 0, 0, stayed=9).reason == "pinned"
 
 
 def test_round_robin_takes_turns_and_random_is_seeded() -> None:
@@ -139,7 +164,7 @@ def test_more_load_never_makes_a_worker_better(one: View, policy: str, data: st.
 def test_a_longer_match_never_makes_a_worker_worse(one: View, more: int) -> None:
     """Guards the sign of every cache term."""
     better = one._replace(matched_tokens=min(1000, one.matched_tokens + more))
-    for score in (linear, lmetric, delta_kv):
+    for score in (linear, lmetric, lmetric_literal, least_pending, delta_kv):
         assert score(better, WORK, 5.0, Knobs()).score <= score(one, WORK, 5.0, Knobs()).score
 
 
