@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.agentic.report.arms import Arm
+from benchmark.agentic.fleet.rig import Arm
 from benchmark.harness import report
 from benchmark.harness.client import Result
 from benchmark.harness.environment import describe

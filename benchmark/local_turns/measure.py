@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmark.agentic.report.arms import Arm, layout
-from benchmark.agentic.report.load import Load as Sizes
-from benchmark.agentic.report.measure import ENGINES, total, warm_up
+from benchmark.agentic.fleet.rig import Arm, layout
+from benchmark.agentic.fleet.servers import ENGINES, total, warm_up
+from benchmark.agentic.replay.prepare import PromptSource
 from benchmark.harness import checks, metrics
 from benchmark.harness.arm import traffic
 from benchmark.harness.client import Target
@@ -26,14 +26,13 @@ COMPUTED = ("sglang:realtime_tokens_total", "mode", "prefill_compute")
 def arms(load: Load) -> list[Arm]:
     """All arms, in the order of the columns: two engines each, and SGLang's router before them."""
     cache_aware, round_robin = (f"sglang-router: {p}" for p in ("cache_aware", "round_robin"))
-    pd = "1P1D"
     fixed, chosen = (local_turns(load.local_tokens, always=always) for always in (True, False))
     return [
-        Arm("2 aggregated", "two aggregated", cache_aware, colocated=2, variant=STOCK),
-        Arm(pd, "PD, stock", round_robin, decodes=1, variant=STOCK),
-        Arm(pd, "PD, remote", round_robin, decodes=1, variant=FLAG),
-        Arm(pd, "PD, always local", round_robin, decodes=1, variant=fixed),
-        Arm(pd, "PD, chosen", round_robin, decodes=1, variant=chosen),
+        Arm("two aggregated", cache_aware, colocated=2, variant=STOCK),
+        Arm("PD, stock", round_robin, decodes=1, variant=STOCK),
+        Arm("PD, remote", round_robin, decodes=1, variant=FLAG),
+        Arm("PD, always local", round_robin, decodes=1, variant=fixed),
+        Arm("PD, chosen", round_robin, decodes=1, variant=chosen),
     ]
 
 
@@ -78,10 +77,11 @@ def run(
         RunFailed: a warm-up request failed.
     """
     vocabulary = token_range(model)
-    servers = layout(arm, model, Sizes(pool_tokens=load.pool_tokens), load.chunk_tokens)
+    servers = layout(arm, model, load.pool_tokens, load.chunk_tokens)
     with Fleet(servers, logs) as fleet:
         url = fleet.layout[-1].url
-        warm_up(url, vocabulary, pairs=max(arm.decodes, arm.colocated))
+        requests = 4 * max(arm.decodes, arm.colocated)
+        warm_up(Target(url), PromptSource(vocabulary, block_tokens=16), requests)
         for clients in load.cold_clients:
             fleet.check()
             for server in fleet.layout[:-1]:

@@ -11,6 +11,4 @@ sink      the output file: survives a crash, and can be resumed
 report    numbers and tables from outcomes
 limits    open files, one or two a stream
 cli       ``python -m benchmark.agentic replay``
-stub      a server without a model, to measure this side alone
-lateness  that measurement
 """

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import orjson
 
@@ -21,24 +22,59 @@ from benchmark.harness.client import Request
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.record import Record
 
+Endpoint = Literal["generate", "completions", "chat"]
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
+
+_SAID = """
+time year people way day man thing woman life child world school state family student group country
+problem hand part place case week company system program question work number night point home water
+room mother area money story fact month lot right study book eye job word business issue side kind
+head house service friend father power hour game line end member law city name team minute idea body
+"""
+_WORDS = _SAID.split()
+"""Of one token each for most tokenizers: chat messages are text."""
 _NICENESS = 10  # making bodies ahead can wait; sending cannot
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Arguments of ``benchmark.traces.prompts.Prompts``, which itself stays in its process."""
+    """Arguments of ``benchmark.traces.prompts.Prompts``, which itself stays in its process, and for
+    whom the bodies are."""
 
     vocabulary: Sequence[int]
     block_tokens: int
     seed: int = 0
+    endpoint: Endpoint = "generate"
+    model: str = "default"
+    """Name of the model, for OpenAI's endpoints."""
 
     def make(self) -> Prompts:
         return Prompts(self.vocabulary, self.block_tokens, self.seed)
 
 
-def body(prompts: Prompts, record: Record) -> bytes:
-    """A streaming ``/generate`` request: the record's prompt, and exactly its answer's length."""
-    return orjson.dumps(Request(prompts.prompt(record), record.output_length).body())
+def body(prompts: Prompts, record: Record, source: PromptSource) -> bytes:
+    """A streaming request: the record's prompt, and exactly its answer's length.
+
+    A chat message has a word for each token, so that its length in tokens is about the record's.
+    """
+    ids = prompts.prompt(record)
+    if source.endpoint == "generate":
+        return orjson.dumps(Request(ids, record.output_length).body())
+    content: dict[str, Any] = {"prompt": ids}
+    if source.endpoint == "chat":
+        text = " ".join(_WORDS[token % len(_WORDS)] for token in ids)
+        content = {"messages": [{"role": "user", "content": text}]}
+    return orjson.dumps(
+        {
+            **content,
+            "model": source.model,
+            "max_tokens": record.output_length,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+    )
 
 
 class Bodies:
@@ -61,7 +97,7 @@ class Bodies:
         self._pool.shutdown(cancel_futures=True)
 
 
-_prompts: Prompts | None = None
+_prompts: tuple[Prompts, PromptSource] | None = None
 
 
 def _begin(source: PromptSource) -> None:
@@ -69,7 +105,7 @@ def _begin(source: PromptSource) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sender's to handle
     os.nice(_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _prompts = source.make()
+    _prompts = source.make(), source
 
 
 def _end_with_parent() -> None:
@@ -82,4 +118,5 @@ def _end_with_parent() -> None:
 
 def _make(record: Record) -> bytes:
     assert _prompts is not None
-    return body(_prompts, record)
+    prompts, source = _prompts
+    return body(prompts, record, source)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -23,7 +24,7 @@ from benchmark.agentic.replay.plan import (
     jobs,
 )
 from benchmark.agentic.replay.prepare import Bodies, PromptSource
-from benchmark.agentic.replay.send import Answer, Message, open_session, send
+from benchmark.agentic.replay.send import PATHS, Answer, Message, open_session, send
 from benchmark.harness.client import Target
 from benchmark.traces.record import Record
 
@@ -41,6 +42,10 @@ class Settings:
     timeout_s: float = 600.0
     """Of each request."""
     classes: Classes = Classes()
+    sessions: int | None = None
+    """For ``think``: so many chains at once, each begun as another ends, instead of at its time."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of each request, such as a key."""
 
 
 async def replay(
@@ -81,9 +86,11 @@ async def replay(
 
     async with AsyncExitStack() as stack:
         bodies = stack.enter_context(Bodies(prompts))
-        session = await stack.enter_async_context(open_session(settings.timeout_s))
+        session = await stack.enter_async_context(
+            open_session(settings.timeout_s, settings.headers)
+        )
         lag = await stack.enter_async_context(LoopLag())
-        replayer = _Replayer(target, settings, bodies, session, lag, ended)
+        replayer = _Replayer(target, settings, bodies, session, lag, ended, PATHS[prompts.endpoint])
         await replayer.run(chains)
     return sorted(outcomes, key=lambda outcome: outcome.index)
 
@@ -99,8 +106,10 @@ class _Replayer:
         session: aiohttp.ClientSession,
         lag: LoopLag,
         ended: Callable[[Outcome], None],
+        path: str,
     ) -> None:
-        self._target, self._settings = target, settings
+        self._target, self._settings, self._path = target, settings, path
+        self._free = asyncio.Semaphore(settings.sessions) if settings.sessions else None
         self._bodies, self._session, self._lag, self._ended = bodies, session, lag, ended
         self._running: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -155,17 +164,21 @@ class _Replayer:
             ahead -= chain.jobs[0].record.input_length
             fill()
             body = await future
-            await clock.until(chain.start_s)
-            self._start(self._converse(clock, chain, body))
+            due = chain.start_s
+            if self._free is None:
+                await clock.until(due)
+            else:
+                await self._free.acquire()
+                due = clock.of(time.monotonic())
+            self._start(self._converse(clock, chain, body, due))
 
-    async def _converse(self, clock: Clock, chain: Chain, body: bytes) -> None:
-        """The requests of a chain, one after the other."""
-        due = chain.start_s
+    async def _converse(self, clock: Clock, chain: Chain, body: bytes, due: float) -> None:
+        """The requests of a chain, one after the other; the first is due at ``due``."""
         for job, after in zip(chain.jobs, (*chain.jobs[1:], None), strict=True):
             next_body = None if after is None else self._bodies.submit(after.record)
             mark = self._lag.mark()
             record = job.record
-            message = Message(body, record.output_length, record.session_id)
+            message = Message(body, record.output_length, record.session_id, self._path)
             answer = await send(self._session, self._target, message)
             result = outcome(job, answer, clock, due, self._lag.since(mark), self._settings.classes)
             self._ended(result)
@@ -173,6 +186,8 @@ class _Replayer:
                 due = clock.of(answer.finished) + gap_s(job, after, self._settings.think_s)
                 body = await next_body
                 await clock.until(due)
+        if self._free is not None:
+            self._free.release()
 
 
 def outcome(

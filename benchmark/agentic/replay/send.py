@@ -11,7 +11,7 @@ import errno
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +20,16 @@ import msgspec
 import orjson
 
 from benchmark.agentic.replay.outcome import ErrorKind
+from benchmark.agentic.replay.prepare import Endpoint
 from benchmark.harness.client import Target
 
 SESSION_HEADER = "X-Session-Id"
 PREFILL_HEADER, DECODE_HEADER, WORKER_HEADER = "X-Prefill-Worker", "X-Decode-Worker", "X-Worker"
+PATHS: Mapping[Endpoint, str] = {
+    "generate": "/generate",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
 _TEXT = 300  # characters of an error page that are kept
 
 
@@ -35,6 +41,7 @@ class Message:
     """A JSON object."""
     wanted_tokens: int
     session_id: str | None = None
+    path: str = "/generate"
 
 
 @dataclass
@@ -77,18 +84,43 @@ class _Meta(msgspec.Struct):
     finish_reason: dict[str, Any] | None = None
 
 
+class _Piece(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Piece | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
 class _Event(msgspec.Struct):
     meta_info: _Meta | None = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
     error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-def open_session(timeout_s: float) -> aiohttp.ClientSession:
+def open_session(
+    timeout_s: float, headers: Mapping[str, str] | None = None
+) -> aiohttp.ClientSession:
     """No limit of connections, and none used twice: one that idled for the server's keep-alive time
     may be closed by it just as the next request goes out, which would count as the server's error.
-    ``timeout_s`` is for each request, from connecting to the last byte.
+    ``timeout_s`` is for each request, from connecting to the last byte; ``headers`` go with each.
     """
     trace = aiohttp.TraceConfig()
 
@@ -102,6 +134,7 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=timeout_s),
         trace_configs=[trace],
         read_bufsize=2**18,
+        headers=headers,
     )
 
 
@@ -124,7 +157,7 @@ async def send(session: aiohttp.ClientSession, target: Target, message: Message)
 async def _single(
     session: aiohttp.ClientSession, target: Target, message: Message, answer: Answer
 ) -> None:
-    await _stream(session, target.url, message.body, message.session_id, answer)
+    await _stream(session, target.url, message, answer)
 
 
 async def _pair(
@@ -134,9 +167,11 @@ async def _pair(
     assert target.prefill_url is not None
     body = message.body[:-1] + b"," + orjson.dumps(target.route())[1:]
     prefill = asyncio.ensure_future(
-        _drain(session, target.prefill_url, body, message.session_id, answer)
+        _drain(session, target.prefill_url, replace(message, body=body), answer)
     )
-    decode = asyncio.ensure_future(_stream(session, target.url, body, message.session_id, answer))
+    decode = asyncio.ensure_future(
+        _stream(session, target.url, replace(message, body=body), answer)
+    )
     halves = {prefill, decode}
     try:
         await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
@@ -153,26 +188,28 @@ async def _pair(
 
 
 def _post(
-    session: aiohttp.ClientSession, url: str, body: bytes, session_id: str | None, answer: Answer
+    session: aiohttp.ClientSession, url: str, message: Message, answer: Answer
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
     headers = {"Content-Type": "application/json"}
-    if session_id is not None:
-        headers[SESSION_HEADER] = session_id
-    return session.post(f"{url}/generate", data=body, headers=headers, trace_request_ctx=answer)
+    if message.session_id is not None:
+        headers[SESSION_HEADER] = message.session_id
+    return session.post(
+        url + message.path, data=message.body, headers=headers, trace_request_ctx=answer
+    )
 
 
 async def _drain(
-    session: aiohttp.ClientSession, url: str, body: bytes, session_id: str | None, answer: Answer
+    session: aiohttp.ClientSession, url: str, message: Message, answer: Answer
 ) -> None:
-    async with _post(session, url, body, session_id, answer) as response:
+    async with _post(session, url, message, answer) as response:
         await _check_status(response)
         await response.read()
 
 
 async def _stream(
-    session: aiohttp.ClientSession, url: str, body: bytes, session_id: str | None, answer: Answer
+    session: aiohttp.ClientSession, url: str, message: Message, answer: Answer
 ) -> None:
-    async with _post(session, url, body, session_id, answer) as response:
+    async with _post(session, url, message, answer) as response:
         _workers(response.headers, answer)
         await _check_status(response)
         tail = b""
@@ -191,6 +228,9 @@ def take(answer: Answer, data: bytes, now: float) -> None:
     except ValueError as error:
         raise Failed("broken_stream", f"unreadable event: {error}: {data[:_TEXT]!r}") from error
     meta = event.meta_info
+    if meta is None and not event.error and (event.choices is not None or event.usage is not None):
+        _take_openai(answer, event, now)
+        return
     if meta is None:
         raise Failed("abort", _text(event.error or data))
     if answer.ended:
@@ -204,6 +244,31 @@ def take(answer: Answer, data: bytes, now: float) -> None:
     answer.prompt_tokens = meta.prompt_tokens
     answer.cached_tokens = meta.cached_tokens
     answer.ended = reason is not None
+
+
+def _take_openai(answer: Answer, event: _Event, now: float) -> None:
+    """A chunk of OpenAI's endpoints: a token for each piece of text, unless the server counts."""
+    pieces = 0
+    for choice in event.choices or ():
+        piece = choice.delta
+        said = choice.text or (piece and (piece.content or piece.reasoning_content))
+        pieces += bool(said)
+        if choice.finish_reason == "abort":
+            raise Failed("abort", "the server aborted the request")
+        answer.ended = answer.ended or choice.finish_reason is not None
+    total = answer.output_tokens + pieces
+    if (usage := event.usage) is not None:
+        answer.prompt_tokens = usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        total = max(answer.output_tokens, usage.completion_tokens or total)
+    if total <= answer.output_tokens:
+        return
+    if pieces or not answer.times:
+        answer.times.append(now)
+        answer.totals.append(total)
+    else:  # the count at the end: pieces had several tokens
+        answer.totals[-1] = total
 
 
 def _check(answer: Answer, wanted: int) -> None:

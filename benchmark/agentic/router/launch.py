@@ -11,25 +11,27 @@ from benchmark.harness.servers import HOST, ServerConfig
 
 def config(
     port: int,
-    prefills: Sequence[ServerConfig] = (),
-    decodes: Sequence[ServerConfig] = (),
-    workers: Sequence[ServerConfig] = (),
+    prefills: Sequence[tuple[str, int]] = (),
+    decodes: Sequence[str] = (),
+    workers: Sequence[str] = (),
     *,
     extra_args: Sequence[str] = (),
 ) -> ServerConfig:
     """A router before these servers, which should be ready: it is ready when it has looked at all.
 
     Args:
-        workers: colocated ones.
+        prefills: URL and bootstrap port of each.
+        decodes: URLs.
+        workers: URLs of colocated ones.
         extra_args: policies and the like, as ``("--decode-policy", "round_robin")``.
     """
     command = [sys.executable, "-m", "benchmark.agentic", "route"]
     command += ["--host", HOST, "--port", str(port)]
-    for server in prefills:
-        command += ["--prefill", server.url, str(server.bootstrap_port)]
-    for server in decodes:
-        command += ["--decode", server.url]
-    for server in workers:
-        command += ["--worker", server.url]
+    for url, bootstrap_port in prefills:
+        command += ["--prefill", url, str(bootstrap_port)]
+    for url in decodes:
+        command += ["--decode", url]
+    for url in workers:
+        command += ["--worker", url]
     env = {"PYTHONPATH": str(REPOSITORY)}
     return ServerConfig("router", port, (*command, *extra_args), env)

@@ -14,14 +14,14 @@ from aiohttp import web
 
 from benchmark.agentic.router.app import Router
 from benchmark.agentic.router.settings import Settings
-from benchmark.agentic.router.stub import Stub
+from benchmark.agentic.stub import Stub
 
 
 class Worker(Stub):
     """A stub that can be held before any token, fail, and be killed."""
 
     def __init__(self, role: str = "colocated", tokens: int = 3) -> None:
-        super().__init__(role, tokens)
+        super().__init__(role, tokens, prompt_tokens=64, cached_tokens=0)
         self.bodies: list[dict[str, Any]] = []
         self.holds: dict[int, asyncio.Event] = {}
         """Token number -> what it waits for."""

@@ -18,8 +18,8 @@ from benchmark.agentic.replay.outcome import Outcome
 from benchmark.agentic.replay.prepare import PromptSource
 from benchmark.agentic.replay.report import client
 from benchmark.agentic.replay.run import Settings, replay
-from benchmark.agentic.replay.stub import Stub, serve
-from benchmark.agentic.replay.stub import process as stub_process
+from benchmark.agentic.stub import Stub, serve
+from benchmark.agentic.stub import process as stub_process
 from benchmark.harness.client import Target
 from benchmark.harness.ports import allocate_ports
 from benchmark.traces.record import Record
@@ -292,7 +292,7 @@ def test_times_of_tokens(cumulative: bool) -> None:
     """Guards TTFT, TPOT and ITL at a known pace, however the server repeats its ids; a second
     request with the first one's prompt is cached."""
     records = [Record(i * 400, 256, 10, tuple(range(64))) for i in range(2)]
-    stub = Stub(tokens_per_s=50, cumulative=cumulative, worker="stub")
+    stub = Stub(first_s=0.02, gap_s=0.02, cumulative=cumulative, worker="stub")
 
     async def go() -> list[Outcome]:
         async with serve(stub.app()) as url:
@@ -308,4 +308,4 @@ def test_times_of_tokens(cumulative: bool) -> None:
         assert o.first_token_s is not None and o.ttft_s is not None
         assert o.started_s <= (o.sent_s or 0) <= o.first_token_s <= o.finished_s
         assert sum(o.itl_s) == pytest.approx(o.tpot_s * 9, abs=1e-3)
-    assert stub.streams.served == 2
+    assert stub.served == 2

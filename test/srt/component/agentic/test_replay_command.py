@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic.replay import stub
+from benchmark.agentic import stub
 from benchmark.agentic.replay.cli import main
 from benchmark.agentic.replay.sink import load
 from benchmark.traces.read import write
@@ -25,7 +25,7 @@ REQUESTS = 60
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with stub.process("--tokens-per-s", "100", "--worker", "w0") as address:
+    with stub.process("--gap-ms", "10", "--worker", "w0") as address:
         yield address
 
 

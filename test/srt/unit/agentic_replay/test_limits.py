@@ -10,8 +10,8 @@ import pytest
 
 from benchmark.agentic.replay import limits
 from benchmark.agentic.replay.cli import main
-from benchmark.agentic.replay.prepare import PromptSource, body
-from benchmark.agentic.replay.stub import PrefixCache
+from benchmark.agentic.replay.prepare import Endpoint, PromptSource, body
+from benchmark.agentic.stub import PrefixCache
 from benchmark.traces.record import Record
 
 
@@ -30,10 +30,22 @@ def test_bodies_ask_for_the_recorded_length() -> None:
     """Guards against arms that do different work: a fixed length, greedy, and streamed."""
     prompts = PromptSource(range(100), 4).make()
     record = Record(0, 6, 3, (1, 2))
-    sent = orjson.loads(body(prompts, record))
+    sent = orjson.loads(body(prompts, record, PromptSource(range(100), 4)))
     assert sent["input_ids"] == prompts.prompt(record)
     assert sent["sampling_params"] == {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
     assert sent["stream"] is True
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_openai_bodies_ask_for_the_same(endpoint: Endpoint) -> None:
+    """Guards the endpoints of fleets that are not SGLang's: the same length, and usage, without
+    which tokens could not be counted."""
+    source = PromptSource(range(100), 4, endpoint=endpoint, model="m")
+    sent = orjson.loads(body(source.make(), Record(0, 6, 3, (1, 2)), source))
+    assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 3, True)
+    assert sent["stream_options"]["include_usage"] is True
+    prompt = sent["prompt"] if endpoint == "completions" else sent["messages"][0]["content"].split()
+    assert len(prompt) == 6
 
 
 def test_the_stubs_cache_hits_prefixes() -> None:

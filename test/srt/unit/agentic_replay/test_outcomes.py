@@ -67,6 +67,30 @@ def test_nothing_may_follow_the_end() -> None:
         take(answer, event(2, {"type": "stop"}), 2.0)
 
 
+def test_openai_chunks_are_counted_by_usage() -> None:
+    """Guards TPOT on OpenAI's endpoints: pieces of several tokens count as what usage says, and the
+    chunk with usage may follow the end."""
+    answer = Answer(0.0)
+    take(answer, b'{"choices":[{"delta":{"role":"assistant"}}]}', 0.5)
+    take(answer, b'{"choices":[{"delta":{"content":"a"}}]}', 1.0)
+    end = b'{"choices":[{"delta":{"content":"b c"},"finish_reason":"length"}]}'
+    take(answer, end, 2.0)
+    assert (answer.times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 2], True)
+    usage = {"prompt_tokens": 9, "completion_tokens": 5}
+    usage_line = {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 4}}}
+    take(answer, json.dumps(usage_line).encode(), 2.1)
+    assert (answer.times, answer.totals) == ([1.0, 2.0], [1, 5])
+    assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
+
+
+def test_openai_errors_are_errors() -> None:
+    """Guards against an error event, or an abort, that counts as an answer."""
+    with pytest.raises(Failed, match="no room"):
+        take(Answer(0.0), b'{"error": {"message": "no room"}}', 1.0)
+    with pytest.raises(Failed, match="aborted"):
+        take(Answer(0.0), b'{"choices":[{"text":"","finish_reason":"abort"}]}', 1.0)
+
+
 SERVED = Classes(by="served")
 
 

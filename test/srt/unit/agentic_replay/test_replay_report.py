@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from benchmark.agentic.replay.classes import Classes
-from benchmark.agentic.replay.lateness import measured, over_time, weighted_percentile
 from benchmark.agentic.replay.outcome import Outcome
 from benchmark.agentic.replay.report import client, most_open, report
 from benchmark.agentic.replay.tables import show
@@ -105,28 +104,3 @@ def test_a_report_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a crash where every request was left out or a run was stopped at once."""
     show(report([], Classes()), Console(width=200))
     assert "at most 0 requests" in capsys.readouterr().out
-
-
-def test_streams_held_are_weighted_by_time() -> None:
-    """Guards the measurement that claims 200 streams: a peak for a moment is not a load held."""
-    outcomes = [outcome(i, started_s=0.0, finished_s=10.0, e2e_s=10.0) for i in range(2)]
-    outcomes += [
-        outcome(2, started_s=4.0, finished_s=5.0),
-        outcome(3, started_s=9.9, finished_s=9.95),
-    ]
-    spans = over_time(outcomes, 0.0, 9.9)
-    assert sum(seconds for _, seconds in spans) == pytest.approx(9.9)
-    assert sum(seconds for count, seconds in spans if count == 3) == pytest.approx(1.0)
-    assert weighted_percentile(spans, 50) == 2
-    assert weighted_percentile(spans, 99) == 3
-
-
-def test_the_measurement_fails_below_its_streams() -> None:
-    """Guards against a pass with fewer streams than the claim says."""
-    outcomes = [
-        outcome(i, started_s=0.1 * i, finished_s=0.1 * i + 1, e2e_s=1.0) for i in range(100)
-    ]
-    assert measured(outcomes, 9, 10, (1.0, 0.5, 2.0), 10.0).passed(50)
-    assert not measured(outcomes, 20, 10, (1.0, 0.5, 2.0), 10.0).passed(50)
-    assert not measured(outcomes, 9, 10, (1.0, 0.5, 2.0), 10.0).passed(1)
-    assert measured(outcomes, 9, 10, (1.0, 0.5, 2.0), 10.0).replayer_cpu_share == 0.15

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.agentic.report.arms import layout
-from benchmark.agentic.report.load import Load as Sizes
+from benchmark.agentic.fleet.rig import layout
 from benchmark.harness.client import Request, Result, Target
 from benchmark.harness.report import write_summary
 from benchmark.harness.variants import LOCAL_ALWAYS
@@ -26,7 +25,7 @@ def test_arms_differ_in_what_they_are_called() -> None:
     """Guards against a gain that comes from another pool, or from a flag that no column names."""
     seen = {}
     for arm in measure.arms(Load(local_tokens=77)):
-        *engines, _ = layout(arm, Path("m"), Sizes(pool_tokens=5000))
+        *engines, _ = layout(arm, Path("m"), 5000)
         assert len(engines) == 2
         for engine in engines:
             words = " ".join(engine.command)

@@ -1,0 +1,215 @@
+"""Servers by address: where requests go, warm-up, flush, counters, and gauges over time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from benchmark.agentic.fleet.spec import FleetFile, Setup
+from benchmark.agentic.replay.prepare import PromptSource
+from benchmark.agentic.replay.run import Settings, replay
+from benchmark.agentic.router import launch
+from benchmark.harness import fleet, metrics
+from benchmark.harness.client import Target
+from benchmark.harness.command import RunFailed
+from benchmark.harness.ports import allocate_ports
+from benchmark.traces.record import Record
+
+ENGINES = ("prefill", "decode", "aggregated")
+GAUGES = {"usage": "sglang:token_usage", "running": "sglang:num_running_reqs"}
+_GAUGES = {name: rf"^{metric}(?:\{{.*\}})? (\S+)" for name, metric in GAUGES.items()}
+SAMPLE_S = 1.0
+ROUTED = "our router"
+
+
+class Servers:
+    """The running servers of one setup. Roles are ``aggregated``, ``prefill`` and ``decode``."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        about: FleetFile,
+        target: Target,
+        vocabulary: range,
+        check: Callable[[], None] = lambda: None,
+        via: str = "directly",
+    ) -> None:
+        """``check``: raises where a server is not well, after each load. ``via``: for the page."""
+        self.setup, self.about, self.target, self.via = setup, about, target, via
+        self.vocabulary, self.check = vocabulary, check
+
+    def prompts(self, seed: int) -> PromptSource:
+        about = self.about
+        return PromptSource(self.vocabulary, about.block_tokens, seed, about.endpoint, about.model)
+
+    def settings(self, **more: object) -> Settings:
+        """``more``: fields of ``Settings``."""
+        return Settings(dispatch="think", headers=self.about.all_headers, **more)  # type: ignore[arg-type]
+
+    def warm_up(self) -> None:
+        """Raises RunFailed: see ``warm_up``."""
+        count = self.about.warm_up * max(1, len(self.setup.engines))
+        warm_up(self.target, self.prompts(0), count, self.about.all_headers)
+
+    def flush(self) -> list[str]:
+        """Empties every engine's cache; returns who would not, and why."""
+        refused = []
+        for url in self.setup.engines or ([self.target.url] if self.setup.router else []):
+            try:
+                self._ask("POST", url + "/flush_cache")
+            except (OSError, ValueError) as error:
+                refused.append(f"{url}: {error}")
+        return refused
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Role -> counters, summed over its servers whose ``/metrics`` answers; also ``store``."""
+        found: dict[str, list[dict[str, float]]] = {}
+        more = {self.setup.store: "store"} if self.setup.store else {}
+        for url, role in {**self.setup.engines, **more}.items():
+            try:
+                found.setdefault(role, []).append(self._scrape(url))
+            except (OSError, ValueError):
+                continue
+        return {role: total(values) for role, values in found.items()}
+
+    @contextmanager
+    def sampled(self) -> Iterator[list[dict[str, float]]]:
+        """Rows of gauges, one a decoding server and second while the context lasts: ``at`` (s),
+        ``server`` (its number), ``usage`` of the KV pool (0 to 1) and ``running`` requests."""
+        rows: list[dict[str, float]] = []
+        over = threading.Event()
+        decoding = [url for url, role in self.setup.engines.items() if role != "prefill"]
+        began = time.monotonic()
+
+        def watch() -> None:
+            while True:
+                for number, url in enumerate(decoding):
+                    try:
+                        text = self._ask("GET", url + "/metrics").decode(errors="replace")
+                    except (OSError, ValueError):
+                        continue
+                    at = {"at": round(time.monotonic() - began, 2), "server": float(number)}
+                    rows.append({**at, **gauges(text)})
+                if over.wait(SAMPLE_S):
+                    return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield rows
+        finally:
+            over.set()
+            thread.join(30)
+
+    def _scrape(self, url: str) -> dict[str, float]:
+        return metrics.parse(self._ask("GET", url + "/metrics").decode(errors="replace"))
+
+    def _ask(self, method: str, url: str) -> bytes:
+        request = urllib.request.Request(url, method=method, headers=self.about.all_headers)
+        with urllib.request.urlopen(request, timeout=30.0) as answer:
+            body: bytes = answer.read()
+            return body
+
+
+def warm_up(
+    target: Target,
+    prompts: PromptSource,
+    requests: int,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Some requests outside the load: the first transfer between two servers pays for their
+    connection.
+
+    Raises:
+        RunFailed: one was not answered; the message says by whom and why.
+    """
+    tokens = 3 * prompts.block_tokens
+    # Block ids that no trace has, so that nothing of it is cached beforehand.
+    records = [
+        Record(0.0, tokens, 4, (-3 * i - 1, -3 * i - 2, -3 * i - 3)) for i in range(requests)
+    ]
+    settings = Settings("think", 0.0, 120.0, sessions=2, headers=headers)
+    for outcome in asyncio.run(replay(target, records, prompts, settings)):
+        if outcome.error is not None:
+            raise RunFailed(f"warm-up of {target.url} failed: {outcome.message}")
+
+
+@contextmanager
+def reach(
+    setup: Setup, about: FleetFile, policy: str, router_args: Sequence[str]
+) -> Iterator[Servers]:
+    """Servers that run already. Several of a role get our router, which ends with the context.
+
+    Raises:
+        RunFailed: nobody listens at an address; the message names it.
+    """
+    for url in [*setup.engines, *([setup.router] if setup.router else [])]:
+        try:
+            urllib.request.urlopen(url + "/health", timeout=30.0).close()
+        except urllib.error.HTTPError:
+            pass  # somebody listens
+        except (OSError, ValueError) as error:
+            raise RunFailed(f"{url} cannot be reached: {error}") from error
+    vocabulary = range(*about.vocabulary)
+    if (target := _direct(setup)) is not None:
+        yield Servers(setup, about, target, vocabulary)
+        return
+    if about.headers:
+        raise RunFailed("`headers` do not pass our router: name one of your own as `router`")
+    (port,) = allocate_ports(1)
+    config = launch.config(
+        port,
+        [(server.url, server.bootstrap_port) for server in setup.prefill],
+        setup.decode,
+        setup.aggregated,
+        extra_args=[*policies(setup, policy), *router_args],
+    )
+    with TemporaryDirectory() as folder, fleet.Fleet([config], Path(folder)):
+        via = f"{ROUTED}, {policy}"
+        yield Servers(setup, about, Target(config.url), vocabulary, via=via)
+
+
+def policies(setup: Setup, policy: str) -> list[str]:
+    """Flags of our router: the policy is decode's where servers are split, else the workers'."""
+    return ["--decode-policy" if setup.decode and not setup.aggregated else "--policy", policy]
+
+
+def _direct(setup: Setup) -> Target | None:
+    """Where requests go without a router of ours; None where there is a choice to make."""
+    if setup.router is not None:
+        return Target(setup.router.rstrip("/"))
+    if len(setup.aggregated) == 1 and not setup.decode:
+        return Target(setup.aggregated[0].rstrip("/"))
+    if len(setup.prefill) == len(setup.decode) == 1 and not setup.aggregated:
+        server = setup.prefill[0]
+        host = urlsplit(server.url).hostname
+        return Target(
+            setup.decode[0].rstrip("/"), server.url.rstrip("/"), host, server.bootstrap_port
+        )
+    return None
+
+
+def gauges(text: str) -> dict[str, float]:
+    """Those of ``GAUGES`` in a metrics page. Parsing all of it would take the interpreter from the
+    client for tens of milliseconds."""
+    found = {name: re.findall(pattern, text, re.MULTILINE) for name, pattern in _GAUGES.items()}
+    return {name: sum(map(float, values)) for name, values in found.items() if values}
+
+
+def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Counters of several servers, summed by name."""
+    summed: Counter[str] = Counter()
+    for values in servers:
+        summed.update(values)
+    return dict(summed)

@@ -1,0 +1,183 @@
+"""``fleet.yaml``: which servers there are, by role, and how they are spoken to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from benchmark.agentic.replay.prepare import Endpoint
+from benchmark.traces.record import BLOCK_TOKENS
+
+T = TypeVar("T")
+RIG = Path(__file__).with_name("rig.yaml")
+
+
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request meets it with both times within these, seconds."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.1
+
+
+class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prefill server, and where decode asks for its addresses."""
+
+    url: str
+    bootstrap_port: int = 8998
+
+    def __post_init__(self) -> None:
+        _url(self.url)
+
+
+class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Servers that answer requests together."""
+
+    aggregated: tuple[str, ...] = ()
+    prefill: tuple[Prefill, ...] = ()
+    decode: tuple[str, ...] = ()
+    router: str | None = None
+    """Requests go there. Without it they go to the only server or pair, or through our router."""
+    store: str | None = None
+    """Of a hierarchical cache; its metrics are read too."""
+
+    def __post_init__(self) -> None:
+        for url in (*self.aggregated, *self.decode, self.router, self.store):
+            _url(url)
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError("`prefill` and `decode` need each other")
+        if not (self.aggregated or self.decode or self.router):
+            raise ValueError("a setup needs `aggregated`, `prefill` and `decode`, or `router`")
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """URL -> role."""
+        roles = dict.fromkeys(self.aggregated, "aggregated")
+        roles |= {server.url: "prefill" for server in self.prefill}
+        return roles | dict.fromkeys(self.decode, "decode")
+
+
+class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Servers that are started here, on a CPU, for each arm."""
+
+    pool_tokens: int = 8800
+    """KV pool of every server."""
+    chunk_tokens: int = 512
+    """Of a prefill step."""
+    shape: dict[str, int] = {}
+    """Of the random model; see ``benchmark.harness.models.random_qwen3``."""
+
+
+class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file. Roles at its top are the setups ``aggregated``, ``pd`` and ``router``."""
+
+    aggregated: tuple[str, ...] = ()
+    prefill: tuple[Prefill, ...] = ()
+    decode: tuple[str, ...] = ()
+    router: str | None = None
+    store: str | None = None
+    setups: dict[str, Setup] = {}
+    """More of them, or all, by name: an arm of a study that has the name is measured there."""
+    rig: Rig | None = None
+    """Instead of addresses."""
+    endpoint: Endpoint = "generate"
+    model: str = "default"
+    """As OpenAI's endpoints are asked for it."""
+    api_key: str | None = None
+    api_key_env: str | None = None
+    """Environment variable that holds the key, so that the file need not."""
+    headers: dict[str, str] = {}
+    vocabulary: tuple[int, int] = (1000, 30000)
+    """Token ids that prompts are drawn from: from, and up to."""
+    block_tokens: int = BLOCK_TOKENS
+    """A block of the trace's 512 tokens becomes so many."""
+    answers: float | None = None
+    """Share of the recorded answers' tokens; None: scaled as the blocks are."""
+    max_answer_tokens: int | None = None
+    """Longer answers are cut to it."""
+    max_request_tokens: int | None = None
+    """Longer requests are left out, and counted."""
+    pool_tokens: int | None = None
+    """KV pool of a server that decodes, for the page; on the rig it is the rig's."""
+    slo: Slo | None = None
+    """Instead of the study's."""
+    flush: bool = True
+    """Empty the servers' caches before each load (``/flush_cache``)."""
+    warm_up: int = 4
+    """Requests to each setup before its first load."""
+
+    def __post_init__(self) -> None:
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError("`prefill` and `decode` need each other")
+        names = self.named()
+        if self.rig is None and not names:
+            raise ValueError("no servers: give `aggregated`, `prefill` and `decode`, or `router`")
+        if self.rig is not None and names:
+            raise ValueError("`rig` starts its own servers: leave the addresses out")
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ValueError(f"`api_key_env`: the environment has no {self.api_key_env}")
+        sizes = (
+            "block_tokens",
+            "max_request_tokens",
+            "max_answer_tokens",
+            "pool_tokens",
+            "answers",
+        )
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` must be more than 0")
+
+    def named(self) -> dict[str, Setup]:
+        """All setups by name."""
+        found = dict(self.setups)
+        if self.aggregated:
+            found["aggregated"] = Setup(aggregated=self.aggregated, store=self.store)
+        if self.prefill and self.decode:
+            found["pd"] = Setup(prefill=self.prefill, decode=self.decode, store=self.store)
+        if self.router:
+            found["router"] = Setup(router=self.router, store=self.store)
+        return found
+
+    @property
+    def all_headers(self) -> dict[str, str]:
+        """With the key."""
+        key = os.environ.get(self.api_key_env) if self.api_key_env else self.api_key
+        return {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
+
+    def public(self) -> dict[str, Any]:
+        """For files that are passed on: no key, no header, no address."""
+        sizes = ("endpoint", "model", "block_tokens", "answers", "max_answer_tokens", "flush")
+        about: dict[str, Any] = {name: getattr(self, name) for name in sizes}
+        about["pool_tokens"] = self.rig.pool_tokens if self.rig else self.pool_tokens
+        about["rig"] = self.rig is not None
+        return about
+
+
+def load(path: Path, kind: type[T], **changes: object) -> T:
+    """A YAML file as a record.
+
+    Raises:
+        ValueError: the file is not one; the message names file and key.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path}: no mapping of keys")
+    try:
+        return msgspec.convert({**content, **changes}, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _url(text: str | None) -> None:
+    if text is not None and urlsplit(text).scheme not in ("http", "https"):
+        raise ValueError(f"{text!r} is no http URL")

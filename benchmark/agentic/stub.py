@@ -1,0 +1,236 @@
+"""A server without a model that speaks SGLang's HTTP, for tests and for measuring without one.
+
+python -m benchmark.agentic.stub --port N [--role decode] [--gap-ms 50] [--worker NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from benchmark.harness.ports import allocate_ports
+
+PAGE_TOKENS = 64
+Json = dict[str, Any]
+
+
+class PrefixCache:
+    """Has seen every page of every prompt, and never forgets one."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def cached(self, ids: list[int]) -> int:
+        """Leading tokens of ``ids`` that were seen before, in whole pages."""
+        key, hits, leading = 0, 0, True
+        for end in range(PAGE_TOKENS, len(ids) + 1, PAGE_TOKENS):
+            key = hash((key, *ids[end - PAGE_TOKENS : end]))
+            leading = leading and key in self._seen
+            hits = end if leading else hits
+            self._seen.add(key)
+        return hits
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+
+@dataclass
+class Stub:
+    """Answers as SGLang does, at fixed times.
+
+    Subclassed by tests, which hold it back or let it fail at a point of their choice.
+    """
+
+    role: str = "colocated"
+    tokens: int | None = None
+    """Of an answer, one an event; None: as many as were asked for. Prefill answers with one."""
+    first_s: float = 0.0
+    """To the first token."""
+    gap_s: float = 0.0
+    """From one token to the next."""
+    pool_tokens: int = 100_000
+    prompt_tokens: int | None = None
+    """What it says the prompt has; None: the length of ``input_ids``."""
+    cached_tokens: int | None = None
+    """What it says it found in its cache; None: by ``PrefixCache``."""
+    cumulative: bool = True
+    """Events repeat all output ids, as without SGLang's ``--incremental-streaming-output``."""
+    worker: str | None = None
+    """Sent back as ``X-Worker``."""
+    served: int = 0
+    """Answers that came to their end."""
+    flushes: int = 0
+    aborted: list[str] = field(default_factory=list)
+    """``rid`` of each request that it was told to abort."""
+
+    def __post_init__(self) -> None:
+        self._cache = PrefixCache()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 28)
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/v1/chat/completions", self.openai),
+                web.post("/v1/completions", self.openai),
+                web.post("/abort_request", self.abort),
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+                web.get("/server_info", self.server_info),
+                web.post("/flush_cache", self.flush),
+                web.get("/v1/models", self.models),
+            ]
+        )
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def flush(self, request: web.Request) -> web.Response:
+        self._cache.clear()
+        self.flushes += 1
+        return web.Response()
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        text = f"sglang:token_usage 0.25\nsglang:num_running_reqs 1\nstub:served {self.served}\n"
+        return web.Response(text=text)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "stub"}]})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"max_total_num_tokens": self.pool_tokens, "internal_states": []})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def arrived(self, body: bytes) -> None:
+        """The whole body of a request is here."""
+
+    async def token(self, number: int) -> None:
+        """Before token ``number`` of an answer, from 0."""
+        pause = self.gap_s if number else self.first_s
+        if pause:
+            await asyncio.sleep(pause)
+
+    def _count(self, asked: int | None) -> int:
+        return 1 if self.role == "prefill" else self.tokens or asked or 8
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        await self.arrived(data)
+        body = orjson.loads(data)
+        ids = body.get("input_ids") or []
+        count = self._count((body.get("sampling_params") or {}).get("max_new_tokens"))
+        prompt = len(ids) if self.prompt_tokens is None else self.prompt_tokens
+        cached = self._cache.cached(ids) if self.cached_tokens is None else self.cached_tokens
+
+        def event(made: int) -> Json:
+            meta = {
+                "prompt_tokens": prompt,
+                "cached_tokens": cached,
+                "completion_tokens": made,
+                "finish_reason": {"type": "length", "length": count} if made == count else None,
+            }
+            ids = list(range(made)) if self.cumulative else [made - 1]
+            return {"text": "x" * made, "output_ids": ids, "meta_info": meta}
+
+        if not body.get("stream"):
+            for number in range(count):
+                await self.token(number)
+            return web.json_response(event(count))
+        return await self._stream(request, [event(made + 1) for made in range(count)])
+
+    async def openai(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        await self.arrived(data)
+        body = orjson.loads(data)
+        count = self._count(body.get("max_tokens"))
+        is_chat = request.path.endswith("chat/completions")
+        piece: Json = {"delta": {"content": "x"}} if is_chat else {"text": "x"}
+        events: list[Json] = [{"choices": [{"index": 0, **piece}]} for _ in range(count)]
+        events[-1]["choices"][0]["finish_reason"] = "length"
+        if (body.get("stream_options") or {}).get("include_usage"):
+            text = body.get("prompt") or " ".join(m["content"] for m in body["messages"]).split()
+            usage = {"prompt_tokens": len(text), "completion_tokens": count}
+            events.append({"choices": [], "usage": usage})
+        return await self._stream(request, events)
+
+    async def _stream(self, request: web.Request, events: list[Json]) -> web.StreamResponse:
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if self.worker:
+            out.headers["X-Worker"] = self.worker
+        await out.prepare(request)
+        for number, event in enumerate(events):
+            await self.token(number)
+            await out.write(b"data: %b\n\n" % orjson.dumps(event))
+        await out.write(b"data: [DONE]\n\n")
+        self.served += 1
+        return out
+
+
+@asynccontextmanager
+async def serve(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    """An app in this event loop; yields its URL."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+    try:
+        yield "http://{}:{}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[str]:
+    """The stub as a process of its own; yields its URL. It ends on exit."""
+    (port,) = allocate_ports(1)
+    command = [sys.executable, "-m", "benchmark.agentic.stub", "--port", str(port)]
+    popen = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert popen.stdout is not None
+        if not popen.stdout.readline():
+            raise RuntimeError(f"the stub ended with status {popen.wait()}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        popen.terminate()
+        popen.wait(10)
+
+
+def main(argv: list[str]) -> int:
+    """Serves until interrupted."""
+    made = argparse.ArgumentParser(prog="python -m benchmark.agentic.stub")
+    made.add_argument("--port", type=int, required=True)
+    made.add_argument("--role", default="colocated", choices=("colocated", "prefill", "decode"))
+    made.add_argument("--first-ms", type=float, default=0.0, help="to the first token")
+    made.add_argument("--gap-ms", type=float, default=0.0, help="between tokens")
+    made.add_argument("--worker", help="name in the X-Worker header")
+    args = made.parse_args(argv)
+    stub = Stub(
+        args.role, first_s=args.first_ms / 1000, gap_s=args.gap_ms / 1000, worker=args.worker
+    )
+
+    async def forever() -> None:
+        async with serve(stub.app(), args.port) as url:
+            print(url, flush=True)
+            await asyncio.Event().wait()
+
+    try:
+        asyncio.run(forever())
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

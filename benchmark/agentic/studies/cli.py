@@ -1,0 +1,236 @@
+"""``python -m benchmark.agentic run``, ``report`` and ``compare``; README.md says more."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmark.agentic.fleet import spec as fleets
+from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.replay.limits import raise_open_files
+from benchmark.agentic.studies import record
+from benchmark.agentic.studies.load import Trace, prepare
+from benchmark.agentic.studies.numbers import levels
+from benchmark.agentic.studies.page import html, numbers, page
+from benchmark.agentic.studies.plots import draw
+from benchmark.agentic.studies.record import Cell, Run
+from benchmark.agentic.studies.run import cells
+from benchmark.agentic.studies.spec import ArmSpec, Study, find
+from benchmark.agentic.studies.verdict import answer
+from benchmark.harness.command import status
+from benchmark.harness.environment import describe
+from benchmark.harness.report import write_summary
+
+
+def run(argv: list[str]) -> int:
+    """``run STUDY [--fleet FILE]``: measures, and writes the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.agentic run",
+        description="Measures the arms of a study on a fleet, and writes one page about it.",
+    )
+    add = parser.add_argument
+    add("study", help="a YAML file, or the name of one that comes with the suite")
+    add("--fleet", type=Path, default=fleets.RIG, help="YAML; default: the local CPU rig")
+    add("--trace", type=Path, help="in Mooncake's format, instead of the study's")
+    add("--arms", help="only those whose name matches this pattern")
+    add("--rounds", type=int, help="instead of the study's")
+    add("--requests", type=int, help="of the trace, about, instead of the study's")
+    add("--sessions", type=int, nargs="+", help="at once, instead of the study's loads")
+    add("--rate", type=float, nargs="+", help="requests/s, instead of the study's loads")
+    add("--out", type=Path, help="folder of the run; default: out/NAME")
+    add("--page", type=Path, help="folder of page, figures and numbers; default: that of the run")
+    args = parser.parse_args(argv)
+    console = Console()
+    # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
+    os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
+    words = shlex.join(Path(word).name if "/" in word else word for word in argv)
+    return status(lambda: _run(args, console, words), console)
+
+
+def report(argv: list[str]) -> int:
+    """``report RUN``: the page of a run, again."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic report")
+    parser.add_argument("run", type=Path, help="folder that `run` wrote")
+    parser.add_argument("--page", type=Path, help="folder of the page; default: the run's")
+    args = parser.parse_args(argv)
+    console = Console()
+
+    def work() -> int:
+        write(record.load(args.run), args.page or args.run, console)
+        return 0
+
+    return status(work, console)
+
+
+def compare(argv: list[str]) -> int:
+    """``compare RUN RUN``: arms of two runs of one study on one page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic compare")
+    parser.add_argument("before", type=Path, help="folder that `run` wrote")
+    parser.add_argument("after", type=Path, help="another one, of the same study and trace")
+    parser.add_argument("--page", type=Path, default=Path("out/compare"), help="folder")
+    args = parser.parse_args(argv)
+    console = Console()
+
+    def work() -> int:
+        both = merged(record.load(args.before), record.load(args.after))
+        both.command = "python -m benchmark.agentic compare " + shlex.join(argv)
+        write(both, args.page, console)
+        return 0
+
+    return status(work, console)
+
+
+def merged(before: Run, after: Run) -> Run:
+    """One run with the arms of both.
+
+    Raises:
+        ValueError: their loads or requests differ, so that nothing can be compared.
+    """
+    for what in ("load", "trace"):
+        if getattr(before.study, what) != getattr(after.study, what):
+            raise ValueError(f"the runs differ in `{what}`: they cannot be compared")
+    sizes = ("block_tokens", "answers", "max_answer_tokens", "endpoint")
+    if {n: before.fleet[n] for n in sizes} != {n: after.fleet[n] for n in sizes} or (
+        before.trace["requests"] != after.trace["requests"]
+    ):
+        raise ValueError("the runs were sent other requests: they cannot be compared")
+    titles, found = {}, []
+    for name, of in (("before", before), ("after", after)):
+        titles |= {f"{name}: {arm}": f"{name}: {title}" for arm, title in of.titles.items()}
+        found += [msgspec.structs.replace(c, arm=f"{name}: {c.arm}") for c in of.cells]
+    note = "Two runs, one after the other: what changed on the machines between them counts too. "
+    study = msgspec.structs.replace(
+        before.study,
+        title=f"{before.study.title}: two runs",
+        question=note + before.study.question,
+        rounds=min(before.study.rounds, after.study.rounds),
+    )
+    return msgspec.structs.replace(before, study=study, titles=titles, cells=found)
+
+
+def _run(args: argparse.Namespace, console: Console, words: str) -> int:
+    fleet = fleets.load(args.fleet, FleetFile)
+    path = find(args.study)
+    study = _changed(fleets.load(path, Study), fleet, args)
+    if study.pool_tokens is not None and fleet.rig is not None:
+        rig = msgspec.structs.replace(fleet.rig, pool_tokens=study.pool_tokens)
+        fleet = msgspec.structs.replace(fleet, rig=rig)
+    arms, missing = (study.arms, []) if fleet.rig else study.at(fleet.named())
+    arms = _chosen(arms, args.arms)
+    trace = prepare(study.trace, fleet)
+    out: Path = args.out or Path("out") / path.stem
+    out.mkdir(parents=True, exist_ok=True)
+    raise_open_files(max((2 * s for s in study.load.sessions), default=2000))
+    shown = _described(trace)
+    public = msgspec.structs.replace(study.trace, file=trace.source if study.trace.file else None)
+    done = Run(
+        msgspec.structs.replace(study, trace=public),
+        {name: arm.title for name, arm in arms.items()},
+        missing,
+        fleet.public(),
+        describe(),
+        f"python -m benchmark.agentic run {words}",
+        shown,
+    )
+    steps = study.rounds * len(arms) * len(study.load.sessions or study.load.rate)
+    console.print(
+        f"{len(trace.records)} requests of {escape(trace.source)}, {len(arms)} arms, "
+        f"{study.rounds} rounds: {steps} loads"
+    )
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=steps * len(trace.records), failed=0)
+
+        def told(title: str, cell: Cell, ended: int) -> None:
+            lost = cell.outcomes[-1].error is not None
+            text = f"round {cell.round + 1}, {title}, {cell.load:g}"
+            failed = progress.tasks[0].fields["failed"] + lost
+            progress.update(bar, description=escape(text), advance=1, failed=failed)
+
+        for cell in cells(study, arms, fleet, trace, out, told):
+            done.cells.append(cell)
+            record.save(out, done)  # what was measured outlives a later failure
+    write(done, args.page or out, console)
+    return 0
+
+
+def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
+    """With what the command line and the fleet say otherwise."""
+    change = msgspec.structs.replace
+    if fleet.slo is not None:
+        study = change(study, slo=fleet.slo)
+    if args.rounds:
+        study = change(study, rounds=args.rounds)
+    trace = study.trace
+    if args.trace:
+        trace = change(trace, file=str(args.trace))
+    if args.requests:
+        trace = change(trace, requests=args.requests)
+    load = study.load
+    if args.sessions or args.rate:
+        load = change(load, sessions=tuple(args.sessions or ()), rate=tuple(args.rate or ()))
+    return change(study, trace=trace, load=load)
+
+
+def _chosen(arms: dict[str, ArmSpec], pattern: str | None) -> dict[str, ArmSpec]:
+    try:
+        found = {name: arm for name, arm in arms.items() if re.search(pattern or "", name)}
+    except re.error as error:
+        raise ValueError(f"--arms {pattern!r} is no pattern: {error}") from error
+    if not found:
+        raise ValueError(f"--arms {pattern!r} matches none of {', '.join(arms)}")
+    return found
+
+
+def _described(trace: Trace) -> dict[str, object]:
+    return {
+        "source": trace.source,
+        "described": asdict(trace.described),
+        "ratio": trace.ratio,
+        "left_out": trace.left_out,
+        "classes": str(trace.classes),
+        "requests": len(trace.records),
+        "prompt_tokens": sum(r.input_length for r in trace.records),
+        "output_tokens": sum(r.output_length for r in trace.records),
+    }
+
+
+def write(run: Run, folder: Path, console: Console) -> None:
+    """Page, figures and numbers of a run."""
+    found = levels(run)
+    text = page(run, found, draw(run, found, folder))
+    (folder / "page.md").write_text(text)
+    (folder / "page.html").write_text(html(text, run.study.title))
+    write_summary(
+        folder / "summary.json",
+        {
+            **run.environment,
+            "command": run.command,
+            "study": msgspec.to_builtins(run.study),
+            "fleet": run.fleet,
+            "trace": run.trace,
+            "loads": numbers(run, found),
+        },
+    )
+    console.print(escape(answer(run, found).replace("**", "")))
+    console.print(str(folder / "page.md"))
+
+
+def _progress(console: Console) -> Progress:
+    columns: tuple[TextColumn | BarColumn | MofNCompleteColumn | TimeElapsedColumn, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+    )
+    # Rendering takes the interpreter from the event loop.
+    return Progress(*columns, console=console, refresh_per_second=1)

@@ -1,0 +1,118 @@
+"""The trace of a study: sampled by window and thinning, then scaled to the fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.replay.classes import Classes
+from benchmark.agentic.sample.describe import Description, describe
+from benchmark.agentic.sample.generate import agentic
+from benchmark.agentic.sample.select import Plan, chosen, window_and_thin
+from benchmark.agentic.sample.survey import survey
+from benchmark.agentic.sample.window import requests_of
+from benchmark.agentic.studies.spec import TraceSpec
+from benchmark.traces.read import read
+from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
+from benchmark.traces.scale import Fitting, Scale
+from benchmark.traces.sessions import annotate
+
+GENERATED = 20_000
+"""Requests of a generated trace, before it is sampled."""
+COLD_PROMPTS = 300
+"""Of a cold client, more than it gets to send."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is replayed, and where it comes from."""
+
+    source: str
+    records: list[Record]
+    """Scaled, at the trace's own times."""
+    described: Description
+    """The sampled records before they were scaled."""
+    ratio: float
+    """Of the window's sessions, what thinning kept."""
+    left_out: int
+    """Requests that were longer than the fleet takes."""
+    classes: Classes
+
+    def at_rate(self, requests_per_s: float) -> list[Record]:
+        """With times stretched or compressed to a mean rate."""
+        span_s = (self.records[-1].timestamp - self.records[0].timestamp) / 1000
+        speed = max(requests_per_s * span_s / len(self.records), 1e-6)
+        return [msgspec.structs.replace(r, timestamp=r.timestamp / speed) for r in self.records]
+
+
+def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
+    """Reads the trace, or generates one.
+
+    Raises:
+        ValueError: the file is no trace, or nothing of it is left.
+    """
+    path = Path(spec.file) if spec.file else None
+    whole = list(agentic(GENERATED, spec.seed) if path is None else annotate(read(path)))
+    source = "a generated trace" if path is None else path.name
+    if not whole:
+        raise ValueError(f"{source} holds no request")
+    sampled, ratio = sample(whole, spec)
+    scale = Scale(fleet.block_tokens)
+    fitting = Fitting(limit(fleet))
+    records = list(fitting(_answered(scale.apply(record), record, fleet) for record in sampled))
+    if not records:
+        raise ValueError(f"no request of {source} has at most {fitting.max_tokens} tokens")
+    described = describe(survey(sampled, BLOCK_TOKENS))
+    classes = Classes().scaled(fleet.block_tokens)
+    return Trace(source, records, described, ratio, fitting.left_out, classes)
+
+
+def limit(fleet: FleetFile) -> int:
+    """Tokens of a request at most: half a pool where the file does not say."""
+    if fleet.max_request_tokens is not None:
+        return fleet.max_request_tokens
+    pool = fleet.rig.pool_tokens if fleet.rig is not None else fleet.pool_tokens
+    return pool // 2 if pool else 1 << 60
+
+
+def sample(whole: Sequence[Record], spec: TraceSpec) -> tuple[list[Record], float]:
+    """About ``spec.requests`` requests in whole sessions, and the share of sessions kept."""
+    found = survey(whole, BLOCK_TOKENS)
+    plan = Plan(window_s=spec.window_s, max_single_turn=spec.max_single_turn, seed=spec.seed)
+    everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
+    ratio = min(1.0, spec.requests / requests_of(found.columns, everything.sessions))
+    selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
+    return list(chosen(whole, selection)), ratio
+
+
+def cold(spec: TraceSpec, fleet: FleetFile, client: int) -> list[Record]:
+    """One session of prompts that share nothing with anything."""
+    size = fleet.block_tokens
+    tokens = max(1, spec.cold_tokens * size // BLOCK_TOKENS)
+    count = blocks(tokens, size)
+    # Negative ids: those of traces are not, and those of a warm-up are few.
+    first = -1_000_000 * (client + 1)
+    return [
+        Record(
+            0.0,
+            tokens,
+            1,
+            tuple(range(first - i * count, first - (i + 1) * count, -1)),
+            f"cold{client}",
+            i,
+        )
+        for i in range(COLD_PROMPTS)
+    ]
+
+
+def _answered(scaled: Record, record: Record, fleet: FleetFile) -> Record:
+    tokens = scaled.output_length
+    if fleet.answers is not None:
+        tokens = max(1, round(record.output_length * fleet.answers))
+    tokens = min(tokens, fleet.max_answer_tokens or tokens)
+    return msgspec.structs.replace(scaled, output_length=tokens)

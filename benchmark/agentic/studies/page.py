@@ -1,0 +1,225 @@
+"""The page: Markdown, and HTML of it. Every number on it comes from the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmark.agentic.replay.classes import NAMES as CLASSES
+from benchmark.agentic.replay.report import client
+from benchmark.agentic.studies.numbers import (
+    NAMES,
+    QUANTITIES,
+    STATISTICS,
+    Interval,
+    Level,
+    Values,
+    plain,
+    quantile,
+)
+from benchmark.agentic.studies.record import Run
+from benchmark.agentic.studies.verdict import ROUNDS, answer, breaks, percent, share, warnings
+from benchmark.traces.record import BLOCK_TOKENS
+
+_TIMES = tuple(f"{NAMES[q]}: {' / '.join(STATISTICS)}" for q in QUANTITIES)
+
+
+def page(run: Run, levels: Sequence[Level], figures: Mapping[str, str]) -> str:
+    """``figures``: title to file, relative to the page."""
+    of = run.environment
+    base = next(iter(run.titles.values()))
+    notes = list(warnings(run, levels))
+    parts = [
+        f"# {run.study.title}",
+        answer(run, levels),
+        f"*{run.study.question}* Measured on {of['date']}: {_where(run)}, {run.study.rounds} "
+        f"rounds of all arms in turn. Written by `{run.command}`.",
+        "## Where each breaks",
+        "\n".join(f"- {text}" for text in breaks(run, levels)),
+        *(["## Before believing a number", "\n".join(f"- {text}" for text in notes)] * bool(notes)),
+        *_levels(run, levels, base),
+        "## By class",
+        f"{run.trace['classes']}. New tokens are those that an endless cache, shared by all, would "
+        "not hold.",
+        _table(["load", "arm", "class", "requests", *_TIMES], _by_class(run, levels)),
+        "## Figures" if figures else "",
+        *(f"![{title}]({file})" for title, file in figures.items()),
+        "## The load",
+        _load(run),
+        "## The client, and each round",
+        "How late requests were sent, and how late this program was in reading (p99); and the mean "
+        f"{NAMES[run.study.by]} of each round.",
+        _table(
+            ["load", "arm", "reached", "sent late", "read late", "rounds"], _rounds(run, levels)
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def html(markdown: str, title: str) -> str:
+    """The page for a browser; figures stay files beside it."""
+    from markdown_it import MarkdownIt
+
+    body = MarkdownIt("commonmark").enable("table").render(markdown)
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;"
+        "padding:.2rem .5rem;text-align:left}img{max-width:100%}"
+    )
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{style}</style>{body}'
+    )
+
+
+def numbers(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
+    """What the page shows, for programs; times in seconds."""
+    found: dict[str, Any] = {}
+    for level in levels:
+        for arm in level.cells:
+            told: dict[str, Any] = {
+                "requests": len(level.outcomes(arm)),
+                "failed": level.failed(arm),
+                "requests_per_s": level.per_s(arm, lambda o: o.error is None),
+                "goodput_per_s": level.goodput(arm),
+                "slo": _told(level.interval(level.values(arm, "slo"))),
+                "hit_rate": level.hit_rate(arm),
+                "rounds": _means(level.values(arm, run.study.by)),
+            }
+            for quantity in QUANTITIES:
+                values = level.values(arm, quantity)
+                told[quantity] = {
+                    name: _told(level.interval(values, of)) for name, of in STATISTICS.items()
+                }
+            moved = level.moved(arm)
+            told["bytes_moved"] = None if moved is None else moved.bytes_moved
+            found.setdefault(f"{level.load:g}", {})[arm] = told
+    return found
+
+
+def _where(run: Run) -> str:
+    of, fleet = run.environment, run.fleet
+    if fleet["rig"]:
+        return (
+            f"{of['machine']}; SGLang {of['sglang']}, commit {of['commit']}; fresh servers for "
+            f"each arm and round, a KV pool of {fleet['pool_tokens']:,} tokens each, at a lower "
+            "priority than client and router, as all share the cores"
+        )
+    return f"a fleet by address, {fleet['endpoint']} endpoint, model {fleet['model']}"
+
+
+def _load(run: Run) -> str:
+    trace, load = run.trace, run.study.load
+    of = trace["described"]
+    lengths = "; ".join(
+        f"{what} tokens mean {x['mean']:,.0f}, p50 {x['p50']:,.0f}, p90 {x['p90']:,.0f}, p99 "
+        f"{x['p99']:,.0f}"
+        for what, x in (("input", of["input_tokens"]), ("output", of["output_tokens"]))
+    )
+    left_out = trace["left_out"]
+    how = (
+        "so many sessions at once, each begun as another ends"
+        if load.sessions
+        else "sessions at the trace's times, stretched to the rate"
+    )
+    think = "its recorded gap" if load.think_s is None else f"{load.think_s:g} s"
+    return (
+        f"From {trace['source']}: sessions of its densest {run.study.trace.window_s:g} s, "
+        f"{trace['ratio']:.0%} of them kept: {of['requests']:,} requests in {of['sessions']:,} "
+        f"sessions, {of['multi_turn_sessions']:.0%} of several turns; {lengths}. An endless cache "
+        f"would hit {of['hit']:.1%} of the input tokens.\n\n"
+        f"A block of {BLOCK_TOKENS} tokens became {run.fleet['block_tokens']}"
+        + (f", answers {run.fleet['answers']:g} of their length" if run.fleet["answers"] else "")
+        + (f", at most {most} tokens" if (most := run.fleet["max_answer_tokens"]) else "")
+        + (f"; {left_out} requests too long for the fleet were left out" if left_out else "")
+        + f". Replayed: {trace['requests']:,} requests with {trace['prompt_tokens']:,} prompt and "
+        f"{trace['output_tokens']:,} answer tokens, {how}; a next turn goes out {think} after the "
+        f"answer before it. A failed request counts as {load.timeout_s:g} s."
+    )
+
+
+def _levels(run: Run, levels: Sequence[Level], base: str) -> Iterator[str]:
+    for level in levels:
+        yield f"## {level.load:g} {run.unit}"
+        columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "hit rate"]
+        columns += ["most at once", "pool p50 / max", "KV moved", "computed by decode"]
+        yield _table(columns, (_row(run, level, arm) for arm in level.cells))
+        if len(level.cells) > 1:
+            yield (
+                f"Of {base}'s, with 95 % intervals (bootstrap over rounds and sessions); a "
+                "difference is in bold."
+            )
+            head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in ("mean", "p90"))]
+            yield _table(head, _ratios(run, level))
+
+
+def _row(run: Run, level: Level, arm: str) -> list[str]:
+    row = [run.titles[arm], f"{level.per_s(arm, lambda o: o.error is None):.2f}"]
+    row += [str(level.failed(arm)), percent(level.interval(level.values(arm, "slo")))]
+    row += [f"{level.goodput(arm):.2f}"]
+    row += [spread(level.values(arm, quantity)) for quantity in QUANTITIES]
+    hit = level.hit_rate(arm)
+    row += ["-" if math.isnan(hit) else f"{hit:.1%}", str(level.most_open(arm))]
+    usage = sorted(level.gauges(arm, "usage"))
+    row += [f"{usage[len(usage) // 2]:.0%} / {usage[-1]:.0%}" if usage else "-"]
+    moved = level.moved(arm)
+    row += ["-" if moved is None else f"{moved.bytes_moved / 1e6:,.1f} MB"]
+    row += ["-" if moved is None else f"{moved.local_tokens:,.0f} tokens"]
+    return row
+
+
+def _ratios(run: Run, level: Level) -> Iterator[list[str]]:
+    base, *others = level.cells
+    told = level.rounds >= ROUNDS
+    for arm in others:
+        row = [run.titles[arm]]
+        for quantity in QUANTITIES:
+            mine, other = level.values(arm, quantity), level.values(base, quantity)
+            for statistic in (STATISTICS["mean"], quantile(90)):
+                of = level.ratio(mine, other, statistic)
+                bold = "**" if told and of.excludes_one else ""
+                row.append(f"{bold}{share(of)}{bold}")
+        yield row
+
+
+def _by_class(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
+    for level in levels:
+        for arm in level.cells:
+            for name in CLASSES:
+                if count := level.classes.count(name):
+                    times = (spread(level.values(arm, quantity, name)) for quantity in QUANTITIES)
+                    yield [f"{level.load:g}", run.titles[arm], name, str(count), *times]
+
+
+def _rounds(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
+    for level in levels:
+        for arm, cells in level.cells.items():
+            of = client(level.outcomes(arm))
+            late = (f"{x * 1e3:.1f} ms" for x in (of.late_p99_s, of.loop_lag_p99_s))
+            means = ", ".join(
+                f"{x * 1e3:,.0f}" for x in _means(level.values(arm, run.study.by, run.study.of))
+            )
+            yield [f"{level.load:g}", run.titles[arm], cells[0].via, *late, f"{means} ms"]
+
+
+def spread(values: Values) -> str:
+    """Mean and percentiles, ms."""
+    found = [plain(values, of) * 1e3 for of in STATISTICS.values()]
+    if math.isnan(found[0]):
+        return "-"
+    digits = 1 if found[0] < 100 else 0
+    return " / ".join(f"{x:,.{digits}f}" for x in found) + " ms"
+
+
+def _means(values: Values) -> list[float]:
+    return [plain(row) for row in values]
+
+
+def _told(of: Interval) -> list[float]:
+    return [of.value, of.low, of.high]
+
+
+def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""Rounds of all arms, each at all loads, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO
+
+from benchmark.agentic.fleet import rig, servers
+from benchmark.agentic.fleet.servers import Servers
+from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.replay.outcome import Outcome
+from benchmark.agentic.replay.run import replay
+from benchmark.agentic.studies import load, record
+from benchmark.agentic.studies.load import Trace
+from benchmark.agentic.studies.record import Cell
+from benchmark.agentic.studies.spec import ArmSpec, Study
+from benchmark.harness import metrics
+from benchmark.harness.models import random_qwen3
+
+Told = Callable[[str, Cell, int], None]
+"""Arm's title, the cell, and how many of its requests have ended; after each of them."""
+
+
+def cells(
+    study: Study,
+    arms: dict[str, ArmSpec],
+    fleet: FleetFile,
+    trace: Trace,
+    out: Path,
+    told: Told,
+) -> Iterator[Cell]:
+    """Measures every arm at every load in every round; each cell as it ends.
+
+    The order of arms changes from round to round, so that none always follows the same one.
+
+    Raises:
+        ServerFailed: a server of the rig did not start, died, or failed its memory check.
+        RunFailed: a server by address cannot be reached, or did not answer a warm-up.
+    """
+    names = list(arms)
+    with (out / record.REQUESTS).open("wb") as lines:
+        for number in range(study.rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                with _running(name, arms[name], study, fleet, out) as running:
+                    running.warm_up()
+                    running.check()
+                    for at in study.load.sessions or study.load.rate:
+                        cell = Cell(name, number, at, via=running.via)
+                        _measure(cell, running, arms[name], study, trace, lines, told)
+                        yield cell
+
+
+def _running(
+    name: str, arm: ArmSpec, study: Study, fleet: FleetFile, out: Path
+) -> AbstractContextManager[Servers]:
+    if fleet.rig is None:
+        return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, arm.router_args)
+    model = random_qwen3(out / "model-random", **fleet.rig.shape)
+    return rig.started(arm.on_rig(name), fleet, fleet.rig, model, out / "logs" / name)
+
+
+def _measure(
+    cell: Cell,
+    running: Servers,
+    arm: ArmSpec,
+    study: Study,
+    trace: Trace,
+    lines: IO[bytes],
+    told: Told,
+) -> None:
+    """Fills the cell."""
+    about, how = running.about, study.load
+    cell.unflushed = running.flush() if about.flush else []
+    before = running.counters()
+    prompts = running.prompts(study.trace.seed)
+    common = {"think_s": how.think_s, "timeout_s": how.timeout_s, "classes": trace.classes}
+    sessions = int(cell.load) if how.sessions else None
+    records = trace.records if how.sessions else trace.at_rate(cell.load)
+
+    def ended(outcome: Outcome) -> None:
+        cell.outcomes.append(outcome)
+        record.append(lines, cell, outcome, cold=False)
+        told(arm.title, cell, len(cell.outcomes))
+
+    def cold_ended(outcome: Outcome) -> None:
+        cell.cold.append(outcome)
+        record.append(lines, cell, outcome, cold=True)
+
+    async def go() -> None:
+        beside = [
+            asyncio.create_task(
+                replay(
+                    running.target,
+                    load.cold(study.trace, about, client),
+                    prompts,
+                    running.settings(**{**common, "think_s": 0.0}),
+                    on_outcome=cold_ended,
+                )
+            )
+            for client in range(arm.cold_clients)
+        ]
+        try:
+            settings = running.settings(**common, sessions=sessions)
+            await replay(running.target, records, prompts, settings, on_outcome=ended)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    with running.sampled() as cell.samples:
+        asyncio.run(go())
+    running.check()  # also lets the last transfers be counted
+    after = running.counters()
+    cell.gained = {
+        role: metrics.gained(before.get(role, {}), values) for role, values in after.items()
+    }

@@ -1,0 +1,160 @@
+"""A study as a file: arms, trace, loads, rounds, and what a request should take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from benchmark.agentic.fleet.rig import LOCAL, NONE, SGLANG, VARIANTS, Arm, variant
+from benchmark.agentic.fleet.spec import Setup, Slo
+from benchmark.agentic.router.policies import POLICIES
+
+FOLDER = Path(__file__).parent
+
+
+class ArmSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One setup. ``aggregated``, ``prefill``, ``decode`` and ``variant`` say what the rig starts;
+    a fleet by address has it under ``setup``."""
+
+    title: str
+    setup: str | None = None
+    """Name of a fleet's setup; None: the arm's own name."""
+    aggregated: int = 0
+    prefill: int = 0
+    decode: int = 0
+    variant: str = "stock"
+    """``stock``, ``patched`` (this package without a flag), ``radix`` (the decode radix cache),
+    ``spinning`` (with NIXL's thread as in stock), ``local`` (decode computes short turns where that
+    is sooner), ``local-always``."""
+    local_tokens: int = 0
+    """Of ``local``: turns with more new tokens go to prefill."""
+    policy: str = "linear"
+    """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
+    needed."""
+    router_args: tuple[str, ...] = ()
+    cold_clients: int = 0
+    """Clients beside the load that send one prompt after another that nobody has seen."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in (*VARIANTS, *LOCAL):
+            raise ValueError(f"`variant` is one of {', '.join((*VARIANTS, *LOCAL))}")
+        if self.variant in LOCAL and self.local_tokens < 1:
+            raise ValueError("`local_tokens` must be 1 or more")
+        if not self.policy.startswith(f"{SGLANG}: ") and self.policy not in (*POLICIES, NONE):
+            choices = ", ".join((*POLICIES, NONE, f"{SGLANG}: POLICY"))
+            raise ValueError(f"`policy` is one of {choices}")
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError("`prefill` and `decode` need each other")
+
+    def on_rig(self, name: str) -> Arm:
+        return Arm(
+            name,
+            self.policy,
+            self.aggregated,
+            self.decode,
+            variant(self.variant, self.local_tokens),
+            self.prefill,
+            self.router_args,
+        )
+
+
+class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is sent."""
+
+    file: str | None = None
+    """In Mooncake's format; None: generated, with the shape of agentic traffic."""
+    requests: int = 90
+    """About: sampling keeps whole sessions."""
+    window_s: float = 600.0
+    """Of the trace, its densest."""
+    max_single_turn: float = 0.3
+    """Most of the sessions that may have a single turn."""
+    seed: int = 42
+    cold_tokens: int = 0
+    """Of a cold client's prompt, as long as in the trace, before scaling."""
+
+    def __post_init__(self) -> None:
+        if self.requests < 1 or not self.window_s > 0:
+            raise ValueError("`requests` and `window_s` must be more than 0")
+
+
+class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How it is sent; each entry is a load of its own."""
+
+    sessions: tuple[int, ...] = ()
+    """So many conversations at once; each sends its next turn ``think_s`` after its answer."""
+    rate: tuple[float, ...] = ()
+    """Or: requests/s, with the trace's own times between them."""
+    think_s: float | None = 0.2
+    """None: the recorded gap, for ``rate`` at its speed."""
+    timeout_s: float = 60.0
+    """Of a request; one that fails counts as taking so long."""
+
+    def __post_init__(self) -> None:
+        if bool(self.sessions) == bool(self.rate):
+            raise ValueError("give `sessions` or `rate`")
+        if min((*self.sessions, *self.rate)) <= 0:
+            raise ValueError("`sessions` and `rate` must be more than 0")
+
+
+Quantity = Literal["ttft", "tpot", "e2e"]
+
+
+class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file."""
+
+    title: str
+    question: str
+    arms: dict[str, ArmSpec]
+    """By name, in the page's order; the first is what the others are held against."""
+    load: LoadSpec
+    trace: TraceSpec = TraceSpec()
+    rounds: int = 3
+    """Of all arms, in turn. Fewer than three give no verdict."""
+    by: Quantity = "e2e"
+    """The quantity whose mean says which arm is best."""
+    of: str | None = None
+    """The class (WARM, MEDIUM, HEAVY) whose requests it is taken over; None: all."""
+    slo: Slo = Slo()
+    pool_tokens: int | None = None
+    """On the rig, instead of the fleet file's."""
+    every_setup: bool = False
+    """By address: also those setups of the fleet that no arm names."""
+
+    def __post_init__(self) -> None:
+        if not self.arms:
+            raise ValueError("`arms` is empty")
+        if self.rounds < 1:
+            raise ValueError("`rounds` must be 1 or more")
+
+    def at(self, setups: dict[str, Setup]) -> tuple[dict[str, ArmSpec], list[str]]:
+        """Its arms on a fleet by address, and the names of those that the fleet does not have.
+
+        Raises:
+            ValueError: it has none.
+        """
+        arms = {name: arm for name, arm in self.arms.items() if (arm.setup or name) in setups}
+        missing = [name for name in self.arms if name not in arms]
+        if self.every_setup:
+            used = {arm.setup or name for name, arm in arms.items()}
+            arms |= {name: ArmSpec(title=name) for name in setups if name not in used}
+        if not arms:
+            raise ValueError(
+                f"the fleet has setups {', '.join(setups)}, and the study asks for "
+                f"{', '.join(dict.fromkeys(arm.setup or n for n, arm in self.arms.items()))}"
+            )
+        return arms, missing
+
+
+def find(name: str) -> Path:
+    """A study by path, or by the name of one that comes with the suite."""
+    path = Path(name)
+    if path.exists():
+        return path
+    shipped = FOLDER / f"{path.stem}.yaml"
+    if shipped.exists():
+        return shipped
+    names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+    raise ValueError(f"no study {name!r}; there are: {names}")

@@ -1,0 +1,114 @@
+"""A study on a fleet by address, whose servers are stubs: one command, one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmark.agentic import stub
+from benchmark.agentic.studies import cli, record
+from benchmark.traces.generate import conversations
+from benchmark.traces.read import write
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    """Two aggregated servers, a prefill and a decode server."""
+    slow, fast = ("--gap-ms", "4"), ("--gap-ms", "1")
+    with (
+        stub.process("--role", "colocated", *slow) as a,
+        stub.process("--role", "colocated", *slow) as b,
+        stub.process("--role", "prefill") as p,
+        stub.process("--role", "decode", *fast) as d,
+    ):
+        yield [a, b, p, d]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    write(tmp_path / "trace.jsonl", conversations(200, seed=1))
+    return str(tmp_path / "trace.jsonl")
+
+
+def fleet(tmp_path: Path, text: str) -> str:
+    sizes = "block_tokens: 16\nmax_answer_tokens: 20\npool_tokens: 8800\nwarm_up: 1\n"
+    (tmp_path / "fleet.yaml").write_text(sizes + text)
+    return str(tmp_path / "fleet.yaml")
+
+
+def test_three_urls_and_a_trace_give_a_page(
+    urls: list[str], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the newcomer's command, with a key; the page says which arm is best, with an interval,
+    and neither address nor key is on it."""
+    monkeypatch.setenv("FLEET_KEY", "sk-secret")
+    file = fleet(
+        tmp_path,
+        f"api_key_env: FLEET_KEY\naggregated: [{urls[0]}]\ndecode: [{urls[3]}]\n"
+        f"prefill: [{{url: {urls[2]}, bootstrap_port: 8998}}]\n",
+    )
+    out = tmp_path / "run"
+    words = ["worth", "--fleet", file, "--trace", trace, "--requests", "16", "--sessions", "4"]
+    assert cli.run([*words, "--out", str(out)]) == 0
+
+    text = (out / "page.md").read_text()
+    first = text.split("\n\n")[1]
+    assert "At 4 sessions at once, **pd is best**" in first and "[" in first
+    assert "of two aggregated's" in first
+    for secret in (*urls, "sk-secret", str(tmp_path)):
+        assert secret not in text + (out / "run.json").read_text()
+    assert "PD, stock" not in text.split("## Before")[0] and "pd-stock, pd-radix" in text
+    assert "<table>" in (out / "page.html").read_text()
+    numbers = json.loads((out / "summary.json").read_text())["loads"]
+    assert numbers["4"]["pd"]["failed"] == 0 and len(numbers["4"]["pd"]["rounds"]) == 3
+    assert all((out / name).exists() for name in ("load.png", "classes.png", "pools.png"))
+
+    assert all(cell.samples and not cell.unflushed for cell in record.load(out).at("pd", 4))
+    assert record.load(out).trace["source"] == "trace.jsonl"
+    assert cli.report([str(out), "--page", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "page.md").read_text() == text
+    assert cli.compare([str(out), str(out), "--page", str(tmp_path / "both")]) == 0
+    both = (tmp_path / "both" / "page.md").read_text().split("\n\n")[1]
+    assert "no verdict between before: pd and after: pd" in both
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
+    endpoint: str, urls: list[str], trace: str, tmp_path: Path
+) -> None:
+    """Guards fleets that speak OpenAI's API, and policies that are compared on one setup."""
+    file = fleet(tmp_path, f"endpoint: {endpoint}\naggregated: [{urls[0]}, {urls[1]}]\n")
+    words = [
+        "linear_lmetric",
+        "--fleet",
+        file,
+        "--trace",
+        trace,
+        "--requests",
+        "8",
+        "--rounds",
+        "1",
+    ]
+    out = tmp_path / "run"
+    words += ["--sessions", "4", "--arms", "^(linear|lmetric)$"]
+    assert cli.run([*words, "--out", str(out)]) == 0
+    run = record.load(out)
+    assert list(run.titles) == ["linear", "lmetric"]
+    for cell in run.cells:
+        assert cell.outcomes and all(o.error is None for o in cell.outcomes)
+        assert all(o.output_tokens == o.wanted_tokens for o in cell.outcomes)
+        assert {o.decode_worker for o in cell.outcomes} == set(urls[:2])
+        assert cell.via == f"our router, {cell.arm}"
+    assert "No verdict: 1 round" in (out / "page.md").read_text()
+
+
+def test_a_server_that_is_not_there_is_named(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fleet(tmp_path, "aggregated: ['http://127.0.0.1:9']\n")
+    words = ["worth", "--fleet", file, "--trace", trace, "--out", str(tmp_path / "run")]
+    assert cli.run(words) == 1
+    assert "http://127.0.0.1:9 cannot be reached" in " ".join(capsys.readouterr().out.split())

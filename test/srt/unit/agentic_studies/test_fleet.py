@@ -1,0 +1,109 @@
+"""fleet.yaml and the rig's arms: what is refused, and what is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmark.agentic.fleet import rig, spec
+from benchmark.agentic.fleet.servers import gauges
+from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.studies.spec import FOLDER, Study, find
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("agregated: [http://a]", "agregated"),
+        ("aggregated: http://a", r"\$.aggregated"),
+        ("aggregated: [a:30000]", "'a:30000' is no http URL"),
+        ("prefill: [{url: http://p}]", "`prefill` and `decode` need each other"),
+        ("prefill: [{url: http://p, bootstrap_port: x}]\ndecode: [http://d]", "bootstrap_port"),
+        ("model: m", "no servers"),
+        ("router: http://r\napi_key_env: NOT_SET_ANYWHERE", "NOT_SET_ANYWHERE"),
+        ("router: http://r\nrig: {}", "leave the addresses out"),
+        ("router: http://r\nblock_tokens: 0", "`block_tokens`"),
+        ("router: http://r\nendpoint: grpc", r"\$.endpoint"),
+        ("setups: {a: {store: http://s}}", r"setups\[...\]"),
+        ("router: [", "fleet.yaml"),
+    ],
+)
+def test_a_bad_file_is_refused_by_key(text: str, says: str, tmp_path: Path) -> None:
+    """Guards against an hour with a fleet that is not the one that was meant."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says) as error:
+        spec.load(path, FleetFile)
+    assert "fleet.yaml" in str(error.value)
+
+
+def test_roles_at_the_top_are_setups(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "aggregated: [http://a, http://b]\ndecode: [http://d]\nprefill: [{url: http://p}]\n"
+        "setups: {old: {router: http://r}}\napi_key: k\nheaders: {X-Team: t}\n"
+    )
+    fleet = spec.load(path, FleetFile)
+    setups = fleet.named()
+    assert list(setups) == ["old", "aggregated", "pd"]
+    assert setups["pd"].engines == {"http://p": "prefill", "http://d": "decode"}
+    assert fleet.all_headers == {"X-Team": "t", "Authorization": "Bearer k"}
+    assert "k" not in map(str, fleet.public().values())
+
+
+def test_every_shipped_study_is_valid_and_names_what_it_starts() -> None:
+    """Guards the YAML files: at least two arms of equal numbers of engines, a known order, and the
+    first arm as the base."""
+    for path in FOLDER.glob("*.yaml"):
+        study = spec.load(find(path.stem), Study)
+        engines = {arm.aggregated + arm.prefill + arm.decode for arm in study.arms.values()}
+        assert len(study.arms) >= 2 and len(engines) == 1 and study.rounds >= 3, path
+
+
+def test_arms_of_the_rig_differ_in_what_they_say(tmp_path: Path) -> None:
+    """Equal pools for all servers, flags on the arm's decode servers only, engines behind the
+    client."""
+    for path in FOLDER.glob("*.yaml"):
+        for name, arm in spec.load(path, Study).arms.items():
+            made = arm.on_rig(name)
+            engines = [c for c in rig.layout(made, tmp_path, 5000) if c.role != "router"]
+            roles = [engine.role for engine in engines]
+            assert roles == (
+                ["prefill"] * arm.prefill
+                + ["decode"] * arm.decode
+                + ["aggregated"] * arm.aggregated
+            )
+            for engine in engines:
+                command = " ".join(engine.command)
+                assert engine.command[: len(rig.BEHIND)] == rig.BEHIND
+                assert "--max-total-tokens 5000" in command
+                radix = "--disaggregation-decode-enable-radix-cache" in command
+                decodes = engine.role == "decode"
+                assert radix == (decodes and arm.variant in ("radix", "local"))
+                local = f"--disaggregation-decode-local-tokens {arm.local_tokens}" in command
+                assert local == (decodes and arm.variant == "local")
+                assert engine.env["SGLANG_PATCHSET"] == ("0" if arm.variant == "stock" else "1")
+
+
+def test_a_fleet_without_an_arms_servers_says_so() -> None:
+    """Guards the mapping of arms to setups: by name, more where the study wants all, never none."""
+    study = spec.load(find("worth"), Study)
+    setup = spec.Setup(aggregated=("http://a",))
+    arms, missing = study.at({"aggregated": setup, "mine": setup})
+    assert list(arms) == ["aggregated", "mine"]
+    assert missing == ["pd-stock", "pd-radix", "pd-local"]
+    with pytest.raises(ValueError, match="the fleet has setups x, and the study asks for agg"):
+        spec.load(find("interference"), Study).at({"x": setup})
+    with pytest.raises(ValueError, match="there are: capacity_wall, interference"):
+        find("no-such-study")
+
+
+def test_gauges_are_read_off_a_metrics_page() -> None:
+    text = (
+        "# HELP sglang:token_usage x\n"
+        'sglang:token_usage{model_name="m",tp_rank="0"} 0.25\n'
+        'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_running_reqs_offline_batch 9\n'
+    )
+    assert gauges(text) == {"usage": 0.25, "running": 3.0}
+    assert gauges("vllm:num 1\n") == {}

@@ -1,0 +1,218 @@
+"""Numbers and sentences of a page: what is called a difference, and what is not."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmark.agentic.fleet import spec
+from benchmark.agentic.replay.outcome import Outcome
+from benchmark.agentic.studies import cli, record
+from benchmark.agentic.studies.load import cold, prepare
+from benchmark.agentic.studies.numbers import STATISTICS, Level, levels, plain, quantile
+from benchmark.agentic.studies.page import html, page
+from benchmark.agentic.studies.record import Cell, Run
+from benchmark.agentic.studies.spec import ArmSpec, LoadSpec, Study, TraceSpec, find
+from benchmark.agentic.studies.verdict import answer, breaks, warnings
+from benchmark.traces.generate import conversations
+from benchmark.traces.read import write
+
+REQUESTS = 40
+
+
+def outcome(index: int, e2e_s: float, *, failed: bool = False, late_s: float = 0.0) -> Outcome:
+    return Outcome(
+        index=index,
+        session_id=f"s{index // 2}",
+        prompt_tokens=100,
+        wanted_tokens=5,
+        trace_new_tokens=100,
+        cached_tokens=50,
+        new_tokens=50,
+        output_tokens=5,
+        request_class=("WARM", "HEAVY")[index % 2],
+        scheduled_s=float(index),
+        started_s=float(index),
+        finished_s=index + e2e_s,
+        late_s=late_s,
+        ttft_s=None if failed else e2e_s / 2,
+        tpot_s=None if failed else 0.01,
+        e2e_s=e2e_s,
+        error="abort" if failed else None,
+    )
+
+
+def cells(arm: str, scale: float, rounds: int = 3, load: float = 4, **more: object) -> list[Cell]:
+    """Requests of very different lengths, the same in all arms, and some noise a round."""
+    made = []
+    for number in range(rounds):
+        noise = random.Random(f"{arm} {number}")
+        times = [(1 + i % 7) * scale * noise.uniform(0.9, 1.1) for i in range(REQUESTS)]
+        outcomes = [outcome(i, seconds, **more) for i, seconds in enumerate(times)]  # type: ignore[arg-type]
+        made.append(Cell(arm, number, load, outcomes=outcomes))
+    return made
+
+
+def run(*of: list[Cell], rounds: int = 3) -> Run:
+    names = list(dict.fromkeys(cell.arm for each in of for cell in each))
+    study = Study(
+        title="A title",
+        question="Which?",
+        arms={name: ArmSpec(title=name, aggregated=1) for name in names},
+        load=LoadSpec(sessions=(4,)),
+        rounds=rounds,
+        slo=spec.Slo(ttft_s=2.0, tpot_s=0.05),
+    )
+    trace = {"requests": REQUESTS, "prompt_tokens": 1, "output_tokens": 1, "left_out": 0}
+    trace |= {"source": "a trace", "ratio": 1.0, "classes": "WARM < HEAVY"}  # type: ignore[dict-item]
+    lengths = {"mean": 1, "p50": 1, "p90": 1, "p99": 1}
+    told = {"requests": 1, "sessions": 1, "multi_turn_sessions": 0.5, "hit": 0.5}
+    trace["described"] = {**told, "input_tokens": lengths, "output_tokens": lengths}  # type: ignore[assignment]
+    fleet = spec.load(spec.RIG, spec.FleetFile).public()
+    environment = {"date": "2026-01-01", "machine": "a machine", "sglang": "1", "commit": "c0"}
+    all_cells = [cell for each in of for cell in each]
+    titles = {name: name for name in names}
+    return Run(study, titles, [], fleet, environment, "the command", trace, all_cells)
+
+
+def test_a_difference_is_one_beyond_its_interval() -> None:
+    """Guards against a page that names a winner of noise, or none where there is one: requests vary
+    sevenfold, which paired draws take out."""
+    made = run(cells("a", 1.0), cells("b", 0.8), cells("c", 0.81))
+    text = answer(made, levels(made))
+    assert "no verdict between b and c (" in text and "b takes 0.80" in text and "of a's" in text
+    clear = run(cells("a", 1.0), cells("b", 0.8))
+    assert "**b is best**" in answer(clear, levels(clear))
+    same = run(cells("a", 1.0), cells("b", 1.0))
+    assert "is best" not in answer(same, levels(same))
+
+
+def test_fewer_than_three_rounds_give_no_verdict() -> None:
+    made = run(cells("a", 1.0, rounds=2), cells("b", 0.1, rounds=2), rounds=2)
+    assert answer(made, levels(made)).startswith("**No verdict: 2 rounds")
+    table = page(made, levels(made), {}).split("95 % intervals")[1].split("## By class")[0]
+    assert "**0." not in table
+
+
+def test_failed_requests_count_as_the_time_limit() -> None:
+    """Guards against an arm that is fast because what was slow in it failed."""
+    (level,) = levels(run(cells("a", 1.0), cells("b", 0.5, failed=True)))
+    assert plain(level.values("b", "e2e")) == 60.0
+    assert np.isnan(level.values("b", "tpot")).all() and level.goodput("b") == 0
+    assert plain(level.values("b", "slo")) == 0 and level.failed("b") == 3 * REQUESTS
+
+
+def test_quantiles_are_values_and_draws_are_the_same_for_all_arms() -> None:
+    values = np.array([3.0, 1.0, 2.0, 4.0])
+    assert [plain(values, quantile(p)) for p in (25, 50, 90, 100)] == [1, 2, 4, 4]
+    assert np.isnan(plain(np.array([np.nan])))
+    (level,) = levels(run(cells("a", 1.0)))
+    mine = level.values("a", "e2e")
+    for of in STATISTICS.values():
+        ratio = level.ratio(mine * 2, mine, of)
+        assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
+    interval = level.interval(mine)
+    assert interval.low < interval.value < interval.high
+    heavy = level.values("a", "e2e", "HEAVY")
+    assert np.isnan(heavy[:, ::2]).all() and not np.isnan(heavy[:, 1::2]).any()
+
+
+def test_an_arm_breaks_where_the_slo_is_missed() -> None:
+    made = run(cells("a", 0.1), cells("b", 0.1), cells("a", 0.2, load=8), cells("b", 3.0, load=8))
+    held, broken = breaks(made, levels(made))
+    assert held.startswith("**a** holds") and "every load" in held
+    assert "up to 4 sessions at once; at 8," in broken
+
+
+def test_warnings_name_the_client_the_caches_and_errors() -> None:
+    late, failed = cells("a", 1.0, late_s=0.2), cells("b", 1.0, failed=True)
+    late[0].unflushed = ["http://secret:1: HTTP Error 404: Not Found"]
+    made = run(late, failed)
+    made.missing = ["pd-stock"]
+    client, caches, missing, errors = warnings(made, levels(made))
+    assert "a at 4 (200 and 0 ms)" in client and "b at" not in client
+    assert "1 server did not" in caches and "secret" not in caches
+    assert "pd-stock" in missing and f"b at 4 sessions at once: {3 * REQUESTS} abort" in errors
+
+
+def test_the_page_is_well_formed() -> None:
+    """Each table's rows have as many cells as its head, else it is not shown as one."""
+    made = run(cells("a", 1.0), cells("b", 0.8))
+    text = page(made, levels(made), {"A figure": "figure.png"})
+    assert text.split("\n\n")[1] == answer(made, levels(made))
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    assert len(tables) == 4
+    for table in tables:
+        assert len({line.count("|") for line in table.strip().splitlines()}) == 1
+    assert html(text, "t").count("<table>") == 4 and "figure.png" in html(text, "t")
+
+
+def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
+    """Guards the files, and against comparing what was sent other requests."""
+    made = run(cells("a", 1.0))
+    record.save(tmp_path, made)
+    with (tmp_path / record.REQUESTS).open("wb") as lines:
+        for cell in made.cells:
+            for o in cell.outcomes:
+                record.append(lines, cell, o, cold=False)
+            record.append(lines, cell, outcome(0, 9.0), cold=True)
+    again = record.load(tmp_path)
+    assert [c.outcomes for c in again.cells] == [c.outcomes for c in made.cells]
+    assert [len(c.cold) for c in again.cells] == [1, 1, 1]
+    both = cli.merged(made, run(cells("a", 0.5)))
+    assert "**after: a is best**" in answer(both, levels(both))
+    other = run(cells("a", 1.0))
+    other.trace = {**other.trace, "requests": 7}
+    with pytest.raises(ValueError, match="other requests"):
+        cli.merged(made, other)
+    with pytest.raises(ValueError, match="it is no run"):
+        record.load(tmp_path / "nothing")
+
+
+def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
+    """Whole sessions, about as many requests as asked, each within half a pool; what is left out is
+    counted; a rate stretches times."""
+    file = tmp_path / "trace.jsonl"
+    write(file, conversations(3000, seed=1))
+    fleet = spec.load(spec.RIG, spec.FleetFile, rig={"pool_tokens": 2048}, max_answer_tokens=9)
+    trace = prepare(TraceSpec(file=str(file), requests=100, max_single_turn=0.5), fleet)
+    assert 50 <= len(trace.records) + trace.left_out <= 200 and trace.left_out > 0
+    assert all(r.input_length + r.output_length <= 1024 for r in trace.records)
+    assert max(r.output_length for r in trace.records) == 9
+    records = trace.at_rate(4.0)
+    assert records[-1].timestamp / 1000 == pytest.approx(len(records) / 4, rel=0.05)
+    prompts = cold(TraceSpec(cold_tokens=5000), fleet, 1)
+    assert prompts[0].input_length == 156 and len(prompts[0].hash_ids) == 10
+    assert len({i for r in prompts for i in r.hash_ids}) == 10 * len(prompts)
+    assert {r.session_id for r in prompts} == {"cold1"}
+
+
+def test_a_study_refuses_what_makes_no_sense() -> None:
+    arm = {"title": "a", "aggregated": 1}
+    good = {"title": "t", "question": "q", "arms": {"a": arm}, "load": {"sessions": [1]}}
+    msgspec.convert(good, Study)
+    for wrong, says in (
+        ({"load": {"sessions": [1], "rate": [1.0]}}, "`sessions` or `rate`"),
+        ({"load": {"sessions": [0]}}, "more than 0"),
+        ({"arms": {}}, "`arms` is empty"),
+        ({"arms": {"a": {**arm, "variant": "fast"}}}, "`variant` is one of"),
+        ({"arms": {"a": {**arm, "variant": "local"}}}, "`local_tokens`"),
+        ({"arms": {"a": {**arm, "policy": "best"}}}, "`policy` is one of"),
+        ({"arms": {"a": {"title": "a", "decode": 1}}}, "need each other"),
+        ({"rounds": 0}, "`rounds`"),
+    ):
+        with pytest.raises(msgspec.ValidationError, match=says):
+            msgspec.convert({**good, **wrong}, Study)
+    assert find("worth.yaml").name == "worth.yaml"
+
+
+def test_levels_take_the_rounds_that_all_arms_have() -> None:
+    """Guards a run that was stopped between two arms."""
+    (level,) = levels(run(cells("a", 1.0), cells("b", 1.0, rounds=2)))
+    assert isinstance(level, Level) and level.rounds == 2
+    assert level.values("a", "e2e").shape == (2, REQUESTS)
