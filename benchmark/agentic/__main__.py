@@ -15,7 +15,6 @@ COMMANDS = {
     "run": ("benchmark.agentic.studies.cli:run", "measure a study on a fleet, one page"),
     "report": ("benchmark.agentic.studies.cli:report", "the page of a run, again"),
     "compare": ("benchmark.agentic.studies.cli:compare", "two runs of a study on one page"),
-    "replay": ("benchmark.agentic.replay.cli", "send a trace to a server or router"),
     "route": ("benchmark.agentic.router.cli", "run the router"),
     "capacity": ("benchmark.agentic.capacity.cli", "where the decode capacity wall stands"),
     "simulate": ("benchmark.agentic.capacity.simulate", "replay a trace against simulated pools"),

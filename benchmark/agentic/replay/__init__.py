@@ -7,8 +7,6 @@ prepare   request bodies, made ahead by a process of their own
 send      one request: the stream, the time of each token, errors by kind
 clock     the replay's time, and how late this process's event loop runs
 run       the replay itself; ``replay`` is what other programs call
-sink      the output file: survives a crash, and can be resumed
-report    numbers and tables from outcomes
+client    whether this side kept up
 limits    open files, one or two a stream
-cli       ``python -m benchmark.agentic replay``
 """

@@ -46,14 +46,15 @@ def run(argv: list[str]) -> int:
     add("--requests", type=int, help="of the trace, about, instead of the study's")
     add("--sessions", type=int, nargs="+", help="at once, instead of the study's loads")
     add("--rate", type=float, nargs="+", help="requests/s, instead of the study's loads")
+    add("--resume", action="store_true", help="go on with --out, whose loads are not sent again")
     add("--out", type=Path, help="folder of the run; default: out/NAME")
     add("--page", type=Path, help="folder of page, figures and numbers; default: that of the run")
     args = parser.parse_args(argv)
     console = Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
-    words = shlex.join(Path(word).name if "/" in word else word for word in argv)
-    return status(lambda: _run(args, console, words), console)
+    shown = [Path(word).name if "/" in word else word for word in argv if word != "--resume"]
+    return status(lambda: _run(args, console, shlex.join(shown)), console)
 
 
 def report(argv: list[str]) -> int:
@@ -129,7 +130,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     trace = prepare(study.trace, fleet)
     out: Path = args.out or Path("out") / path.stem
     out.mkdir(parents=True, exist_ok=True)
-    raise_open_files(max((2 * s for s in study.load.sessions), default=2000))
+    raise_open_files(max(study.load.sessions, default=1000), 2)
     shown = _described(trace)
     public = msgspec.structs.replace(study.trace, file=trace.source if study.trace.file else None)
     done = Run(
@@ -141,7 +142,13 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
         f"python -m benchmark.agentic run {words}",
         shown,
     )
-    steps = study.rounds * len(arms) * len(study.load.sessions or study.load.rate)
+    earlier = record.load(out) if args.resume else None
+    if earlier is not None:
+        same = all(shown[n] == earlier.trace[n] for n in ("requests", "prompt_tokens"))
+        if (earlier.study, earlier.titles) != (done.study, done.titles) or not same:
+            raise ValueError(f"{out} holds another study: leave --resume out, or give its options")
+        done.cells += earlier.cells
+    steps = study.rounds * len(arms) * len(study.load.levels) - len(done.cells)
     console.print(
         f"{len(trace.records)} requests of {escape(trace.source)}, {len(arms)} arms, "
         f"{study.rounds} rounds: {steps} loads"
@@ -155,7 +162,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
             failed = progress.tasks[0].fields["failed"] + lost
             progress.update(bar, description=escape(text), advance=1, failed=failed)
 
-        for cell in cells(study, arms, fleet, trace, out, told):
+        for cell in cells(study, arms, fleet, trace, out, told, earlier):
             done.cells.append(cell)
             record.save(out, done)  # what was measured outlives a later failure
     write(done, args.page or out, console)
@@ -176,7 +183,8 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
         trace = change(trace, requests=args.requests)
     load = study.load
     if args.sessions or args.rate:
-        load = change(load, sessions=tuple(args.sessions or ()), rate=tuple(args.rate or ()))
+        sessions, rate = tuple(args.sessions or ()), tuple(args.rate or ())
+        load = change(load, sessions=sessions, rate=rate, speed=())
     return change(study, trace=trace, load=load)
 
 

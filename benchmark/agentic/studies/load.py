@@ -16,7 +16,7 @@ from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.sample.select import Plan, chosen, window_and_thin
 from benchmark.agentic.sample.survey import survey
 from benchmark.agentic.sample.window import requests_of
-from benchmark.agentic.studies.spec import TraceSpec
+from benchmark.agentic.studies.spec import LoadSpec, TraceSpec
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
 from benchmark.traces.scale import Fitting, Scale
@@ -43,10 +43,12 @@ class Trace:
     """Requests that were longer than the fleet takes."""
     classes: Classes
 
-    def at_rate(self, requests_per_s: float) -> list[Record]:
-        """With times stretched or compressed to a mean rate."""
+    def at(self, load: LoadSpec, level: float) -> list[Record]:
+        """The records of a level: their times at its rate or speed."""
+        if load.sessions:
+            return self.records
         span_s = (self.records[-1].timestamp - self.records[0].timestamp) / 1000
-        speed = max(requests_per_s * span_s / len(self.records), 1e-6)
+        speed = level if load.speed else max(level * span_s / len(self.records), 1e-6)
         return [msgspec.structs.replace(r, timestamp=r.timestamp / speed) for r in self.records]
 
 
@@ -61,7 +63,7 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     source = "a generated trace" if path is None else path.name
     if not whole:
         raise ValueError(f"{source} holds no request")
-    sampled, ratio = sample(whole, spec)
+    sampled, ratio = sample(whole, spec, spec.requests) if spec.requests else (whole, 1.0)
     scale = Scale(fleet.block_tokens)
     fitting = Fitting(limit(fleet))
     records = list(fitting(_answered(scale.apply(record), record, fleet) for record in sampled))
@@ -80,12 +82,12 @@ def limit(fleet: FleetFile) -> int:
     return pool // 2 if pool else 1 << 60
 
 
-def sample(whole: Sequence[Record], spec: TraceSpec) -> tuple[list[Record], float]:
-    """About ``spec.requests`` requests in whole sessions, and the share of sessions kept."""
+def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[list[Record], float]:
+    """About so many requests in whole sessions, and the share of sessions kept."""
     found = survey(whole, BLOCK_TOKENS)
     plan = Plan(window_s=spec.window_s, max_single_turn=spec.max_single_turn, seed=spec.seed)
     everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
-    ratio = min(1.0, spec.requests / requests_of(found.columns, everything.sessions))
+    ratio = min(1.0, requests / requests_of(found.columns, everything.sessions))
     selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
     return list(chosen(whole, selection)), ratio
 

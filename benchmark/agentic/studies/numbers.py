@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.agentic.fleet.spec import Slo
+from benchmark.agentic.replay.client import most_open
 from benchmark.agentic.replay.outcome import Outcome
-from benchmark.agentic.replay.report import open_over_time
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.harness.arm import Traffic, traffic
 
@@ -187,9 +187,7 @@ class Level:
 
     def most_open(self, arm: str) -> int:
         """Requests under way at once."""
-        return max(
-            (n for cell in self.cells[arm] for _, n in open_over_time(cell.outcomes)), default=0
-        )
+        return max(most_open(cell.outcomes) for cell in self.cells[arm])
 
 
 def met(o: Outcome, slo: Slo) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmark.agentic.replay.classes import NAMES as CLASSES
-from benchmark.agentic.replay.report import client
+from benchmark.agentic.replay.client import client
 from benchmark.agentic.studies.numbers import (
     NAMES,
     QUANTITIES,
@@ -120,12 +120,14 @@ def _load(run: Run) -> str:
     how = (
         "so many sessions at once, each begun as another ends"
         if load.sessions
-        else "sessions at the trace's times, stretched to the rate"
+        else "sessions at the trace's times, stretched or compressed to the load"
     )
     think = "its recorded gap" if load.think_s is None else f"{load.think_s:g} s"
+    taken = "all of it"
+    if run.study.trace.requests:
+        taken = f"sessions of its densest {run.study.trace.window_s:g} s, {trace['ratio']:.0%} kept"
     return (
-        f"From {trace['source']}: sessions of its densest {run.study.trace.window_s:g} s, "
-        f"{trace['ratio']:.0%} of them kept: {of['requests']:,} requests in {of['sessions']:,} "
+        f"From {trace['source']}, {taken}: {of['requests']:,} requests in {of['sessions']:,} "
         f"sessions, {of['multi_turn_sessions']:.0%} of several turns; {lengths}. An endless cache "
         f"would hit {of['hit']:.1%} of the input tokens.\n\n"
         f"A block of {BLOCK_TOKENS} tokens became {run.fleet['block_tokens']}"

@@ -30,7 +30,7 @@ class Cell(msgspec.Struct):
     arm: str
     round: int
     load: float
-    """Sessions at once, or requests/s."""
+    """Sessions at once, requests/s, or the trace's speed."""
     gained: dict[str, dict[str, float]] = {}
     """By role: what the counters gained."""
     samples: list[dict[str, float]] = []
@@ -69,7 +69,17 @@ class Run(msgspec.Struct):
     @property
     def unit(self) -> str:
         """What a load counts."""
-        return "sessions at once" if self.study.load.sessions else "requests/s"
+        return self.study.load.unit
+
+
+def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
+    """The file of requests, with those of a run that goes on and no others."""
+    out = (folder / REQUESTS).open("wb")
+    for cell in earlier.cells if earlier else ():
+        for outcomes, cold in ((cell.outcomes, False), (cell.cold, True)):
+            for outcome in outcomes:
+                append(out, cell, outcome, cold)
+    return out
 
 
 def append(out: IO[bytes], cell: Cell, outcome: Outcome, cold: bool) -> None:
@@ -100,12 +110,15 @@ def load(folder: Path) -> Run:
         cells = {(cell.arm, cell.round, cell.load): cell for cell in run.cells}
         with (folder / REQUESTS).open("rb") as lines:
             for line in lines:
+                if not line.endswith(b"\n"):  # torn as the run was killed
+                    break
                 of = msgspec.json.decode(line, type=Line)
-                cell = cells[of.arm, of.round, of.load]
+                if (cell := cells.get((of.arm, of.round, of.load))) is None:
+                    continue  # its load did not end
                 outcome = msgspec.json.decode(line, type=Outcome)
                 (cell.cold if of.cold else cell.outcomes).append(outcome)
-    except (msgspec.DecodeError, KeyError) as error:
-        raise ValueError(f"{folder}: {error!r} is no run of this version") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{folder}: {error} is no run of this version") from error
     return run
 
 

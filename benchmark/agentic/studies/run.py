@@ -15,7 +15,7 @@ from benchmark.agentic.replay.outcome import Outcome
 from benchmark.agentic.replay.run import replay
 from benchmark.agentic.studies import load, record
 from benchmark.agentic.studies.load import Trace
-from benchmark.agentic.studies.record import Cell
+from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import ArmSpec, Study
 from benchmark.harness import metrics
 from benchmark.harness.models import random_qwen3
@@ -31,8 +31,11 @@ def cells(
     trace: Trace,
     out: Path,
     told: Told,
+    earlier: Run | None = None,
 ) -> Iterator[Cell]:
     """Measures every arm at every load in every round; each cell as it ends.
+
+    ``earlier``: a run of the same study that was stopped, whose loads are left out.
 
     The order of arms changes from round to round, so that none always follows the same one.
 
@@ -41,14 +44,18 @@ def cells(
         RunFailed: a server by address cannot be reached, or did not answer a warm-up.
     """
     names = list(arms)
-    with (out / record.REQUESTS).open("wb") as lines:
+    done = {(cell.arm, cell.round, cell.load) for cell in (earlier.cells if earlier else ())}
+    with record.begin(out, earlier) as lines:
         for number in range(study.rounds):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
+                left = [at for at in study.load.levels if (name, number, at) not in done]
+                if not left:
+                    continue
                 with _running(name, arms[name], study, fleet, out) as running:
                     running.warm_up()
                     running.check()
-                    for at in study.load.sessions or study.load.rate:
+                    for at in left:
                         cell = Cell(name, number, at, via=running.via)
                         _measure(cell, running, arms[name], study, trace, lines, told)
                         yield cell
@@ -79,7 +86,7 @@ def _measure(
     prompts = running.prompts(study.trace.seed)
     common = {"think_s": how.think_s, "timeout_s": how.timeout_s, "classes": trace.classes}
     sessions = int(cell.load) if how.sessions else None
-    records = trace.records if how.sessions else trace.at_rate(cell.load)
+    records = trace.at(how, cell.load)
 
     def ended(outcome: Outcome) -> None:
         cell.outcomes.append(outcome)

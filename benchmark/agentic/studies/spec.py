@@ -65,8 +65,8 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: str | None = None
     """In Mooncake's format; None: generated, with the shape of agentic traffic."""
-    requests: int = 90
-    """About: sampling keeps whole sessions."""
+    requests: int | None = 90
+    """About: sampling keeps whole sessions. None: the whole trace as it is."""
     window_s: float = 600.0
     """Of the trace, its densest."""
     max_single_turn: float = 0.3
@@ -76,7 +76,7 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a cold client's prompt, as long as in the trace, before scaling."""
 
     def __post_init__(self) -> None:
-        if self.requests < 1 or not self.window_s > 0:
+        if (self.requests is not None and self.requests < 1) or not self.window_s > 0:
             raise ValueError("`requests` and `window_s` must be more than 0")
 
 
@@ -87,16 +87,29 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """So many conversations at once; each sends its next turn ``think_s`` after its answer."""
     rate: tuple[float, ...] = ()
     """Or: requests/s, with the trace's own times between them."""
+    speed: tuple[float, ...] = ()
+    """Or: the trace's own times, so many seconds of it in a second."""
     think_s: float | None = 0.2
-    """None: the recorded gap, for ``rate`` at its speed."""
+    """None: the recorded gap, at the speed of the load."""
     timeout_s: float = 60.0
     """Of a request; one that fails counts as taking so long."""
 
     def __post_init__(self) -> None:
-        if bool(self.sessions) == bool(self.rate):
-            raise ValueError("give `sessions` or `rate`")
-        if min((*self.sessions, *self.rate)) <= 0:
-            raise ValueError("`sessions` and `rate` must be more than 0")
+        if sum(map(bool, (self.sessions, self.rate, self.speed))) != 1:
+            raise ValueError("give one of `sessions`, `rate` and `speed`")
+        if min(self.levels) <= 0:
+            raise ValueError("`sessions`, `rate` and `speed` must be more than 0")
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return self.sessions or self.rate or self.speed
+
+    @property
+    def unit(self) -> str:
+        """What a level counts."""
+        if self.sessions:
+            return "sessions at once"
+        return "requests/s" if self.rate else "times the trace's speed"
 
 
 Quantity = Literal["ttft", "tpot", "e2e"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmark.agentic.replay.client import client
 from benchmark.agentic.studies.numbers import NAMES, Interval, Level
 from benchmark.agentic.studies.record import Run
 
@@ -72,13 +73,11 @@ def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:
 
 def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
     """What a reader has to know before believing a number."""
-    from benchmark.agentic.replay.report import client
-
     late = []
     for level in levels:
         for arm in level.cells:
             of = client(level.outcomes(arm))
-            if of.warnings():
+            if of.was_the_bottleneck:
                 times = f"{of.late_p99_s * 1e3:,.0f} and {of.loop_lag_p99_s * 1e3:,.0f} ms"
                 late.append(f"{run.titles[arm]} at {level.load:g} ({times})")
     if late:

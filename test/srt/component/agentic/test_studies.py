@@ -68,6 +68,11 @@ def test_three_urls_and_a_trace_give_a_page(
 
     assert all(cell.samples and not cell.unflushed for cell in record.load(out).at("pd", 4))
     assert record.load(out).trace["source"] == "trace.jsonl"
+    assert cli.run([*words, "--out", str(out), "--resume", "--rounds", "4"]) == 2
+    before = (out / "requests.jsonl").read_bytes()
+    assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # nothing is left to send
+    assert (out / "requests.jsonl").read_bytes() == before
+    text = (out / "page.md").read_text()
     assert cli.report([str(out), "--page", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "page.md").read_text() == text
     assert cli.compare([str(out), str(out), "--page", str(tmp_path / "both")]) == 0

@@ -1,15 +1,13 @@
-"""Open files, and the command's refusals."""
+"""Open files, bodies, and the stub that other tests rely on."""
 
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import orjson
 import pytest
 
 from benchmark.agentic.replay import limits
-from benchmark.agentic.replay.cli import main
 from benchmark.agentic.replay.prepare import Endpoint, PromptSource, body
 from benchmark.agentic.stub import PrefixCache
 from benchmark.traces.record import Record
@@ -54,32 +52,3 @@ def test_the_stubs_cache_hits_prefixes() -> None:
     assert cache.cached(list(range(200))) == 0
     assert cache.cached(list(range(200))) == 192
     assert cache.cached([*range(64), *range(500, 600), *range(64)]) == 64
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["--url", "http://h", "--prefill", "http://p", "--decode", "http://d"],
-        ["--prefill", "http://p", "--bootstrap-port", "1"],
-        ["--prefill", "http://p", "--decode", "http://d"],
-        ["--url", "ftp://h"],
-        ["--url", "http://h", "--think-seconds", "1"],
-        ["--url", "http://h", "--retry-errors"],
-        ["--url", "http://h", "--vocabulary", "9:3"],
-    ],
-)
-def test_flags_that_do_not_go_together(flags: list[str]) -> None:
-    """Guards against a run that ignores a flag."""
-    with pytest.raises(SystemExit) as ended:
-        main(["--trace", "trace.jsonl", *flags])
-    assert ended.value.code == 2
-
-
-def test_without_a_trace_there_is_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards the message: it names the file."""
-    missing = tmp_path / "none.jsonl"
-    assert main(["--url", "http://h", "--trace", str(missing)]) == 2
-    assert "none.jsonl" in capsys.readouterr().out.replace("\n", "")

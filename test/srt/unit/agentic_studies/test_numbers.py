@@ -164,6 +164,14 @@ def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
     again = record.load(tmp_path)
     assert [c.outcomes for c in again.cells] == [c.outcomes for c in made.cells]
     assert [len(c.cold) for c in again.cells] == [1, 1, 1]
+    with record.begin(tmp_path, again):
+        pass
+    torn = (tmp_path / record.REQUESTS).read_bytes()
+    stray = Cell("b", 0, 4)
+    with (tmp_path / record.REQUESTS).open("ab") as lines:
+        record.append(lines, stray, outcome(0, 1.0), cold=False)
+        lines.write(torn[:50])
+    assert record.load(tmp_path).cells == again.cells
     both = cli.merged(made, run(cells("a", 0.5)))
     assert "**after: a is best**" in answer(both, levels(both))
     other = run(cells("a", 1.0))
@@ -184,7 +192,9 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     assert 50 <= len(trace.records) + trace.left_out <= 200 and trace.left_out > 0
     assert all(r.input_length + r.output_length <= 1024 for r in trace.records)
     assert max(r.output_length for r in trace.records) == 9
-    records = trace.at_rate(4.0)
+    records = trace.at(LoadSpec(rate=(4.0,)), 4.0)
+    fast, slow = (trace.at(LoadSpec(speed=(s,)), s)[-1].timestamp for s in (2.0, 1.0))
+    assert fast * 2 == slow == trace.at(LoadSpec(sessions=(1,)), 1)[-1].timestamp
     assert records[-1].timestamp / 1000 == pytest.approx(len(records) / 4, rel=0.05)
     prompts = cold(TraceSpec(cold_tokens=5000), fleet, 1)
     assert prompts[0].input_length == 156 and len(prompts[0].hash_ids) == 10
@@ -197,7 +207,7 @@ def test_a_study_refuses_what_makes_no_sense() -> None:
     good = {"title": "t", "question": "q", "arms": {"a": arm}, "load": {"sessions": [1]}}
     msgspec.convert(good, Study)
     for wrong, says in (
-        ({"load": {"sessions": [1], "rate": [1.0]}}, "`sessions` or `rate`"),
+        ({"load": {"sessions": [1], "rate": [1.0]}}, "one of `sessions`, `rate` and `speed`"),
         ({"load": {"sessions": [0]}}, "more than 0"),
         ({"arms": {}}, "`arms` is empty"),
         ({"arms": {"a": {**arm, "variant": "fast"}}}, "`variant` is one of"),
