@@ -58,8 +58,8 @@ test-pythons: env ## attachment and what needs no torch, on each supported Pytho
 chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --backend nixl ..."
 	PYTHONPATH=.:test/srt $(PY) -m chaos $(CHAOS)
 
-bench-agentic: env ## a matrix of real servers under agentic traffic, one page; AGENTIC="--trace FILE ..."
-	$(PY) -m benchmark.agentic report $(AGENTIC)
+bench-agentic: env ## is disaggregation worth it? one page; AGENTIC="--fleet fleet.yaml --trace FILE ..."
+	$(PY) -m benchmark.agentic run worth $(AGENTIC)
 
 test-durations: env ## how long each layer takes here; for CONTRIBUTING.md, on a machine that does nothing else
 	@for layer in lint test-fast test-unit test-component test-e2e test-nightly; do \

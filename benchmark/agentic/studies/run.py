@@ -56,7 +56,7 @@ def cells(
                     running.warm_up()
                     running.check()
                     for at in left:
-                        cell = Cell(name, number, at, via=running.via)
+                        cell = Cell(name, number, float(at), via=running.via)
                         _measure(cell, running, arms[name], study, trace, lines, told)
                         yield cell
 
