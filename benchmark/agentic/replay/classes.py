@@ -1,21 +1,14 @@
 """WARM, MEDIUM and HEAVY: a request by the prompt tokens that it needs prefilled.
 
-Two measures of these tokens. ``trace``: those that an endless cache, shared by all workers and in
-the order of the trace, would not hold. Known before sending, so that a request has one class in
-every arm of a comparison, also where it fails. ``served``: prompt tokens minus the cached tokens
-that the server reported, hence another set of requests in every arm.
+Those that an endless cache, shared by all workers and in the order of the trace, would not hold:
+known before sending, so that a request has one class in every arm, also where it fails.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import msgspec
 
 from benchmark.traces.record import BLOCK_TOKENS, Record
-
-By = Literal["trace", "served"]
-BY: tuple[By, ...] = get_args(By)
 
 WARM, MEDIUM, HEAVY = NAMES = ("WARM", "MEDIUM", "HEAVY")
 
@@ -25,7 +18,6 @@ class Classes(msgspec.Struct, frozen=True):
 
     medium: int = 5_000
     heavy: int = 20_000
-    by: By = "trace"
 
     def __post_init__(self) -> None:
         if not 0 < self.medium <= self.heavy:
@@ -38,21 +30,15 @@ class Classes(msgspec.Struct, frozen=True):
         return Classes(
             max(1, round(self.medium * block_tokens / from_tokens)),
             max(1, round(self.heavy * block_tokens / from_tokens)),
-            self.by,
         )
 
-    def of(self, trace_new: int, served_new: int | None) -> str:
-        """``served_new`` is None where the server never said; the trace then decides."""
-        new = served_new if self.by == "served" and served_new is not None else trace_new
+    def of(self, new: int) -> str:
         if new < self.medium:
             return WARM
         return MEDIUM if new <= self.heavy else HEAVY
 
     def __str__(self) -> str:
-        return (
-            f"WARM < {self.medium:,} new tokens <= MEDIUM <= {self.heavy:,} < HEAVY "
-            f"(new by {'the trace' if self.by == 'trace' else 'what the server reported'})"
-        )
+        return f"WARM < {self.medium:,} new tokens <= MEDIUM <= {self.heavy:,} < HEAVY"
 
 
 class EndlessCache:

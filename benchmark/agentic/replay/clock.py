@@ -8,11 +8,7 @@ from types import TracebackType
 
 
 class Clock:
-    """Seconds since the trace's first request; ``offset`` is what it shows now.
-
-    A resumed replay begins its clock at the first request that is left, so that the times of both
-    runs are on one scale and the pause between them is on none.
-    """
+    """Seconds since the trace's first request; ``offset`` is what it shows now."""
 
     def __init__(self, offset: float) -> None:
         self._zero = time.monotonic() - offset

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from benchmark.agentic.replay.classes import EndlessCache
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import annotate
 
 Dispatch = Literal["trace", "think"]
-DISPATCH: tuple[Dispatch, ...] = get_args(Dispatch)
 
 
 @dataclass(frozen=True)
@@ -45,38 +44,22 @@ def jobs(records: Iterable[Record], block_tokens: int) -> Iterator[Job]:
         yield Job(index, record, cache.new_tokens(record), (record.timestamp - began) / 1000)
 
 
-def by_trace_time(work: Iterable[Job], done: Mapping[int, float]) -> Iterator[Chain]:
-    """Every request at its own time, whether or not earlier ones have ended. Reads as it goes.
-
-    ``done``: requests to leave out, and when they finished.
-    """
-    return (Chain(job.at_s, (job,)) for job in work if job.index not in done)
+def by_trace_time(work: Iterable[Job]) -> Iterator[Chain]:
+    """Every request at its own time, whether or not earlier ones have ended. Reads as it goes."""
+    return (Chain(job.at_s, (job,)) for job in work)
 
 
-def by_think_time(
-    work: Iterable[Job], done: Mapping[int, float], think_s: float | None
-) -> list[Chain]:
+def by_think_time(work: Iterable[Job]) -> list[Chain]:
     """A chain a session, by start. Sessions start at their times; see ``gap_s`` for later turns.
 
-    A session of which some turns are done goes on where it stands. Holds all records: the turn
-    after next may stand anywhere in the trace.
+    Holds all records: the turn after next may stand anywhere in the trace.
     """
     sessions: dict[str, list[Job]] = {}
     for job in work:
         # A record without a session is a session of its own.
         name = job.record.session_id
         sessions.setdefault(f"s{name}" if name is not None else f"i{job.index}", []).append(job)
-    chains = []
-    for turns in sessions.values():
-        left = tuple(job for job in turns if job.index not in done)
-        if not left:
-            continue
-        place = turns.index(left[0])
-        start = left[0].at_s
-        if place:
-            before = turns[place - 1]
-            start = done[before.index] + gap_s(before, left[0], think_s)
-        chains.append(Chain(start, left))
+    chains = [Chain(turns[0].at_s, tuple(turns)) for turns in sessions.values()]
     return sorted(chains, key=lambda chain: (chain.start_s, chain.jobs[0].index))
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import orjson
 
@@ -23,7 +23,6 @@ from benchmark.traces.prompts import Prompts
 from benchmark.traces.record import Record
 
 Endpoint = Literal["generate", "completions", "chat"]
-ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 
 _SAID = """
 time year people way day man thing woman life child world school state family student group country

@@ -54,16 +54,12 @@ async def replay(
     prompts: PromptSource,
     settings: Settings = Settings(),  # noqa: B008
     *,
-    done: Mapping[int, float] | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
-    keep: bool = True,
 ) -> list[Outcome]:
     """Send the records and wait for all answers; outcomes in the order of the trace.
 
     ``target``: a pair, or the URL of a server or router. ``records``: already scaled, by time.
-    ``done``: indices to leave out, and when they finished (seconds of the replay's clock).
-    ``on_outcome``: called as each request ends, in this thread. ``keep``: return the outcomes; a
-    long replay that writes them to a file need not hold them.
+    ``on_outcome``: called as each request ends, in this thread.
 
     Raises:
         ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
@@ -71,18 +67,15 @@ async def replay(
     """
     target = Target(target) if isinstance(target, str) else target
     work = jobs(records, prompts.block_tokens)
-    chains: Iterable[Chain]
-    if settings.dispatch == "think":
-        chains = by_think_time(work, done or {}, settings.think_s)
-    else:
-        chains = by_trace_time(work, done or {})
+    chains: Iterable[Chain] = (
+        by_think_time(work) if settings.dispatch == "think" else by_trace_time(work)
+    )
     outcomes: list[Outcome] = []
 
     def ended(outcome: Outcome) -> None:
         if on_outcome is not None:
             on_outcome(outcome)
-        if keep:
-            outcomes.append(outcome)
+        outcomes.append(outcome)
 
     async with AsyncExitStack() as stack:
         bodies = stack.enter_context(Bodies(prompts))
@@ -211,7 +204,7 @@ def outcome(
         cached_tokens=cached,
         new_tokens=new,
         output_tokens=answer.output_tokens,
-        request_class=classes.of(job.trace_new_tokens, new),
+        request_class=classes.of(job.trace_new_tokens),
         scheduled_s=round(due, 6),
         started_s=started,
         sent_s=sent,

@@ -80,12 +80,11 @@ def test_three_urls_and_a_trace_give_a_page(
     assert "no verdict between before: pd and after: pd" in both
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
-    endpoint: str, urls: list[str], trace: str, tmp_path: Path
+    urls: list[str], trace: str, tmp_path: Path
 ) -> None:
     """Guards fleets that speak OpenAI's API, and policies that are compared on one setup."""
-    file = fleet(tmp_path, f"endpoint: {endpoint}\naggregated: [{urls[0]}, {urls[1]}]\n")
+    file = fleet(tmp_path, f"endpoint: chat\naggregated: [{urls[0]}, {urls[1]}]\n")
     words = [
         "linear_lmetric",
         "--fleet",

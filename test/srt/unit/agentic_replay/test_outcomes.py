@@ -91,34 +91,24 @@ def test_openai_errors_are_errors() -> None:
         take(Answer(0.0), b'{"choices":[{"text":"","finish_reason":"abort"}]}', 1.0)
 
 
-SERVED = Classes(by="served")
-
-
 @pytest.mark.parametrize(
-    ("classes", "new_tokens", "reported", "expected"),
+    ("classes", "new_tokens", "expected"),
     [
         # The borders that the field uses.
-        (Classes(), 0, None, WARM),
-        (Classes(), 4_999, None, WARM),
-        (Classes(), 5_000, None, MEDIUM),
-        (Classes(), 20_000, None, MEDIUM),
-        (Classes(), 20_001, None, HEAVY),
-        # By what a server reported; it reported nothing of a request that failed.
-        (Classes(), 30_000, 10, HEAVY),
-        (SERVED, 30_000, 10, WARM),
-        (SERVED, 30_000, None, HEAVY),
+        (Classes(), 0, WARM),
+        (Classes(), 4_999, WARM),
+        (Classes(), 5_000, MEDIUM),
+        (Classes(), 20_000, MEDIUM),
+        (Classes(), 20_001, HEAVY),
         # A trace scaled from blocks of 512 to 16 tokens keeps its classes.
-        (Classes().scaled(16), 5 * 16, None, WARM),
-        (Classes().scaled(16), 15 * 16, None, MEDIUM),
-        (Classes().scaled(16), 60 * 16, None, HEAVY),
+        (Classes().scaled(16), 5 * 16, WARM),
+        (Classes().scaled(16), 15 * 16, MEDIUM),
+        (Classes().scaled(16), 60 * 16, HEAVY),
     ],
 )
-def test_class_of_a_request(
-    classes: Classes, new_tokens: int, reported: int | None, expected: str
-) -> None:
-    """Guards against requests that move between classes at their borders or by a scale, and against
-    one measure where the other was asked for."""
-    assert classes.of(new_tokens, reported) == expected
+def test_class_of_a_request(classes: Classes, new_tokens: int, expected: str) -> None:
+    """Guards against requests that move between classes at their borders or by a scale."""
+    assert classes.of(new_tokens) == expected
 
 
 def test_classes_that_overlap_are_refused() -> None:
