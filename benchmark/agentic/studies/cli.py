@@ -53,8 +53,7 @@ def run(argv: list[str]) -> int:
     console = Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
-    shown = [Path(word).name if "/" in word else word for word in argv if word != "--resume"]
-    return status(lambda: _run(args, console, shlex.join(shown)), console)
+    return status(lambda: _run(args, console, _words(argv)), console)
 
 
 def report(argv: list[str]) -> int:
@@ -167,6 +166,18 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
             record.save(out, done)  # what was measured outlives a later failure
     write(done, args.page or out, console)
     return 0
+
+
+def _words(argv: list[str]) -> str:
+    """What to type to repeat a run: files by name, and not where its results went."""
+    shown: list[str] = []
+    given = iter(argv)
+    for word in given:
+        if word in ("--out", "--page"):
+            next(given, None)
+        elif word != "--resume":
+            shown.append(Path(word).name if "/" in word else word)
+    return shlex.join(shown)
 
 
 def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:

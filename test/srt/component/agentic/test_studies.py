@@ -73,6 +73,7 @@ def test_three_urls_and_a_trace_give_a_page(
     assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # nothing is left to send
     assert (out / "requests.jsonl").read_bytes() == before
     text = (out / "page.md").read_text()
+    assert "run worth --fleet fleet.yaml --trace trace.jsonl --requests" in text
     assert cli.report([str(out), "--page", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "page.md").read_text() == text
     assert cli.compare([str(out), str(out), "--page", str(tmp_path / "both")]) == 0

@@ -1,0 +1,54 @@
+"""A study on servers that were started by hand: three URLs and a trace, one command, one page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark.agentic.studies import cli, record
+from benchmark.harness.models import TINY_ARITH
+from benchmark.harness.pair import Aggregated, Pair, PairConfig
+from benchmark.harness.servers import Sizes
+from benchmark.traces.generate import CONVERSATION, generate
+from benchmark.traces.read import write
+from e2e.support import START_METHOD
+
+SIZES = Sizes(pool_tokens=8800, page_size=16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])
+def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
+    """Guards the newcomer's command against real servers: every request is answered with the length
+    that was asked for, caches are flushed, and what prefill moved is counted."""
+    trace = tmp_path / "trace.jsonl"
+    write(trace, generate(300, 1, CONVERSATION))
+    pair = PairConfig(
+        TINY_ARITH, radix=True, prefill_sizes=SIZES, decode_sizes=SIZES, env={START_METHOD: "fork"}
+    )
+    out = tmp_path / "run"
+    with (
+        Pair(pair, tmp_path / "pair") as pd,
+        Aggregated(TINY_ARITH, tmp_path / "one", SIZES, env={START_METHOD: "fork"}) as one,
+    ):
+        (tmp_path / "fleet.yaml").write_text(
+            f"aggregated: [{one.config.url}]\ndecode: [{pd.decode_url}]\n"
+            f"prefill: [{{url: {pd.prefill_url}, bootstrap_port: {pd.layout[0].bootstrap_port}}}]\n"
+            f"endpoint: {endpoint}\nvocabulary: [16, 300]\nblock_tokens: 16\n"
+            "max_answer_tokens: 20\npool_tokens: 8800\n"
+        )
+        words = ["worth", "--fleet", str(tmp_path / "fleet.yaml"), "--trace", str(trace)]
+        words += ["--requests", "12", "--sessions", "3", "--out", str(out)]
+        assert cli.run(words) == 0
+        pd.check()
+    run = record.load(out)
+    assert list(run.titles) == ["aggregated", "pd"] and len(run.cells) == 6
+    for cell in run.cells:
+        assert cell.outcomes and not cell.unflushed
+        assert [o.message for o in cell.outcomes if o.error] == []
+        assert all(o.output_tokens == o.wanted_tokens for o in cell.outcomes)
+    loads = json.loads((out / "summary.json").read_text())["loads"]
+    assert loads["3"]["pd"]["bytes_moved"] > 0
+    assert "At 3 sessions at once" in (out / "page.md").read_text().split("\n\n")[1]
