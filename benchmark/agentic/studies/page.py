@@ -33,8 +33,8 @@ def page(run: Run, levels: Sequence[Level], figures: Mapping[str, str]) -> str:
     parts = [
         f"# {run.study.title}",
         answer(run, levels),
-        f"*{run.study.question}* Measured on {of['date']}: {_where(run)}, {run.study.rounds} "
-        f"rounds of all arms in turn. Written by `{run.command}`.",
+        f"*{run.study.question}* Measured on {of['date']}: {_where(run)}; all arms in turn, "
+        f"{run.study.rounds} times. Written by `{run.command}`.",
         "## Where each breaks",
         "\n".join(f"- {text}" for text in breaks(run, levels)),
         *(["## Before believing a number", "\n".join(f"- {text}" for text in notes)] * bool(notes)),
