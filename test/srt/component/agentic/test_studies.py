@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic import stub
+from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
-from benchmark.traces.generate import conversations
 from benchmark.traces.read import write
 
 
@@ -29,7 +29,7 @@ def urls() -> Iterator[list[str]]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    write(tmp_path / "trace.jsonl", conversations(200, seed=1))
+    write(tmp_path / "trace.jsonl", agentic(300, 1))
     return str(tmp_path / "trace.jsonl")
 
 

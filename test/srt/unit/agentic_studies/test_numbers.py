@@ -12,6 +12,7 @@ import pytest
 
 from benchmark.agentic.fleet import spec
 from benchmark.agentic.replay.outcome import Outcome
+from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
 from benchmark.agentic.studies.load import cold, prepare
 from benchmark.agentic.studies.numbers import STATISTICS, Level, levels, plain, quantile
@@ -19,7 +20,6 @@ from benchmark.agentic.studies.page import html, page
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import ArmSpec, LoadSpec, Study, TraceSpec, find
 from benchmark.agentic.studies.verdict import answer, breaks, warnings
-from benchmark.traces.generate import conversations
 from benchmark.traces.read import write
 
 REQUESTS = 40
@@ -186,7 +186,7 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     """Whole sessions, about as many requests as asked, each within half a pool; what is left out is
     counted; a rate stretches times."""
     file = tmp_path / "trace.jsonl"
-    write(file, conversations(3000, seed=1))
+    write(file, agentic(3000, 1))
     fleet = spec.load(spec.RIG, spec.FleetFile, rig={"pool_tokens": 2048}, max_answer_tokens=9)
     trace = prepare(TraceSpec(file=str(file), requests=100, max_single_turn=0.5), fleet)
     assert 50 <= len(trace.records) + trace.left_out <= 200 and trace.left_out > 0
