@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.agentic.fleet.servers import total
 from benchmark.agentic.fleet.spec import Slo
 from benchmark.agentic.replay.client import most_open
 from benchmark.agentic.replay.outcome import Outcome
@@ -176,11 +177,8 @@ class Level:
         of = [cell.gained for cell in self.cells[arm] if "prefill" in cell.gained]
         if not of:
             return None
-        each = [traffic(gained["prefill"], gained.get("decode", {})) for gained in of]
-        numbers = ("bytes_moved", "skipped_tokens", "prompt_tokens", "hit_tokens")
-        means = {n: sum(getattr(t, n) for t in each) / len(each) for n in numbers}
-        local = sum(t.local_tokens for t in each) / len(each)
-        return Traffic(**means, counted_by=each[0].counted_by, local_tokens=local)
+        summed = [total(gained.get(role, {}) for gained in of) for role in ("prefill", "decode")]
+        return traffic(*({k: v / len(of) for k, v in each.items()} for each in summed))
 
     def gauges(self, arm: str, name: str) -> list[float]:
         return [row[name] for cell in self.cells[arm] for row in cell.samples if name in row]

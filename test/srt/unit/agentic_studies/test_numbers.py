@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,13 +48,13 @@ def outcome(index: int, e2e_s: float, *, failed: bool = False, late_s: float = 0
     )
 
 
-def cells(arm: str, scale: float, rounds: int = 3, load: float = 4, **more: object) -> list[Cell]:
+def cells(arm: str, scale: float, rounds: int = 3, load: float = 4, **more: Any) -> list[Cell]:
     """Requests of very different lengths, the same in all arms, and some noise a round."""
     made = []
     for number in range(rounds):
         noise = random.Random(f"{arm} {number}")
         times = [(1 + i % 7) * scale * noise.uniform(0.9, 1.1) for i in range(REQUESTS)]
-        outcomes = [outcome(i, seconds, **more) for i, seconds in enumerate(times)]  # type: ignore[arg-type]
+        outcomes = [outcome(i, seconds, **more) for i, seconds in enumerate(times)]
         made.append(Cell(arm, number, load, outcomes=outcomes))
     return made
 
@@ -68,11 +69,16 @@ def run(*of: list[Cell], rounds: int = 3) -> Run:
         rounds=rounds,
         slo=spec.Slo(ttft_s=2.0, tpot_s=0.05),
     )
-    trace = {"requests": REQUESTS, "prompt_tokens": 1, "output_tokens": 1, "left_out": 0}
-    trace |= {"source": "a trace", "ratio": 1.0, "classes": "WARM < HEAVY"}  # type: ignore[dict-item]
+    trace: dict[str, Any] = {
+        "requests": REQUESTS,
+        "prompt_tokens": 1,
+        "output_tokens": 1,
+        "left_out": 0,
+    }
+    trace |= {"source": "a trace", "ratio": 1.0, "classes": "WARM < HEAVY"}
     lengths = {"mean": 1, "p50": 1, "p90": 1, "p99": 1}
     told = {"requests": 1, "sessions": 1, "multi_turn_sessions": 0.5, "hit": 0.5}
-    trace["described"] = {**told, "input_tokens": lengths, "output_tokens": lengths}  # type: ignore[assignment]
+    trace["described"] = {**told, "input_tokens": lengths, "output_tokens": lengths}
     fleet = spec.load(spec.RIG, spec.FleetFile).public()
     environment = {"date": "2026-01-01", "machine": "a machine", "sglang": "1", "commit": "c0"}
     all_cells = [cell for each in of for cell in each]
