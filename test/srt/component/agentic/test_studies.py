@@ -42,8 +42,8 @@ def fleet(tmp_path: Path, text: str) -> str:
 def test_three_urls_and_a_trace_give_a_page(
     urls: list[str], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the newcomer's command, with a key; the page says which arm is best, with an interval,
-    and neither address nor key is on it."""
+    """Guards the newcomer's command, with a key; the page begins with its answer, which has an
+    interval, and neither address nor key is on it."""
     monkeypatch.setenv("FLEET_KEY", "sk-secret")
     file = fleet(
         tmp_path,
@@ -56,8 +56,9 @@ def test_three_urls_and_a_trace_give_a_page(
 
     text = (out / "page.md").read_text()
     first = text.split("\n\n")[1]
-    assert "At 4 sessions at once, **pd is best**" in first and "[" in first
-    assert "of two aggregated's" in first
+    # Which of two stubs is faster on a busy machine is not for this test to say.
+    assert first.startswith("At 4 sessions at once, **") and "[" in first
+    assert "two aggregated" in first and "pd" in first
     for secret in (*urls, "sk-secret", str(tmp_path)):
         assert secret not in text + (out / "run.json").read_text()
     assert "PD, stock" not in text.split("## Before")[0] and "pd-stock, pd-radix" in text
@@ -78,7 +79,7 @@ def test_three_urls_and_a_trace_give_a_page(
     assert (tmp_path / "again" / "page.md").read_text() == text
     assert cli.compare([str(out), str(out), "--page", str(tmp_path / "both")]) == 0
     both = (tmp_path / "both" / "page.md").read_text().split("\n\n")[1]
-    assert "no verdict between before: pd and after: pd" in both
+    assert "no verdict between" in both and "before: pd" in both and "after: pd" in both
 
 
 def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
