@@ -8,6 +8,7 @@ import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -28,7 +29,7 @@ from benchmark.agentic.studies.spec import ArmSpec, Study, find
 from benchmark.agentic.studies.verdict import answer
 from benchmark.harness.command import status
 from benchmark.harness.environment import describe
-from benchmark.harness.report import write_summary
+from benchmark.harness.report import plain, write_summary
 
 
 def run(argv: list[str]) -> int:
@@ -209,17 +210,21 @@ def _chosen(arms: dict[str, ArmSpec], pattern: str | None) -> dict[str, ArmSpec]
     return found
 
 
-def _described(trace: Trace) -> dict[str, object]:
-    return {
-        "source": trace.source,
-        "described": asdict(trace.described),
-        "ratio": trace.ratio,
-        "left_out": trace.left_out,
-        "classes": str(trace.classes),
-        "requests": len(trace.records),
-        "prompt_tokens": sum(r.input_length for r in trace.records),
-        "output_tokens": sum(r.output_length for r in trace.records),
-    }
+def _described(trace: Trace) -> dict[str, Any]:
+    """As `run.json` has it, rounded, so that a page does not change when it is written again."""
+    told: dict[str, Any] = plain(
+        {
+            "source": trace.source,
+            "described": asdict(trace.described),
+            "ratio": trace.ratio,
+            "left_out": trace.left_out,
+            "classes": str(trace.classes),
+            "requests": len(trace.records),
+            "prompt_tokens": sum(r.input_length for r in trace.records),
+            "output_tokens": sum(r.output_length for r in trace.records),
+        }
+    )
+    return told
 
 
 def write(run: Run, folder: Path, console: Console) -> None:
