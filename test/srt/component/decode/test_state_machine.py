@@ -30,11 +30,11 @@ from effort import tries
 
 NUMBERS = st.integers(0, 2**30)
 #: For each of two settings, with one rank and with two.
-SEQUENCES, STEPS = tries(50), 50
+SEQUENCES, STEPS = tries(32), 50
 #: What can happen at any time.
 TICKS = ["queues", "batch", "flush", "update_weights", "pause_and_update"]
 #: Hypothesis ends some sequences early; so many of them have that many steps in all.
-EXAMPLES = tries(70)
+EXAMPLES = tries(48)
 
 
 class DecodeServer(RuleBasedStateMachine):
