@@ -111,7 +111,7 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
-def wide_console(least: int = 190) -> Console:
+def wide_console(least: int = 230) -> Console:
     """For tables of many columns: cut ones say nothing."""
     console = Console()
     return console if console.width >= least else Console(width=least)
