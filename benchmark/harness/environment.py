@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ def describe() -> dict[str, str]:
         "machine": f"{os.cpu_count()}-core CPU ({_cpu_model()}), {_memory_gb()} GB",
         "python": platform.python_version(),
         **{name: _version(name) for name in ("sglang", "torch", "nixl")},
+        "mooncake": _version("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "commit": commit(),
     }
 
@@ -38,11 +40,12 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+def _version(*names: str) -> str:
+    """Of the first of these packages that is there."""
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return "not installed"
 
 
 def _cpu_model() -> str:
