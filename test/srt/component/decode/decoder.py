@@ -152,6 +152,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             "enable_overlap",
             "enable_hierarchical_cache",
             "enable_hicache_storage",
+            "enable_lora",
             "require_mlp_sync",
         )
         self.__dict__.update(dict.fromkeys(off, False))
@@ -212,6 +213,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         ready: bool = True,
         pending: bool = False,
         host: str = "10.0.0.1",
+        lora_id: str | None = None,
     ) -> Any:
         """A request arrives; ``ready``: the handshake with its prefill server is done.
 
@@ -219,8 +221,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         """
         number = len(self.submitted)
         where = FAKE_BOOTSTRAP_HOST if warm_up else host
+        apart = {"extra_key": extra_key, "lora_id": lora_id}
         req = without_engine.request(
-            number, list(token_ids), new, VOCABULARY, bootstrap_host=where, extra_key=extra_key
+            number, list(token_ids), new, VOCABULARY, bootstrap_host=where, **apart
         )
         self.init_req_max_new_tokens(req)
         return self.enqueue(req, ready=ready, pending=pending)

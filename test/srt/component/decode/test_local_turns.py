@@ -322,12 +322,18 @@ class LocalServer(DecodeServer):
     """Any order of events, of which turns that are computed here are some."""
 
     def build(self, page: int, tokens: int) -> list[Any]:
-        return [LocalLife(Decoder(page, tokens, rows=6, local=60, chunk=24))]
+        return [LocalLife(Decoder(page, tokens, rows=6, local=60, lost=100, chunk=24))]
 
     @precondition(lambda self: self.decoder.local)
     @rule(number=NUMBERS, action=st.sampled_from(["batch", "abort_local", "pause_and_update"]))
     def local(self, number: int, action: str) -> None:
         self.take(action, number)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "lives"):
+            for (where, reason), count in self.decoder.local_turns.metrics.turns.items():
+                self.taken.update({where: count, reason: count})
 
 
 @pytest.mark.timeout(600)
@@ -341,6 +347,9 @@ def test_any_sequence_of_events(no_prefix_wait: None) -> None:
         ),
     )
     assert LocalServer.taken["steps"] > 4000
+    # Enough of either kind for them to meet, and some that prefill failed.
+    taken = LocalServer.taken
+    assert taken["local"] > 100 and taken["long"] > 50 and taken["no_prefill"] > 0, taken
 
 
 # ---- two ranks ----

@@ -13,6 +13,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``claims``            what running and admitted requests hold and may still need, as sums
 ``growth``            how long requests become, and what that takes: the arithmetic
 ``speculation``       what a draft model beside the target changes
+``adapters``          how many LoRA adapters a batch has room for
 ``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch
 ``retraction``        the KV of retracted requests comes back, but for what the tree still shares
 ``turn_choice``       where a turn's new tokens are computed: here or by prefill

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang.srt.disaggregation.delta.decode.adapters import adapters_fit
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.local_chunk import Turn, chunk_batch
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
@@ -255,7 +256,7 @@ class LocalTurns:
         """
         left, chosen = self._limits.chunk, list[Turn]()
         for turn in self._queue[: max(places, 0)]:
-            if not self._adapters_fit([*chosen, turn]):
+            if not adapters_fit(self._scheduler, [each.req for each in (*chosen, turn)]):
                 break
             end = len(turn.req.origin_input_ids)
             if turn.left > left:
@@ -272,12 +273,6 @@ class LocalTurns:
             if left <= 0:
                 break
         return chosen, None
-
-    def _adapters_fit(self, turns: list[Turn]) -> bool:
-        if not getattr(self._scheduler, "enable_lora", False):
-            return True
-        manager = self._scheduler.tp_worker.model_runner.lora_manager
-        return bool(manager.validate_lora_batch({turn.req.lora_id for turn in turns}))
 
     def _launch(self, turns: list[Turn], unfinished: Turn | None) -> Any:
         scheduler = self._scheduler
@@ -312,20 +307,30 @@ class LocalTurns:
     def join(self) -> None:
         """Computed requests run from the next decode step on, as far as there are places."""
         scheduler = self._scheduler
-        limit = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
-        while self._computed:
-            batch, running = self._computed[0], scheduler.running_batch
-            if len(running.reqs) + len(batch.reqs) > limit and not running.is_empty():
-                running.filter_batch()
-                if len(running.reqs) + len(batch.reqs) > limit and not running.is_empty():
-                    return
-            del self._computed[0]
+        while self._computed and self._has_places(self._computed[0].reqs):
+            batch, running = self._computed.pop(0), scheduler.running_batch
             for req in batch.reqs:
                 scheduler.tree_cache.claims.started(req)
             if running.is_empty():
                 scheduler.running_batch = batch
             else:
                 running.merge_batch(batch)
+
+    def _has_places(self, reqs: Sequence[Any]) -> bool:
+        """Whether ``reqs`` may run beside those that run."""
+        scheduler = self._scheduler
+        running = scheduler.running_batch
+        limit = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+
+        def fit() -> bool:
+            count = len(running.reqs) + len(reqs)
+            return running.is_empty() or (
+                count <= limit and adapters_fit(scheduler, [*running.reqs, *reqs])
+            )
+
+        if not fit():
+            running.filter_batch()  # those that have ended need no place
+        return fit()
 
     # ---- aborts ----
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode import invariants
+from sglang.srt.disaggregation.delta.decode.adapters import first_that_fit
 from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import record_of
@@ -163,6 +164,8 @@ class DisaggScheduler(DecodeFlush):
     _checked: tuple[Any, ...] | None = None
     _leftover_since: float | None = None
     _namespace: str | None = None
+    enable_lora: bool | None  # owned by the upstream class; named for the type checker
+    waiting_queue: list[Any]
 
     @property
     def _radix_on_decode(self) -> bool:  # type: ignore[override]
@@ -266,6 +269,16 @@ class DisaggScheduler(DecodeFlush):
         self.decode_metrics.update(self)
         if self._waiting_release is not None:
             self.release_when_idle()
+
+    @override
+    def get_new_prebuilt_batch(self) -> Any:
+        if not (self._radix_on_decode and self.enable_lora):
+            return super().get_new_prebuilt_batch()
+        fit = first_that_fit(self)
+        later, self.waiting_queue = self.waiting_queue[fit:], self.waiting_queue[:fit]
+        batch = super().get_new_prebuilt_batch()
+        self.waiting_queue = [*self.waiting_queue, *later]
+        return batch
 
     @override
     def process_batch_result(self, batch: Any, result: Any) -> None:

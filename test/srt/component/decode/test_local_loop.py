@@ -1,0 +1,223 @@
+"""Turns that decode computes itself, beside what else SGLang's loop does and is asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from component.decode.checks import check, check_idle
+from component.decode.decoder import Decoder
+from component.decode.steps import ids, turn
+from component.decode.test_local_turns import HISTORY, NEW, OverlappedTurns, bring_to
+from sglang.srt.disaggregation.delta.decode import local_scheduler
+from sglang.srt.disaggregation.delta.decode.turn_choice import StepTimes
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+PAGES = pytest.mark.parametrize("page", [1, 16])
+
+
+def decoder_of(page: int, kind: type[Decoder] = Decoder) -> Any:
+    """It holds the history."""
+    decoder = kind(page, 1024, local=200, chunk=32)
+    decoder.submit(HISTORY, new=1)
+    decoder.drain()
+    return decoder
+
+
+@PAGES
+def test_each_batch_is_prepared(page: int) -> None:
+    """Guards against experts in parallel that are not told how long a chunk is: its rank would
+    wait in a collective for ranks that have no such step."""
+    decoder = decoder_of(page)
+    chunks: list[bool] = []
+
+    def prepare(batch: Any) -> Any:
+        if batch is not None:
+            chunks.append(batch.forward_mode.is_extend())
+        return batch
+
+    decoder.require_mlp_sync, decoder.prepare_mlp_sync_batch = True, prepare
+    decoder.submit(HISTORY + NEW)
+    turn(decoder, 4)
+    assert chunks == [True, True, False, False]
+    decoder.drain()
+    check_idle(decoder)
+
+
+def endless_arrivals(decoder: OverlappedTurns) -> Any:
+    """Two turns are computed in one chunk; all the while more requests come from prefill than there
+    are places, and never do two of them end in one step."""
+    first = decoder.submit(ids(0, 3), new=200)
+    while not first.output_ids:
+        yield
+    two = [decoder.submit(ids(number, 5), new=2) for number in (1, 2)]
+    answers = itertools.chain([5, 9], itertools.repeat(8))
+    for number in itertools.count(3):
+        while len([*decoder.queued, *decoder.in_transfer, *decoder.waiting_queue]) < 4:
+            decoder.submit(ids(number, 40), new=next(answers))
+            break
+        yield
+        assert len(decoder.running_batch.reqs) <= 3
+        if all(req.finished() for req in two):
+            break
+        assert number < 48, "the two wait for as long as requests arrive"
+    for _ in range(400):
+        if decoder._nothing_waits and not decoder.result_queue:
+            return
+        yield
+    raise AssertionError("not idle")
+
+
+@PAGES
+def test_arrivals_do_not_take_every_place(page: int, no_prefix_wait: None) -> None:
+    """Guards against turns that have their first token and stand still for ever: each place that
+    becomes free goes to a request that prefill has sent, and they need two at once."""
+    decoder = OverlappedTurns(page, 1024, local=30, chunk=16)
+    decoder.max_running_requests = 3
+    decoder.result_queue = deque()
+    decoder.play(endless_arrivals(decoder))
+    check_idle(decoder)
+    assert decoder.local_turns.metrics.turns["remote", "long"] > 4
+
+
+@PAGES
+def test_a_chunk_is_measured_to_its_end(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the time of a launch that is taken for the time of a chunk: without overlap
+    scheduling a device still computes when its launch has returned."""
+    decoder = decoder_of(page)
+    now, samples = [100.0], list[tuple[int, float]]()
+
+    def clock() -> float:
+        return now[0]
+
+    def end_of_chunk() -> None:
+        now[0] += 3.0
+
+    turns, stream = decoder.local_turns, SimpleNamespace(synchronize=end_of_chunk)
+    monkeypatch.setattr(local_scheduler, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(decoder.server_args, "device", "cuda")
+    decoder.device_module = SimpleNamespace(current_stream=lambda: stream)
+    turns._clock, turns.times = clock, StepTimes(turns.measured, blocking=False)
+    turns.measured.chunk.add = lambda tokens, seconds: samples.append((tokens, seconds))
+    decoder.submit(HISTORY + [9] * 80)
+    turn(decoder, 3)
+    assert samples == [(32, 3.0), (32, 3.0), (16, 3.0)]
+    decoder.drain()
+    check_idle(decoder)
+
+
+@PAGES
+@pytest.mark.parametrize("point", ["queued", "between_chunks"])
+def test_a_paused_server_answers_health_checks(page: int, point: str) -> None:
+    """Guards against health checks that are left to the next batch while a pause holds all there
+    is: the server would be taken for dead."""
+    decoder = decoder_of(page)
+
+    def leaves_health_to_a_batch() -> bool:
+        return not decoder.is_fully_idle(for_health_check=True)
+
+    bring_to(decoder, point)
+    assert leaves_health_to_a_batch()
+    decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+    turn(decoder, 2)
+    assert decoder.local and not decoder.is_fully_idle()
+    assert not leaves_health_to_a_batch()
+    decoder._waiting_release = object()  # for which chunks run
+    assert leaves_health_to_a_batch()
+    decoder._waiting_release = None
+    decoder.continue_generation(ContinueGenerationReqInput())
+    assert leaves_health_to_a_batch()
+    decoder.drain()
+    check_idle(decoder)
+
+
+# ---- adapters ----
+
+MOST = 2
+
+
+class Adapted(Decoder):
+    """It has memory for the weights of two adapters; "no adapter" counts as one, as in SGLang."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        limits = SimpleNamespace(max_loras_per_batch=MOST, num_pinned_loras=0)
+        manager = SimpleNamespace(
+            validate_lora_batch=partial(LoRAManager.validate_lora_batch, limits)
+        )
+        self.enable_lora = True
+        self.tp_worker.model_runner = SimpleNamespace(lora_manager=manager)
+
+    def _run_chunk(self, batch: Any, next_token: Any) -> None:
+        self.fetch_adapters(batch)
+        super()._run_chunk(batch, next_token)
+
+    def _forward(self, batch: Any, next_token: Any) -> Any:
+        self.fetch_adapters(batch)
+        return super()._forward(batch, next_token)
+
+    @staticmethod
+    def fetch_adapters(batch: Any) -> None:
+        """As SGLang does before each forward pass: it ends the server otherwise."""
+        assert len({req.lora_id for req in batch.reqs}) <= MOST
+
+
+@PAGES
+def test_adapters(page: int) -> None:
+    """Guards against KV that another adapter made, and against more adapters in a batch than there
+    is memory for, which ends the server."""
+    decoder = decoder_of(page, Adapted)
+    held = []
+    for number in range(2):
+        reqs = [
+            decoder.submit([*HISTORY, number], new=12, lora_id=of) for of in ["a", "b", None, "c"]
+        ]
+        turn(decoder, 40)
+        decoder.drain()
+        check_idle(decoder)
+        assert [req.output_ids for req in reqs] == [[2] * 12] * 4
+        held.append([req.cached_tokens for req in reqs])
+    assert decoder.local_turns.metrics.turns["local", "always"] == 9
+    # At first only who has no adapter finds the history.
+    assert held == [[0, 0, 80, 0], [80] * 4]
+
+
+@PAGES
+def test_adapters_of_what_prefill_sends(page: int) -> None:
+    """Guards against the same where prefill computes every prompt, and decode resumes some."""
+    decoder = Adapted(page, 1024)
+    reqs = [
+        decoder.submit(ids(number, 20), new=12, lora_id=of)
+        for number, of in enumerate(["a", "b", "c", None, "a", "d"])
+    ]
+    for _ in range(4):
+        for req in decoder.in_transfer:
+            decoder.deliver(req)
+        turn(decoder)
+    decoder.retract()
+    decoder.drain()
+    check_idle(decoder)
+    assert all(req.finished() for req in reqs)
+
+
+@PAGES
+def test_a_turn_of_another_adapter_waits_for_its_place(page: int) -> None:
+    """Guards against a turn that joins a batch whose adapters leave no room for its own."""
+    decoder = decoder_of(page, Adapted)
+    running = [decoder.submit(ids(number, 9), new=40, lora_id=f"{number}") for number in (1, 2)]
+    turn(decoder, 3)
+    assert len(decoder.running_batch.reqs) == 2
+    late = decoder.submit(HISTORY + NEW, lora_id="3")
+    while not all(req.finished() for req in running):
+        turn(decoder)
+        check(decoder)
+    assert late.output_ids == [2]  # it was computed meanwhile, and has its first token
+    decoder.drain()
+    check_idle(decoder)
+    assert late.output_ids == [2] * 8
