@@ -136,6 +136,34 @@ def test_a_request_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokenizer.sent == [state.obj] and not state.finished
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_is_held_up_here(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """Guards against a client that never has its answer: while weights are updated nothing is sent
+    on to the schedulers, for longer than a request is waited for that may never come; and against
+    waiting for one whose client has left."""
+    monkeypatch.setattr(yielded, "_WAIT_S", 0.0)
+    tokenizer = Tokenizer()
+
+    async def play() -> Any:
+        state = tokenizer.arrive(ROOM, sent=False)
+        tokenizer.take_yielded(RoomYielded(ROOM))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if leaves:
+            tokenizer.rid_to_state.clear()
+        else:
+            tokenizer.send(state)
+        await asyncio.gather(*tokenizer.asyncio_tasks)
+        return state
+
+    state = asyncio.run(play())
+    if leaves:
+        assert tokenizer.sent == [] and not state.finished
+    else:
+        answer_of(state)
+        assert tokenizer.sent == [state.obj, EndYielded(rid=state.obj.rid)]
+
+
 def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a command that overtook its request and is lost."""
     monkeypatch.setattr(yielded, "_AGAIN_S", 0.0)
