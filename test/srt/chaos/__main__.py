@@ -23,7 +23,7 @@ from benchmark.harness.process import ServerFailed
 from chaos import run
 from chaos.bank import Bank, ask_aggregated
 from chaos.events import Event, EventFile
-from chaos.plan import HEAVY, STORE, Plan, make_plans
+from chaos.plan import HEAVY, LIGHT, LOCAL, STORE, Plan, make_plans
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import Account, Arm, run_arm
 
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a stage and a Mooncake store behind prefill's tree; page sizes 16 and 64",
     )
     parser.add_argument(
-        "--local-turns", action="store_true", help="decode computes short turns itself"
+        "--local-turns",
+        action="store_true",
+        help="decode computes short turns itself, and is flushed and paused too",
     )
     parser.add_argument("--out", type=Path, help="the event log; server logs go beside it")
     args = parser.parse_args(arguments)
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for backend, page in itertools.product(backends, pages)
     ]
     heavy = (*HEAVY, *STORE) if staged else HEAVY
+    light = (*LIGHT, *LOCAL) if args.local_turns else LIGHT
 
     console = Console()
     began = time.monotonic()
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         bank = ask_aggregated(model, out.parent, seed)
-        plans = make_plans(seed, len(arms), args.seconds / len(arms), bank.threads, heavy)
+        plans = make_plans(seed, len(arms), args.seconds / len(arms), bank.threads, heavy, light)
         with EventFile(out) as events:
             accounts = _run_all(console, arms, plans, bank, model, out.parent, events)
     except ServerFailed as failure:

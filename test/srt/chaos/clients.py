@@ -180,14 +180,16 @@ async def abort(
         life.aborted_on.extend(roles)
         life.aborted_at = life.aborted_at or time.monotonic()
     body: Json = {"abort_all": True} if everything else {"rid": lives[0].rid}
+    await asyncio.gather(
+        *(control(session, f"{addresses.url(role)}/abort_request", body) for role in roles)
+    )
 
-    async def one(role: str) -> None:
-        url = f"{addresses.url(role)}/abort_request"
-        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
-        try:
-            async with session.post(url, json=body, timeout=timeout) as answer:
-                await answer.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-            pass
 
-    await asyncio.gather(*(one(role) for role in roles))
+async def control(session: aiohttp.ClientSession, url: str, body: Json) -> None:
+    """Asks a server for something, whatever it answers."""
+    timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+    try:
+        async with session.post(url, json=body, timeout=timeout) as answer:
+            await answer.read()
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        pass

@@ -35,6 +35,9 @@ class FaultKind(str, Enum):
     KILL_STORE = "kill store"
     ABORT_ALL_DECODE = "abort all on decode"
     ABORT_ALL_PREFILL = "abort all on prefill"
+    FLUSH_DECODE = "flush decode"
+    PAUSE_DECODE = "pause decode"
+    RETRACT_DECODE = "pause decode, retract all"
 
     @property
     def role(self) -> str:
@@ -52,6 +55,11 @@ STORE = (FaultKind.STOP_STORE, FaultKind.KILL_STORE)
 """What happens to the store behind prefill's HiCache, where there is one. No request may fail of
 it."""
 LIGHT = (FaultKind.ABORT_ALL_DECODE, FaultKind.ABORT_ALL_PREFILL)
+PAUSES = {FaultKind.PAUSE_DECODE: "in_place", FaultKind.RETRACT_DECODE: "retract"}
+"""How the generation is paused."""
+LOCAL = (FaultKind.FLUSH_DECODE, *PAUSES)
+"""What an operator asks of a decode server that computes turns itself. No request may fail of
+it."""
 
 FIRST_HEAVY_S = 8.0
 HEAVY_EVERY_S = 25.0
@@ -61,10 +69,12 @@ STOP_S = {
     FaultKind.STOP_PREFILL_SCHEDULER: (5.0, 14.0),
     FaultKind.STOP_STORE: (4.0, 12.0),
     FaultKind.KILL_STORE: (0.5, 6.0),
+    FaultKind.PAUSE_DECODE: (0.5, 3.0),
+    FaultKind.RETRACT_DECODE: (0.5, 3.0),
 }
-"""Shortest and longest stop; a killed store is down for so long. Decode gives a stopped prefill
-server up after two heartbeats of 2 s with 3 s to answer each; a stopped scheduler leaves heartbeats
-alone. A store that is stopped misses its deadline, which is 2 s."""
+"""Shortest and longest stop or pause; a killed store is down for so long. Decode gives a stopped
+prefill server up after two heartbeats of 2 s with 3 s to answer each; a stopped scheduler leaves
+heartbeats alone. A store that is stopped misses its deadline, which is 2 s."""
 SEND_EVERY_S = 0.4
 BURST = 5
 BURST_SHARE = 0.06
@@ -116,15 +126,17 @@ def make_plans(
     seconds: float,
     threads: Sequence[int],
     heavy: Sequence[FaultKind] = HEAVY,
+    light: Sequence[FaultKind] = LIGHT,
 ) -> list[Plan]:
-    """``arms`` plans of ``seconds`` each, which share out the kinds of faults, ``heavy`` and light.
+    """``arms`` plans of ``seconds`` each, which share out the kinds of faults, ``heavy`` and
+    ``light``.
 
     ``threads``: the number of questions of each conversation of the bank, whose questions are
     numbered through. Turns of a conversation are mostly asked in order, as only then the decode
     tree is of use.
     """
     kinds = _blocks(random.Random(f"{seed} kinds"), heavy)
-    lights = _blocks(random.Random(f"{seed} lights"), LIGHT)
+    lights = _blocks(random.Random(f"{seed} lights"), light)
     ways = _blocks(random.Random(f"{seed} ways"), tuple(How))
     plans = []
     for arm in range(arms):
@@ -150,10 +162,15 @@ def _faults(
     at = FIRST_HEAVY_S
     while at < seconds - 5.0:
         light, kind = FaultKind(next(lights)), FaultKind(next(kinds))
-        yield Fault(round(at - rng.uniform(0.5, 4.0), 3), light)
-        for_s = round(rng.uniform(*STOP_S[kind]), 3) if kind in STOP_S else 0.0
+        yield Fault(round(at - rng.uniform(0.5, 4.0), 3), light, _length(rng, light))
+        for_s = _length(rng, kind)
         yield Fault(round(at + rng.uniform(0.0, 2.0), 3), kind, for_s)
         at += HEAVY_EVERY_S
+
+
+def _length(rng: random.Random, kind: FaultKind) -> float:
+    """Seconds for which a fault lasts; 0.0 of one that is over at once."""
+    return round(rng.uniform(*STOP_S[kind]), 3) if kind in STOP_S else 0.0
 
 
 def _sends(

@@ -19,7 +19,7 @@ from chaos.bank import Bank
 from chaos.clients import Addresses, Life
 from chaos.events import Event, EventFile
 from chaos.logs import log_problems
-from chaos.plan import HEAVY, Fault, FaultKind, Plan, Send
+from chaos.plan import HEAVY, PAUSES, Fault, FaultKind, Plan, Send
 from chaos.servers import HOLD_S, Servers, chaos_config
 from chaos.tally import AFTERMATH_S, BUGS, Outcome, Tally, Verdict, Window, judge
 from component.buffer_only.masters import Master
@@ -34,6 +34,8 @@ DOWN_EVERY_S = 1.5
 due meanwhile follow when it is back."""
 SETTLE_S = HOLD_S + 30.0
 LAST_QUESTIONS = 6
+LOCAL_SHARE = 0.1
+"""The least part of all turns that decode must have computed where it may."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,15 @@ class Chaos:
                 await asyncio.to_thread(servers.master.kill)
                 await asyncio.sleep(fault.for_s)
                 await asyncio.to_thread(servers.master.start)
+            case FaultKind.FLUSH_DECODE:  # refused while requests are under way
+                await clients.control(session, f"{self._addresses.decode}/flush_cache", {})
+            case FaultKind.PAUSE_DECODE | FaultKind.RETRACT_DECODE:
+                url, how = self._addresses.decode, {"mode": PAUSES[fault.kind]}
+                await clients.control(session, f"{url}/pause_generation", how)
+                try:
+                    await asyncio.sleep(fault.for_s)
+                finally:
+                    await clients.control(session, f"{url}/continue_generation", {})
             case _:
                 waiting = [life for life in self._lives if not life.answered]
                 sent = len(self._lives)
@@ -263,6 +274,7 @@ class Chaos:
             self._count_leaks("after a flush")
             self._servers.wait_drained()
             self._check_staged()
+            self._check_turns()
         except (ServerFailed, TimeoutError, RuntimeError, OSError) as error:
             self._problems.append(f"{type(error).__name__}: {str(error)[:2000]}")
 
@@ -272,6 +284,16 @@ class Chaos:
         self._note("staged", **self._servers.staged)
         if self._servers.master is not None and not self._servers.staged["store_read_pages"]:
             self._problems.append("no page came from the store")
+
+    def _check_turns(self) -> None:
+        """Turns that are all left to prefill would put local ones to no test."""
+        turns = self._servers.count_turns()
+        if turns is None:
+            return
+        self._note("turns", **{" ".join(key): count for key, count in turns.items()})
+        local = sum(count for (where, _), count in turns.items() if where == "local")
+        if local < LOCAL_SHARE * sum(turns.values()):
+            self._problems.append(f"decode computed {local} of {sum(turns.values())} turns")
 
     def _count_leaks(self, when: str) -> None:
         for role, held in self._servers.settle(SETTLE_S).items():

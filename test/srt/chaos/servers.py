@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.harness import checks
+from benchmark.harness import checks, metrics
 from benchmark.harness.fleet import start
 from benchmark.harness.pair import PairConfig
 from benchmark.harness.process import ServerProcess
@@ -83,6 +83,7 @@ def chaos_config(
     )
 
 
+TURNS = "sglang:decode_turns_total"
 BALANCED = b"all invariants hold"
 """What an idle server logs after it has checked them."""
 
@@ -116,11 +117,13 @@ class Servers:
     ) -> None:
         layout = config.layout()
         self._configs: dict[str, ServerConfig] = {server.role: server for server in layout}
+        self._computes_turns = LOCAL_ARGS[0] in self._configs["decode"].command
         self._logs = logs
         self._timeout_s = start_timeout_s
         self.master = master
         self.staged: Counter[str] = Counter()
         """What went through the stages of the prefill servers, pages; see ``store.counted``."""
+        self._turns: Counter[tuple[str, ...]] = Counter()
         self.incarnations: list[Incarnation] = []
         prefill = self._configs["prefill"]
         assert prefill.bootstrap_port is not None
@@ -159,6 +162,9 @@ class Servers:
         """SIGKILL to all processes of a server."""
         incarnation = self.current(role)
         self.count_staged(role)
+        if role == "decode":
+            with contextlib.suppress(OSError):  # it has died by itself
+                self._turns.update(self._turns_of_decode())
         incarnation.killed_at = incarnation.process.log.stat().st_size
         incarnation.process.stop()
 
@@ -222,6 +228,16 @@ class Servers:
         if self.master is not None and role == "prefill":
             with contextlib.suppress(OSError):  # it has died by itself: the sum is too small
                 self.staged.update(store.counted(self.addresses.prefill))
+
+    def _turns_of_decode(self) -> Counter[tuple[str, ...]]:
+        if not self._computes_turns:
+            return Counter()
+        counts = metrics.by_labels(metrics.page(self.addresses.decode), TURNS, "where", "reason")
+        return Counter({key: int(count) for key, count in counts.items()})
+
+    def count_turns(self) -> Counter[tuple[str, ...]] | None:
+        """Turns of all decode servers so far by side and reason; None if all are prefill's."""
+        return self._turns + self._turns_of_decode() if self._computes_turns else None
 
     def wait_drained(self, timeout_s: float = 30.0) -> None:
         """Waits until the stage of the idle prefill server is empty; see ``store.wait_drained``."""

@@ -44,6 +44,8 @@ class FakePair:
         self.staged: Counter[str] = Counter()
         self.stuck = False
         """Whether the stage keeps a page."""
+        self.turns: Counter[tuple[str, ...]] | None = None
+        """Turns by side and reason, where decode computes some."""
 
     def __enter__(self) -> FakePair:
         self._loop = asyncio.new_event_loop()
@@ -79,11 +81,21 @@ class FakePair:
 
         app.router.add_post("/generate", generate)
         app.router.add_post("/abort_request", abort)
+        for name in ("flush_cache", "pause_generation", "continue_generation"):
+            app.router.add_post(f"/{name}", self._control(name, role))
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self._runners.append(runner)
         return "http://{}:{}".format(*runner.addresses[0][:2])
+
+    def _control(self, name: str, role: str) -> Callable[[web.Request], Any]:
+        async def control(request: web.Request) -> web.Response:
+            body = await request.json()
+            self.done.append(" ".join([name, *body.values(), "on", role]))
+            return web.Response()
+
+        return control
 
     async def _generate(self, role: str, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -149,6 +161,9 @@ class FakePair:
 
     def count_staged(self) -> None:
         self.done.append("count")
+
+    def count_turns(self) -> Counter[tuple[str, ...]] | None:
+        return self.turns
 
     def wait_drained(self) -> None:
         if self.stuck:

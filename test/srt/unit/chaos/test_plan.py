@@ -2,7 +2,7 @@
 
 import pytest
 
-from chaos.plan import HEAVY, LIGHT, STOP_S, STORE, FaultKind, How, Plan, make_plans
+from chaos.plan import HEAVY, LIGHT, LOCAL, STOP_S, STORE, FaultKind, How, Plan, make_plans
 
 THREADS = (5,) * 8
 SEEDS = range(30)
@@ -47,6 +47,16 @@ def test_with_a_store_every_arm_of_the_long_run_has_it_fail(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_with_local_turns_decode_is_asked_everything(seed: int) -> None:
+    """Guards against ten minutes in which decode is never flushed or never paused."""
+    arms = make_plans(seed, 4, 150.0, THREADS, light=(*LIGHT, *LOCAL))
+    kinds = [{fault.kind for fault in arm.faults} for arm in arms]
+    assert set.union(*kinds) == {*HEAVY, *LIGHT, *LOCAL}
+    assert all(len({*LOCAL} & of) >= 2 for of in kinds)
+    assert {kind.role for kind in LOCAL} == {"decode"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_times_are_in_order_and_within_the_arm(seed: int) -> None:
     """Guards against faults that fall behind the end, or on top of one another."""
     for arm in plans(seed):
@@ -63,7 +73,8 @@ def test_times_are_in_order_and_within_the_arm(seed: int) -> None:
 def test_only_stopped_servers_have_a_length() -> None:
     """Guards against a stop too short for decode to notice, which would test nothing."""
     kinds = (*HEAVY, *STORE)
-    arms = [arm for seed in SEEDS for arm in make_plans(seed, 2, 90.0, THREADS, kinds)]
+    light = (*LIGHT, *LOCAL)
+    arms = [arm for seed in SEEDS for arm in make_plans(seed, 2, 90.0, THREADS, kinds, light)]
     faults = [fault for arm in arms for fault in arm.faults]
     for fault in faults:
         if fault.kind in STOP_S:

@@ -1,5 +1,6 @@
 """A whole arm against a fake pair: what is planned is done, and every bug comes out at the end."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,19 @@ def play(
     held: int = 0,
     staged: int | None = None,
     stuck: bool = False,
+    turns: tuple[int, int] | None = None,
 ) -> tuple[Account, FakePair]:
     """Runs the plan; ``log``: what a server wrote, ``held``: tokens that decode keeps, ``staged``:
-    pages that came from a store, where there is one, ``stuck``: the stage keeps one."""
+    pages that came from a store, where there is one, ``stuck``: the stage keeps one, ``turns``:
+    computed by decode and by prefill, where decode may."""
     (folder / "decode.1.log").write_text(log)
     plan = Plan(1, 0, 0.5, SENDS, faults)
     with FakePair(BANK, tamper) as pair, EventFile(folder / "events.jsonl") as events:
         pair.incarnations = [incarnation(folder / "decode.1.log")]
         pair.held, pair.stuck = held, stuck
+        if turns is not None:
+            names = ("local", "cheaper"), ("remote", "long")
+            pair.turns = Counter(dict(zip(names, turns, strict=True)))
         if staged is not None:
             pair.master = FakeMaster(pair.done)
             pair.staged["store_read_pages"] = staged
@@ -100,11 +106,34 @@ def test_the_store_is_stopped_and_killed_and_excuses_nothing(tmp_path: Path) -> 
     assert account.tally.outcomes[Outcome.UNEXPLAINED] == 1
 
 
+def test_decode_is_flushed_and_paused_and_that_excuses_nothing(tmp_path: Path) -> None:
+    """Guards against a server that stays paused, and against a request that may fail of it."""
+    faults = (
+        Fault(0.1, FaultKind.FLUSH_DECODE),
+        Fault(0.2, FaultKind.PAUSE_DECODE, 0.02),
+        Fault(0.3, FaultKind.RETRACT_DECODE, 0.02),
+    )
+
+    def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
+        return [] if body["rid"] == "1.0-000008" else tokens
+
+    account, pair = play(tmp_path, tamper, faults, turns=(5, 20))
+    assert pair.done[:5] == [
+        "flush_cache on decode",
+        "pause_generation in_place on decode",
+        "continue_generation on decode",
+        "pause_generation retract on decode",
+        "continue_generation on decode",
+    ]
+    assert account.tally.outcomes[Outcome.UNEXPLAINED] == 1 and account.tally.problems == ()
+
+
 @pytest.mark.parametrize(
     ("left", "problem"),
     [
         ({"staged": 0}, "no page came from the store"),
         ({"staged": 5, "stuck": True}, "TimeoutError: the stage holds a page"),
+        ({"turns": (1, 20)}, "decode computed 1 of 21 turns"),
         ({"held": 16}, "decode holds 16 tokens after the last request"),
         ({"log": "Traceback (most recent call last):\n  x\nKeyError: 7\n"}, "KeyError: 7"),
     ],

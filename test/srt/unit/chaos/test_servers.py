@@ -14,8 +14,10 @@ from benchmark.harness.ports import allocate_ports, is_free
 from benchmark.harness.process import diagnose
 from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import group_members
+from chaos import servers as chaos_servers
 from chaos import store
-from chaos.servers import ENV, Servers, chaos_config
+from chaos.servers import ENV, LOCAL_ARGS, Servers, chaos_config
+from sglang.srt.patchset.environment import LOCAL_CHUNK
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +149,23 @@ def test_with_a_store_prefill_gets_a_stage_and_decode_none(tmp_path: Path) -> No
     extra = json.loads(flags["--hicache-storage-backend-extra-config"])
     assert extra == {**master.extra_config, "prefetch_threshold": 64}
     assert not any("hicache" in argument for argument in decode.command)
+
+
+def test_turns_of_killed_servers_count(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a run whose local turns are lost with the decode server that counted them."""
+    page = 'sglang:decode_turns_total{where="local",reason="cheaper"} 3.0\n'
+    monkeypatch.setattr(chaos_servers.metrics, "page", lambda url: page)
+    assert servers.count_turns() is None
+    servers._computes_turns = True
+    servers.kill("decode")
+    assert servers.count_turns() == {("local", "cheaper"): 6}
+
+
+def test_local_turns_are_decodes_flags(tmp_path: Path) -> None:
+    """Guards against an arm of that name without the flags, or with long chunks only."""
+    prefill, decode = chaos_config(tmp_path, tmp_path, "nixl", 16, local=True).layout()
+    assert {*LOCAL_ARGS} <= set(decode.command) and not {*LOCAL_ARGS} & set(prefill.command)
+    assert LOCAL_CHUNK.name in decode.env
 
 
 def test_a_stage_that_does_not_empty_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
