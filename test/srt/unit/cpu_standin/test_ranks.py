@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang.srt.hardware_backend.cpu_standin import dp_attention, replicas
+from sglang.srt.hardware_backend.cpu_standin import dp_attention, lora, replicas
 from sglang.srt.hardware_backend.cpu_standin.finder import EDIT_FILES
 
 
@@ -54,6 +54,15 @@ def test_no_memory_is_pinned() -> None:
     dp_attention.edit(module)
     assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
     assert module.torch.int64 is torch.int64
+
+
+def test_no_memory_is_pinned_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the first batch of a server with LoRA adapters that asks for a driver."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # put back afterwards
+    module = SimpleNamespace(torch=torch)
+    lora.edit(module)
+    assert module.torch.zeros((2,), dtype=torch.int32, pin_memory=True).tolist() == [0, 0]
+    assert module.torch.tensor([1], pin_memory=True).pin_memory().tolist() == [1]
 
 
 def test_every_module_named_for_it_has_an_edit() -> None:

@@ -52,7 +52,7 @@ _EDITS = {
 
 
 class UnpinningTorch:
-    """``torch``, except that ``tensor`` pins nothing."""
+    """``torch``, except that ``tensor`` and ``zeros`` pin nothing."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
@@ -63,6 +63,10 @@ class UnpinningTorch:
     def tensor(self, data: Any, *, pin_memory: bool = False, **options: Any) -> Any:
         """As ``torch.tensor``; ``pin_memory`` is ignored."""
         return self._torch.tensor(data, **options)
+
+    def zeros(self, *size: Any, pin_memory: bool = False, **options: Any) -> Any:
+        """As ``torch.zeros``; ``pin_memory`` is ignored."""
+        return self._torch.zeros(*size, **options)
 
 
 def copy_rows(dst: Any, src: Any, dim: int, offset: Any, sz: Any, offset_src: bool) -> None:

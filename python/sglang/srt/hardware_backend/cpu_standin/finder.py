@@ -27,6 +27,7 @@ EDIT_FILES = {
     "sglang.srt.entrypoints.engine": ("start_method",),
     "sglang.srt.layers.attention.torch_native_backend": ("dp_attention", "draft_attention"),
     "sglang.srt.layers.dp_attention": ("dp_attention",),
+    "sglang.srt.lora.backend.torch_backend": ("lora",),
     "sglang.srt.mem_cache.allocator": ("allocator",),
     "sglang.srt.mem_cache.memory_pool": ("speculative",),
     "sglang.srt.mem_cache.memory_pool_host": ("host_pool",),
