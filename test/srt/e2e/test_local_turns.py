@@ -241,10 +241,9 @@ def next_turns(talks: list[Ids], answers: list[Ids], new: list[Ids]) -> list[Ids
     return [[*talk, *answer, *more] for talk, answer, more in zip(talks, answers, new, strict=True)]
 
 
-def test_prefill_is_gone(model: Path, reference: Reference, logs: Path) -> None:
-    """A turn within the bound fails with a prefill server that it does not need, or is answered
-    with KV of a transfer that never ended; or a new talk is not told why it fails."""
-    tokens = prompt_maker(model, seed=11)
+def lossy_config(model: Path, logs: Path, **changes: Any) -> Any:
+    """A pair whose decode server computes turns of up to ``WHEN_LOST`` where prefill is lost, and
+    notices that soon."""
     args = (
         "--disaggregation-decode-local-tokens",
         "30",
@@ -257,17 +256,29 @@ def test_prefill_is_gone(model: Path, reference: Reference, logs: Path) -> None:
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_S),
         "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
     }
-    config = pair_config(model, logs, page_size=16, decode_args=(*DOZE, *args), decode_env=env)
+    return pair_config(
+        model, logs, page_size=16, decode_args=(*DOZE, *args), decode_env=env, **changes
+    )
+
+
+def ask_right(pair: Pair, reference: Reference, prompts: list[Ids]) -> list[Ids]:
+    """The answers, which are all right."""
+    results = asyncio.run(_ask(pair, prompts))
+    assert [result.error for result in results] == [None] * len(prompts)
+    expected = reference.answers(prompts, NEW_TOKENS)
+    assert [result.output_ids for result in results] == expected
+    return expected
+
+
+def test_prefill_is_gone(model: Path, reference: Reference, logs: Path) -> None:
+    """A turn within the bound fails with a prefill server that it does not need, or is answered
+    with KV of a transfer that never ended; or a new talk is not told why it fails."""
+    tokens = prompt_maker(model, seed=11)
 
     def ask(prompts: list[Ids]) -> list[Ids]:
-        """All right; the answers."""
-        results = asyncio.run(_ask(pair, prompts))
-        assert [result.error for result in results] == [None] * len(prompts)
-        expected = reference.answers(prompts, NEW_TOKENS)
-        assert [result.output_ids for result in results] == expected
-        return expected
+        return ask_right(pair, reference, prompts)
 
-    with Pair(config, logs) as pair:
+    with Pair(lossy_config(model, logs), logs) as pair:
         talks: list[Ids] = [tokens(300 + 40 * i) for i in range(4)]
         talks = next_turns(talks, ask(talks), [tokens(100 + 7 * i) for i in range(4)])
         # These are announced to a scheduler that stands still, and then to one that is gone.
@@ -302,4 +313,47 @@ def test_prefill_is_gone(model: Path, reference: Reference, logs: Path) -> None:
         talks = next_turns(talks, answers, [tokens(100 + i) for i in range(4)])
         ask([*talks, tokens(WHEN_LOST + 90)])
         assert turns(pair)["local", "no_prefill"] == 8
+        settle(pair)
+
+
+OUTAGE_S, ROUND_S = 60.0, 4.0
+
+
+@pytest.mark.nightly
+def test_a_minute_without_prefill(model: Path, reference: Reference, logs: Path) -> None:
+    """A turn within the bound fails while its prefill server is away for a minute; a new talk is
+    not told why it fails, or waits for the end of it; or afterwards decode goes on without."""
+    tokens = prompt_maker(model, seed=13)
+    config = lossy_config(model, logs, decode_tokens=16_000)
+    waited: dict[str, list[float]] = {"turn": [], "new talk": []}
+    with Pair(config, logs) as pair:
+        talks: list[Ids] = [tokens(300 + 40 * i) for i in range(4)]
+        answers = ask_right(pair, reference, talks)
+        kill_group(pair.processes["prefill"].pid)
+        killed = time.monotonic()
+        while (began := time.monotonic()) < killed + OUTAGE_S:
+            talks = next_turns(talks, answers, [tokens(35 + i) for i in range(4)])
+            *later, new = asyncio.run(_ask(pair, [*talks, tokens(WHEN_LOST + 90)]))
+            answers = reference.answers(talks, NEW_TOKENS)
+            found = [(result.error, result.output_ids) for result in later]
+            assert found == [(None, answer) for answer in answers], time.monotonic() - killed
+            assert new.error is not None and "-when-lost" in new.error, new.error
+            waited["turn"] += [result.latency_s for result in later]
+            waited["new talk"].append(new.latency_s)
+            time.sleep(max(0.0, began + ROUND_S - time.monotonic()))
+        for who, seconds in waited.items():
+            print(f"{who}: {len(seconds)}, {min(seconds):.2f} to {max(seconds):.2f} s")
+        noticed = 2 * 2 * HEARTBEAT_S + 5  # as in the docs, and the turns themselves
+        assert max(waited["turn"]) < noticed and len(waited["turn"]) >= 4 * 5
+        counted = turns(pair)
+        saved = counted["local", "no_prefill"] + counted.get(("local", "transfer_failed"), 0)
+        assert saved == len(waited["turn"])
+        pair.processes["prefill"] = start(pair.layout[0], logs / "again")
+        pair.processes["prefill"].wait_ready()
+        for _ in range(2):
+            talks = next_turns(talks, answers, [tokens(35 + i) for i in range(4)])
+            *answers, _ = ask_right(pair, reference, [*talks, tokens(WHEN_LOST + 90)])
+        assert {key: n for key, n in turns(pair).items() if key[0] == "local"} == {
+            key: n for key, n in counted.items() if key[0] == "local"
+        }
         settle(pair)
