@@ -19,7 +19,7 @@ from typing import Any
 os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
 os.environ.setdefault("UCX_TLS", "tcp,self")
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "test/srt"))
+sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
 
 #: Not on a request's way: in production; and what a thread does now and then for a server.
 ELSEWHERE = ("hardware_backend/", "disaggregation/delta/decode/heartbeat.py")
