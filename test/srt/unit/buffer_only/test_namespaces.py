@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.buffer_only.namespaces import (
     Namespace,
     config_identity,
     fingerprint,
+    model_identity,
     pool_identity,
 )
 
@@ -63,6 +64,18 @@ def test_two_servers_of_one_model_meet():
 def test_two_models_never_meet(other: torch.nn.Module):
     """Of one shape; one that differs in a single matrix; the same weights in another dtype."""
     assert fingerprint(other) != fingerprint(model(1))
+
+
+def test_keys_are_those_of_configuration_and_all_ranks_weights():
+    """Two models of one shape, behind one store, would read each other's pages."""
+    config = {"rope_theta": 1e4}
+    same = [model_identity(dict(config), iter(["a", "b"])) for _ in range(2)]
+    others = [
+        model_identity({"rope_theta": 1e6}, ["a", "b"]),
+        *(model_identity(config, weights) for weights in (["a", "c"], ["b", "a"], ["a"])),
+    ]
+    names = [str(Namespace.of({"model": model})) for model in (*same, *others)]
+    assert names[0] == names[1] and len(set(names)) == 5
 
 
 @pytest.mark.parametrize("at", [0, 1, 30, 63])
