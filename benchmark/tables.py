@@ -141,6 +141,30 @@ def wire() -> str:
     return made(summary, command) + markdown(*radix_page.wire(summary))
 
 
+def speculation() -> str:
+    """docs/: hits, bytes and accept lengths with a draft model."""
+    summary = _read(_RADIX / "speculation.summary.json")
+    arms, load = summary["arms"], summary["load"]
+
+    def length(arm: Json, name: str) -> str:
+        return "" if arm[name] is None else f"{arm[name]:.2f}"
+
+    rows = [
+        [f"hit tokens of {arms['plain']['prompt_tokens']:,}"]
+        + [f"{arm['hit_tokens']:,.0f}" for arm in arms.values()],
+        ["KV moved", *(_megabytes(arm["moved_bytes"]) for arm in arms.values())],
+        ["tokens a step, over all requests"]
+        + [length(arm, "accept_length") for arm in arms.values()],
+        ["`sglang:spec_accept_length`, as last reported"]
+        + [length(arm, "accept_length_gauge") for arm in arms.values()],
+    ]
+    same = "the same" if summary["outputs_identical"] else "NOT the same"
+    titles = {"plain": "without speculation", "EAGLE": f"EAGLE, {load['steps']} steps"}
+    head = ["", *(titles[name] for name in arms)]
+    command = "python -m benchmark.decode_radix_cache speculation"
+    return f"{made(summary, command)}{markdown(head, rows)}\nBoth answer {same}.\n"
+
+
 # ---- the demo ----
 
 
@@ -378,6 +402,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "radix": radix,
     "throughput": throughput,
     "wire": wire,
+    "speculation": speculation,
     "demo": demo,
     "local-turns": local_turns,
     "local-turns-short": local_turns_short,
