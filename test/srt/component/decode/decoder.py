@@ -266,10 +266,14 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
     def deliver(
         self, req: Any, *, first_token: int = 1, cached: int = 0, metadata: bool = True
     ) -> None:
-        """Prefill fills the announced pages, and then the metadata, or not yet."""
+        """Prefill fills the announced pages, and then the metadata, or not yet.
+
+        ``first_token``: what it answers, where the KV has not said so already."""
         room = self.room(req)
         if isinstance(room, WarmUpRoom):
             return
+        if room.first_token is None:
+            room.first_token = first_token
         if room.poll() == KVPoll.Transferring:
             page, prefix = self.page_size, room.prefix_len
             # Prefill computed it when the request arrived.
@@ -279,13 +283,13 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             slots = slots.to(torch.int64)[: len(values)]
             kv.write(self.pool, slots, values)
             if self.draft_pool is not None:
-                whole = [*req.origin_input_ids, first_token]
+                whole = [*req.origin_input_ids, room.first_token]
                 drafts = kv.tags(whole, req.extra_key, weights=weights)[prefix + 1 :]
                 kv.write(self.draft_pool, slots, drafts)
             room.state = KVPoll.Success
         if metadata and room.poll() == KVPoll.Success and room.writing:
             index = room.metadata_index
-            self.metadata.output_ids[index, 0] = first_token
+            self.metadata.output_ids[index, 0] = room.first_token
             self.metadata.cached_tokens[index, 0] = cached
             if self.steps:
                 drafting.send_start(self.metadata, index, req)

@@ -35,6 +35,8 @@ class Room:
         self.yielded = False
         #: Prefill may write to the announced pages, also after decode gave the room up.
         self.writing = False
+        #: What it answered, once the KV is there: a draft model's last slot depends on it.
+        self.first_token: int | None = None
 
     def poll(self) -> int:
         return self.state if self.conclude_state is None else self.conclude_state

@@ -44,15 +44,20 @@ class DecodeServer(RuleBasedStateMachine):
     taken: ClassVar[Counter[str]]
     lives: list[Any]
 
-    @initialize(page=st.sampled_from([1, 16, 64]), pages=st.integers(10, 40))
-    def start(self, page: int, pages: int) -> None:
+    @initialize(
+        page=st.sampled_from([1, 2, 16, 64]),
+        pages=st.integers(10, 40),
+        steps=st.sampled_from([0, 0, 1, 3]),
+    )
+    def start(self, page: int, pages: int, steps: int) -> None:
+        """``steps``: of a draft model, 0 for none."""
         tokens = min(max(pages * page, 600), 2048) // page * page
-        self.lives = self.build(page, tokens)
+        self.lives = self.build(page, tokens, steps)
         self.taken["sequences"] += 1
 
-    def build(self, page: int, tokens: int) -> list[Any]:
+    def build(self, page: int, tokens: int, steps: int) -> list[Any]:
         """The life of each rank."""
-        return [Life(Decoder(page, tokens, rows=6))]
+        return [Life(Decoder(page, tokens, rows=6, steps=steps))]
 
     def on_ranks(self, action: Callable[[Any], Any]) -> None:
         """Do something on each rank, at the same time."""
@@ -123,10 +128,11 @@ class TwoRanks(DecodeServer):
 
     pair: Pair
 
-    def build(self, page: int, tokens: int) -> list[Any]:
+    def build(self, page: int, tokens: int, steps: int) -> list[Any]:
         def side(rank: int, group: RankGroup) -> RankLife:
             policy = ("lru", "mru")[rank]
-            return RankLife(Decoder(page, tokens, rows=6, policy=policy, group=group), rank)
+            decoder = Decoder(page, tokens, rows=6, policy=policy, group=group, steps=steps)
+            return RankLife(decoder, rank)
 
         self.pair = Pair(side)
         return self.pair.sides
