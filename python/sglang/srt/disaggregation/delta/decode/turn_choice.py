@@ -17,7 +17,7 @@ DECAY = 0.9
 #: Of so many choices between two known times, one goes to the side that looks slower.
 EXPLORE_EVERY = 32
 #: What a second for which running requests stand still counts beside one for which the turn waits.
-OTHERS = 0.35
+OTHERS = 0.2
 #: Decode steps after which a local chunk runs, whatever the share says.
 MOST_STEPS_BETWEEN = 64
 #: In a vector of integers of which the smallest counts: a number that was not measured yet, and the
