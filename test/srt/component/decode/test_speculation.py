@@ -15,6 +15,7 @@ from component.decode.pair import Pair, ranks_reduce
 from component.decode.rank_life import RankLife
 from component.decode.steps import ids, tick, turn
 from sglang.srt.disaggregation.delta.decode import speculation
+from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -270,6 +271,24 @@ def test_what_a_step_takes_is_reserved(page: int) -> None:
         batch.filter_batch(v1_spec_info_filtered=True)
         assert claims.reserved >= batch.new_tokens_required_next_decode()
     assert [len(req.output_ids) for req in reqs] == [10, 20, 30, 40]
+    check_idle(decoder)
+
+
+def test_a_step_counts_only_who_opens_a_page_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against steps that cost what all running requests together cost."""
+    decoder, counted = Decoder(16, 2048, steps=3, reserve=64), []
+    recount = Claims._recount
+    monkeypatch.setattr(
+        Claims, "_recount", lambda claims, of: (counted.append(of), recount(claims, of))[1]
+    )
+    reqs = [decoder.submit(ids(number, 30), new=96) for number in range(1, 5)]
+    tick(decoder)
+    for req in reqs:
+        decoder.deliver(req)
+    while not all(req.finished() for req in reqs):
+        decoder.tick_batch(accepted=lambda req: 0)  # one token a step
+        tick(decoder)
+    assert 4 * 6 <= len(counted) <= 4 * 2 * 7  # its page, and the last one that it reserves
     check_idle(decoder)
 
 

@@ -55,6 +55,9 @@ class Holding:
     track: Track | None = None
     #: What it takes to end: beyond what it holds where it does not run yet, in all where it runs.
     need: int = 0
+    #: With speculation: from which length on, and up to which one, the sums are right for it.
+    since: int = 0
+    until: int = 0
 
     def private(self, page: int) -> int:
         """What it holds outside the tree while it does not run."""
@@ -143,9 +146,8 @@ class Claims:
         self._unpin(holding)
         self.catch_up()
         holding.stage = Stage.RUNNING
-        holding.track = self._growth.add(req.kv_allocated_len, final_length(req, self.step))
         self._running[id(req)] = holding
-        self._expect(holding)
+        self._count(holding)
 
     def deferred(self, req: Req) -> None:
         """The transfer of ``req`` was given up, and the free of its pages is deferred."""
@@ -277,7 +279,8 @@ class Claims:
         of them are looked at (48 at most, unless SGLang is told otherwise)."""
         if self.step:
             for each in self._running.values():
-                self._refile(each)
+                if not each.since <= each.req.kv_allocated_len < each.until:
+                    self._recount(each)
             return
         if not self._running:
             self._outgrow.clear()
@@ -293,16 +296,33 @@ class Claims:
                 self._running_needs.remove(holding)
                 self._expect(holding)
 
-    def _refile(self, holding: Holding) -> None:
+    def _count(self, holding: Holding) -> None:
         """Count a running request with the tokens that it has now."""
-        assert holding.track is not None, "it runs"
         req = holding.req
-        if req.kv_allocated_len == holding.track.start:
-            return
-        self._growth.remove(holding.track)
-        holding.track = self._growth.add(req.kv_allocated_len, final_length(req, self.step))
-        self._running_needs.remove(holding)
+        length, final = req.kv_allocated_len, final_length(req, self.step)
+        holding.track = self._growth.add(length, final)
         self._expect(holding)
+        if self.step:
+            holding.since, holding.until = length, self._counts_until(req, length, final)
+
+    def _recount(self, holding: Holding) -> None:
+        """The same of one that was counted."""
+        assert holding.track is not None, "it runs"
+        self._growth.remove(holding.track)
+        self._running_needs.remove(holding)
+        self._count(holding)
+
+    def _counts_until(self, req: Req, length: int, final: int) -> int:
+        """The next length that changes a sum: at which ``length`` tokens, or those with what it
+        reserves, open another page, or at which it is longer than was expected."""
+        until: int = page_ceil(length, self.page) + 1
+        ahead = length + self.cap
+        if ahead < final:
+            until = min(until, length + page_ceil(ahead, self.page) + 1 - ahead)
+        expected = expected_length(req, length)
+        if length < expected < final_length(req):
+            until = min(until, expected)
+        return until
 
 
 def _below(node: TreeNode | None, *covers: Container[int]) -> int:
