@@ -89,7 +89,7 @@ def radix() -> str:
     command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(runs)}"
     last = (
         f"The last row: {wire['date']}, commit {wire['commit']}, "
-        "`python -m benchmark.decode_radix_cache wire`.\n"
+        "`python -m benchmark.decode_radix_cache wire`."
     )
     table = markdown(["", *(TITLES[name] for name in arms)], rows)
     return f"{made(summary, command)}{table}\n{last}{attribution(medians)}"

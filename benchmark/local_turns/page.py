@@ -93,8 +93,6 @@ def short(summary: Json, *loads: int) -> tuple[list[str], list[list[str]]]:
         "requests/s of the talks",
         "TTFT of later turns: p50, p99",
         "from one token to the next: p50, p99",
-        "cold prompts, tokens answered a second",
-        "computed by prefill, tokens",
     }
     rows = []
     for clients in loads:

@@ -103,13 +103,13 @@ class BufferOnlyScheduler(NamingScheduler):
         from sglang.srt.managers.schedule_policy import PrefillAdder
 
         adder = PrefillAdder(
-            self.page_size,
-            self.tree_cache,
-            self.token_to_kv_pool_allocator,
-            self.running_batch,
-            self.new_token_ratio,
             rem_input_tokens=0,
             rem_chunk_tokens=None,
+            new_token_ratio=self.new_token_ratio,
+            running_batch=self.running_batch,
+            tree_cache=self.tree_cache,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            page_size=self.page_size,
         )
         room, chunked = adder.rem_total_tokens, self.chunked_req
         if chunked is not None:
