@@ -12,6 +12,13 @@ from benchmark.agentic import stub
 from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
 from benchmark.traces.read import write
+from sglang.srt.patchset.environment import START_METHOD
+
+
+@pytest.fixture(autouse=True)
+def start_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets it for the servers that it starts; it must end with the test."""
+    monkeypatch.setenv(START_METHOD.name, "fork")
 
 
 @pytest.fixture(scope="module")

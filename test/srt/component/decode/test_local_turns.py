@@ -321,7 +321,8 @@ def test_random_life(no_prefix_wait: None, page: int, tokens: int, seed: int) ->
 class LocalServer(DecodeServer):
     """Any order of events, of which turns that are computed here are some."""
 
-    def build(self, page: int, tokens: int) -> list[Any]:
+    def build(self, page: int, tokens: int, steps: int) -> list[Any]:
+        # ``steps`` of a draft model: local turns are refused with one.
         return [LocalLife(Decoder(page, tokens, rows=6, local=60, lost=100, chunk=24))]
 
     @precondition(lambda self: self.decoder.local)
