@@ -31,6 +31,8 @@ GAUGES = {"usage": "sglang:token_usage", "running": "sglang:num_running_reqs"}
 _GAUGES = {name: rf"^{metric}(?:\{{.*\}})? (\S+)" for name, metric in GAUGES.items()}
 SAMPLE_S = 1.0
 ROUTED = "our router"
+OURS = {"sglang-router: cache_aware": "linear", "none": "round_robin"}
+"""What stands for an arm's policy of the rig where servers by address need a router."""
 
 
 class Servers:
@@ -65,11 +67,12 @@ class Servers:
     def flush(self) -> list[str]:
         """Empties every engine's cache; returns who would not, and why."""
         refused = []
-        for url in self.setup.engines or ([self.target.url] if self.setup.router else []):
+        urls = list(self.setup.engines) or ([self.target.url] if self.setup.router else [])
+        for number, url in enumerate(urls):
             try:
                 self._ask("POST", url + "/flush_cache")
-            except (OSError, ValueError) as error:
-                refused.append(f"{url}: {error}")
+            except (OSError, ValueError) as error:  # addresses stay out of what a run keeps
+                refused.append(f"server {number}: {error}")
         return refused
 
     def counters(self) -> dict[str, dict[str, float]]:
@@ -149,7 +152,8 @@ def warm_up(
 def reach(
     setup: Setup, about: FleetFile, policy: str, router_args: Sequence[str]
 ) -> Iterator[Servers]:
-    """Servers that run already. Several of a role get our router, which ends with the context.
+    """Servers that run already. Several of a role get our router, which ends with the context, also
+    where the rig has SGLang's or none: ``via`` says so.
 
     Raises:
         RunFailed: nobody listens at an address; the message names it.
@@ -168,6 +172,7 @@ def reach(
     if about.headers:
         raise RunFailed("`headers` do not pass our router: name one of your own as `router`")
     (port,) = allocate_ports(1)
+    policy = OURS.get(policy, policy.removeprefix("sglang-router: "))
     config = launch.config(
         port,
         [(server.url, server.bootstrap_port) for server in setup.prefill],

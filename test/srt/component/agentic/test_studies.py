@@ -54,7 +54,7 @@ def test_three_urls_and_a_trace_give_a_page(
     monkeypatch.setenv("FLEET_KEY", "sk-secret")
     file = fleet(
         tmp_path,
-        f"api_key_env: FLEET_KEY\naggregated: [{urls[0]}]\ndecode: [{urls[3]}]\n"
+        f"api_key_env: FLEET_KEY\naggregated: [{urls[0]}, {urls[1]}]\ndecode: [{urls[3]}]\n"
         f"prefill: [{{url: {urls[2]}, bootstrap_port: 8998}}]\n",
     )
     out = tmp_path / "run"
@@ -68,6 +68,7 @@ def test_three_urls_and_a_trace_give_a_page(
     assert "two aggregated" in first and "pd" in first
     for secret in (*urls, "sk-secret", str(tmp_path)):
         assert secret not in text + (out / "run.json").read_text()
+    assert {cell.via for cell in record.load(out).at("aggregated", 4)} == {"our router, linear"}
     assert "PD, stock" not in text.split("## Before")[0] and "pd-stock, pd-radix" in text
     assert "<table>" in (out / "page.html").read_text()
     numbers = json.loads((out / "summary.json").read_text())["loads"]
