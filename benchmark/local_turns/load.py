@@ -26,7 +26,7 @@ class Load:
     answer_tokens: int = 40
     cold_tokens: int = 5000
     cold_answer_tokens: int = 8
-    cold_clients: tuple[int, ...] = (0, 1, 2)
+    cold_clients: tuple[int, ...] = (0, 2, 4)
     """Clients beside the talks that send a cold prompt when they have the answer to the last one;
     a load each, in this order, to the same servers. 0 is the quiet one."""
     quiet_turns: int = 10
