@@ -435,6 +435,29 @@ def test_a_store_that_takes_a_part_of_each_backup():
     check_idle(cache)
 
 
+def test_what_waits_for_a_store_that_takes_a_part_is_not_forgotten():
+    """It takes more soon: a flush that may wait would throw away what waits meanwhile. For one
+    that takes nothing, or is down, nobody waits."""
+    cache = Cache(pages=8)
+    cache.store.takes = 1
+    for number in range(4):
+        cache.compute(prompt(number, 2))
+    for _ in range(5):
+        cache.step()
+    assert cache.buffer.backups.queue and not cache.buffer.backups.running
+    assert cache.buffer.busy and cache.now == 0
+    cache.store.takes = 0
+    cache.now += 0.07
+    for _ in range(5):
+        cache.step()
+    assert cache.buffer.backups.queue and not cache.buffer.busy
+    cache.store.takes = None
+    cache.now += 2.0
+    cache.settle()
+    assert not cache.buffer.backups.queue
+    check_idle(cache)
+
+
 def test_no_copy_for_a_store_that_is_down():
     """What waits stays until the store answers a probe, which comes without any request."""
     cache = Cache()

@@ -321,6 +321,114 @@ def test_a_hit_that_turns_out_to_be_short(alone: bool):
     check_idle(cache)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_part_may_be_worth_it_where_all_is_not(alone: bool):
+    """Twenty-five pages would take two rounds of calls, of 60 ms each, and 100 ms to compute. The
+    store has those of the first round."""
+    hit = prompt(1, 24)
+    cache = stored([hit], alone=alone)
+    measured(cache, 0.06)
+    tokens = prompt(2, 2, base=hit)
+    cache.want("r", tokens)
+    for _ in range(40):
+        cache.step()
+        check(cache)
+        if cache.tree.check_prefetch_progress("r"):
+            break
+    assert cache.buffer.context.choices == {Choice.FASTER: 1}
+    assert cache.compute(tokens, rid="r") == 24 * PAGE and cache.now == 0
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_in_sixteen_waits_for_a_store_that_has_nothing(alone: bool):
+    """Its answer says nothing of how fast it is; a trial has been made all the same."""
+    cache = Cache(alone=alone)
+    measured(cache, 1.0)
+    waits = []
+    for number in range(48):
+        cache.want(f"r{number}", prompt(number, 5))
+        cache.step(work=False)
+        waits.append(not cache.tree.check_prefetch_progress(f"r{number}"))
+        cache.step()
+        cache.step()
+        assert cache.tree.check_prefetch_progress(f"r{number}")
+        cache.buffer.prefetches.in_line([])
+    assert waits == ([False] * 15 + [True]) * 3
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_fetch_goes_on_when_the_rest_is_found(alone: bool):
+    """The calls that are under way for a hit of twelve pages would count against the fourteen that
+    it has grown to, as if all were still to come and behind them: it would be given up for slow."""
+    tokens = prompt(1, 15)
+    cache = stored([tokens], alone=alone)
+    content = dict(cache.store.content)
+    cache.store.drop(*list(content)[12:])
+    measured(cache, 0.04)
+    cache.want("r", tokens)
+    for _ in range(3):
+        cache.threads["query"].run()
+        cache.step(work=False)
+    assert cache.state("r") is State.FETCHING and cache.stage.used() == 12
+    cache.store.content.update(content)
+    cache.now += 0.6
+    for _ in range(3):
+        cache.threads["query"].run()
+        cache.calm()
+        cache.step(work=False)
+        check(cache)
+        assert cache.state("r") is State.FETCHING and cache.stage.used() == 12
+    assert len(cache.prefetch("r").keys) == 14
+    for _ in range(20):
+        cache.step()
+        check(cache)
+        if cache.tree.check_prefetch_progress("r"):
+            break
+    assert cache.compute(tokens, rid="r") == 14 * PAGE
+    assert cache.buffer.context.choices == {Choice.FASTER: 1}
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("how", ["aborted", "gone", "out of time"])
+def test_who_waited_for_the_stage_waits_no_more(how: str):
+    """Nobody behind it was looked at. Now the next one is: it is computed sooner, unless the first,
+    which computes now, takes longer than a fetch."""
+    first, short = prompt(3, 9), prompt(1, 4)
+    cache = stored([first, short])
+    measured(cache, 0.03)
+    hog = cache.stage.allocate(Direction.PREFETCH, cache.stage.capacity(Direction.PREFETCH))
+    cache.hogs.append(hog)
+    cache.want("first", first)
+    cache.want("r", prompt(2, 6, base=short))
+    for _ in range(4):
+        cache.step()
+        check(cache)
+    assert cache.state("first") is cache.state("r") is State.FOUND
+    if how == "aborted":
+        cache.tree.release_aborted_request("first")
+    elif how == "gone":
+        cache.buffer.prefetches.in_line(["r"])
+    else:
+        assert not cache.tree.check_prefetch_progress("first")
+        cache.step()
+        cache.now += 10.1
+    assert cache.prefetch("r").choice is None
+    cache.step()
+    slower = how != "out of time"
+    assert cache.prefetch("r").choice is (Choice.SLOWER if slower else Choice.FASTER)
+    assert cache.state("r") is (State.MISSED if slower else State.FOUND)
+    hog.release()
+    cache.hogs.clear()
+    cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
 def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
     """Those before it compute for longer than its call takes."""
     prompts = {f"r{number}": prompt(number, 5) for number in range(4)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.buffer_only.worth import (
     Speeds,
     choose,
     fetch_seconds,
+    full_rounds,
 )
 
 #: A call of 10 ms for 8 MB; 10,000 tokens a second.
@@ -45,6 +47,23 @@ def test_who_is_first(tokens: int, tokens_ahead: int, choice: Choice):
     others costs it nothing."""
     hit = Hit(tokens, calls=1, call_bytes=8_000_000, tokens_ahead=tokens_ahead)
     assert choose(SPEEDS, hit, 4, 0) is choice
+
+
+def test_a_hit_no_part_of_which_is_first():
+    """Whatever is under way and ahead, the rounds that are looked at tell for all parts."""
+    both = set()
+    for calls, ahead, waits, ms in itertools.product(
+        range(1, 20), range(6), (0, 60, 150), range(5, 60, 5)
+    ):
+
+        def slower(count: int, ahead=ahead, waits=waits, ms=ms) -> bool:
+            speeds = Speeds(call_us=ms * 1000, call_bytes=10, tokens_per_s=1000)
+            return choose(speeds, Hit(10 * count, count, 10, ahead, waits), 4, 0) is Choice.SLOWER
+
+        looked_at = all(slower(count) for count in {calls, *full_rounds(calls, ahead, 4)})
+        assert looked_at == all(slower(count) for count in range(1, calls + 1))
+        both.add((looked_at, slower(calls)))
+    assert both == {(True, True), (False, True), (False, False)}
 
 
 @pytest.mark.parametrize("missing", ["call_bytes", "tokens_per_s"])

@@ -69,6 +69,8 @@ class Refusals:
         #: Whether the last backup was refused, or a part of it: then one backup is tried, not all
         #: that fit.
         self.refused = False
+        #: Whether the store took a part of what it refused last: it takes more soon.
+        self.partly = False
 
     def waiting(self, now_ms: int) -> bool:
         """Whether nothing is to be tried yet."""
@@ -82,10 +84,12 @@ class Refusals:
         elif self.waiting(now_ms):
             return  # those that were under way with one that was refused count once
         elif durable:
+            self.partly = True
             self.refused, self._retry_at = True, now_ms + self._wait_for_the_rest
             self._wait = self._first
             self._wait_for_the_rest = min(2 * self._wait_for_the_rest, self._first)
         else:
+            self.partly = False
             self.refused, self._retry_at = True, now_ms + self._wait
             self._wait = min(2 * self._wait, self._longest)
 
@@ -119,7 +123,8 @@ class Backups:
     def busy(self) -> bool:
         """Whether anything can be done, or is on its way; what the store was given up for does not
         count, nor what waits for a store that takes nothing."""
-        return bool((self.queue and not self._held_back) or self._under_way)
+        more = self._store_up and self._refusals.partly
+        return bool((self.queue and (more or not self._held_back)) or self._under_way)
 
     @property
     def _under_way(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.fetch import THREADS as SIDE_BY_SIDE
 from sglang.srt.mem_cache.buffer_only.settings import pages_of
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Hit, Speeds, choose
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Hit, Speeds, choose, full_rounds
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.fetch import Fetches
@@ -48,6 +48,18 @@ class Chooser:
             return choose(speeds, hit, SIDE_BY_SIDE, slower_in_a_row)
 
         return rule
+
+    def best_parts(self, fetches: Fetches, pages: int) -> set[int]:
+        """If none of these hits is there before it could be computed, none of at most ``pages``
+        pages is."""
+        piece = fetches.piece_pages
+        calls = full_rounds(pages_of(pages, piece), fetches.running, SIDE_BY_SIDE)
+        return {pages} | {min(pages, count * piece) for count in calls}
+
+    def tried(self) -> None:
+        """The store is asked for a trial. It may have nothing: those that come meanwhile, and
+        then, are no trials too."""
+        self._slower_in_a_row = 0
 
     def chosen(self, choice: Choice) -> Choice:
         """``choice`` was made for a hit."""

@@ -126,6 +126,8 @@ class Prefetch:
     deferred: bool = False
     #: Whether the hit is fetched, and why; None before that was decided.
     choice: Choice | None = None
+    #: Whether the store was asked only to see how fast it is by now.
+    trial: bool = False
     #: Set while all that is missing is on its way: by its own pieces, or with those of others, and
     #: then until somebody lets go of pages (``Fetches.let_go`` is another number).
     all_comes: int | None = None

@@ -212,7 +212,9 @@ class PrefetchLine(PrefetchStates):
         if prefetch.choice is None and fetches.has_slot and held < prefetch.end:
             ahead = before.of(prefetch) if prefetch.asked_ms is None else 0
             rule = self._chooser.rule(fetches, ahead)
-            prefetch.choice = self._chooser.chosen(rule(prefetch.end - held))
+            choice = rule(prefetch.end - held)
+            trial, prefetch.trial = prefetch.trial and choice is Choice.SLOWER, False
+            prefetch.choice = self._chooser.chosen(Choice.TRIAL if trial else choice)
         if prefetch.choice is Choice.SLOWER:
             self._settle(prefetch)
             return True

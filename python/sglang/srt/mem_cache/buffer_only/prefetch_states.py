@@ -71,12 +71,18 @@ class PrefetchStates:
         rule = self._chooser.rule(self.fetches, line.of(prefetch))
         wanted = len(prefetch.key) // context.page_size - begin
         new = prefetch.state is State.WAITING and not prefetch.pieces
-        if new and rule(wanted) is Choice.SLOWER:
-            # It need not even wait for an answer, which takes a step, and that may be a batch.
-            prefetch.choice = self._chooser.chosen(Choice.UNASKED)
-            prefetch.begin = begin
-            self._enter(prefetch, State.MISSED)
-            return
+        if new:
+            parts = self._chooser.best_parts(self.fetches, wanted)
+            choices = {rule(pages) for pages in parts}
+            if choices == {Choice.SLOWER}:
+                # It need not even wait for an answer, which takes a step: that may be a batch.
+                prefetch.choice = self._chooser.chosen(Choice.UNASKED)
+                prefetch.begin = begin
+                self._enter(prefetch, State.MISSED)
+                return
+            if choices == {Choice.TRIAL}:
+                prefetch.trial = True
+                self._chooser.tried()
         if context.alone and all(piece.stop <= begin for piece in prefetch.pieces):
             first = self.fetches.reserve(prefetch, begin, last_hash, before, rule)
         self.queries.start(prefetch, begin, last_hash, before, tail, first)
@@ -96,6 +102,8 @@ class PrefetchStates:
         else:
             worth = False
         self.fetches.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
+        # Decided anew, a fetch that has begun would count as still to come, and behind itself.
+        begun = bool(prefetch.pieces) and prefetch.state is not State.STAGED
         if not prefetch.keys:
             self._missed(prefetch)
             return
@@ -103,7 +111,9 @@ class PrefetchStates:
         if not worth:
             return
         self._context.counters["prefetch_hit_tokens"] += tokens
-        prefetch.choice = prefetch.unready = None
+        prefetch.unready = None
+        if not begun:
+            prefetch.choice = None
         if query.first is not None and query.first.choice is not None:
             prefetch.choice = self._chooser.chosen(query.first.choice)
         if prefetch.state is not State.FETCHING:
@@ -172,6 +182,7 @@ class PrefetchStates:
         """No more will come: the request runs with what is in the stage."""
         held, _ = self._match(prefetch)
         staged = prefetch.staged_from(held)
+        self._makes_way(prefetch)
         self.queries.cancel(prefetch)
         self._to_ask.pop(prefetch, None)
         self._cut(prefetch, held + staged if staged else prefetch.begin)
@@ -181,6 +192,7 @@ class PrefetchStates:
     def _end(self, prefetch: Prefetch) -> None:
         """Nobody wants it any more."""
         self.line.remove(prefetch)
+        self._makes_way(prefetch)
         self._to_ask.pop(prefetch, None)
         if not len(self.line):
             self._longest = 0
@@ -188,6 +200,10 @@ class PrefetchStates:
         self._context.times.ended(prefetch)
         self.queries.cancel(prefetch)
         self.fetches.drop(prefetch, prefetch.pieces)
+
+    def _makes_way(self, prefetch: Prefetch) -> None:
+        """Waiting for the stage, it may have kept those behind it from being looked at."""
+        self._news += prefetch.state is State.FOUND
 
     def _cut(self, prefetch: Prefetch, end: int) -> None:
         """The hit ends at page ``end``."""

@@ -71,6 +71,15 @@ def fetch_seconds(speeds: Speeds, hit: Hit, side_by_side: int) -> float:
     return rounds * speeds.call_us / 1e6 * max(1.0, hit.call_bytes / speeds.call_bytes)
 
 
+def full_rounds(calls: int, calls_ahead: int, side_by_side: int) -> set[int]:
+    """Of at most ``calls`` calls: so many that they end with the first round, and with the last
+    whole one. Fewer take as long and bring less; of the rounds between, what each adds is the same,
+    so that either the first or the last of them is the best."""
+    first = side_by_side - calls_ahead % side_by_side
+    whole = max(0, calls - first) // side_by_side
+    return {min(calls, first), min(calls, first + whole * side_by_side)}
+
+
 def choose(speeds: Speeds, hit: Hit, side_by_side: int, slower_in_a_row: int) -> Choice:
     """Whether to fetch ``hit``; ``slower_in_a_row``: hits that were not, since the last trial."""
     if not (speeds.call_bytes and speeds.tokens_per_s):
