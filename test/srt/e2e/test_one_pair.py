@@ -6,9 +6,12 @@ The scenarios of a page size share one pair, which each leaves idle, balanced an
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from benchmark.harness import metrics
 from benchmark.harness.client import Request
 from benchmark.harness.metrics import HIT_TOKENS
 from benchmark.harness.pair import Pair
+from benchmark.harness.servers import HOST
 from benchmark.harness.workload import kv_bytes_per_token
 from e2e.support import (
     EventLogs,
@@ -146,6 +150,40 @@ def test_second_turn_moves_only_new_pages(
     settle(pair)
     (admitted,), sent = events.read()
     assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
+
+
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("served", [16], indirect=True)
+def test_parallel_sampling_is_refused(served: Served, model: Path, reference: Reference) -> None:
+    """SGLang gives all samples of a request (``n`` above 1) one room number. Guards against a
+    client that waits for ever on either server, or is answered from KV that was never written,
+    against a server that ends, and against a tree that keeps such KV."""
+    pair = served.pair
+    prompt = prompt_maker(model, seed=8)(300)
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": 3},
+        "bootstrap_host": HOST,
+        "bootstrap_port": pair.layout[0].bootstrap_port,
+        "bootstrap_room": 4711,
+    }
+
+    def ask(url: str) -> tuple[int, str]:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return int(answer.status), answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    with ThreadPoolExecutor(2) as pool:
+        prefill, decode = pool.map(ask, (pair.prefill_url, pair.decode_url))
+    assert prefill[0] == 500 and "n > 1" in prefill[1], prefill
+    assert decode[0] == 500 and "n > 1" in decode[1], decode
+    settle(pair)
+    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
+    settle(pair)
 
 
 @pytest.mark.hazard("abort-leaves-something")

@@ -403,7 +403,7 @@ def request(**changes: Any) -> Any:
         "input_embeds": None,
         "multimodal_inputs": None,
         "session": None,
-        "sampling_params": SimpleNamespace(max_new_tokens=8),
+        "sampling_params": SimpleNamespace(max_new_tokens=8, n=1),
         "to_finish": None,
         "origin_input_ids": [1, 2, 3],
     }
@@ -422,7 +422,8 @@ def request(**changes: Any) -> Any:
         ({"input_embeds": [[0.0]]}, "embeddings"),
         ({"multimodal_inputs": object()}, "multimodal"),
         ({"session": object()}, "session"),
-        ({"sampling_params": SimpleNamespace(max_new_tokens=0)}, "no_output"),
+        ({"sampling_params": SimpleNamespace(max_new_tokens=0, n=2)}, "no_output"),
+        ({"sampling_params": SimpleNamespace(max_new_tokens=8, n=2)}, "samples"),
         ({"to_finish": object()}, "aborted"),
     ],
 )

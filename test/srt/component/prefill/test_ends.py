@@ -11,6 +11,7 @@ import pytest
 
 from component.decode.pair import Pair, ranks_reduce
 from component.prefill.prefiller import Prefiller
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill, PrefillStages
 from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S
 
@@ -122,6 +123,27 @@ def test_one_rank_had_delivered_everything(server: Server) -> None:
     server.prefill(failing=1)
     server.ranks[0].rank.finish()
     assert server.turn() == [ROOM]
+    server.finish()
+
+
+@pytest.mark.hazard("room-number-reused")
+def test_a_second_request_of_its_number(server: Server) -> None:
+    """Guards against a second request of a number that ends the first: one rank had delivered all
+    of the first and refused the second, the other took both for one, and ended them together."""
+    reqs = server.prefill()
+    expected = [rank.expected(req, TARGET) for rank, req in zip(server.ranks, reqs, strict=True)]
+    server.ranks[0].rank.finish()
+    assert server.turn() == []
+    second = [rank.rank.sender(ROOM) for rank in server.ranks]
+    assert [sender.poll() for sender in second] == [KVPoll.Failed] * 2
+    for sender in second:  # what SGLang's bootstrap queue does with it
+        with pytest.raises(RuntimeError, match="still uses its number"):
+            sender.failure_exception()
+    server.ranks[1].rank.finish()
+    assert server.turn() == [ROOM]
+    assert not any("abort" in str(req.finished_reason.to_json()) for req in reqs)
+    for rank, theirs in zip(server.ranks, expected, strict=True):
+        assert all(map(np.array_equal, rank.arrived(), theirs))
     server.finish()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,28 @@ def test_what_cannot_be_served_is_dropped_by_name(
         reader.handle(message)
     assert state(manager) == before
     assert complaint in caplog.text
+
+
+@pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")
+@both
+def test_a_decode_rank_too_many(say: Dialect) -> None:
+    """Guards against a decode rank that is told that it has pages which were sent before it asked:
+    those that the room is for had announced it, and this one is of another request of its number.
+    That one is refused, and the first is served."""
+    manager, reader = say.acquainted()
+    first = SimpleNamespace(required_dst_info_num=1)
+    manager.transfer_infos[7] = {"another": first}
+    assert manager.rooms.announce(7, "another", first)
+    for request_first in (False, True):
+        if request_first:
+            assert manager.rooms.claim(7)[1] is None
+        reader.handle(say.announcement(room=7))
+        _, _, message = manager.decode_ranks._sockets.sent.pop()
+        assert message.room == 7 and "other decode ranks" in message.reason
+        assert manager.transfer_infos == {7: {"another": first}}
+        assert manager.rooms.destinations(7) == [first]
+    manager.rooms.forget(manager.rooms.life(7))
+    assert "other decode ranks" in manager.rooms.claim(7)[1], "its request waits for nobody"
 
 
 @both

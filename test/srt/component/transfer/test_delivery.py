@@ -70,6 +70,29 @@ def test_number_that_comes_again_before_its_request_was_let_go(pair: Pair) -> No
     receiver.clear()
 
 
+@pytest.mark.hazard("room-number-reused")
+def test_second_request_of_a_number_in_use(pair: Pair) -> None:
+    """Guards against KV that was never written counting as arrived, with that of the first request
+    of the number, and against a second one that ends the first: by its refusal, by an abort, or by
+    what it takes along when it goes."""
+    sender, receiver = pair.ready_room(20)
+    number = sender.bootstrap_room
+    second, third = pair.receiver(number), pair.receiver(number)
+    assert second.poll() == third.poll() == KVPoll.Failed
+    third.abort()
+    assert third.defer_free() is None
+    third.clear()
+    again = pair.sender(number)
+    assert again.poll() == KVPoll.Failed and "still uses its number" in pair.reason(again)
+    assert (sender.poll(), receiver.poll()) == (KVPoll.WaitingForInput,) * 2
+    sender.send(pages(30))
+    assert pair.finish(sender, receiver) == DONE and pair.arrived([30], [20])
+    sender.clear()
+    receiver.clear()
+    second.abort()  # after the first has gone: it leaves no entry either
+    assert "is in use by another request" in pair.reason(second)
+
+
 @pytest.mark.hazard("full-hit-without-metadata", "full-hit-over-waiting-backend")
 def test_full_prefix_hit_is_complete_with_its_metadata(pair: Pair) -> None:
     """Guards against a room without pages that never completes: its metadata arrive alone, and it

@@ -191,3 +191,19 @@ def test_room_number_still_in_use_is_refused(pair: Pair) -> None:
     deferred.stop_following()
     until(lambda: sender.poll() == KVPoll.Failed, "settled")
     assert pair.reason(sender)
+
+
+@pytest.mark.hazard("room-number-reused")
+def test_without_the_flag_a_request_outlives_the_first_of_its_number(pair: Pair) -> None:
+    """Guards against a scheduler that ends with a KeyError: without the flag, as in SGLang, two
+    requests of a number share their entries, and the first that is done with takes them along."""
+    manager = pair.decode.manager
+    servers, manager.servers = manager.servers, None
+    room = pair.next_room()
+    first, second = pair.receiver(room), pair.receiver(room)
+    assert first.poll() == second.poll() == KVPoll.WaitingForInput
+    first.clear()
+    assert [second.poll() for _ in range(2)] == [KVPoll.Failed] * 2
+    assert "another request of its number" in pair.reason(second)
+    manager.addr_to_rooms_tracker.clear()  # Mooncake's stays, as SGLang's
+    manager.servers = servers

@@ -126,16 +126,30 @@ class Rank:
     # ---- the scheduler ----
 
     def request(self, number: int) -> None:
-        if number in self.requests:
+        first = self.requests.get(number)
+        if first is not None:
+            if self.table.life(number) is first.room:
+                self.second(number)
             return
         self.status[number] = None
         room, refused = self.table.claim(number)
         self.requests[number] = Request(number, room)
         if refused is not None:
-            self.table.fail(number, Reason.ABORTED, refused)
+            self.table.fail(number, Reason.ABORTED, refused, life=room)
         for listing in self.listings:
             if listing.number == number and not listing.heard:
                 listing.writers.append(self.requests[number])
+
+    def second(self, number: int) -> None:
+        """Another request of a number whose request is here: refused, and nobody sees a change."""
+        room = self.table.life(number)
+        assert room is not None
+        before = room.state, room.reason, dict(room.announcements)
+        refused, reason = self.table.claim(number)
+        assert reason is not None and refused is not room and refused.is_over
+        self.table.fail(number, Reason.ABORTED, reason, life=refused)
+        self.table.forget(refused)
+        assert (room.state, room.reason, dict(room.announcements)) == before
 
     def poll(self, number: int) -> None:
         """As the NIXL sender does; a request that has ended gives its pages to others."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from effort import tries
-from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.metrics import STATS, Reason
 from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Event, Room, State
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
@@ -292,14 +292,30 @@ def test_a_number_whose_earlier_transfer_lingers(scene: Scene, ends: tuple[str, 
     assert scene.table.numbers() == [] and scene.table.claim(7)[1] is None
 
 
-def test_two_requests_of_one_number(scene: Scene) -> None:
-    """Clients choose numbers. Guards against a first request that waits for ever because a second
-    one of its number came: they share the room, and how it ends."""
-    first, second = scene.request(), scene.request()
-    assert first is second
-    assert scene.table.complete(7)
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("before", ["", "enter", "enter leave", "enter complete"])
+def test_two_requests_of_one_number(scene: Scene, before: str) -> None:
+    """Clients choose numbers. Guards against a second request that ends the first one of its number
+    with itself, or counts as delivered with it: it is refused, whatever the first has done so far
+    (which differs between the ranks of a server), and counted once."""
+    first = scene.request(7, "D")
+    for step in before.split():
+        getattr(scene.table, step)(7)
+    failed = STATS.failures[Reason.ABORTED]
+    second, refused = scene.table.claim(7)
+    assert refused is not None and "still uses its number" in refused
+    assert second is not first and second.is_stopped and second.is_over
+    assert scene.table.fail(7, Reason.ABORTED, refused, life=second)
+    scene.table.forget(second)
+    assert STATS.failures[Reason.ABORTED] == failed + 1
+    assert scene.told == [] and not first.is_stopped
+    if "complete" not in before:
+        assert scene.table.complete(7)
     scene.last()
     assert first.delivered
+    scene.table.leave(7)
+    scene.table.forget(first)
+    assert scene.table.numbers() == [] and scene.table.claim(7)[1] is None
 
 
 @pytest.mark.hazard("room-number-reused")

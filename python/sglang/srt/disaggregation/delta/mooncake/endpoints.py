@@ -88,7 +88,8 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
     def __init__(
         self, mgr: DeltaMooncakeManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
-        if mgr.servers is not None and bootstrap_room is not None:
+        is_refused = bootstrap_room in mgr.request_status  # what is there is another request's
+        if mgr.servers is not None and bootstrap_room is not None and not is_refused:
             mgr.open_progress(bootstrap_room)  # before anything of the room may arrive
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
@@ -106,6 +107,9 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if self._servers is None:
+            is_known = self.bootstrap_room in self.kv_mgr.request_status
+            if self.conclude_state is None and not is_known:
+                return self.end_forgotten()
             return super().poll()
         if self.conclude_state is not None:
             return self.conclude_state
@@ -130,17 +134,16 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
     def failure_exception(self) -> None:
         from sglang.srt.disaggregation.mooncake.conn import KVTransferError
 
-        if self._servers is None:
+        if self._servers is None and self.own_reason is None:
             super().failure_exception()
             return
-        room = self.bootstrap_room
-        text = self.kv_mgr.failure_of(room)
+        text = self.failure
         self.clear()
-        raise KVTransferError(room, text)
+        raise KVTransferError(self.bootstrap_room, text)
 
     @override
     def clear(self) -> None:
-        if self._servers is None:
+        if self._servers is None and self.own_reason is None:
             super().clear()
             return
         self.forget()

@@ -231,7 +231,9 @@ class DeltaNixlReceiver(NixlKVReceiver):
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
-        status = manager.request_status[room]
+        status = manager.request_status.get(room)
+        if status is None:
+            return self.end_forgotten()
         if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
             manager.collect_arrivals_once(room)
             status = KVPoll.WaitingForInput
@@ -247,14 +249,15 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
     @override
     def failure_exception(self) -> None:
-        reason = self.kv_mgr.failure_of(self.bootstrap_room)
+        reason = self.failure
         self.clear()
         raise RuntimeError(reason)
 
     @override
     def clear(self) -> None:
-        self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
-        self.kv_mgr.forget_asker(self.bootstrap_room)
+        if self.own_reason is None:
+            self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
+            self.kv_mgr.forget_asker(self.bootstrap_room)
         self.forget()
 
 

@@ -123,8 +123,10 @@ class RoomTable:
 
         Decode may withdraw a room before its request gets here. A number that failed here before is
         one that a new request uses again; but not while a write of the earlier one is under way,
-        and not before the scheduler is done with one of which decode has all: it would end with
-        that one, unsent. Its decode ranks are refused as well (``announce``).
+        and not before the scheduler is done with the earlier request: as one room, the new one
+        would end with it, unsent, or end it. How far it has come differs between the ranks of a
+        server, which must all say the same. The decode ranks of the new one are refused as well,
+        once decode has all of the earlier one (``announce``).
         """
         with self._lock:
             room = self._rooms.get(number)
@@ -133,11 +135,14 @@ class RoomTable:
                 room = Room(number)
                 self._move(room, Event.CLAIM)
                 return room, None if had_request else reason
-            if room.reason is not None or room.state in GONE | COMPLETE:
-                reason = room.reason or f"room {number}: an earlier transfer still uses its number"
-                if room.state in COMPLETE:
+            if room.state is not State.ANNOUNCED:
+                reason = room.reason or (
+                    f"room {number}: an earlier transfer still uses its number (parallel sampling, "
+                    f"n > 1, is not served by a pair)"
+                )
+                if room.reason is None and room.state not in GONE:
                     self._remember(number, reason, had_request=True)
-                    STATS.failed(Reason.ABORTED)  # ``fail`` counts none of a complete room's
+                STATS.failed(Reason.ABORTED)  # ``fail`` counts none of another request's
                 refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
                 return refused, reason
             self._move(room, Event.CLAIM)
@@ -237,6 +242,21 @@ class RoomTable:
                 return True
         self._listener.room_drained(number, refused, [announcement])
         return False
+
+    def one_too_many(self, number: int, peer: str, needed: int) -> str | None:
+        """Why ``peer`` may not announce a room that ``needed`` others have announced: it is of
+        another request of the number, and would be told of pages that were never written. That
+        request is refused as well, whenever it comes. None if it may."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.reason is not None or room.is_complete:
+                return None  # ``announce`` knows what to do
+            if peer in room.announcements or len(room.announcements) < needed:
+                return None
+            reason = f"room {number}: other decode ranks have announced it already"
+            if number not in self._ended:  # else its request was here, and refused
+                self._remember(number, reason, had_request=False)
+            return reason
 
     # ---- transfer workers. What is raised here costs the room, and no other one. ----
 

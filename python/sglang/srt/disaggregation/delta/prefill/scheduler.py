@@ -305,7 +305,8 @@ class DeltaSender(CommonKVSender):
 
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are told once what was posted has settled."""
-        self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text)
+        # By name of the room: its number is another request's where this one was refused.
+        self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text, life=self._room)
 
     def fail_if_unannounced(self) -> None:
         """Decode announces a room when it has memory for it; it is not waited for without end."""
