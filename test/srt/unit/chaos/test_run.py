@@ -50,7 +50,8 @@ def play(
     pages that came from a store, where there is one, ``stuck``: the stage keeps one, ``turns``:
     computed by decode and by prefill, where decode may."""
     (folder / "decode.1.log").write_text(log)
-    plan = Plan(1, 0, 0.5, SENDS, faults)
+    # Long enough for all to be sent on a busy machine.
+    plan = Plan(1, 0, 2.0, SENDS, faults)
     with FakePair(BANK, tamper) as pair, EventFile(folder / "events.jsonl") as events:
         pair.incarnations = [incarnation(folder / "decode.1.log")]
         pair.held, pair.stuck = held, stuck
