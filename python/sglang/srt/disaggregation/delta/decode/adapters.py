@@ -5,16 +5,18 @@ Its own check is where prompts are batched, which a decode server never comes to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 
-def adapters_fit(scheduler: Any, reqs: Sequence[Any]) -> bool:
-    """Whether the adapters of a batch of ``reqs`` have room in memory together."""
-    if not scheduler.enable_lora:
-        return True
+def _has_memory(scheduler: Any, adapters: set[Any]) -> bool:
     manager = scheduler.tp_worker.model_runner.lora_manager
-    return bool(manager.validate_lora_batch({req.lora_id for req in reqs}))
+    return bool(manager.validate_lora_batch(adapters))
+
+
+def adapters_fit(scheduler: Any, reqs: Iterable[Any]) -> bool:
+    """Whether the adapters of a batch of ``reqs`` have room in memory together."""
+    return not scheduler.enable_lora or _has_memory(scheduler, {req.lora_id for req in reqs})
 
 
 def first_that_fit(scheduler: Any) -> int:
@@ -22,9 +24,11 @@ def first_that_fit(scheduler: Any) -> int:
 
     Nobody overtakes one that does not: it has room when enough of the others have ended.
     """
-    running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+    together = {req.lora_id for req in scheduler.running_batch.reqs if not req.finished()}
     waiting = scheduler.waiting_queue
-    for count in range(len(waiting)):
-        if not adapters_fit(scheduler, [*running, *waiting[: count + 1]]):
-            return count
+    for count, req in enumerate(waiting):
+        if req.lora_id not in together:
+            together.add(req.lora_id)
+            if not _has_memory(scheduler, together):
+                return count
     return len(waiting)

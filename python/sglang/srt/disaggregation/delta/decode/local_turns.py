@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -257,7 +258,7 @@ class LocalTurns:
         """
         left, chosen = self._limits.chunk, list[Turn]()
         for turn in self._queue[: max(places, 0)]:
-            if not adapters_fit(self._scheduler, [each.req for each in (*chosen, turn)]):
+            if not adapters_fit(self._scheduler, (each.req for each in (*chosen, turn))):
                 break
             end = len(turn.req.origin_input_ids)
             if turn.left > left:
@@ -326,7 +327,7 @@ class LocalTurns:
         def fit() -> bool:
             count = len(running.reqs) + len(reqs)
             return running.is_empty() or (
-                count <= limit and adapters_fit(scheduler, [*running.reqs, *reqs])
+                count <= limit and adapters_fit(scheduler, chain(running.reqs, reqs))
             )
 
         if not fit():
