@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmark.decode_radix_cache.conversations import Conversations
+from benchmark.decode_radix_cache.drafts import Rates, rates, zeroing
 from benchmark.harness import metrics, report
 from benchmark.harness.client import Request, Result
 from benchmark.harness.environment import describe
-from benchmark.harness.models import TINY_ARITH, own_draft
+from benchmark.harness.models import own_draft
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
-
-Ids = list[int]
 
 ACCEPT_LENGTH = "sglang:spec_accept_length"
 
@@ -65,45 +64,6 @@ def drafting(model: Path, steps: int, algorithm: str = "EAGLE") -> tuple[str, ..
     )
 
 
-def questions(count: int) -> list[str]:
-    """Held-out questions of the shipped model."""
-    lines = (TINY_ARITH / "test_set.jsonl").read_text().splitlines()
-    return [json.loads(line)["question"] for line in lines[:count]]
-
-
-class Conversations:
-    """Chats of several turns, as token ids; each turn goes on from the answer before it.
-
-    ``instruction``: token ids that all of them begin with.
-    """
-
-    def __init__(
-        self, model: Path, count: int, turns: int, instruction: Sequence[int] = ()
-    ) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-        asked = questions(count * turns)
-        self._asked = [asked[at::count] for at in range(count)]
-        self.prompts: list[Ids] = [[*instruction, *self._user(asks[0])] for asks in self._asked]
-        self._turn = 0
-
-    def _user(self, text: str) -> Ids:
-        message = [{"role": "user", "content": text}]
-        ids = self._tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return list(ids)
-
-    def answer(self, answers: Sequence[Ids]) -> None:
-        """The next turn of each."""
-        self._turn += 1
-        self.prompts = [
-            [*prompt, *answer, *self._user(asks[self._turn])]
-            for prompt, answer, asks in zip(self.prompts, answers, self._asked, strict=True)
-        ]
-
-
 def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
     """Measures all arms; non-zero where they answer differently or a request fails."""
     model = own_draft(out / "model-own-draft")
@@ -119,6 +79,7 @@ def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
             arms[name] = count(results, *pair.metrics())
         answers.append(results)
         report.write_requests(raw, name, results)
+    drafts = {name: _rates(out, model, load, env, console) for name, env in _RATED.items()}
     same = report.same_answers(answers)
     report.print_table(
         f"{load.agents} agents of {load.turns} turns, pages of {load.page_size} tokens",
@@ -133,6 +94,15 @@ def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
         ],
         console,
     )
+    report.print_table(
+        "drafts accepted, one step",
+        ["", "later turns", "asked again", "without hits"],
+        [
+            [name, *(f"{rate:.1%}" for rate in dataclasses.astuple(found))]
+            for name, found in drafts.items()
+        ],
+        console,
+    )
     report.write_summary(
         out / "speculation.summary.json",
         {
@@ -140,9 +110,21 @@ def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
             "load": dataclasses.asdict(load),
             "outputs_identical": same,
             "arms": {name: dataclasses.asdict(arm) for name, arm in arms.items()},
+            "accept_rates": {name: dataclasses.asdict(found) for name, found in drafts.items()},
         },
     )
     return 0 if same else 1
+
+
+#: What is done to the draft KV of shared prefixes, and the environment of decode that does it.
+_RATED: dict[str, Mapping[str, str]] = {"kept": {}, "zeroed": zeroing()}
+
+
+def _rates(out: Path, model: Path, load: Load, env: Mapping[str, str], console: Console) -> Rates:
+    console.print(f"[bold]drafts[/]: starting fresh servers {dict(env) or ''}")
+    config = dataclasses.replace(_config(model, 1, load), decode_env=env)
+    with Pair(config, out / "logs" / f"drafts-{'zeroed' if env else 'kept'}") as pair:
+        return rates(pair, model)
 
 
 def _config(model: Path, steps: int, load: Load) -> PairConfig:

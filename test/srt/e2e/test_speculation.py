@@ -8,15 +8,14 @@ changes the text. Wrong draft KV changes no answer, only how many drafts are acc
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from benchmark.decode_radix_cache.speculation import ACCEPT_LENGTH, Conversations, drafting
-from benchmark.harness.client import Request, Result
+from benchmark.decode_radix_cache import drafts
+from benchmark.decode_radix_cache.conversations import Conversations
+from benchmark.decode_radix_cache.speculation import ACCEPT_LENGTH, drafting
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
@@ -45,18 +44,6 @@ def speculative_pair(model: Path, logs: Path, steps: int, **changes: Any) -> Pai
         prefill_args=(*config.prefill_args, *args),
         decode_args=(*config.decode_args, *args),
     )
-
-
-def outputs(results: Sequence[Result]) -> list[Ids]:
-    """Token ids of answers without errors."""
-    assert [result.error for result in results] == [None] * len(results)
-    return [result.output_ids for result in results]
-
-
-def accept_rate(results: Sequence[Result]) -> float:
-    """The part of the drafts that was accepted."""
-    drafted = sum(result.drafted_tokens for result in results)
-    return sum(result.accepted_tokens for result in results) / drafted
 
 
 @pytest.fixture(scope="module")
@@ -106,40 +93,12 @@ def test_conversations_on_a_pool_that_evicts(
         assert "#retracted_reqs: " in pair.processes["decode"].log_text()
 
 
-class Rates(NamedTuple):
-    """Accept rates of the same prompts, whose answers are the same."""
-
-    #: Later turns of conversations: the turn before is in the tree.
-    turns: float
-    #: Asked again: all but the last page is in the tree.
-    again: float
-    #: Nothing is in the tree.
-    misses: float
-
-
-def rates(arithmetic: Path, logs: Path, **changes: Any) -> Rates:
-    """Conversations; then the same prompts again, and in namespaces of their own."""
+def rates(arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
+    """Of later turns, of their prompts once more, and of the same where nothing is a hit."""
     config = speculative_pair(arithmetic, logs, 1, page_size=16, decode_tokens=POOL, **changes)
-    chats = Conversations(arithmetic, 5, TURNS)
-    prompts: list[Ids] = []
-    turns: list[Result] = []
     with Pair(config, logs) as pair:
-        for turn in range(TURNS):
-            results = pair.send([Request(prompt, 60) for prompt in chats.prompts])
-            if turn:
-                prompts += chats.prompts
-                turns += results
-            if turn < TURNS - 1:
-                chats.answer(outputs(results))
-        again = pair.send([Request(prompt, 60) for prompt in prompts], concurrency=6)
-        hit_tokens = pair.metrics()[1][HIT_TOKENS]
-        apart = [Request(p, 60, extra={"extra_key": f"{at}"}) for at, p in enumerate(prompts)]
-        misses = pair.send(apart, concurrency=6)
+        found = drafts.rates(pair, arithmetic)
         settle(pair)
-        assert pair.metrics()[1][HIT_TOKENS] == hit_tokens
-    assert hit_tokens > 0.9 * sum(map(len, prompts))
-    assert outputs(turns) == outputs(again) == outputs(misses)
-    found = Rates(*map(accept_rate, (turns, again, misses)))
     print(found)
     return found
 
@@ -157,10 +116,7 @@ def test_drafts_on_hits_are_as_good_as_on_misses(arithmetic: Path, logs: Path) -
 def test_lost_draft_kv_shows(arithmetic: Path, logs: Path) -> None:
     """The control: with the draft KV of every shared prefix zeroed, the answers are the same and
     the accept rate of prompts from the tree falls clearly below that of misses."""
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
-    env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.zeroed_drafts", "PYTHONPATH": path}
-    found = rates(arithmetic, logs, decode_env=env)
+    found = rates(arithmetic, logs, decode_env=drafts.zeroing())
     assert found.again < 0.9 * found.misses
 
 
@@ -170,7 +126,7 @@ def test_retractions_keep_the_drafts(arithmetic: Path, logs: Path) -> None:
     retracted, which costs each the drafts of one step (it starts from the end of its prompt)."""
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
     found = rates(arithmetic, logs, decode_env=env)
-    assert min(found) > 0.9
+    assert min(dataclasses.astuple(found)) > 0.9
 
 
 @pytest.mark.nightly
@@ -179,12 +135,12 @@ def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> Non
     conversations a turn hits at most two tokens less. (Bytes: the draft's KV is moved as well.)"""
     chats = {True: Conversations(arithmetic, 8, TURNS), False: Conversations(arithmetic, 8, TURNS)}
     metrics: dict[bool, dict[str, float]] = {}
-    for drafts, asked in chats.items():
-        folder = logs / str(drafts)
+    for speculates, asked in chats.items():
+        folder = logs / str(speculates)
         sizes: dict[str, Any] = {"page_size": 1, "decode_tokens": 6000}
         config = (
             speculative_pair(arithmetic, folder, 3, **sizes)
-            if drafts
+            if speculates
             else pair_config(arithmetic, folder, **sizes)
         )
         with Pair(config, folder) as pair:
@@ -193,9 +149,9 @@ def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> Non
                 if turn < TURNS - 1:
                     asked.answer(answers)
             settle(pair)
-            metrics[drafts] = pair.metrics()[1]
+            metrics[speculates] = pair.metrics()[1]
         shown = (HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES, ACCEPT_LENGTH)
-        print(f"speculation {drafts}:", {name: metrics[drafts].get(name) for name in shown})
+        print(f"speculation {speculates}:", {name: metrics[speculates].get(name) for name in shown})
     assert chats[True].prompts == chats[False].prompts
     lost = metrics[False][HIT_TOKENS] - metrics[True][HIT_TOKENS]
     assert 0 <= lost <= 2 * 8 * TURNS

@@ -1,0 +1,79 @@
+"""Whether drafts behind a prefix from the tree are as good as those behind a prompt that was moved.
+
+Wrong draft KV changes no answer, only how many drafts are accepted. The same prompts are asked as
+later turns, once more, and in namespaces of their own, where nothing is a hit; and all of it again
+on a decode server that zeroes the draft KV of every prefix that it shares (``zeroed_drafts``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmark.decode_radix_cache.conversations import Conversations
+from benchmark.harness import metrics, report
+from benchmark.harness.client import Request, Result
+from benchmark.harness.models import REPOSITORY
+from benchmark.harness.pair import Pair
+
+#: Conversations, turns of each, and generated tokens of a turn.
+CHATS, TURNS, NEW = 5, 5, 60
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Parts of the drafts that were accepted, of the same prompts, whose answers are the same."""
+
+    turns: float
+    """Later turns of conversations: the turn before is in the tree."""
+    again: float
+    """Asked again: all but the last page is in the tree."""
+    misses: float
+    """Nothing is in the tree."""
+
+
+def zeroing() -> Mapping[str, str]:
+    """Environment of a decode server that zeroes the draft KV of every prefix that it shares."""
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    package = "benchmark.decode_radix_cache.zeroed_drafts"
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": package, "PYTHONPATH": path}
+
+
+def rates(pair: Pair, model: Path) -> Rates:
+    """Of a fresh pair with ``model`` as its own draft, one step, and room for all conversations.
+
+    Raises:
+        RuntimeError: a request failed, answers differ, or hits are not where they have to be.
+    """
+    chats = Conversations(model, CHATS, TURNS)
+    prompts: list[list[int]] = []
+    turns: list[Result] = []
+    for turn in range(TURNS):
+        asked = enumerate(chats.prompts, len(prompts))
+        results = pair.send([Request(prompt, NEW, label=f"{at}") for at, prompt in asked])
+        if turn:
+            prompts += chats.prompts
+            turns += results
+        if turn < TURNS - 1:
+            chats.answer([result.output_ids for result in results])
+    once_more = [Request(prompt, NEW, label=f"{at}") for at, prompt in enumerate(prompts)]
+    again = pair.send(once_more, concurrency=6)
+    hit_tokens = pair.metrics()[1][metrics.HIT_TOKENS]
+    apart = [replace(request, extra={"extra_key": request.label}) for request in once_more]
+    misses = pair.send(apart, concurrency=6)
+    pair.check()
+    if not report.same_answers([turns, again, misses]):
+        raise RuntimeError("a request failed, or hits answer other than misses")
+    if hit_tokens <= 0.9 * sum(map(len, prompts)):
+        raise RuntimeError(f"{hit_tokens:.0f} hit tokens: the tree did not keep the conversations")
+    if pair.metrics()[1][metrics.HIT_TOKENS] != hit_tokens:
+        raise RuntimeError("prompts in namespaces of their own were hits")
+    return Rates(*map(accept_rate, (turns, again, misses)))
+
+
+def accept_rate(results: Sequence[Result]) -> float:
+    """The part of the drafts that was accepted."""
+    drafted = sum(result.drafted_tokens for result in results)
+    return sum(result.accepted_tokens for result in results) / drafted
