@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 sample_s=args.sample_s,
                 on_end=progressed(task),
             )
-            row = Row(arm, outcome(last), last.events, time.perf_counter() - began)
+            row = Row(arm, outcome(last, args.timeout_s), last.events, time.perf_counter() - began)
             rows.append(row)
             out.write(msgspec.json.encode(row).decode() + "\n")
             out.flush()  # a long run that is stopped keeps what it has
@@ -195,6 +195,7 @@ COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "link busy": lambda o: f"{o.link_busy:.0%}",
     "retracted": lambda o: f"{o.retracted:,}",
     "rejected": lambda o: f"{o.rejected:,}",
+    "in time": lambda o: f"{o.in_time:.1%}",
 }
 
 
@@ -268,6 +269,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--prefill-policy", choices=POLICIES, default="least_pending")
     add("--decode-policy", choices=POLICIES, nargs="+", default=["least_tokens", "delta_kv"])
     add("--sample-s", type=float, default=5.0, help="between two samples")
+    add("--timeout-s", type=float, default=600.0, help="what a client waits for its answer")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("simulate-results"))
     return parser.parse_args(argv)

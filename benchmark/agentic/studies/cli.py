@@ -222,6 +222,7 @@ def _described(trace: Trace) -> dict[str, Any]:
             "requests": len(trace.records),
             "prompt_tokens": sum(r.input_length for r in trace.records),
             "output_tokens": sum(r.output_length for r in trace.records),
+            "largest_tokens": max(r.input_length + r.output_length for r in trace.records),
         }
     )
     return told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from benchmark.agentic.sample.select import Plan, chosen, window_and_thin
 from benchmark.agentic.sample.survey import survey
 from benchmark.agentic.sample.window import requests_of
 from benchmark.agentic.studies.spec import LoadSpec, TraceSpec
+from benchmark.traces.generate import AGENTIC
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
 from benchmark.traces.scale import Fitting, Scale
 from benchmark.traces.sessions import annotate
 
-GENERATED = 20_000
-"""Requests of a generated trace, before it is sampled."""
+GENERATED_PER_S = 28.9
+"""Requests of a generated trace."""
 COLD_PROMPTS = 300
 """Of a cold client, more than it gets to send."""
 
@@ -59,7 +60,7 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
         ValueError: the file is no trace, or nothing of it is left.
     """
     path = Path(spec.file) if spec.file else None
-    whole = list(agentic(GENERATED, spec.seed) if path is None else annotate(read(path)))
+    whole = list(generated(spec) if path is None else annotate(read(path)))
     source = "a generated trace" if path is None else path.name
     if not whole:
         raise ValueError(f"{source} holds no request")
@@ -72,6 +73,15 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     described = describe(survey(sampled, BLOCK_TOKENS))
     classes = Classes().scaled(fleet.block_tokens)
     return Trace(source, records, described, ratio, fitting.left_out, classes)
+
+
+def generated(spec: TraceSpec) -> Iterator[Record]:
+    """Traffic in the shape of a published one."""
+    shape = AGENTIC
+    if spec.generated_per_s is not None:
+        more = spec.generated_per_s / GENERATED_PER_S
+        shape = dataclasses.replace(shape, families_per_s=shape.families_per_s * more)
+    return agentic(spec.generated, spec.seed, shape)
 
 
 def limit(fleet: FleetFile) -> int:

@@ -7,6 +7,7 @@ drawn whole, as their turns wait for each other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ Statistic = Callable[[Values, Values], Values]
 
 DRAWS = 1000
 QUANTITIES = ("ttft", "tpot", "e2e")
+STAGES = ("queue", "build", "post", "wire")
+"""Of a transfer, as prefill counts them."""
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end-to-end time"}
 
 
@@ -140,24 +143,20 @@ class Level:
         return found
 
     def interval(self, values: Values, statistic: Statistic = mean) -> Interval:
-        return _interval(plain(values, statistic), self._drawn(values, statistic))
+        return spanned(plain(values, statistic), self._drawn(values, statistic))
 
     def ratio(self, values: Values, base: Values, statistic: Statistic = mean) -> Interval:
         """``statistic`` of one over that of the other, drawn alike."""
         one, other = self._drawn(values, statistic), self._drawn(base, statistic)
         value = _over(plain(values, statistic), plain(base, statistic))
-        return _interval(value, one / np.where(other == 0, np.nan, other))
+        return spanned(value, one / np.where(other == 0, np.nan, other))
 
     def outcomes(self, arm: str) -> list[Outcome]:
         return [o for cell in self.cells[arm] for o in cell.outcomes]
 
     def per_s(self, arm: str, of: Callable[[Outcome], bool]) -> float:
         """Requests a second that are so, the mean over rounds."""
-        rates = []
-        for cell in self.cells[arm]:
-            began = min((o.started_s for o in cell.outcomes), default=0.0)
-            ended = max((o.finished_s for o in cell.outcomes), default=0.0)
-            rates.append(sum(map(of, cell.outcomes)) / max(ended - began, 1e-9))
+        rates = [sum(map(of, cell.outcomes)) / _span_s(cell) for cell in self.cells[arm]]
         return sum(rates) / len(rates)
 
     def goodput(self, arm: str) -> float:
@@ -183,9 +182,52 @@ class Level:
     def gauges(self, arm: str, name: str) -> list[float]:
         return [row[name] for cell in self.cells[arm] for row in cell.samples if name in row]
 
-    def most_open(self, arm: str) -> int:
-        """Requests under way at once."""
-        return max(most_open(cell.outcomes) for cell in self.cells[arm])
+    def open(self, arm: str) -> tuple[float, int]:
+        """Requests under way at once: on average, and at most."""
+        cells = self.cells[arm]
+        means = [sum(o.e2e_s for o in cell.outcomes) / _span_s(cell) for cell in cells]
+        return sum(means) / len(means), max(most_open(cell.outcomes) for cell in cells)
+
+    def by_worker(self, arm: str) -> list[tuple[float, float]]:
+        """Of each decoding server its share of the prompt tokens and the hit rate there, over all
+        rounds, busiest of each first. Servers that answered nothing are not known."""
+        tokens, hits = Counter[int](), Counter[int]()
+        for cell in self.cells[arm]:
+            prompt, cached = Counter[str](), Counter[str]()
+            for o in cell.outcomes:
+                if o.error is None and o.decode_worker is not None:
+                    prompt[o.decode_worker] += o.prompt_tokens
+                    cached[o.decode_worker] += o.cached_tokens or 0
+            for rank, (worker, count) in enumerate(prompt.most_common()):
+                tokens[rank] += count
+                hits[rank] += cached[worker]
+        return [
+            (_over(tokens[rank], tokens.total()), _over(hits[rank], tokens[rank]))
+            for rank in sorted(tokens)
+        ]
+
+    def transfers(self, arm: str) -> float:
+        """Chunks that prefill sent, of a round; 0 where nothing counts them."""
+        return self._gained(arm, "kv_transfer_wire_seconds_count") / len(self.cells[arm])
+
+    def stages(self, arm: str) -> dict[str, float] | None:
+        """Mean seconds of a transfer's stages; None where nothing counts them."""
+        count = {name: self._gained(arm, f"kv_transfer_{name}_seconds_count") for name in STAGES}
+        if not count["wire"]:
+            return None
+        return {
+            n: _over(self._gained(arm, f"kv_transfer_{n}_seconds_sum"), count[n]) for n in STAGES
+        }
+
+    def _gained(self, arm: str, name: str) -> float:
+        return sum(c.gained.get("prefill", {}).get(f"sglang:{name}", 0.0) for c in self.cells[arm])
+
+
+def _span_s(cell: Cell) -> float:
+    """From the first request to the last answer."""
+    began = min((o.started_s for o in cell.outcomes), default=0.0)
+    ended = max((o.finished_s for o in cell.outcomes), default=0.0)
+    return max(ended - began, 1e-9)
 
 
 def met(o: Outcome, slo: Slo) -> bool:
@@ -202,7 +244,8 @@ def levels(run: Run) -> list[Level]:
     return [Level(run, load, run.study.slo) for load in run.loads]
 
 
-def _interval(value: float, drawn: Values) -> Interval:
+def spanned(value: float, drawn: Values) -> Interval:
+    """A value, and where its draws lie."""
     there = drawn[~np.isnan(drawn)]
     if not len(there):
         return Interval(value, float("nan"), float("nan"))

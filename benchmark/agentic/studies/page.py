@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmark.agentic.replay.classes import NAMES as CLASSES
 from benchmark.agentic.replay.client import client
+from benchmark.agentic.studies.details import details, table
 from benchmark.agentic.studies.numbers import (
     NAMES,
     QUANTITIES,
@@ -42,7 +43,8 @@ def page(run: Run, levels: Sequence[Level], figures: Mapping[str, str]) -> str:
         "## By class",
         f"{run.trace['classes']}. New tokens are those that an endless cache, shared by all, would "
         "not hold.",
-        _table(["load", "arm", "class", "requests", *_TIMES], _by_class(run, levels)),
+        table(["load", "arm", "class", "requests", *_TIMES], list(_by_class(run, levels))),
+        *details(run, levels),
         "## Figures" if figures else "",
         *(f"![{title}]({file})" for title, file in figures.items()),
         "## The load",
@@ -50,8 +52,9 @@ def page(run: Run, levels: Sequence[Level], figures: Mapping[str, str]) -> str:
         "## The client, and each round",
         "How late requests were sent, and how late this program was in reading (p99); and the mean "
         f"{NAMES[run.study.by]} of each round.",
-        _table(
-            ["load", "arm", "reached", "sent late", "read late", "rounds"], _rounds(run, levels)
+        table(
+            ["load", "arm", "reached", "sent late", "read late", "rounds"],
+            list(_rounds(run, levels)),
         ),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -135,24 +138,33 @@ def _load(run: Run) -> str:
         + (f", at most {most} tokens" if (most := run.fleet["max_answer_tokens"]) else "")
         + (f"; {left_out} requests too long for the fleet were left out" if left_out else "")
         + f". Replayed: {trace['requests']:,} requests with {trace['prompt_tokens']:,} prompt and "
-        f"{trace['output_tokens']:,} answer tokens, {how}; a next turn goes out {think} after the "
-        f"answer before it. A failed request counts as {load.timeout_s:g} s."
+        f"{trace['output_tokens']:,} answer tokens{_largest(run)}, {how}; a next turn goes "
+        f"out {think} after the answer before it. A failed request counts as {load.timeout_s:g} s."
     )
+
+
+def _largest(run: Run) -> str:
+    """The largest request against the pool, where both are known."""
+    largest, pool = run.trace.get("largest_tokens"), run.fleet["pool_tokens"]
+    if not largest:
+        return ""
+    text = f", the largest request {largest:,}"
+    return text + (f" ({largest / pool:.0%} of a pool)" if pool else "")
 
 
 def _levels(run: Run, levels: Sequence[Level], base: str) -> Iterator[str]:
     for level in levels:
         yield f"## {level.load:g} {run.unit}"
         columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "hit rate"]
-        columns += ["most at once", "pool p50 / max", "KV moved", "computed by decode"]
-        yield _table(columns, (_row(run, level, arm) for arm in level.cells))
+        columns += ["at once, mean / most", "pool p50 / max", "KV moved", "computed by decode"]
+        yield table(columns, [_row(run, level, arm) for arm in level.cells])
         if len(level.cells) > 1:
             yield (
                 f"Of {base}'s, with 95 % intervals (bootstrap over rounds and sessions); a "
                 "difference is in bold."
             )
             head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in ("mean", "p90"))]
-            yield _table(head, _ratios(run, level))
+            yield table(head, list(_ratios(run, level)))
 
 
 def _row(run: Run, level: Level, arm: str) -> list[str]:
@@ -161,7 +173,8 @@ def _row(run: Run, level: Level, arm: str) -> list[str]:
     row += [f"{level.goodput(arm):.2f}"]
     row += [spread(level.values(arm, quantity)) for quantity in QUANTITIES]
     hit = level.hit_rate(arm)
-    row += ["-" if math.isnan(hit) else f"{hit:.1%}", str(level.most_open(arm))]
+    at_once, most = level.open(arm)
+    row += ["-" if math.isnan(hit) else f"{hit:.1%}", f"{at_once:.1f} / {most}"]
     usage = sorted(level.gauges(arm, "usage"))
     row += [f"{usage[len(usage) // 2]:.0%} / {usage[-1]:.0%}" if usage else "-"]
     moved = level.moved(arm)
@@ -219,9 +232,3 @@ def _means(values: Values) -> list[float]:
 
 def _told(of: Interval) -> list[float]:
     return [of.value, of.low, of.high]
-
-
-def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.agentic.replay.classes import NAMES as CLASSES
-from benchmark.agentic.studies.numbers import NAMES, QUANTITIES, STATISTICS, Level, plain
+from benchmark.agentic.studies.numbers import NAMES, QUANTITIES, STAGES, STATISTICS, Level, plain
 from benchmark.agentic.studies.record import Run
 
 COLORS = ("#6b6b6b", "#d1495b", "#edae49", "#2a7fb8", "#3c9d6b", "#8d5a97")
@@ -20,6 +20,7 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
 
     matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
+    from PIL import Image  # comes with it
 
     folder.mkdir(parents=True, exist_ok=True)
     colors = dict(zip(run.titles, COLORS, strict=False))
@@ -27,8 +28,10 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
 
     def save(figure: Any, title: str, name: str) -> None:
         figure.tight_layout()
-        figure.savefig(folder / name, dpi=120)
+        figure.savefig(folder / name, dpi=100)
         pyplot.close(figure)
+        with Image.open(folder / name) as image:  # a third of the bytes
+            image.convert("RGB").quantize(64).save(folder / name, optimize=True)
         drawn[title] = name
 
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6))
@@ -57,7 +60,28 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
         axis.set_ylim(0, 105)
         axis.legend(fontsize=7, frameon=False)
         save(figure, f"KV pools over time at {levels[-1].load:g} {run.unit}", "pools.png")
+    stages = {arm: of for arm in colors if (of := _stages(levels[-1], arm)) is not None}
+    if stages:
+        figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(stages)))
+        _stacked(axis, {run.titles[arm]: of for arm, of in stages.items()})
+        axis.legend(fontsize=7, frameon=False, ncols=len(STAGES))
+        save(figure, f"Stages of a transfer at {levels[-1].load:g} {run.unit}", "stages.png")
     return drawn
+
+
+def _stages(level: Level, arm: str) -> dict[str, float] | None:
+    return level.stages(arm) if arm in level.cells else None
+
+
+def _stacked(axis: Any, stages: dict[str, dict[str, float]]) -> None:
+    """A bar an arm; here colours are stages."""
+    left = [0.0] * len(stages)
+    for stage, color in zip(STAGES, COLORS, strict=False):
+        widths = [of[stage] * 1e3 for of in stages.values()]
+        axis.barh(list(stages), widths, left=left, color=color, label=stage)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.set_xlabel("mean of a transfer, ms")
+    axis.set_ylim(len(stages) + 0.2, -0.6)  # the first arm on top
 
 
 def _over_load(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 from benchmark.agentic.fleet import rig, servers
 from benchmark.agentic.fleet.servers import Servers
@@ -88,14 +91,17 @@ def _measure(
     sessions = int(cell.load) if how.sessions else None
     records = trace.at(how, cell.load)
 
+    zeros: list[float] = []
+    beside_load: list[tuple[float, Outcome]] = []
+
     def ended(outcome: Outcome) -> None:
+        zeros.append(_zero(outcome))
         cell.outcomes.append(outcome)
         record.append(lines, cell, outcome, cold=False)
         told(arm.title, cell, len(cell.outcomes))
 
     def cold_ended(outcome: Outcome) -> None:
-        cell.cold.append(outcome)
-        record.append(lines, cell, outcome, cold=True)
+        beside_load.append((_zero(outcome), outcome))
 
     async def go() -> None:
         beside = [
@@ -104,7 +110,7 @@ def _measure(
                     running.target,
                     load.cold(study.trace, about, client),
                     prompts,
-                    running.settings(**{**common, "think_s": 0.0}),
+                    running.settings(**{**common, "think_s": study.trace.cold_gap_s}),
                     on_outcome=cold_ended,
                 )
             )
@@ -120,8 +126,25 @@ def _measure(
 
     with running.sampled() as cell.samples:
         asyncio.run(go())
+    for zero, outcome in beside_load:
+        cell.cold.append(later(outcome, zero - zeros[0]))
+        record.append(lines, cell, cell.cold[-1], cold=True)
     running.check()  # also lets the last transfers be counted
     after = running.counters()
     cell.gained = {
         role: metrics.gained(before.get(role, {}), values) for role, values in after.items()
     }
+
+
+def _zero(outcome: Outcome) -> float:
+    """When its replay's clock showed 0, as it ends: each client has a clock of its own."""
+    return time.monotonic() - outcome.finished_s
+
+
+def later(outcome: Outcome, seconds: float) -> Outcome:
+    """Its times on a clock that began so much earlier."""
+    names = ("scheduled_s", "started_s", "sent_s", "first_token_s", "finished_s")
+    there = {name: at for name in names if (at := getattr(outcome, name)) is not None}
+    return msgspec.structs.replace(
+        outcome, **{name: round(at + seconds, 6) for name, at in there.items()}
+    )

@@ -72,12 +72,21 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_single_turn: float = 0.3
     """Most of the sessions that may have a single turn."""
     seed: int = 42
+    generated: int = 20_000
+    """Requests of a generated trace, before it is sampled."""
+    generated_per_s: float | None = None
+    """Its rate; None: of the traffic that it resembles, about 29. More or fewer people, who are
+    as fast."""
     cold_tokens: int = 0
     """Of a cold client's prompt, as long as in the trace, before scaling."""
+    cold_gap_s: float = 0.0
+    """From the answer to a cold client to its next prompt."""
 
     def __post_init__(self) -> None:
         if (self.requests is not None and self.requests < 1) or not self.window_s > 0:
             raise ValueError("`requests` and `window_s` must be more than 0")
+        if self.generated < 1 or (self.generated_per_s is not None and self.generated_per_s <= 0):
+            raise ValueError("`generated` and `generated_per_s` must be more than 0")
 
 
 class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

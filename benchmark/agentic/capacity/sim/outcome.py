@@ -46,10 +46,13 @@ class Outcome:
     """Share of the run's time that a prefill worker computed."""
     link_busy: float
     """The same for a prefill worker's link."""
+    in_time: float
+    """Share of the requests whose answer was complete within the limit. Later ones go on all the
+    same, where clients would have given up."""
 
 
-def outcome(run: Run) -> Outcome:
-    """The numbers of a run."""
+def outcome(run: Run, timeout_s: float = 600.0) -> Outcome:
+    """The numbers of a run. ``timeout_s``: what a client waits for an answer."""
     good = [job for job in run.jobs if not job.rejected]
     prompts = sum(job.prompt for job in good) or 1
     seconds = run.duration_s or 1.0
@@ -84,6 +87,7 @@ def outcome(run: Run) -> Outcome:
         retracted=sum(job.retracted for job in good),
         prefill_busy=sum(w.busy_seconds for w in prefill) / seconds / len(prefill),
         link_busy=sum(w.link_seconds for w in prefill) / seconds / len(prefill),
+        in_time=_mean([0 <= job.finished - job.arrival <= timeout_s for job in run.jobs]),
     )
 
 

@@ -119,6 +119,20 @@ def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
     assert "No verdict: 1 round" in (out / "page.md").read_text()
 
 
+def test_a_cold_client_is_timed_on_the_loads_clock(
+    urls: list[str], trace: str, tmp_path: Path
+) -> None:
+    """Guards what a prefill costs the answers beside it: both must have one clock."""
+    file = fleet(tmp_path, f"aggregated: [{urls[0]}]\n")
+    out = tmp_path / "run"
+    words = ["interference", "--fleet", file, "--trace", trace, "--requests", "8", "--rounds", "1"]
+    assert cli.run([*words, "--sessions", "2", "--arms", "beside", "--out", str(out)]) == 0
+    (cell,) = record.load(out).cells
+    ends = [o.finished_s for o in cell.outcomes]
+    assert cell.cold and all(-5 < o.started_s < max(ends) for o in cell.cold)
+    assert "## Per prefill of the cold client" in (out / "page.md").read_text()
+
+
 def test_a_server_that_is_not_there_is_named(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,10 +15,12 @@ from benchmark.agentic.fleet import spec
 from benchmark.agentic.replay.outcome import Outcome
 from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
+from benchmark.agentic.studies.events import events
 from benchmark.agentic.studies.load import cold, prepare
-from benchmark.agentic.studies.numbers import STATISTICS, Level, levels, plain, quantile
+from benchmark.agentic.studies.numbers import STAGES, STATISTICS, Level, levels, plain, quantile
 from benchmark.agentic.studies.page import html, page
 from benchmark.agentic.studies.record import Cell, Run
+from benchmark.agentic.studies.run import later
 from benchmark.agentic.studies.spec import ArmSpec, LoadSpec, Study, TraceSpec, find
 from benchmark.agentic.studies.verdict import answer, breaks, warnings
 from benchmark.traces.read import write
@@ -153,9 +155,66 @@ def test_the_page_is_well_formed() -> None:
     assert text.split("\n\n")[1] == answer(made, levels(made))
     tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
     assert len(tables) == 4
+    assert html(text, "t").count("<table>") == 4 and "figure.png" in html(text, "t")
+    for cell in made.cells:
+        more(cell)
+    text = page(made, levels(made), {})
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    assert len(tables) == 7
     for table in tables:
         assert len({line.count("|") for line in table.strip().splitlines()}) == 1
-    assert html(text, "t").count("<table>") == 4 and "figure.png" in html(text, "t")
+    assert "| 4 | b | 75% / 25% | 40% / 80% | 1.50 |" in text
+    assert "| 4 | a | 10 | 1.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |" in text
+
+
+def more(cell: Cell) -> None:
+    """Two workers, of which the first gets the most; a cold client; and what prefill counts."""
+    workers = {True: ("x", 120, 48), False: ("y", 40, 32)}
+    for i, o in enumerate(cell.outcomes):
+        name, prompt, cached = workers[i % 2 == 0]
+        cell.outcomes[i] = msgspec.structs.replace(
+            o, decode_worker=name, prompt_tokens=prompt, cached_tokens=cached, first_token_s=i + 0.1
+        )
+        cell.outcomes[i] = msgspec.structs.replace(cell.outcomes[i], itl_s=(0.1,) * 4)
+    cell.cold = [msgspec.structs.replace(outcome(3, 0.2), first_token_s=3.2)]
+    counters = {}
+    for number, stage in enumerate(STAGES, 1):
+        counters[f"sglang:kv_transfer_{stage}_seconds_sum"] = number * 0.01
+        counters[f"sglang:kv_transfer_{stage}_seconds_count"] = 10.0
+    cell.gained = {"prefill": counters}
+
+
+def test_an_event_costs_what_running_answers_lack_of_their_rate() -> None:
+    """Guards the account of a prefill: two answers with a token every 10 ms, one of which stands
+    still for the 200 ms of a cold prompt; a third began after it."""
+
+    def of(index: int, first_s: float, gaps: list[float]) -> Outcome:
+        return msgspec.structs.replace(
+            outcome(index, 1.0), first_token_s=first_s, itl_s=tuple(gaps)
+        )
+
+    stands = [0.01] * 50 + [0.21] + [0.01] * 49
+    cell = Cell("a", 0, 4, outcomes=[of(0, 0.0, [0.01] * 150), of(1, 0.0, stands), of(2, 0.8, [])])
+    cold = msgspec.structs.replace(outcome(0, 0.2), started_s=0.505, first_token_s=0.705)
+    failed = msgspec.structs.replace(outcome(1, 0.2), started_s=1.0, error="timeout")
+    cell.cold = [cold, failed]
+    (level,) = levels(run([cell]))
+    found = events(level, "a")
+    assert found is not None and found.count == 1 and found.running == pytest.approx(2)
+    assert found.seconds.value == pytest.approx(0.2)
+    assert found.outside_s == pytest.approx(0.01, rel=0.02)
+    assert found.lost_tokens.value == pytest.approx(20, abs=1)
+    assert found.stalled_s.value == pytest.approx(0.2, abs=0.01)
+    assert found.within_s == pytest.approx(0.02, rel=0.05)
+    cell.cold = [failed]
+    assert events(level, "a") is None
+
+
+def test_clients_of_a_load_share_a_clock() -> None:
+    """Guards events against a cold client's own clock, whose 0 is its first prompt."""
+    moved = later(msgspec.structs.replace(outcome(2, 1.0), first_token_s=2.5), 0.25)
+    assert (moved.started_s, moved.first_token_s, moved.finished_s) == (2.25, 2.75, 3.25)
+    assert moved.sent_s is None and moved.e2e_s == 1.0
 
 
 def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
@@ -202,6 +261,8 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     fast, slow = (trace.at(LoadSpec(speed=(s,)), s)[-1].timestamp for s in (2.0, 1.0))
     assert fast * 2 == slow == trace.at(LoadSpec(sessions=(1,)), 1)[-1].timestamp
     assert records[-1].timestamp / 1000 == pytest.approx(len(records) / 4, rel=0.05)
+    whole = prepare(TraceSpec(requests=None, generated=60, generated_per_s=2.0), fleet).records
+    assert len(whole) < 60 and 10 < whole[-1].timestamp / 1000 < 90
     prompts = cold(TraceSpec(cold_tokens=5000), fleet, 1)
     assert prompts[0].input_length == 156 and len(prompts[0].hash_ids) == 10
     assert len({i for r in prompts for i in r.hash_ids}) == 10 * len(prompts)
