@@ -1,23 +1,33 @@
-"""Sends requests the way SGLang's PD load balancer does, and records when each token came.
+"""The streaming client: sends requests as a PD load balancer does, and notes when each token came.
 
 A pair is addressed either directly, with one request to prefill and decode at once that carry the
 same random bootstrap room, or by the URL of a load balancer that does that for us.
+
+A ``Request`` is read whole, to compare answers. A ``Message`` is one of a replay, where hundreds of
+streams share a core: its body was made before, token ids are dropped, its answer must have exactly
+the length that was asked for, and what fails one half of a pair ends the other at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import orjson
 
-Json = dict[str, Any]
+from benchmark.harness.stream import TEXT, ErrorKind, Failed, Json, Result, take
+
+SESSION_HEADER = "X-Session-Id"
+PREFILL_HEADER, DECODE_HEADER, WORKER_HEADER = "X-Prefill-Worker", "X-Decode-Worker", "X-Worker"
+__all__ = ["Json", "Message", "Request", "Result", "Target", "open_session", "send", "send_all"]
 
 _rooms = random.SystemRandom()
 
@@ -88,87 +98,47 @@ class Request:
         }
 
 
-@dataclass
-class Result:
-    """What came back. Times are seconds on this process's monotonic clock."""
+@dataclass(frozen=True)
+class Message:
+    """A request as it goes out; see the module."""
 
-    label: str
-    started_at: float
-    token_times: list[float] = field(default_factory=list)
-    """When each piece of the answer arrived; a piece is one token unless the server merged some."""
-    output_ids: list[int] = field(default_factory=list)
-    """Empty for chat requests, whose endpoint returns text only."""
-    text: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that prefill found in its cache, as the server reports them."""
-    cached_by_source: Mapping[str, int] = field(default_factory=dict)
-    """The same by where they were: ``device``, ``host``, ``storage`` (``/generate`` only)."""
-    completion_tokens: int = 0
-    verify_steps: int = 0
-    """With speculation: steps of the target, each of which said at least one token."""
-    drafted_tokens: int = 0
-    """With speculation: tokens that the draft model proposed in them."""
-    accepted_tokens: int = 0
-    """Those of them that the target said too."""
-    finished_at: float = 0.0
-    http_bytes: int = 0
-    """Bodies of all requests and answers, bytes; headers are not counted."""
-    error: str | None = None
-    finish_reasons: list[Json] = field(default_factory=list)
-    """What the server said as it ended the answer (``/generate`` only): one entry, unless it ended
-    it twice or never."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds to the first token."""
-        return (self.token_times[0] if self.token_times else self.finished_at) - self.started_at
-
-    @property
-    def latency_s(self) -> float:
-        return self.finished_at - self.started_at
-
-    @property
-    def itl_s(self) -> float | None:
-        """Seconds from one token to the next, the mean over the answer; None below two tokens.
-
-        A mean, as single gaps say more about when this process got to read: tokens that arrive
-        while it is busy all seem to come at once.
-        """
-        if self.completion_tokens < 2 or not self.token_times:
-            return None
-        return (self.token_times[-1] - self.token_times[0]) / (self.completion_tokens - 1)
-
-    @property
-    def answer(self) -> Sequence[int] | str:
-        """What to compare between arms: token ids where there are any, else text."""
-        return self.output_ids or self.text
+    body: bytes
+    """A JSON object."""
+    wanted_tokens: int
+    session_id: str | None = None
+    path: str = "/generate"
 
 
 async def send(
-    session: aiohttp.ClientSession, target: Target, request: Request, result: Result | None = None
+    session: aiohttp.ClientSession,
+    target: Target,
+    request: Request | Message,
+    result: Result | None = None,
 ) -> Result:
     """Sends one request and reads its stream to the end. Never raises for what a server did.
 
     ``result``: a new record to fill, for callers that want what had arrived when they cancelled.
     """
-    body = {**request.body(), **target.route()}
-    result = result or Result(request.label, time.monotonic())
-    prefill: asyncio.Task[str | None] | None = None
+    if exact := isinstance(request, Message):
+        message, label = request, ""
+    else:
+        message = Message(orjson.dumps(request.body()), 0, path=request.path())
+        label = request.label
+    result = result or Result(label, time.monotonic())
     try:
-        if target.prefill_url is not None:
-            url = target.prefill_url + request.path()
-            prefill = asyncio.create_task(_drain(session, url, body, result))
-        async for event in _events(session, target.url + request.path(), body, result):
-            _take(result, event, request.is_chat)
-        if prefill is not None and (error := await prefill):
-            result.error = result.error or f"prefill: {error}"
-    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
-        result.error = f"{type(error).__name__}: {error}"
-    finally:
-        if prefill is not None:
-            prefill.cancel()
+        if target.prefill_url is None:
+            await _stream(session, target.url, message, result, exact)
+        else:
+            await _pair(session, target, message, result, exact)
+        if exact:
+            _check(result, message.wanted_tokens)
+    except Failed as failure:
+        result.fail(failure.kind, str(failure))
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        result.fail(_kind(error, result), f"{type(error).__name__}: {error}".removesuffix(": "))
     result.finished_at = time.monotonic()
+    result.decode_worker = result.decode_worker or target.url
+    result.prefill_worker = result.prefill_worker or target.prefill_url or result.decode_worker
     return result
 
 
@@ -189,96 +159,121 @@ async def send_all(
         return list(await asyncio.gather(*(one(request) for request in requests)))
 
 
-def open_session(timeout_s: float = 600.0, *, reuse: bool = True) -> aiohttp.ClientSession:
+def open_session(
+    timeout_s: float = 600.0, *, reuse: bool = True, headers: Mapping[str, str] | None = None
+) -> aiohttp.ClientSession:
     """A session without aiohttp's limit of 100 connections, which would queue on our side.
 
-    ``reuse=False`` opens a connection for each request: one that idled for the server's keep-alive
-    time may be closed by it just as the next request goes out.
+    ``timeout_s``: of each request, from connecting to the last byte. ``reuse=False`` opens a
+    connection for each: one that idled for the server's keep-alive time may be closed by it just as
+    the next request goes out. ``headers`` go with each.
     """
+    trace = aiohttp.TraceConfig()
+
+    async def sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+        if isinstance(result := context.trace_request_ctx, Result):  # others use the session too
+            result.sent_at = time.monotonic()
+
+    # Called in the step of the event loop that writes the body, just before it does.
+    trace.on_request_chunk_sent.append(sent)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=not reuse),
         timeout=aiohttp.ClientTimeout(total=timeout_s),
+        trace_configs=[trace],
+        read_bufsize=2**18,
+        headers=headers,
+    )
+
+
+async def _pair(
+    session: aiohttp.ClientSession, target: Target, message: Message, result: Result, exact: bool
+) -> None:
+    """Both halves at once, brought together by a room. With ``exact``, if one fails the other is
+    dropped; else decode is heard to its end first, as what it says of a failed prefill counts."""
+    assert target.prefill_url is not None
+    message = replace(message, body=message.body[:-1] + b"," + orjson.dumps(target.route())[1:])
+    prefill = asyncio.ensure_future(_drain(session, target.prefill_url, message, result))
+    decode = asyncio.ensure_future(_stream(session, target.url, message, result, exact))
+    halves = {prefill, decode}
+    try:
+        if exact:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
+            if prefill.done():
+                prefill.result()
+        try:
+            await decode
+        except Failed as failure:
+            if exact:
+                raise
+            result.fail(failure.kind, str(failure))
+        await prefill
+    finally:
+        for half in halves:
+            half.cancel()
+        await asyncio.wait(halves)
+
+
+def _post(
+    session: aiohttp.ClientSession, url: str, message: Message, result: Result
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    headers = {"Content-Type": "application/json"}
+    if message.session_id is not None:
+        headers[SESSION_HEADER] = message.session_id
+    result.http_bytes += len(message.body)
+    return session.post(
+        url + message.path, data=message.body, headers=headers, trace_request_ctx=result
     )
 
 
 async def _drain(
-    session: aiohttp.ClientSession, url: str, body: Json, result: Result
-) -> str | None:
-    """Prefill's half of a request; returns what went wrong there."""
-    async with _post(session, url, body, result) as answer:
-        text = await answer.text()
-        result.http_bytes += len(text)
-        return None if answer.status == 200 else f"{answer.status} {text[:300]}"
+    session: aiohttp.ClientSession, url: str, message: Message, result: Result
+) -> None:
+    """Prefill's half, whose answer nobody wants."""
+    async with _post(session, url, message, result) as response:
+        try:
+            await _check_status(response)
+        except Failed as failure:
+            raise Failed(failure.kind, f"prefill: {failure}") from None
+        result.http_bytes += len(await response.read())
 
 
-def _post(
-    session: aiohttp.ClientSession, url: str, body: Json, result: Result
-) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    data = orjson.dumps(body)
-    result.http_bytes += len(data)
-    return session.post(url, data=data, headers={"Content-Type": "application/json"})
-
-
-async def _events(
-    session: aiohttp.ClientSession, url: str, body: Json, result: Result
-) -> AsyncIterator[Json]:
-    """The JSON objects of a server-sent event stream."""
-    async with _post(session, url, body, result) as answer:
-        if answer.status != 200:
-            yield {"error": f"{answer.status} {(await answer.text())[:300]}"}
-            return
-        buffer = b""
-        async for chunk in answer.content.iter_any():
+async def _stream(
+    session: aiohttp.ClientSession, url: str, message: Message, result: Result, exact: bool
+) -> None:
+    async with _post(session, url, message, result) as response:
+        colocated = response.headers.get(WORKER_HEADER)
+        result.prefill_worker = response.headers.get(PREFILL_HEADER, colocated)
+        result.decode_worker = response.headers.get(DECODE_HEADER, colocated)
+        await _check_status(response)
+        tail = b""
+        async for chunk in response.content.iter_any():
+            now = time.monotonic()
             result.http_bytes += len(chunk)
-            buffer += chunk
-            *lines, buffer = buffer.split(b"\n")
+            *lines, tail = (tail + chunk).split(b"\n")
             for line in lines:
-                data = line.removeprefix(b"data:").strip()
-                if line.startswith(b"data:") and data != b"[DONE]":
-                    yield orjson.loads(data)
+                if line.startswith(b"data:") and b"[DONE]" not in line[:14]:
+                    take(result, line[5:], now, exact)
 
 
-def _take(result: Result, event: Json, is_chat: bool) -> None:
-    """Adds one event of the stream to the result."""
-    if "error" in event:
-        result.error = str(event["error"])
-    elif is_chat:
-        _take_chat(result, event)
-    else:
-        _take_generate(result, event)
+async def _check_status(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        kind: ErrorKind = "http_4xx" if response.status < 500 else "http_5xx"
+        raise Failed(kind, f"{response.status} {(await response.text())[:TEXT]}")
 
 
-def _take_chat(result: Result, event: Json) -> None:
-    for choice in event.get("choices", ()):
-        if piece := choice["delta"].get("content"):
-            result.text += piece
-            result.token_times.append(time.monotonic())
-    if usage := event.get("usage"):
-        result.prompt_tokens = usage["prompt_tokens"]
-        result.completion_tokens = usage["completion_tokens"]
-        result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+def _check(result: Result, wanted: int) -> None:
+    got = result.completion_tokens
+    if not result.ended:
+        raise Failed("broken_stream", f"the stream ended after {got} of {wanted} tokens")
+    if got < wanted:
+        raise Failed("short_answer", f"{got} of {wanted} tokens")
 
 
-def _take_generate(result: Result, event: Json) -> None:
-    meta = event["meta_info"]
-    if reason := meta.get("finish_reason"):
-        result.finish_reasons.append(reason)
-    if (meta.get("finish_reason") or {}).get("type") == "abort":
-        result.error = str(meta["finish_reason"].get("message", "aborted"))
-        return
-    count = meta["completion_tokens"]
-    if count > result.completion_tokens:
-        result.token_times.append(time.monotonic())
-    result.completion_tokens = count
-    result.prompt_tokens = meta["prompt_tokens"]
-    result.cached_tokens = meta["cached_tokens"]
-    details = meta.get("cached_tokens_details") or {}
-    # The name of the storage backend is among them.
-    result.cached_by_source = {k: n for k, n in details.items() if isinstance(n, int)}
-    result.verify_steps = meta.get("spec_verify_ct", 0)
-    result.drafted_tokens = meta.get("spec_draft_token_num", 0)
-    result.accepted_tokens = meta.get("spec_accept_token_num", 0)
-    # Cumulative by default; only the new ones with --incremental-streaming-output.
-    ids = event.get("output_ids", [])
-    result.output_ids = list(ids) if len(ids) == count else result.output_ids + list(ids)
-    result.text = event.get("text", "")
+def _kind(error: BaseException, result: Result) -> ErrorKind:
+    if isinstance(error, asyncio.TimeoutError):  # aiohttp's timeouts are connection errors as well
+        return "timeout"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "open_files"
+    if isinstance(error, aiohttp.ClientConnectorError) or result.sent_at is None:
+        return "connect"
+    return "broken_stream"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -12,6 +15,10 @@ FOLDER = Path(__file__).parent / "shapes"
 
 #: Tokens, as in the per-stage report of Mooncake transfers that this benchmark follows.
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+#: ``--kv-cache-dtype`` -> bytes of an element.
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,6 @@ class Shape:
     dtype_bytes: int
     #: One buffer a layer; otherwise one of keys and one of values.
     mla: bool
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "kv_heads", "head_dim", "dtype_bytes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{self.name}: {field} must be at least 1")
-        if self.mla and self.kv_heads != 1:
-            raise ValueError(f"{self.name}: a latent row belongs to no head; kv_heads must be 1")
 
     @property
     def buffers(self) -> int:
@@ -63,20 +63,50 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(name: str) -> Shape:
-    """The shape in ``shapes/<name>.yaml``.
+def load(name: str, kv_dtype: str | None = None) -> Shape:
+    """The shape in ``shapes/<name>.yaml``, or that of a model's folder.
+
+    ``kv_dtype``: what the pool holds, where that is not the model's own type.
 
     Raises:
-        ValueError: there is none, or it lacks a field or has one too many.
+        ValueError: there is none, it lacks a field, or a type is unknown.
     """
-    path = FOLDER / f"{name}.yaml"
-    if not path.exists():
-        raise ValueError(f"--shape {name}: choose from {', '.join(names())}")
-    fields = yaml.safe_load(path.read_text())
+    path, config = FOLDER / f"{name.lower()}.yaml", Path(name) / "config.json"
+    if config.is_file():
+        shape = from_config(json.loads(config.read_text()), config.resolve().parent.name)
+    elif path.exists():
+        shape = Shape(**yaml.safe_load(path.read_text()))
+    else:
+        raise ValueError(f"no shape {name}: choose from {', '.join(names())}, or a model's folder")
+    return dataclasses.replace(shape, dtype_bytes=_bytes(kv_dtype)) if kv_dtype else shape
+
+
+def from_config(config: Mapping[str, Any], name: str = "model") -> Shape:
+    """The shape that a Hugging Face ``config.json`` describes; MLA by its ``kv_lora_rank``.
+
+    Raises:
+        ValueError: a field is missing, or the type is unknown.
+    """
+    text: Mapping[str, Any] = config.get("text_config", config)
+    dtype = _bytes(str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"))
     try:
-        return Shape(**fields)
-    except TypeError as error:
-        raise ValueError(f"{path.name}: {error}") from error
+        layers = int(text["num_hidden_layers"])
+        if "kv_lora_rank" in text:
+            latent = int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"])
+            return Shape(name, layers, 1, latent, dtype, mla=True)
+        heads = int(text["num_attention_heads"])
+        # Models older than grouped attention name no KV heads, and some no head size.
+        head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+    except KeyError as missing:
+        raise ValueError(f"{name}: config.json has no {missing}") from missing
+    return Shape(name, layers, kv_heads, head_dim, dtype, mla=False)
+
+
+def _bytes(dtype: str) -> int:
+    if dtype not in DTYPES:
+        raise ValueError(f"KV type {dtype}: choose from {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def pool_bytes(shape: Shape, tokens: int, in_flight: int, peers: int) -> int:

@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from benchmark.agentic.capacity import shapes
 from benchmark.agentic.sample.command import reporting
 from benchmark.harness.environment import describe
 from benchmark.harness.fit import solve
+from benchmark.kv_transfer import shapes
 
 #: Observations that a fit of three numbers needs, at least.
 FEWEST = 8

@@ -13,11 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark.agentic.capacity import costs as cost_files
-from benchmark.agentic.capacity import formulas, shapes, trace
+from benchmark.agentic.capacity import formulas
 from benchmark.agentic.capacity.formulas import GIB, Isolation, Limits, Workload
 from benchmark.harness import plot, report
 from benchmark.harness.command import status
+from benchmark.kv_transfer import shapes
 from benchmark.traces.read import read
+from benchmark.traces.sharing import facts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,13 +62,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     }
     if args.trace:
         records = list(read(args.trace))
-        known = trace.facts(records)
+        known = facts(records)
         content["trace"] = known
         rows += [[field, f"{value:,.4g}"] for field, value in dataclasses.asdict(known).items()]
-        for shared, name in ((False, "stock"), (True, "radix")):
-            count = trace.holds(records, pool, shared=shared, reserved=reserved)
-            content[f"trace_holds_{name}"] = count
-            rows.append([f"requests of the trace that a pool holds, {name}", f"{count:,}"])
     report.print_table(f"{shape.name}, one decode worker", ["", ""], rows, console)
 
     events = [

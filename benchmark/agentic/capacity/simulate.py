@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmark.agentic.capacity import costs as cost_files
-from benchmark.agentic.capacity import trace
 from benchmark.agentic.capacity.sim.decode import DecodeConfig
 from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig, Run
 from benchmark.agentic.capacity.sim.jobs import Job, SharedPrefixes, from_trace
@@ -30,6 +29,7 @@ from benchmark.harness.command import status
 from benchmark.traces.generate import AGENTIC, generate
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record
+from benchmark.traces.sharing import facts
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _records(args: argparse.Namespace) -> list[Record]:
     if args.rate:
         # More people, not faster ones: only what is left to the rate is taken from the clock.
         few = list(generate(min(args.generate, 20_000), args.seed, shape))
-        more = args.rate / trace.facts(few).requests_per_s
+        more = args.rate / facts(few).requests_per_s
         shape = replace(shape, families_per_s=shape.families_per_s * more)
     return _at_rate(list(generate(args.generate, args.seed, shape)), args.rate)
 
@@ -126,7 +126,7 @@ def _records(args: argparse.Namespace) -> list[Record]:
 def _at_rate(records: list[Record], rate: float | None) -> list[Record]:
     if not rate or not records:
         return records
-    stretch = trace.facts(records).requests_per_s / rate
+    stretch = facts(records).requests_per_s / rate
     return [msgspec.structs.replace(r, timestamp=r.timestamp * stretch) for r in records]
 
 

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import msgspec
 
-ErrorKind = Literal[
-    "connect",  # no connection, or closed before an answer began
-    "timeout",  # no end of the answer within --timeout seconds
-    "http_4xx",
-    "http_5xx",
-    "broken_stream",  # the stream ended, or said something unreadable, before the answer's end
-    "abort",  # the server said that it gave up
-    "short_answer",  # ended in order, with fewer tokens than were asked for
-    "open_files",  # this process ran out of open files: the client's fault
-]
-ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind)
+from benchmark.harness.stream import ErrorKind
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

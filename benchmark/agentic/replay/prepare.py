@@ -47,6 +47,12 @@ class PromptSource:
     model: str = "default"
     """Name of the model, for OpenAI's endpoints."""
 
+    @property
+    def path(self) -> str:
+        """Where the bodies go."""
+        paths = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+        return paths.get(self.endpoint, "/generate")
+
     def make(self) -> Prompts:
         return Prompts(self.vocabulary, self.block_tokens, self.seed)
 

@@ -24,8 +24,7 @@ from benchmark.agentic.replay.plan import (
     jobs,
 )
 from benchmark.agentic.replay.prepare import Bodies, PromptSource
-from benchmark.agentic.replay.send import PATHS, Answer, Message, open_session, send
-from benchmark.harness.client import Target
+from benchmark.harness.client import Message, Result, Target, open_session, send
 from benchmark.traces.record import Record
 
 AHEAD_TOKENS = 4_000_000
@@ -80,10 +79,10 @@ async def replay(
     async with AsyncExitStack() as stack:
         bodies = stack.enter_context(Bodies(prompts))
         session = await stack.enter_async_context(
-            open_session(settings.timeout_s, settings.headers)
+            open_session(settings.timeout_s, reuse=False, headers=settings.headers)
         )
         lag = await stack.enter_async_context(LoopLag())
-        replayer = _Replayer(target, settings, bodies, session, lag, ended, PATHS[prompts.endpoint])
+        replayer = _Replayer(target, settings, bodies, session, lag, ended, prompts.path)
         await replayer.run(chains)
     return sorted(outcomes, key=lambda outcome: outcome.index)
 
@@ -176,7 +175,7 @@ class _Replayer:
             result = outcome(job, answer, clock, due, self._lag.since(mark), self._settings.classes)
             self._ended(result)
             if after is not None and next_body is not None:
-                due = clock.of(answer.finished) + gap_s(job, after, self._settings.think_s)
+                due = clock.of(answer.finished_at) + gap_s(job, after, self._settings.think_s)
                 body = await next_body
                 await clock.until(due)
         if self._free is not None:
@@ -184,16 +183,16 @@ class _Replayer:
 
 
 def outcome(
-    job: Job, answer: Answer, clock: Clock, due: float, lag_s: float, classes: Classes
+    job: Job, answer: Result, clock: Clock, due: float, lag_s: float, classes: Classes
 ) -> Outcome:
     """The line of the output file."""
-    cached = answer.cached_tokens
+    cached = answer.cached_tokens if answer.cached_told else None
     prompt = answer.prompt_tokens or job.record.input_length
     new = None if cached is None else prompt - cached
-    started, finished = clock.of(answer.started), clock.of(answer.finished)
-    sent = None if answer.sent is None else clock.of(answer.sent)
-    first = clock.of(answer.times[0]) if answer.times else None
-    each = tpot(answer.times, answer.totals)
+    started, finished = clock.of(answer.started_at), clock.of(answer.finished_at)
+    sent = None if answer.sent_at is None else clock.of(answer.sent_at)
+    first = clock.of(answer.token_times[0]) if answer.token_times else None
+    each = tpot(answer.token_times, answer.totals)
     return Outcome(
         index=job.index,
         session_id=job.record.session_id,
@@ -203,7 +202,7 @@ def outcome(
         trace_new_tokens=job.trace_new_tokens,
         cached_tokens=cached,
         new_tokens=new,
-        output_tokens=answer.output_tokens,
+        output_tokens=answer.completion_tokens,
         request_class=classes.of(job.trace_new_tokens),
         scheduled_s=round(due, 6),
         started_s=started,
@@ -214,10 +213,10 @@ def outcome(
         ttft_s=None if first is None else round(first - started, 6),
         tpot_s=None if each is None else round(each, 6),
         e2e_s=round(finished - started, 6),
-        itl_s=gaps(answer.times, answer.totals),
+        itl_s=gaps(answer.token_times, answer.totals),
         loop_lag_s=lag_s,
-        error=answer.error,
-        message=answer.message,
+        error=answer.kind,
+        message=answer.error,
         prefill_worker=answer.prefill_worker,
         decode_worker=answer.decode_worker,
     )

@@ -13,7 +13,6 @@ from aiohttp import web
 from benchmark.agentic.router import health
 from benchmark.agentic.router.body import PATHS
 from benchmark.agentic.router.decisions import DecisionLog
-from benchmark.agentic.router.metrics import Metrics
 from benchmark.agentic.router.proxy import Proxy, failure
 from benchmark.agentic.router.schedule import Scheduler
 from benchmark.agentic.router.settings import Settings
@@ -31,7 +30,6 @@ class Router:
     def __init__(self, settings: Settings, decisions: Path | None = None) -> None:
         self.settings, self._decisions = settings, decisions
         self.scheduler = Scheduler(settings)
-        self.metrics = Metrics(self.scheduler)
         self.app = web.Application(client_max_size=settings.max_body_bytes)
         self.app.cleanup_ctx.append(self._run)
         routes = [web.post(path, self._generate) for path in PATHS]
@@ -41,7 +39,7 @@ class Router:
             web.get(path, self._server_info) for path in ("/server_info", "/get_server_info")
         ]
         routes += [web.route("*", "/flush_cache", self._flush_cache)]
-        routes += [web.get("/workers", self._workers), web.get("/metrics", self._metrics)]
+        routes += [web.get("/workers", self._workers)]
         self.app.add_routes(routes)
 
     async def _run(self, app: web.Application) -> AsyncIterator[None]:
@@ -50,7 +48,7 @@ class Router:
         log = DecisionLog(self._decisions) if self._decisions is not None else None
         async with aiohttp.ClientSession() as session:
             self._session = session
-            self._proxy = Proxy(self.scheduler, session, self.metrics, log)
+            self._proxy = Proxy(self.scheduler, session, log)
             watches = [
                 asyncio.create_task(health.watch(worker, session, settings))
                 for worker in self.scheduler.workers
@@ -76,9 +74,6 @@ class Router:
     async def _workers(self, request: web.Request) -> web.Response:
         """What the router believes of each worker."""
         return web.json_response([worker.state() for worker in self.scheduler.workers])
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         """To the first worker that is up: what all of them answer alike."""

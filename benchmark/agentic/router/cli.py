@@ -6,40 +6,15 @@ import argparse
 import asyncio
 import gc
 import logging
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from aiohttp import web
 
 from benchmark.agentic.router.app import Router
-from benchmark.agentic.router.policies import POLICIES, Knobs
+from benchmark.agentic.router.policies import KNOBS, POLICIES, Knobs
 from benchmark.agentic.router.settings import Settings
-
-_BOUNDS = {
-    "block_tokens": "tokens of a block of the shadow index",
-    "pool_tokens": "KV pool of a worker that does not tell its own, tokens",
-    "reserve_tokens": "answer tokens to keep room for at most, as --num-reserved-decode-tokens",
-    "max_sessions": "sessions whose worker is remembered",
-    "heavy_threshold": "uncached tokens above which a request is offloaded to a PD pair beside "
-    "colocated workers",
-    "offload_min_cached": "share of the prompt that the prefill worker must hold for that",
-    "max_offload_inflight": "offloaded requests at once",
-    "max_attempts": "workers, or pairs, that a request is tried on at most",
-    "connect_timeout": "s",
-    "request_timeout": "s, for a whole request",
-    "max_body_bytes": "of a request",
-    "health_path": "GET of it answers 200",
-    "health_interval": "s between two checks of a worker",
-    "health_timeout": "s that one may take",
-    "health_fall": "failed checks, or refused connections, in a row that take a worker out",
-    "health_rise": "good ones in a row that bring it back",
-}
-_WEIGHTS = {
-    "alpha": "linear: ongoing tokens that a cached one outweighs",
-    "overload_factor": "linear: load against the others' above which a session leaves its worker",
-    "batch_weight": "delta_kv: price of a full batch, in prompts to move",
-    "migrate_turns": "linear: requests after which a session leaves its worker; 0: never",
-    "seed": "random",
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,38 +30,34 @@ def parser() -> argparse.ArgumentParser:
         "--prefill", action="append", default=[], nargs=2, metavar=("URL", "BOOTSTRAP_PORT")
     )
     made.add_argument("--decode", action="append", default=[], metavar="URL")
-    for name, what in (("", "colocated"), ("prefill_", "prefill"), ("decode_", "decode")):
-        _add(made, f"{name}policy", getattr(Settings, f"{name}policy"), f"for {what} workers")
-    for name, text in _BOUNDS.items():
-        _add(made, name, getattr(Settings, name), text)
-    for name, text in _WEIGHTS.items():
-        _add(made, name, getattr(Knobs, name), text)
+    for name, default, text in _options():
+        made.add_argument(
+            "--" + name.replace("_", "-"),
+            default=default,
+            type=type(default),
+            choices=POLICIES if name.endswith("policy") else None,
+            help=text,
+        )
     made.add_argument("--decisions", type=Path, metavar="FILE", help="log of JSON lines")
     made.add_argument("--log-level", default="INFO")
     return made
 
 
-def _add(made: argparse.ArgumentParser, name: str, default: object, text: str) -> None:
-    made.add_argument(
-        "--" + name.replace("_", "-"),
-        default=default,
-        type=type(default),
-        choices=POLICIES if name.endswith("policy") else None,
-        help=text,
-    )
+def _options() -> Iterator[tuple[str, object, str]]:
+    """Name, default and help of all that is not an address."""
+    for each in fields(Settings):
+        if "help" in each.metadata:
+            yield each.name, each.default, each.metadata["help"]
+    for name, text in KNOBS.items():
+        yield name, getattr(Knobs, name), text
 
 
 def settings(args: argparse.Namespace) -> Settings:
     """Raises ``ValueError`` for workers that make no sense together."""
-    given = vars(args)
-    policies = ("policy", "prefill_policy", "decode_policy")
-    return Settings(
-        workers=tuple(args.worker),
-        prefills=tuple((url, int(port)) for url, port in args.prefill),
-        decodes=tuple(args.decode),
-        knobs=Knobs(**{name: given[name] for name in _WEIGHTS}),
-        **{name: given[name] for name in (*policies, *_BOUNDS)},
-    )
+    given = {name: getattr(args, name) for name, _, _ in _options()}
+    knobs = Knobs(**{name: given.pop(name) for name in KNOBS})
+    pairs = tuple((url, int(port)) for url, port in args.prefill)
+    return Settings(tuple(args.worker), pairs, tuple(args.decode), knobs, **given)
 
 
 def main(argv: list[str]) -> int:

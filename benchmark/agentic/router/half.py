@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from benchmark.agentic.router.answer import Answer
-from benchmark.agentic.router.metrics import Metrics
 from benchmark.agentic.router.schedule import Route
 from benchmark.agentic.router.upstream import Connection
 
@@ -13,7 +12,7 @@ from benchmark.agentic.router.upstream import Connection
 class Half:
     """A request at one of its workers."""
 
-    def __init__(self, route: Route, role: str, metrics: Metrics) -> None:
+    def __init__(self, route: Route, role: str) -> None:
         self.worker = route.charges[role].worker
         self.believed_blocks = route.matched_blocks[role]
         self.connection: Connection | None = None
@@ -24,7 +23,7 @@ class Half:
         self.outcome: str | None = None
         """``ok``, ``error`` (its own answer), ``lost``, ``unreached``, ``client_gone``,
         ``given_up`` (for the other half's sake); None while it runs."""
-        self._charge, self._metrics = route.charges[role], metrics
+        self._charge = route.charges[role]
 
     def post(self, path: str, payload: bytes, authorization: str | None, limit: float) -> None:
         """Sends the request; after ``limit`` seconds it is over."""
@@ -47,7 +46,7 @@ class Half:
                 self._timer.cancel()
             if self.connection is not None:
                 self.connection.release()
-            self._metrics.requests.labels(self.worker.url, self.worker.role, outcome).inc()
+            self.worker.counts[outcome] += 1
 
 
 class Failed(Exception):

@@ -48,15 +48,20 @@ class Knobs:
     """Weights of the policies."""
 
     alpha: float = 1.0
-    """``linear``: ongoing tokens that a cached one outweighs."""
     overload_factor: float = 2.0
-    """``linear``: load, against the others' mean, above which a session leaves its worker."""
     batch_weight: float = 1.0
-    """``delta_kv``: price of a full batch, in prompts to move."""
     migrate_turns: int = 0
-    """``linear``: requests after which a session leaves its worker; 0: none makes it."""
     seed: int = 0
-    """``random``."""
+
+
+KNOBS = {
+    "alpha": "linear: ongoing tokens that a cached one outweighs",
+    "overload_factor": "linear: load against the others' mean above which a session leaves",
+    "batch_weight": "delta_kv: price of a full batch, in prompts to move",
+    "migrate_turns": "linear: requests after which a session leaves its worker; 0: never",
+    "seed": "random",
+}
+"""What each of them says."""
 
 
 class Terms(NamedTuple):

@@ -18,7 +18,6 @@ from benchmark.agentic.router.answer import Answer
 from benchmark.agentic.router.body import Ask, BadRequest, read
 from benchmark.agentic.router.decisions import DecisionLog
 from benchmark.agentic.router.half import Failed, Half, Unreached
-from benchmark.agentic.router.metrics import Metrics
 from benchmark.agentic.router.schedule import NoWorker, Route, Scheduler
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL
 from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, Pool, reason
@@ -45,12 +44,11 @@ class Proxy:
         self,
         scheduler: Scheduler,
         session: aiohttp.ClientSession,
-        metrics: Metrics,
         log: DecisionLog | None,
     ) -> None:
         self._scheduler, self._session = scheduler, session
         self._pool = Pool(scheduler.settings.connect_timeout)
-        self._metrics, self._log = metrics, log
+        self._log = log
         self._tasks: set[asyncio.Task[Any]] = set()
         """What outlives its request: prefill's drains, aborts."""
 
@@ -62,7 +60,6 @@ class Proxy:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Routes a request; tries another worker only while nothing was sent."""
         body = await request.read()
-        began = time.perf_counter()
         settings = self._scheduler.settings
         try:
             ask = read(
@@ -73,7 +70,6 @@ class Proxy:
                 reserve_limit=settings.reserve_tokens,
             )
         except BadRequest as error:
-            self._metrics.refused.labels("bad_request").inc()
             return failure(400, str(error))
         unreached: dict[str, str] = {}
         for attempt in range(settings.max_attempts):
@@ -82,37 +78,25 @@ class Proxy:
             except NoWorker as error:
                 unreached.setdefault("", str(error))
                 break
-            if attempt == 0:
-                self._metrics.overhead_seconds.observe(time.perf_counter() - began)
             try:
                 return await self._serve(request, ask, route)
             except Unreached as error:
-                worker = error.half.worker
-                unreached[worker.url] = str(error)
-                self._metrics.retries.labels(worker.url).inc()
+                unreached[error.half.worker.url] = str(error)
             except Failed as error:
                 return failure(error.status, str(error))
             except ClientGone:
                 return web.Response(status=499)
-        self._metrics.refused.labels("no_worker").inc()
         return failure(503, "; ".join(unreached.values()))
 
     def _route(self, ask: Ask, exclude: Iterable[str], attempt: int) -> Route:
-        began = time.perf_counter()
         route = self._scheduler.route(ask, tuple(exclude))
-        self._metrics.decision_seconds.observe(time.perf_counter() - began)
-        for role in route.charges:
-            pick = route.picks[role]
-            self._metrics.decisions.labels(role, pick.policy, pick.choice.reason).inc()
-        if route.offload is not None:
-            self._metrics.offloads.labels(route.offload).inc()
         if self._log is not None:
             self._log.write(ask, route, attempt, time.time())
         return route
 
     async def _serve(self, request: web.Request, ask: Ask, route: Route) -> web.StreamResponse:
         """First all connections, then the request: see ``upstream``."""
-        halves = {role: Half(route, role, self._metrics) for role in route.charges}
+        halves = {role: Half(route, role) for role in route.charges}
         headers = {_WORKER_HEADERS[role]: half.worker.url for role, half in halves.items()}
         sent = False
         try:
@@ -246,7 +230,6 @@ class Proxy:
 
     def _finish(self, half: Half, ask: Ask, status: int) -> None:
         """The answer has come to its end, good or not."""
-        self._metrics.unreadable.inc(half.answer.unreadable)
         if status != 200 or half.answer.error:
             half.end("error")
             return
@@ -261,9 +244,8 @@ class Proxy:
         # Decode reports what prefill held, which says nothing about decode's own tree.
         if share is not None and worker.role != DECODE:
             worker.correct(ask.prompt.hashes, half.believed_blocks, share)
-            believed = half.believed_blocks * worker.block_tokens
-            self._metrics.believed.labels(worker.url).inc(believed)
-            self._metrics.reported.labels(worker.url).inc(share * ask.work.tokens)
+            worker.counts["believed_tokens"] += half.believed_blocks * worker.block_tokens
+            worker.counts["reported_tokens"] += round(share * ask.work.tokens)
         worker.index.learn(hashes)
 
     async def _abort(self, half: Half, rid: str) -> None:

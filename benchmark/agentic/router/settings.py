@@ -1,49 +1,60 @@
-"""Everything that the command line decides."""
+"""Everything that the command line decides; it has an option for each field."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmark.agentic.router.policies import Knobs
 
 
+def option(default: Any, text: str) -> Any:
+    """A field with what ``--help`` says of it."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Workers, policies and bounds. Times are seconds."""
+    """Workers, policies and bounds."""
 
     workers: tuple[str, ...] = ()
     """URLs of colocated workers."""
     prefills: tuple[tuple[str, int], ...] = ()
     """URL and bootstrap port of each prefill worker."""
     decodes: tuple[str, ...] = ()
-    policy: str = "linear"
-    """For colocated workers."""
-    prefill_policy: str = "lmetric"
-    decode_policy: str = "delta_kv"
     knobs: Knobs = field(default_factory=Knobs)
-    block_tokens: int = 16
-    pool_tokens: int = 100_000
-    """KV pool of a worker that does not tell its own."""
-    reserve_tokens: int = 512
-    """Answer tokens to keep room for at most."""
-    max_sessions: int = 100_000
-    """Sessions whose worker is remembered; the least recently used go first."""
-    heavy_threshold: int = 20_000
-    """Uncached tokens above which a request is offloaded, where there are both kinds of worker."""
-    offload_min_cached: float = 0.0
-    """Share of the prompt that the prefill worker must hold for that."""
-    max_offload_inflight: int = 4
-    max_attempts: int = 3
-    """Workers, or pairs, that a request is tried on at most."""
-    connect_timeout: float = 5.0
-    request_timeout: float = 1800.0
-    max_body_bytes: int = 256 << 20
-    health_path: str = "/health"
-    health_interval: float = 5.0
-    health_timeout: float = 25.0
-    """SGLang itself takes 1 to 20 s to answer, as it waits for a sign of its scheduler."""
-    health_fall: int = 3
-    health_rise: int = 1
+    policy: str = option("linear", "for colocated workers")
+    prefill_policy: str = option("lmetric", "for prefill workers")
+    decode_policy: str = option("delta_kv", "for decode workers")
+    block_tokens: int = option(16, "tokens of a block of the shadow index")
+    pool_tokens: int = option(100_000, "KV pool of a worker that does not tell its own, tokens")
+    reserve_tokens: int = option(
+        512, "answer tokens to keep room for at most, as --num-reserved-decode-tokens"
+    )
+    max_sessions: int = option(
+        100_000, "sessions whose worker is remembered; the least recently used go first"
+    )
+    heavy_threshold: int = option(
+        20_000,
+        "uncached tokens above which a request is offloaded to a PD pair beside colocated workers",
+    )
+    offload_min_cached: float = option(
+        0.0, "share of the prompt that the prefill worker must hold for that"
+    )
+    max_offload_inflight: int = option(4, "offloaded requests at once")
+    max_attempts: int = option(3, "workers, or pairs, that a request is tried on at most")
+    connect_timeout: float = option(5.0, "s")
+    request_timeout: float = option(1800.0, "s, for a whole request")
+    max_body_bytes: int = option(256 << 20, "of a request")
+    health_path: str = option("/health", "GET of it answers 200")
+    health_interval: float = option(5.0, "s between two checks of a worker")
+    health_timeout: float = option(
+        25.0, "s that one may take; SGLang's own takes 1 to 20, as it waits for its scheduler"
+    )
+    health_fall: int = option(
+        3, "failed checks, or refused connections, in a row that take a worker out"
+    )
+    health_rise: int = option(1, "good ones in a row that bring it back")
 
     def __post_init__(self) -> None:
         if not self.workers and not self.prefills and not self.decodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -36,6 +37,8 @@ class Worker:
         """Whether a health check has ended, well or not."""
         self._fall, self._rise = fall, rise
         self._failed = self._passed = 0
+        self.counts: Counter[str] = Counter()
+        """Requests by how they ended; tokens that we believed it held, and that it said it held."""
         self.requests = self.pending_tokens = self.ongoing_tokens = self.added_tokens = 0
 
     def set_pool(self, tokens: int) -> None:
@@ -71,6 +74,7 @@ class Worker:
             "added_tokens": self.added_tokens,
             "pool_tokens": self.pool_tokens,
             "believed_blocks": len(self.index),
+            "counts": self.counts,
         }
 
     def correct(self, hashes: Sequence[int], believed_blocks: int, held_share: float) -> None:

@@ -96,8 +96,6 @@ class SharedPrefixes:
     output_spread: float = 0.0
     block_tokens: int = 100
     """Unit of the caches; a prefix is whole blocks."""
-    in_turn: bool = False
-    """Prefixes one after the other; otherwise drawn evenly."""
 
     def __post_init__(self) -> None:
         if self.prefix_tokens % self.block_tokens:
@@ -113,7 +111,7 @@ class SharedPrefixes:
         prefixes = [tuple(range(p * shared, (p + 1) * shared)) for p in range(self.prefixes)]
         next_id = self.prefixes * shared
         for number in range(self.requests):
-            prefix = number % self.prefixes if self.in_turn else rng.randrange(self.prefixes)
+            prefix = rng.randrange(self.prefixes)
             suffix = _normal(rng, self.suffix_tokens, self.suffix_spread)
             output = _normal(rng, self.output_tokens, self.output_spread)
             own = suffix // self.block_tokens

@@ -97,10 +97,9 @@ class Rig:
         for w in self.router.scheduler.workers:
             assert (w.requests, w.pending_tokens, w.ongoing_tokens, w.added_tokens) == (0,) * 4
 
-    def counter(self, name: str, **labels: str) -> float:
-        """A sample of the router's metrics; 0 where there is none."""
-        value = self.router.metrics._registry.get_sample_value(f"sglang:router_{name}", labels)
-        return value or 0.0
+    def counts(self, worker: Worker) -> dict[str, int]:
+        """What the router has counted of a worker."""
+        return next(w.counts for w in self.router.scheduler.workers if w.url == worker.url)
 
 
 class Answer:

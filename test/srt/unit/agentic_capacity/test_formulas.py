@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.capacity import costs as cost_files
-from benchmark.agentic.capacity import formulas, shapes, trace
+from benchmark.agentic.capacity import formulas
 from benchmark.agentic.capacity.costs import Costs, Transfer
 from benchmark.agentic.capacity.formulas import GIB, Workload
-from benchmark.traces.record import Record
+from benchmark.kv_transfer import shapes
 
 H20 = cost_files.load("qwen3-coder-30b-h20")
 PR = Workload(prefix=50_000, suffix=4500, output=355.4, prefixes=20)
@@ -178,12 +178,3 @@ def test_costs_need_a_source_for_every_number() -> None:
         Costs(**fields)
     with pytest.raises(ValueError, match="--costs nowhere"):
         cost_files.load("nowhere")
-
-
-def test_trace_holds_shared_blocks_once() -> None:
-    """Two of three blocks are common: five requests take 2 + 5 blocks, not 15."""
-    records = [Record(i * 1000, 30, 5, (1, 2, 10 + i)) for i in range(10)]
-    assert trace.distinct_tokens(records, 5, block_tokens=10) == 70
-    assert trace.holds(records, 150, shared=False, block_tokens=10) == 5
-    assert trace.holds(records, 150, shared=True, block_tokens=10) == 10
-    assert trace.facts(records).endless_hit == pytest.approx(18 / 30)

@@ -5,22 +5,45 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from benchmark.agentic.capacity import calibrate, check, published
+from benchmark.agentic.capacity import calibrate
 from benchmark.agentic.capacity import cli as capacity
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity import simulate as simulate_cli
-from benchmark.agentic.capacity.sim.fit import scaled
+from benchmark.agentic.capacity.sim.decode import DecodeConfig
+from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig
+from benchmark.agentic.capacity.sim.jobs import SharedPrefixes
+from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
+from benchmark.agentic.capacity.sim.prefill import PrefillConfig
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_pull_requests_benchmark_from_its_stock_arm() -> None:
-    """The scales were fitted to the stock arm; the radix arm follows from them."""
-    costs = scaled(cost_files.load("qwen3-32b-b200-roofline"), prefill=5.12, step=3.58)
-    stock = published.simulate(costs, radix=False)
-    radix = published.simulate(costs, radix=True)
+    """sgl-project/sglang#19746: 3P1D, 20 prefixes, 128 at once. Prefill and steps were scaled to
+    the published rate and ITL of the stock arm; its batch, and the radix arm, follow from them."""
+    load = SharedPrefixes(1000, 20, 50_000, 4500, 355.4, 500, 100, block_tokens=500)
+    pool = round(37 * (54_500 + 355.4 / 2) / 0.99)  # 37 requests with half of their answers
+    roofline = cost_files.load("qwen3-32b-b200-roofline")
+    scales = {
+        "prefill_token_s": 5.12,
+        "prefill_pair_s": 5.12,
+        "step_s": 3.58,
+        "step_context_s": 3.58,
+    }
+    costs = msgspec.structs.replace(
+        roofline, **{name: scale * getattr(roofline, name) for name, scale in scales.items()}
+    )
+
+    def simulated(radix: bool) -> Outcome:
+        decode = DecodeConfig(pool, radix, reserved=400, page=64)
+        prefill = PrefillConfig(pool, chunk=32_768)
+        config = FleetConfig(prefill, decode, 3, prefill_policy="round_robin", block_tokens=500)
+        return outcome(Fleet(config, costs).run(load.jobs(), 128, sample_s=1.0))
+
+    stock, radix = simulated(False), simulated(True)
     assert stock.requests_per_s == pytest.approx(1.23, abs=0.01)
     assert stock.peak_running == 37
     assert 1e3 * stock.itl.mean == pytest.approx(66.5, abs=0.5)
@@ -28,14 +51,6 @@ def test_the_pull_requests_benchmark_from_its_stock_arm() -> None:
     assert radix.peak_running == 128
     assert radix.middle_in_use == pytest.approx(0.79, abs=0.03)
     assert radix.retracted == stock.retracted == 0
-
-
-def test_the_cpu_rigs_peaks_are_predicted() -> None:
-    """What fits into the pool follows from sizes alone, whatever the costs."""
-    load, arms = check.read_arms(json.loads(check.MEASURED.read_text()))
-    costs = cost_files.load("cpu-rig")
-    peaks = {name: check.simulate(load, arms, name, costs).peak_running for name in arms}
-    assert peaks == {"stock": 2, "flag": 11, "flag capped": 2}
 
 
 def test_costs_of_a_run_are_found_in_its_records(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmark.agentic.replay.classes import HEAVY, MEDIUM, WARM, Classes, EndlessCache
 from benchmark.agentic.replay.outcome import Outcome, gaps, tpot
-from benchmark.agentic.replay.send import Answer, Failed, take
+from benchmark.harness.stream import Failed, Result, take
 from benchmark.traces.record import Record
 
 
@@ -35,11 +35,11 @@ def test_an_answer_of_one_piece_has_no_time_per_token() -> None:
 
 def test_events_count_tokens_once() -> None:
     """Guards against times for events without new tokens, such as the one that only ends."""
-    answer = Answer(0.0)
+    answer = Result("", 0.0)
     take(answer, event(1, output_ids=[5]), 1.0)
     take(answer, event(3, output_ids=[5, 6, 7]), 2.0)
     take(answer, event(3, {"type": "length", "length": 3}), 3.0)
-    assert (answer.times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 3], True)
+    assert (answer.token_times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 3], True)
     assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
 
 
@@ -55,13 +55,13 @@ def test_events_count_tokens_once() -> None:
 def test_events_that_are_errors(data: bytes, kind: str, text: str) -> None:
     """Guards against a server's refusal, or its garbage, taken for part of an answer."""
     with pytest.raises(Failed, match=text) as failure:
-        take(Answer(0.0), data, 1.0)
+        take(Result("", 0.0), data, 1.0)
     assert failure.value.kind == kind
 
 
 def test_nothing_may_follow_the_end() -> None:
     """Guards against a server, or a router that mixes up streams, ending an answer twice."""
-    answer = Answer(0.0)
+    answer = Result("", 0.0)
     take(answer, event(1, {"type": "stop"}), 1.0)
     with pytest.raises(Failed, match="after the answer's end"):
         take(answer, event(2, {"type": "stop"}), 2.0)
@@ -70,25 +70,25 @@ def test_nothing_may_follow_the_end() -> None:
 def test_openai_chunks_are_counted_by_usage() -> None:
     """Guards TPOT on OpenAI's endpoints: pieces of several tokens count as what usage says, and the
     chunk with usage may follow the end."""
-    answer = Answer(0.0)
+    answer = Result("", 0.0)
     take(answer, b'{"choices":[{"delta":{"role":"assistant"}}]}', 0.5)
     take(answer, b'{"choices":[{"delta":{"content":"a"}}]}', 1.0)
     end = b'{"choices":[{"delta":{"content":"b c"},"finish_reason":"length"}]}'
     take(answer, end, 2.0)
-    assert (answer.times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 2], True)
+    assert (answer.token_times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 2], True)
     usage = {"prompt_tokens": 9, "completion_tokens": 5}
     usage_line = {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 4}}}
     take(answer, json.dumps(usage_line).encode(), 2.1)
-    assert (answer.times, answer.totals) == ([1.0, 2.0], [1, 5])
+    assert (answer.token_times, answer.totals) == ([1.0, 2.0], [1, 5])
     assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
 
 
 def test_openai_errors_are_errors() -> None:
     """Guards against an error event, or an abort, that counts as an answer."""
     with pytest.raises(Failed, match="no room"):
-        take(Answer(0.0), b'{"error": {"message": "no room"}}', 1.0)
+        take(Result("", 0.0), b'{"error": {"message": "no room"}}', 1.0)
     with pytest.raises(Failed, match="aborted"):
-        take(Answer(0.0), b'{"choices":[{"text":"","finish_reason":"abort"}]}', 1.0)
+        take(Result("", 0.0), b'{"choices":[{"text":"","finish_reason":"abort"}]}', 1.0)
 
 
 @pytest.mark.parametrize(

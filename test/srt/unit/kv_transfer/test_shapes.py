@@ -42,16 +42,6 @@ def test_unknown_shape() -> None:
         shapes.load("gpt")
 
 
-@pytest.mark.parametrize(
-    "field, value", [("layers", 0), ("dtype_bytes", -2), ("kv_heads", 0), ("head_dim", 0)]
-)
-def test_shapes_that_cannot_be(field: str, value: int) -> None:
-    """Pools of no bytes, which every arm would move at once."""
-    fields = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype_bytes": 1} | {field: value}
-    with pytest.raises(ValueError, match=field):
-        shapes.Shape("x", mla=False, **fields)
-
-
 def test_pools_of_all_processes_count() -> None:
     """A cap that forgets the peers, and a machine that runs out of memory."""
     shape = shapes.Shape("x", layers=1, kv_heads=1, head_dim=1, dtype_bytes=1, mla=True)

@@ -1,0 +1,243 @@
+"""What came back of a request, and what each event of its stream says: SGLang's and OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+Json = dict[str, Any]
+ErrorKind = Literal[
+    "connect",  # no connection, or closed before an answer began
+    "timeout",  # no end of the answer within the session's time limit
+    "http_4xx",
+    "http_5xx",
+    "broken_stream",  # the stream ended, or said something unreadable, before the answer's end
+    "abort",  # the server said that it gave up
+    "short_answer",  # ended in order, with fewer tokens than were asked for
+    "open_files",  # this process ran out of open files: the client's fault
+]
+TEXT = 300
+"""Characters of an error page that are kept."""
+
+
+@dataclass
+class Result:
+    """What came back. Times are seconds on this process's monotonic clock."""
+
+    label: str
+    started_at: float
+    token_times: list[float] = field(default_factory=list)
+    """When each piece of the answer arrived; a piece is one token unless the server merged some."""
+    output_ids: list[int] = field(default_factory=list)
+    """Empty for OpenAI's endpoints, which return text only, and for messages."""
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that prefill found in its cache, as the server reports them."""
+    cached_told: bool = False
+    """Whether it did."""
+    cached_by_source: Mapping[str, int] = field(default_factory=dict)
+    """The same by where they were: ``device``, ``host``, ``storage`` (``/generate`` only)."""
+    completion_tokens: int = 0
+    totals: list[int] = field(default_factory=list)
+    """Output tokens so far, after each of ``token_times``."""
+    verify_steps: int = 0
+    """With speculation: steps of the target, each of which said at least one token."""
+    drafted_tokens: int = 0
+    """With speculation: tokens that the draft model proposed in them."""
+    accepted_tokens: int = 0
+    """Those of them that the target said too."""
+    sent_at: float | None = None
+    """When its body was written to a connection (to both, for a pair)."""
+    finished_at: float = 0.0
+    http_bytes: int = 0
+    """Bodies of all requests and answers, bytes; headers are not counted."""
+    error: str | None = None
+    kind: ErrorKind | None = None
+    finish_reasons: list[Json] = field(default_factory=list)
+    """What the server said as it ended the answer (``/generate`` only): one entry, unless it ended
+    it twice or never."""
+    ended: bool = False
+    """The server gave a reason for the end."""
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    """As a router's headers say, else the address."""
+
+    def fail(self, kind: ErrorKind, text: str) -> None:
+        """The first failure counts."""
+        if self.error is None:
+            self.kind, self.error = kind, text
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return (self.token_times[0] if self.token_times else self.finished_at) - self.started_at
+
+    @property
+    def latency_s(self) -> float:
+        return self.finished_at - self.started_at
+
+    @property
+    def itl_s(self) -> float | None:
+        """Seconds from one token to the next, the mean over the answer; None below two tokens.
+
+        A mean, as single gaps say more about when this process got to read: tokens that arrive
+        while it is busy all seem to come at once.
+        """
+        if self.completion_tokens < 2 or not self.token_times:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (self.completion_tokens - 1)
+
+    @property
+    def answer(self) -> Sequence[int] | str:
+        """What to compare between arms: token ids where there are any, else text."""
+        return self.output_ids or self.text
+
+
+class Failed(Exception):
+    """A request that has no full answer."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        self.kind: ErrorKind = kind
+        super().__init__(message)
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    cached_tokens_details: dict[str, Any] | None = None
+    finish_reason: dict[str, Any] | None = None
+    spec_verify_ct: int = 0
+    spec_draft_token_num: int = 0
+    spec_accept_token_num: int = 0
+
+
+class _Piece(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Piece | None = None
+    message: _Piece | None = None
+    """Of an answer that is not streamed."""
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta | None = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Whole(_Event):
+    output_ids: list[int] | None = None
+    text: str | None = None
+
+
+_decode_counts = msgspec.json.Decoder(_Event).decode
+_decode_whole = msgspec.json.Decoder(_Whole).decode
+
+
+def take(result: Result, data: bytes, now: float, exact: bool = True) -> None:
+    """One event of the stream, without its ``data:``, that was read at ``now``.
+
+    Raises:
+        Failed: it is unreadable; with ``exact``, also where the server gave up or said more after
+            the end, which ``result`` else keeps while its stream goes on.
+    """
+    try:
+        event = _decode_counts(data) if exact else _decode_whole(data)
+    except ValueError as error:
+        raise Failed("broken_stream", f"unreadable event: {error}: {data[:TEXT]!r}") from error
+    meta, said = event.meta_info, None
+    if meta is not None:
+        if exact and result.ended:
+            raise Failed("broken_stream", "an event after the answer's end")
+        _take_generate(result, event, meta, now)
+        if (meta.finish_reason or {}).get("type") == "abort":
+            said = (meta.finish_reason or {}).get("message", "aborted")
+    elif not event.error and (event.choices is not None or event.usage is not None):
+        if _take_openai(result, event, now):
+            said = "the server aborted the request"
+    else:
+        said = event.error or data
+    if said is not None:
+        text = said["message"] if isinstance(said, Mapping) and "message" in said else said
+        if exact:
+            raise Failed("abort", str(text)[:TEXT])
+        result.fail("abort", str(text))
+
+
+def _take_generate(result: Result, event: _Event, meta: _Meta, now: float) -> None:
+    if meta.finish_reason is not None:
+        result.ended = True
+        result.finish_reasons.append(meta.finish_reason)
+        if meta.finish_reason.get("type") == "abort":
+            return
+    count = meta.completion_tokens
+    if count > result.completion_tokens:
+        result.token_times.append(now)
+        result.totals.append(count)
+        result.completion_tokens = count
+    result.prompt_tokens = meta.prompt_tokens
+    result.cached_told = meta.cached_tokens is not None
+    result.cached_tokens = meta.cached_tokens or 0
+    if not isinstance(event, _Whole):
+        return
+    # The name of the storage backend is among them.
+    details = meta.cached_tokens_details or {}
+    result.cached_by_source = {k: n for k, n in details.items() if isinstance(n, int)}
+    result.verify_steps = meta.spec_verify_ct
+    result.drafted_tokens = meta.spec_draft_token_num
+    result.accepted_tokens = meta.spec_accept_token_num
+    # Cumulative by default; only the new ones with --incremental-streaming-output.
+    ids, text = event.output_ids or [], event.text or ""
+    if event.output_ids is None or len(ids) >= count:
+        result.output_ids, result.text = ids, text
+    else:
+        result.output_ids += ids
+        result.text += text
+
+
+def _take_openai(result: Result, event: _Event, now: float) -> bool:
+    """A chunk of OpenAI's endpoints: a token for each piece of text, unless the server counts.
+    Whether it says that the request was aborted."""
+    pieces = 0
+    for choice in event.choices or ():
+        piece = choice.delta or choice.message
+        said = choice.text or (piece and (piece.content or piece.reasoning_content))
+        pieces += bool(said)
+        result.text += said or ""
+        result.ended = result.ended or choice.finish_reason is not None
+    total = result.completion_tokens + pieces
+    if (usage := event.usage) is not None:
+        result.prompt_tokens = usage.prompt_tokens
+        if (details := usage.prompt_tokens_details) is not None:
+            result.cached_told = details.cached_tokens is not None
+            result.cached_tokens = details.cached_tokens or 0
+        total = max(result.completion_tokens, usage.completion_tokens or total)
+    if total > result.completion_tokens:
+        result.completion_tokens = total
+        if pieces or not result.token_times:
+            result.token_times.append(now)
+            result.totals.append(total)
+        else:  # the count at the end: pieces had several tokens
+            result.totals[-1] = total
+    return any(choice.finish_reason == "abort" for choice in event.choices or ())
