@@ -6,5 +6,4 @@ router     route to colocated workers, or to prefill and decode pools, by policy
 capacity   where the decode pool is full: a model, and a simulation of P and D pools
 fleet      the servers that are measured: by address, or started on this machine
 studies    a question as a file; measured in interleaved rounds, answered on one page
-stub       a server without a model
 """

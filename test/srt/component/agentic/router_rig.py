@@ -14,7 +14,7 @@ from aiohttp import web
 
 from benchmark.agentic.router.app import Router
 from benchmark.agentic.router.settings import Settings
-from benchmark.agentic.stub import Stub
+from component.agentic.stub import Stub
 
 
 class Worker(Stub):

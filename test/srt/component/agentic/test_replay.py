@@ -18,11 +18,11 @@ from benchmark.agentic.replay.client import client
 from benchmark.agentic.replay.outcome import Outcome
 from benchmark.agentic.replay.prepare import PromptSource
 from benchmark.agentic.replay.run import Settings, replay
-from benchmark.agentic.stub import Stub, serve
-from benchmark.agentic.stub import process as stub_process
 from benchmark.harness.client import Target
 from benchmark.harness.ports import allocate_ports
 from benchmark.traces.record import Record
+from component.agentic.stub import Stub, serve
+from component.agentic.stub import process as stub_process
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PROMPTS = PromptSource(range(1000), block_tokens=4)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic import stub
 from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
 from benchmark.traces.read import write
+from component.agentic import stub
 from sglang.srt.patchset.environment import START_METHOD
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmark.agentic.replay import limits
 from benchmark.agentic.replay.prepare import Endpoint, PromptSource, body
-from benchmark.agentic.stub import PrefixCache
 from benchmark.traces.record import Record
+from component.agentic.stub import PrefixCache
 
 
 def test_the_limit_is_raised_or_the_reason_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
-"""A server without a model that speaks SGLang's HTTP, for tests and for measuring without one.
-
-python -m benchmark.agentic.stub --port N [--role decode] [--gap-ms 50] [--worker NAME]
-"""
+"""A server without a model that speaks SGLang's HTTP, in this process or in one of its own."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +15,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from benchmark.harness.models import REPOSITORY
 from benchmark.harness.ports import allocate_ports
 
 PAGE_TOKENS = 64
@@ -195,8 +194,9 @@ async def serve(app: web.Application, port: int = 0) -> AsyncIterator[str]:
 def process(*arguments: str) -> Iterator[str]:
     """The stub as a process of its own; yields its URL. It ends on exit."""
     (port,) = allocate_ports(1)
-    command = [sys.executable, "-m", "benchmark.agentic.stub", "--port", str(port)]
-    popen = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, "--port", str(port), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    popen = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert popen.stdout is not None
         if not popen.stdout.readline():
@@ -209,7 +209,7 @@ def process(*arguments: str) -> Iterator[str]:
 
 def main(argv: list[str]) -> int:
     """Serves until interrupted."""
-    made = argparse.ArgumentParser(prog="python -m benchmark.agentic.stub")
+    made = argparse.ArgumentParser(prog="stub")
     made.add_argument("--port", type=int, required=True)
     made.add_argument("--role", default="colocated", choices=("colocated", "prefill", "decode"))
     made.add_argument("--first-ms", type=float, default=0.0, help="to the first token")
