@@ -34,7 +34,7 @@ def test_dummy_rank_sends_nothing_and_proves_nothing(pair: Pair) -> None:
     receiver.abort()
     deferred = receiver.defer_free()  # asks the dummy, too
     assert pair.reason(receiver)
-    until(lambda: pair.rooms._ended.get(sender.bootstrap_room), "withdrawal")
+    until(lambda: sender.bootstrap_room in pair.rooms._ended, "withdrawal")
     signs, rank = decode.servers._ranks[ADDRESS], ("127.0.0.1", prefill.rank_port)
     signs[rank] = 1
     pong = wire.Pong(f"127.0.0.1:{prefill.rank_port}", True)

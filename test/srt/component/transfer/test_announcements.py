@@ -104,7 +104,7 @@ def test_a_decode_rank_too_many(say: Dialect) -> None:
     manager, reader = say.acquainted()
     first = SimpleNamespace(required_dst_info_num=1)
     manager.transfer_infos[7] = {"another": first}
-    assert manager.rooms.announce(7, "another", first)
+    assert manager.rooms.announce(7, "another", first, 1)
     for request_first in (False, True):
         if request_first:
             assert manager.rooms.claim(7)[1] is None

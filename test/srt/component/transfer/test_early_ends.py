@@ -85,7 +85,7 @@ def test_room_withdrawn_before_its_request_came(pair: Pair) -> None:
     room = pair.next_room()
     receiver = pair.receiver(room)
     receiver.withdraw("the client went away")
-    until(lambda: pair.rooms._ended.get(room), "withdrawal")
+    until(lambda: room in pair.rooms._ended, "withdrawal")
     sender = pair.sender(room)
     assert sender.poll() == KVPoll.Failed
     assert "decode gave it up: the client went away" in pair.reason(sender)

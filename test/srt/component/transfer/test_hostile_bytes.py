@@ -174,7 +174,7 @@ def test_wrong_values_to_prefill(say: Dialect, caplog: pytest.LogCaptureFixture)
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert manager.request_status == {} and len(manager.rooms._ended) <= 4096
     forget_rooms(manager)
-    manager.rooms._ended.clear()
+    manager.rooms._ended._rooms.clear()
     manager.update_status(123456789, KVPoll.Bootstrapping)
     reader.handle(say.announcement(room=123456789))
     assert manager.request_status == {123456789: KVPoll.WaitingForInput}

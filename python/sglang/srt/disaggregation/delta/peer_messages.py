@@ -199,13 +199,13 @@ class Announcements:
         if peer not in manager.decode_kv_args_table:
             manager.decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
-        refused = manager.rooms.one_too_many(info.room, peer, info.required_dst_info_num)
+        refused = manager.rooms.one_too_many(info.room, peer)
         if refused is not None:
             manager.decode_ranks.tell(info.room, refused, [info])
             raise BadMessage(refused)
         manager.transfer_infos.setdefault(info.room, {})[peer] = info
         # Where it ended here already, decode was just told and the entry is gone.
-        if manager.rooms.announce(info.room, peer, info):
+        if manager.rooms.announce(info.room, peer, info, info.required_dst_info_num):
             manager.take_announcement(info.room)
 
 

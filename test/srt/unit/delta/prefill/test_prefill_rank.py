@@ -49,7 +49,7 @@ class Side:
         """A decode rank announces a room."""
         info = announcement(room, **fields)
         self.manager.transfer_infos.setdefault(room, {})[peer] = info
-        return self.rooms.announce(room, peer, info)
+        return self.rooms.announce(room, peer, info, info.required_dst_info_num)
 
     def withdraw(self, room: int = ROOM, **fields: Any) -> None:
         """A decode rank gives a room up."""
@@ -196,6 +196,42 @@ def test_withdrawn_while_its_request_arrives(side: Side, claims: str) -> None:
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
     assert side.manager.failure_records == {ROOM: "decode gave it up: bored"}
     assert len(side.stopped()) == 1
+
+
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("steps", ["", "enter", "enter complete"])
+def test_withdrawn_by_a_rank_of_another_request(side: Side, steps: str) -> None:
+    """Clients choose numbers. Guards against a request that fails because a decode server that was
+    given another one of its number gives that up; and against that server's pages held for their
+    whole bound, and its request waiting here, for nobody."""
+    side.request()
+    side.announce()
+    for step in steps.split():
+        getattr(side.rooms, step)(ROOM)
+    side.withdraw(peer="E", host="10.0.0.2")
+    assert not side.held[ROOM].is_stopped and side.manager.failure_records == {}
+    told = side.stopped()
+    if "complete" not in steps:
+        assert [(host, room) for host, room, _ in told] == [("10.0.0.2", ROOM)]
+        assert side.rooms.enter(ROOM) and side.rooms.complete(ROOM)
+    side.rooms.leave(ROOM)
+    side.forget()
+    if "complete" not in steps:
+        side.request()
+        assert side.held[ROOM].is_stopped, "decode does not want it any more"
+        side.forget()
+    side.request()
+    assert not side.held[ROOM].is_stopped
+
+
+def test_withdrawn_by_a_rank_whose_announcement_is_on_its_way(side: Side) -> None:
+    """One of two decode ranks has announced, and the other's withdrawal overtakes its announcement.
+    Guards against a room that waits for that one."""
+    side.request()
+    side.announce(required_dst_info_num=2)
+    side.withdraw(peer="E", host="10.0.0.2")
+    assert side.held[ROOM].is_over
+    assert sorted(host for host, _, _ in side.stopped()) == ["10.0.0.1", "10.0.0.2"]
 
 
 def test_withdrawn_twice_and_again_late(side: Side) -> None:

@@ -256,9 +256,16 @@ class Rank:
         if request is not None and not request.room.is_complete:
             listing.writers.append(request)
         self.listings.append(listing)
-        self.table.announce(number, peer, listing.info)
+        self.table.announce(number, peer, listing.info, len(PEERS[number]))
 
     def withdraw(self, number: int, peer: str) -> None:
+        room = self.table.life(number)
+        is_of_others = room is not None and room.is_announced and peer not in PEERS[number]
+        if is_of_others and room is not None and room.reason is None and not room.is_complete:
+            before = room.state
+            self.ranks.take(wire.Withdraw(number, peer, "a stranger", 4000, "bored"))
+            assert (room.state, room.reason) == (before, None)
+            return
         self.ranks.take(wire.Withdraw(number, peer, f"{peer} itself", 4000, "bored"))
         for host, _, message in self.sockets.take():
             if host == f"{peer} itself" and isinstance(message, wire.Stopped):

@@ -269,6 +269,53 @@ def test_a_room_that_failed_here_may_be_used_again(scene: Scene) -> None:
     assert scene.table.numbers() == [7] and new.state is State.SENDING and old.is_over
 
 
+@pytest.mark.hazard("room-number-reused")
+def test_a_failed_room_of_which_all_have_come_refuses_nobody(scene: Scene) -> None:
+    """A client tries once more, with the same number. Guards against its announcement being refused
+    for the first try's failure, and its request for that one's late withdrawal."""
+    for needed in (2, 0):  # 0: nobody said how many there are, and one may be missing
+        for peer in "DE":
+            scene.table.announce(7, peer, f"pages of {peer}", needed)
+        room, _ = scene.table.claim(7)
+        scene.fail()
+        scene.table.forget(room)
+        scene.fail(text="withdrawn, late")
+        assert scene.table.announce(7, "D", "again", needed) is bool(needed)
+        again, refused = scene.table.claim(7)
+        assert refused is None
+        scene.table.forget(again)
+
+
+@pytest.mark.hazard("room-number-reused")
+def test_a_refused_number_is_free_again(scene: Scene) -> None:
+    """Decode refused the second request of a number as well, and never announces it. Guards against
+    the number's next announcement, however much later, being taken for that one's."""
+
+    def turns(seconds: int) -> None:
+        for _ in range(seconds):
+            scene.clock.now += 1
+            scene.table.scheduler_time.turn()
+
+    first = scene.request(7, "D")
+    assert scene.table.claim(7)[1] is not None
+    assert scene.table.complete(7)
+    scene.table.forget(first)
+    turns(29)
+    assert not scene.table.announce(7, "D", "of the second"), "its request was refused"
+    turns(1)
+    assert scene.table.announce(7, "D", "of the third") and scene.table.claim(7)[1] is None
+
+
+def test_a_request_is_refused_however_late_it_comes(scene: Scene) -> None:
+    """Decode gave it up. Guards against a request that waits for an announcement for ever."""
+    scene.table.announce(7, "D", "pages of D", 1)
+    scene.fail(text="gone")
+    scene.clock.now += 3600
+    scene.table.scheduler_time.turn()
+    assert not scene.table.announce(7, "D", "again", 1), "its request may come first"
+    assert scene.table.claim(7)[1] == "gone"
+
+
 @pytest.mark.parametrize("ends", [("fail", "forget"), ("fail", "overdue", "forget"), ("fail",)])
 def test_a_number_whose_earlier_transfer_lingers(scene: Scene, ends: tuple[str, ...]) -> None:
     """Guards against a new request that writes under a number, or ends it, while a write of the

@@ -210,14 +210,15 @@ class DecodeRanks:
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
         is_told = rooms.stopped(room) is None and room in rooms.numbers(message.peer)
-        rooms.fail(room, Reason.ABORTED, text)
-        if message.wants_answer and not is_told and not rooms.is_under_way(room):
-            # Nothing is known of the room any more, or it ended before: nothing is under way.
-            self._sockets.send(
-                message.host,
-                message.port,
-                wire.Stopped(room, self._manager.writer_id, text),
-            )
+        is_of_another = rooms.one_too_many(room, message.peer)
+        if is_of_another is None:
+            rooms.fail(room, Reason.ABORTED, text)
+        if not message.wants_answer or is_told:
+            return
+        if is_of_another is not None or not rooms.is_under_way(room):
+            # Nothing is known of its room any more, or it ended before: nothing is under way.
+            answer = wire.Stopped(room, self._manager.writer_id, is_of_another or text)
+            self._sockets.send(message.host, message.port, answer)
 
     # ---- liveness ----
 

@@ -7,8 +7,10 @@ A room is one request's transfer to its decode ranks, under a number that the cl
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 
@@ -124,6 +126,8 @@ class Room:
     is_over: bool = False
     #: By decode rank.
     announcements: dict[str, Announcement] = field(default_factory=dict)
+    #: How many decode ranks announce it here; 0: not known.
+    needed: int = 0
     #: When the first of them came, in the scheduler's time.
     announced_at: float = 0.0
     #: Why it was given up: there before its state says so. The first failure counts.
@@ -137,6 +141,66 @@ class Room:
     def is_complete(self) -> bool:
         """Whether its decode ranks have all of it, or are being told so."""
         return self.state in COMPLETE or (self.state is State.LINGERING and self.delivered)
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether all its decode ranks have announced it."""
+        return 0 < self.needed <= len(self.announcements)
+
+
+class _Ended(NamedTuple):
+    reason: str
+    #: Its request has come.
+    had_request: bool
+    #: All its decode ranks have announced it, and were told.
+    had_ranks: bool
+    #: When it ended, in the scheduler's time.
+    at: float
+
+
+class EndedRooms:
+    """Why rooms were given up that are over, for whoever of theirs comes late.
+
+    A number may be used again at once, so nobody is refused of whom all have come. Who that is
+    cannot always be known (decode may have refused a request itself, and never announces it), so
+    decode ranks are refused for so long only as two halves of a request may be apart.
+    """
+
+    def __init__(self, limit: int, apart_s: float, now: Callable[[], float]) -> None:
+        """``limit``: rooms that are remembered; ``now`` gives seconds of the scheduler's time."""
+        self._limit = limit
+        self._apart_s = apart_s
+        self._now = now
+        self._rooms: OrderedDict[int, _Ended] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rooms
+
+    def add(
+        self, number: int, reason: str, *, had_request: bool = False, had_ranks: bool = False
+    ) -> None:
+        """A room is over. Which halves of it have come?"""
+        self._rooms[number] = _Ended(reason, had_request, had_ranks, self._now())
+        while len(self._rooms) > self._limit:
+            self._rooms.popitem(last=False)
+
+    def refuse_request(self, number: int) -> str | None:
+        """A request comes: why it is refused, or None where that of the ended room had come. The
+        room is forgotten."""
+        ended = self._rooms.pop(number, None)
+        return None if ended is None or ended.had_request else ended.reason
+
+    def refuse_rank(self, number: int) -> str | None:
+        """A decode rank announces the number: why it is refused, or None where it may."""
+        ended = self._rooms.get(number)
+        if ended is None:
+            return None
+        if ended.had_request and (ended.had_ranks or self._now() - ended.at >= self._apart_s):
+            return None
+        return ended.reason
 
 
 class Listener(Protocol):

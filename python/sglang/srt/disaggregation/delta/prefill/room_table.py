@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 from sglang.srt.disaggregation.delta.metrics import STATS, Reason
@@ -36,6 +35,7 @@ from sglang.srt.disaggregation.delta.prefill.room import (
     UNCLAIMED,
     UNDER_WAY,
     Announcement,
+    EndedRooms,
     Event,
     Listener,
     Room,
@@ -85,15 +85,13 @@ class RoomTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._rooms: dict[int, Room] = {}
-        #: Why rooms were given up that are over, and whether their request had come.
-        self._ended: OrderedDict[int, tuple[str, bool]] = OrderedDict()
-        self._limit = remembered
         self._claim_s = environment.CLAIM_TIMEOUT.read()
         self._lease_s = max(environment.QUARANTINE_TIMEOUT.read() / 2, 1.0)
         self._ticked_at = clock()
         #: How long an announcement waits for its request: a scheduler that compiles or loads
         #: something takes no requests, and rooms must not be over when it looks again.
         self.scheduler_time = SchedulerTime(clock)
+        self._ended = EndedRooms(remembered, self._claim_s, self.scheduler_time.seconds)
 
     def _move(self, room: Room, event: Event) -> bool:
         """Take one step of ``TRANSITIONS``; False, and nothing changes, where there is none."""
@@ -108,13 +106,11 @@ class RoomTable:
         elif after is State.ENDED:
             del self._rooms[room.number]
             if room.reason is not None:
-                self._remember(room.number, room.reason, before is not State.ANNOUNCED)
+                had_request = before is not State.ANNOUNCED
+                self._ended.add(
+                    room.number, room.reason, had_request=had_request, had_ranks=room.is_announced
+                )
         return True
-
-    def _remember(self, number: int, reason: str, had_request: bool) -> None:
-        self._ended[number] = reason, had_request
-        while len(self._ended) > self._limit:
-            self._ended.popitem(last=False)
 
     # ---- the scheduler ----
 
@@ -131,17 +127,17 @@ class RoomTable:
         with self._lock:
             room = self._rooms.get(number)
             if room is None:
-                reason, had_request = self._ended.pop(number, ("", True))
+                reason = self._ended.refuse_request(number)
                 room = Room(number)
                 self._move(room, Event.CLAIM)
-                return room, None if had_request else reason
+                return room, reason
             if room.state is not State.ANNOUNCED:
                 reason = room.reason or (
                     f"room {number}: an earlier transfer still uses its number (parallel sampling, "
                     f"n > 1, is not served by a pair)"
                 )
                 if room.reason is None and room.state not in GONE:
-                    self._remember(number, reason, had_request=True)
+                    self._ended.add(number, reason, had_request=True)
                 STATS.failed(Reason.ABORTED)  # ``fail`` counts none of another request's
                 refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
                 return refused, reason
@@ -196,7 +192,7 @@ class RoomTable:
         """Whom to tell that it is drained; None where it is not, or was before."""
         if room is None:
             if number not in self._ended:
-                self._remember(number, reason, had_request=False)
+                self._ended.add(number, reason)
             return []
         if room.reason is not None:
             return None
@@ -215,8 +211,10 @@ class RoomTable:
 
     # ---- decode ranks ----
 
-    def announce(self, number: int, peer: str, announcement: Announcement) -> bool:
+    def announce(self, number: int, peer: str, announcement: Announcement, needed: int = 0) -> bool:
         """A decode rank listed its pages. False if they will not be filled, which it is told.
+
+        ``needed``: how many decode ranks announce the room here; 0: it does not say.
 
         A decode rank may announce a room after it failed here: it is told at once. But where
         something is under way, maybe to these very pages, it is told when that has settled. One
@@ -225,7 +223,7 @@ class RoomTable:
         """
         with self._lock:
             room = self._rooms.get(number)
-            refused = self._ended[number][0] if room is None and number in self._ended else None
+            refused = self._ended.refuse_rank(number) if room is None else None
             if room is not None and room.state is State.DRAINED:
                 refused = room.reason
             elif room is not None and (
@@ -233,29 +231,29 @@ class RoomTable:
             ):  # nobody would be told when the latter is left
                 refused = f"room {number}: an earlier request of its number has not ended here yet"
                 if number not in self._ended:  # else its request was here, and refused as well
-                    self._remember(number, refused, had_request=False)
+                    self._ended.add(number, refused)
             if refused is None:
                 if room is None:
                     room = Room(number, announced_at=self.scheduler_time.seconds())
                     self._move(room, Event.ANNOUNCE)
-                room.announcements[peer] = announcement
+                room.announcements[peer], room.needed = announcement, needed
                 return True
         self._listener.room_drained(number, refused, [announcement])
         return False
 
-    def one_too_many(self, number: int, peer: str, needed: int) -> str | None:
-        """Why ``peer`` may not announce a room that ``needed`` others have announced: it is of
+    def one_too_many(self, number: int, peer: str) -> str | None:
+        """Why ``peer`` may neither announce nor end a room that others have announced: it is of
         another request of the number, and would be told of pages that were never written. That
         request is refused as well, whenever it comes. None if it may."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.reason is not None or room.is_complete:
                 return None  # ``announce`` knows what to do
-            if peer in room.announcements or len(room.announcements) < needed:
+            if peer in room.announcements or not room.is_announced:
                 return None
             reason = f"room {number}: other decode ranks have announced it already"
             if number not in self._ended:  # else its request was here, and refused
-                self._remember(number, reason, had_request=False)
+                self._ended.add(number, reason)
             return reason
 
     # ---- transfer workers. What is raised here costs the room, and no other one. ----
