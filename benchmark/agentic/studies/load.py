@@ -93,12 +93,22 @@ def limit(fleet: FleetFile) -> int:
 
 
 def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[list[Record], float]:
-    """About so many requests in whole sessions, and the share of sessions kept."""
+    """About so many requests in whole sessions, and the share of sessions kept.
+
+    Raises:
+        ValueError: so few that no whole session is among them.
+    """
     found = survey(whole, BLOCK_TOKENS)
     plan = Plan(window_s=spec.window_s, max_single_turn=spec.max_single_turn, seed=spec.seed)
     everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
     ratio = min(1.0, requests / requests_of(found.columns, everything.sessions))
-    selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
+    try:
+        selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
+    except ValueError as error:
+        raise ValueError(
+            f"about {requests} requests of {len(whole):,} leave no whole session: ask for more "
+            "(`--requests`, or the study's `trace: {requests: null}` for the whole trace)"
+        ) from error
     return list(chosen(whole, selection)), ratio
 
 
