@@ -7,6 +7,7 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle
 from component.buffer_only.test_prefetch_line import measured, stored
+from sglang.srt.mem_cache.buffer_only.patience import MOST_S
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
@@ -152,5 +153,109 @@ def test_nothing_is_reserved_where_pages_are_missed():
     reserved = cache.buffer.prefetches.fetches.reserved
     assert [len(first.staging.pages) for first in reserved] == [4, 2]
     cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
+def prompt_store(hit: int, **changes: object) -> Cache:
+    """A store that has ``hit`` pages of the prompt and answers at once, where somebody waits; and
+    batches of a second."""
+    cache = stored([PROMPT[: hit * PAGE]] if hit else [], alone=True, **changes)
+    cache.buffer.ran(1.0, 0)
+    for thread in cache.threads.values():
+        thread.prompt, thread.waits = thread.name == "query", []
+    return cache
+
+
+def waits(cache: Cache) -> list[float]:
+    return cache.threads["query"].waits
+
+
+def test_a_miss_that_is_known_at_once_waits_for_no_batch():
+    """The next step may be a batch away."""
+    cache = prompt_store(0)
+    cache.want("r", PROMPT)
+    cache.step(work=False)
+    check(cache)
+    assert cache.state("r") is State.MISSED and cache.tree.check_prefetch_progress("r")
+    assert waits(cache) == [MOST_S] and cache.stage.used() == 0
+    assert cache.compute(PROMPT, rid="r") == 0
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_hit_that_is_known_at_once_is_on_its_way():
+    """It is fetched while the batch runs that is formed in this step."""
+    cache = prompt_store(4)
+    cache.want("r", PROMPT)
+    cache.step(work=False)
+    check(cache)
+    assert cache.state("r") is State.FETCHING and cache.stage.used() == 4
+    cache.step()
+    assert cache.tree.check_prefetch_progress("r")
+    assert cache.compute(PROMPT, rid="r") == 4 * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+def test_a_store_that_does_not_answer_at_once_is_waited_for_once():
+    """Then in every second step that asks it, and so on; its answers are taken as they come."""
+    cache = prompt_store(0)
+    cache.threads["query"].prompt = False
+    for number in range(3):
+        cache.want(f"r{number}", prompt(number, 5))
+        cache.step(work=False)
+        check(cache)
+        assert cache.state(f"r{number}") is State.QUERYING
+        assert waits(cache) == [MOST_S] * (1, 1, 2)[number]
+    cache.step()
+    for number in range(3):
+        assert cache.tree.check_prefetch_progress(f"r{number}")
+        cache.tree.release_aborted_request(f"r{number}")
+    cache.settle()
+    check_idle(cache)
+
+
+def test_nobody_waits_for_an_answer_where_the_server_is_full():
+    """Who could have been admitted in an earlier step was not: nobody behind it gets in either."""
+    cache = prompt_store(0)
+    for number in range(3):
+        cache.want(f"r{number}", prompt(number, 5))
+        cache.now += 0.1
+        cache.step(work=False)
+        assert waits(cache) == [MOST_S]
+    cache.buffer.prefetches.in_line(["r1", "r2"])  # r0 runs, and nobody is known to be kept out
+    cache.want("r3", prompt(3, 5))
+    cache.now += 0.1
+    cache.step(work=False)
+    assert waits(cache) == [MOST_S] * 2
+    for number in (1, 2, 3):
+        cache.tree.release_aborted_request(f"r{number}")
+    cache.settle()
+    check_idle(cache)
+
+
+def test_what_is_asked_again_is_not_waited_for():
+    """Its request is ready, and the answer may be another miss."""
+    cache = prompt_store(0)
+    cache.want("r", PROMPT)
+    cache.step(work=False)
+    cache.now += 1.0
+    cache.step(work=False)
+    assert len(cache.buffer.prefetches.queries.under_way) == 1 == len(waits(cache))
+    cache.tree.release_aborted_request("r")
+    cache.settle()
+    check_idle(cache)
+
+
+def test_ranks_do_not_look_twice():
+    """What one of them knows by then another may not."""
+    cache = stored([])
+    cache.buffer.ran(1.0, 0)
+    cache.threads["query"].prompt = True
+    cache.want("r", PROMPT)
+    cache.step(work=False)
+    assert cache.state("r") is State.QUERYING and waits(cache) == []
+    cache.tree.release_aborted_request("r")
     cache.settle()
     check_idle(cache)

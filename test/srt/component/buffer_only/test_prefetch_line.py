@@ -260,7 +260,7 @@ def test_a_step_with_nothing_new_looks_at_nobody(monkeypatch: pytest.MonkeyPatch
 
 def measured(cache: Cache, call_seconds: float) -> None:
     """A store whose calls take so long, and a model that computes 1,000 tokens a second."""
-    cache.buffer.computed(1000, 1.0)
+    cache.buffer.ran(1.0, 1000)
     cache.buffer.prefetches.fetches.call_seconds.add(call_seconds)
     cache.buffer.prefetches.fetches.call_bytes.add(1e6)
 

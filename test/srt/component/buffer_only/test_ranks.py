@@ -126,7 +126,7 @@ def test_a_store_that_is_slow_on_one_rank(ranks: Ranks):
     """The slowest rank's speeds count: one that chose by its own would fetch what the other one
     computes."""
     for cache, seconds in zip(ranks.caches, (5.0, 1e-6), strict=True):
-        cache.buffer.computed(1000, 1.0)
+        cache.buffer.ran(1.0, 1000)
         cache.buffer.prefetches.fetches.call_seconds.add(seconds)
         cache.buffer.prefetches.fetches.call_bytes.add(1e6)
     ranks.each(lambda cache: cache.want("r", PROMPT))

@@ -89,7 +89,7 @@ def test_a_store_that_is_not_well(ailment: str, limit_s: float, alone: bool):
         cache.compute(prompt(number, 6))
         cache.settle()
     cache.flush()
-    cache.buffer.computed(100_000, 1.0)
+    cache.buffer.ran(1.0, 100_000)
     fall_ill(ailment, store, pace)
     waits = stream(cache, [prompt(number % 12, 6) for number in range(24)])
     assert max(waits) <= limit_s, waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from sglang.srt.mem_cache.buffer_only.page_store import Job
 
@@ -13,6 +14,9 @@ class ManualThreads:
     def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name
         self.jobs: deque[Job] = deque()
+        #: Whether they do their jobs as soon as somebody waits for some, and how long that may be.
+        self.prompt = False
+        self.waits: list[float] = []
 
     def submit(self, work) -> Job:
         job = Job(work)
@@ -25,6 +29,12 @@ class ManualThreads:
         for _ in range(count):
             self.jobs.popleft().run()
         return count
+
+    def wait(self, jobs: Iterable[Job], seconds: float) -> bool:
+        self.waits.append(seconds)
+        if self.prompt:
+            self.run()
+        return all(job.wait(0) for job in jobs)
 
     def close(self, timeout: float) -> bool:
         return True

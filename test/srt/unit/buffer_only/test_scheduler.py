@@ -10,7 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from sglang.srt.mem_cache.buffer_only import weight_updates
-from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler, report_storage_hit
+from sglang.srt.mem_cache.buffer_only.scheduler import (
+    NAP_S,
+    BufferOnlyScheduler,
+    report_storage_hit,
+)
 
 
 class Stock:
@@ -95,14 +99,18 @@ def scheduler(mode: str = "buffer_only", busy: bool = False) -> Scheduler:
 
 
 @pytest.mark.hazard("flush-or-detach-under-way", "idle-server")
-def test_busy_pipelines_are_not_idle_and_do_not_sleep():
+def test_busy_pipelines_are_not_idle_and_do_not_sleep(monkeypatch: pytest.MonkeyPatch):
     """Idle checks of memory would find the locks of a copy, and a sleeping scheduler would not see
-    that it has ended."""
+    that it has ended. One that looks without a pause would keep the interpreter from the threads
+    that work for it."""
+    naps: list[float] = []
+    monkeypatch.setattr("time.sleep", naps.append)
     busy, idle = scheduler(busy=True), scheduler()
     assert not busy.is_fully_idle() and idle.is_fully_idle()
     assert busy.is_fully_idle(for_health_check=True)
     busy.maybe_sleep_on_idle(), idle.maybe_sleep_on_idle()
     assert (busy.calls["sleep"], idle.calls["sleep"]) == (0, 1)
+    assert naps == [NAP_S] and NAP_S < 0.001
 
 
 @pytest.mark.hazard("flush-or-detach-under-way")
@@ -254,11 +262,11 @@ def batch(tokens: int, extend: bool = True) -> SimpleNamespace:
 
 def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
     """A batch that was launched under another one begins when that has ended; a decode batch that
-    still has the figures of its prefill counts for nothing."""
+    still has the figures of its prefill computes none."""
     found = scheduler()
     found.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    computed: list[tuple[int, float]] = []
-    found.tree_cache.buffer.computed = lambda *what: computed.append(what)
+    ran: list[tuple[float, int]] = []
+    found.tree_cache.buffer.ran = lambda *what: ran.append(what)
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     first, second, third = batch(1000), batch(500), batch(1, extend=False)
@@ -272,7 +280,7 @@ def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
     now = 105.0
     found.process_batch_result(second, None)
     found.process_batch_result(third, None)
-    assert computed == [(1000, 2.0), (500, 3.0)] and found.calls["result"] == 3
+    assert ran == [(2.0, 1000), (3.0, 500), (0.0, 0)] and found.calls["result"] == 3
 
 
 def test_slots_that_a_draft_model_writes_are_not_known():

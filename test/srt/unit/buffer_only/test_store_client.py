@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from sglang.srt.mem_cache.buffer_only.call_threads import CallThreads
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
-from sglang.srt.mem_cache.buffer_only.store_client import CallThreads, CircuitBreaker
+from sglang.srt.mem_cache.buffer_only.store_client import CircuitBreaker
 
 
 def probes(breaker: CircuitBreaker, until: float) -> list[float]:

@@ -12,6 +12,7 @@ leaves the device leaves the tree.
 ``storage_files``     SGLang's ``file``, NIXL's plugins for files
 ``storage_mooncake``  Mooncake
 ``store_client``      calls of a store with a deadline; the circuit breaker
+``call_threads``      the threads of these calls
 ``namespaces``        whose KV a page is: model, weights, layout, tenant; keys
 ``page_store``        pages in and out of the store, and the threads that wait for it
 
@@ -25,6 +26,7 @@ leaves the device leaves the tree.
 ``query``       what the store has of a prompt
 ``fetch``       pages on their way from the store into the stage
 ``first_fetch``  the one that follows a query at once, where one rank decides
+``patience``    how long a step gives answers to come, there
 ``worth``       load or recompute (pure); ``chooser``: with what a rank has measured
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class Job:
         self.seconds = 0.0
         #: Leading good pages; None until the job has ended.
         self.pages: int | None = None
-        self._cancelled = threading.Event()
+        self._cancelled, self._ended = threading.Event(), threading.Event()
 
     @property
     def drained(self) -> bool:
@@ -87,6 +87,11 @@ class Job:
         finally:
             self.seconds = time.monotonic() - began
             self.pages = pages  # last: the scheduler looks at everything else after it
+            self._ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the job has ended, at most so much later."""
+        return self._ended.wait(max(0.0, seconds))
 
 
 class IOThreads:
@@ -107,6 +112,11 @@ class IOThreads:
         job = Job(work)
         self._jobs.put(job)
         return job
+
+    def wait(self, jobs: Iterable[Job], seconds: float) -> bool:
+        """Whether all of ``jobs`` have ended, at most ``seconds`` later."""
+        end = time.monotonic() + seconds
+        return all(job.wait(end - time.monotonic()) for job in jobs)
 
     def close(self, timeout: float) -> bool:
         """End after the jobs that are queued; False if a thread takes more than ``timeout``

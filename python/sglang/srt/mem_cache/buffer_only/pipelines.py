@@ -138,9 +138,11 @@ class Pipelines:
         self.backups.launch()
         if agreed.store_up:
             self.touches.launch()
+        self.prefetches.look_twice()
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A batch has computed so many tokens of prompts."""
+    def ran(self, seconds: float, tokens: int) -> None:
+        """A batch took so long; it has computed so many tokens of prompts."""
+        self.prefetches.patience.batch(seconds)
         if tokens > 0 and seconds > 0:
             self._token_seconds.add(seconds / tokens, tokens)
 

@@ -9,14 +9,15 @@ like anything else, while the other half is fetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.patience import Patience
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
 from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
@@ -40,6 +41,7 @@ class PrefetchLine(PrefetchStates):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.load_backs = LoadBacks(context)
+        self.patience = Patience()
         #: What was known when the line was last gone through to its end, or to where nobody behind
         #: gets more.
         self._gone_through: object = None
@@ -134,15 +136,7 @@ class PrefetchLine(PrefetchStates):
         self.load_backs.finish(agreed.load_back_copies)
         self._chooser.speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
         self._came(agreed.fetches)
-        answered = self.queries.apply(agreed.queries)
-        for query, found in answered:
-            if query.first is not None:
-                self.fetches.adopt(query.first, query.owner)
-            if query.owner is not None:
-                self._answered(query.owner, query, found)
-        if any(query.first is not None for query, _ in answered):
-            # One rank: what followed a query may have come by now.
-            self._came([piece.outcome for piece in self.fetches.under_way])
+        self._take_answers(agreed.queries)
         for prefetch in self.line.due(self._context.now_ms):
             if self._out_of_time(prefetch):
                 self._context.counters["prefetch_timeouts"] += 1
@@ -166,6 +160,17 @@ class PrefetchLine(PrefetchStates):
             self._load_ahead()
         self.load_backs.launch_apart()
 
+    def look_twice(self) -> None:
+        """Take the answers for requests that have just arrived, if they come at once: one that the
+        store has nothing of is admitted in this step (``patience``)."""
+        asked = self._just_asked()
+        seconds = self.patience.seconds() if asked else 0.0
+        if not seconds:
+            return
+        self.patience.ended(self.queries.wait(asked, seconds))
+        self._take_answers([query.outcome for query in self.queries.under_way])
+        self._fetch_in_line()
+
     def reset(self) -> None:
         """The tree is about to be emptied: end everything, but keep what the store still fills."""
         self.cancel_all()
@@ -179,6 +184,35 @@ class PrefetchLine(PrefetchStates):
     def close(self, timeout: float) -> bool:
         """End the threads; False if one takes more than ``timeout`` seconds."""
         return self.queries.close(timeout) and self.fetches.close(timeout)
+
+    def _just_asked(self) -> list[Query]:
+        """Queries of this step, on a server of one rank. None where somebody in line could have
+        been admitted in an earlier one: then the server is full, and nobody gets in for an
+        answer."""
+        context, new = self._context, []
+        if context.alone:
+            new = [
+                query
+                for query in self.queries.under_way
+                if query.owner is not None
+                and query.owner.state is State.QUERYING
+                and query.owner.since_ms == context.now_ms
+            ]
+        done = (State.STAGED, State.MISSED)
+        full = new and any(one.state in done and one.since_ms < context.now_ms for one in self.line)
+        return [] if full else new
+
+    def _take_answers(self, outcomes: Sequence[int]) -> None:
+        """Act on what the store has answered to queries."""
+        answered = self.queries.apply(outcomes)
+        for query, found in answered:
+            if query.first is not None:
+                self.fetches.adopt(query.first, query.owner)
+            if query.owner is not None:
+                self._answered(query.owner, query, found)
+        if any(query.first is not None for query, _ in answered):
+            # One rank: what followed a query may have come by now.
+            self._came([piece.outcome for piece in self.fetches.under_way])
 
     # ---- who is fetched for ----
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING, QUERY_SLOTS
@@ -83,6 +83,10 @@ class Queries:
             found = query.job.found or Found()
             answered.append((query, Found(found.hashes[:pages], found.keys[:pages])))
         return answered
+
+    def wait(self, queries: Iterable[Query], seconds: float) -> bool:
+        """Whether the store has answered ``queries``, at most ``seconds`` later."""
+        return self._threads.wait([query.job for query in queries], seconds)
 
     def cancel(self, prefetch: Prefetch) -> None:
         """Nobody wants the answer any more."""

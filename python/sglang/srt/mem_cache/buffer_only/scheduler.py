@@ -17,6 +17,9 @@ from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import Request
 
+#: Between two steps without a batch, while something is under way to the store or from it.
+NAP_S = 0.0005
+
 
 class BufferOnlyScheduler(NamingScheduler):
     """Stock unless the server was started with ``--hicache-host-memory-mode buffer_only``."""
@@ -138,9 +141,9 @@ class BufferOnlyScheduler(NamingScheduler):
             # A batch that was launched under another one begins when that has ended.
             now, began = time.monotonic(), max(self._launched.popleft(), self._last_result)
             self._last_result = now
-            if batch.forward_mode.is_extend() and batch.prefill_stats is not None:
-                tokens = batch.prefill_stats.log_input_tokens
-                self.tree_cache.buffer.computed(tokens, now - began)
+            extends = batch.forward_mode.is_extend() and batch.prefill_stats is not None
+            tokens = batch.prefill_stats.log_input_tokens if extends else 0
+            self.tree_cache.buffer.ran(now - began, tokens)
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
@@ -194,8 +197,11 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def maybe_sleep_on_idle(self) -> None:
-        # A sleeping scheduler would not see that a copy or the store has ended.
-        if not (self._buffer_only and self.tree_cache.buffer.busy):
+        if self._buffer_only and self.tree_cache.buffer.busy:
+            # A sleeping scheduler would not see that a copy or the store has ended; one that looks
+            # all the time would keep their threads from the interpreter.
+            time.sleep(NAP_S)
+        else:
             super().maybe_sleep_on_idle()
 
 
