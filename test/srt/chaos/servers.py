@@ -121,8 +121,8 @@ class Servers:
         self._logs = logs
         self._timeout_s = start_timeout_s
         self.master = master
-        self.staged: Counter[str] = Counter()
-        """What went through the stages of the prefill servers, pages; see ``store.counted``."""
+        self._staged_ended: Counter[str] = Counter()
+        self._staged: Counter[str] = Counter()
         self._turns: Counter[tuple[str, ...]] = Counter()
         self.incarnations: list[Incarnation] = []
         prefill = self._configs["prefill"]
@@ -149,6 +149,9 @@ class Servers:
         Raises:
             ServerFailed: it did not become ready.
         """
+        if role == "prefill":
+            self._staged_ended += self._staged  # its counters ended with it
+            self._staged.clear()
         number = sum(one.role == role for one in self.incarnations) + 1
         process = start(self._configs[role], self._logs, f"{role}.{number}")
         self.incarnations.append(Incarnation(role, number, process))
@@ -161,7 +164,8 @@ class Servers:
     def kill(self, role: str) -> None:
         """SIGKILL to all processes of a server."""
         incarnation = self.current(role)
-        self.count_staged(role)
+        if role == "prefill":
+            self.count_staged()
         if role == "decode":
             with contextlib.suppress(OSError):  # it has died by itself
                 self._turns.update(self._turns_of_decode())
@@ -223,11 +227,13 @@ class Servers:
                     raise TimeoutError(f"{role} did not check its invariants in {timeout_s:.0f} s")
                 time.sleep(0.2)
 
-    def count_staged(self, role: str = "prefill") -> None:
-        """Adds up what went through the stage of a server that is about to end."""
-        if self.master is not None and role == "prefill":
-            with contextlib.suppress(OSError):  # it has died by itself: the sum is too small
-                self.staged.update(store.counted(self.addresses.prefill))
+    def count_staged(self) -> Counter[str]:
+        """What went through the stages of all prefill servers so far; see ``store.counted``. Of
+        one that does not answer, what it said last."""
+        if self.master is not None:
+            with contextlib.suppress(OSError, KeyError):  # dead, or it has no metrics yet
+                self._staged = Counter(store.counted(self.addresses.prefill))
+        return self._staged_ended + self._staged
 
     def _turns_of_decode(self) -> Counter[tuple[str, ...]]:
         if not self._computes_turns:

@@ -10,9 +10,11 @@ from benchmark.harness import metrics
 from benchmark.harness.servers import Sizes
 from component.buffer_only.masters import Master
 
-STAGE_PAGES = 16
-PREFILL_TOKENS = 4096
-"""Less than the bank's prompts, so that prefill's tree needs the store."""
+STAGE_PAGES, STAGE_TOKENS = 16, 512
+"""At least. Some of the bank's prompts fit, others go through it in rounds."""
+PREFILL_TOKENS = 2048
+"""Two of the bank's longest prompts, and half of all its tokens, so that prefill's tree needs the
+store."""
 DEADLINE_S = 2.0
 ENV = {
     "SGLANG_HICACHE_STORE_DEADLINE": f"{DEADLINE_S:.0f}",
@@ -35,7 +37,7 @@ def prefill_with_stage(page_size: int, master: Master) -> dict[str, Any]:
     arguments = (
         "--enable-hierarchical-cache",
         *("--hicache-host-memory-mode", "buffer_only"),
-        *("--hicache-buffer-pages", str(STAGE_PAGES)),
+        *("--hicache-buffer-pages", str(max(STAGE_PAGES, STAGE_TOKENS // page_size))),
         *("--hicache-storage-backend", "mooncake"),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),

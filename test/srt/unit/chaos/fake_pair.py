@@ -159,8 +159,8 @@ class FakePair:
         assert since == {"decode": 5}
         self.done.append("balanced")
 
-    def count_staged(self) -> None:
-        self.done.append("count")
+    def count_staged(self) -> Counter[str]:
+        return self.staged
 
     def count_turns(self) -> Counter[tuple[str, ...]] | None:
         return self.turns

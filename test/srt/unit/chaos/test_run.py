@@ -72,7 +72,7 @@ def test_a_clean_arm(tmp_path: Path) -> None:
     assert account.tally.outcomes == {Outcome.RIGHT: 11, Outcome.ABORTED: 1}
     assert account.tally.faults == {"disconnect": 1}
     # Idle, asked again, idle, invariants checked, flushed, idle.
-    assert pair.done == ["settle", "settle", "balanced", "flush", "settle", "count"]
+    assert pair.done == ["settle", "settle", "balanced", "flush", "settle"]
     assert sum(role == "decode" for role, _ in pair.seen) == 12 + run.LAST_QUESTIONS
 
 
@@ -101,7 +101,7 @@ def test_the_store_is_stopped_and_killed_and_excuses_nothing(tmp_path: Path) -> 
     def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
         return [] if body["rid"] == "1.0-000008" else tokens
 
-    account, pair = play(tmp_path, tamper, faults, staged=5)
+    account, pair = play(tmp_path, tamper, faults, staged=run.LEAST_READ_PAGES)
     assert pair.done[:4] == ["stop store", "continue store", "kill store", "start store"]
     assert {fault.kind.value: 1 for fault in faults}.items() <= account.tally.faults.items()
     assert account.tally.outcomes[Outcome.UNEXPLAINED] == 1
@@ -132,7 +132,7 @@ def test_decode_is_flushed_and_paused_and_that_excuses_nothing(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("left", "problem"),
     [
-        ({"staged": 0}, "no page came from the store"),
+        ({"staged": run.LEAST_READ_PAGES - 1}, "19 pages came from the store"),
         ({"staged": 5, "stuck": True}, "TimeoutError: the stage holds a page"),
         ({"turns": (1, 20)}, "decode computed 1 of 21 turns"),
         ({"held": 16}, "decode holds 16 tokens after the last request"),

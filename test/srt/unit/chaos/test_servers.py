@@ -161,6 +161,35 @@ def test_turns_of_killed_servers_count(servers: Servers, monkeypatch: pytest.Mon
     assert servers.count_turns() == {("local", "cheaper"): 6}
 
 
+def test_pages_of_servers_that_ended_count(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a store that was read, in vain, by servers that were killed: of one that died
+    by itself, what it said last counts."""
+    said: list[dict[str, int] | None] = [{"store_read_pages": 3}]
+
+    def counted(url: str) -> dict[str, int]:
+        if said[-1] is None:
+            raise OSError("connection refused")
+        return said[-1]
+
+    monkeypatch.setattr(store, "counted", counted)
+    assert not servers.count_staged()
+    servers.master = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
+    servers.kill("prefill")
+    said.append(None)
+    assert servers.count_staged() == {"store_read_pages": 3}
+    servers.start("prefill")
+    assert servers.count_staged() == {"store_read_pages": 3}
+    said.append({"store_read_pages": 4})
+    assert servers.count_staged() == servers.count_staged() == {"store_read_pages": 7}
+    said.append(None)
+    servers.current("prefill").process.stop()
+    servers.start("prefill")
+    said.append({"store_read_pages": 5})
+    assert servers.count_staged() == {"store_read_pages": 12}
+
+
 def test_local_turns_are_decodes_flags(tmp_path: Path) -> None:
     """Guards against an arm of that name without the flags, or with long chunks only."""
     prefill, decode = chaos_config(tmp_path, tmp_path, "nixl", 16, local=True).layout()
