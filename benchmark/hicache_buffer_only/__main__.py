@@ -10,14 +10,21 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark.harness.command import add_common, add_fields, replaced, status
-from benchmark.hicache_buffer_only.compare import AGENTS, CONVERSATION, TRACES, Load, compare
+from benchmark.hicache_buffer_only.compare import (
+    AGENTS,
+    CONVERSATION,
+    TRACES,
+    UNSHARED,
+    Load,
+    compare,
+)
 
 
 def main() -> int:
     load = Load()
     parser = argparse.ArgumentParser(prog="python -m benchmark.hicache_buffer_only")
     add = parser.add_argument
-    add("--only", choices=TRACES, help="one of the two traces; both without it")
+    add("--only", choices=TRACES, help="one of the traces; all without it")
     add("--trace", type=Path, help="conversations, Mooncake's format; generated without it")
     add("--agents", type=Path, help="agents, Mooncake's format; generated without it")
     add_fields(
@@ -39,7 +46,7 @@ def main() -> int:
     )
     add_common(parser, Path(__file__).parent / "results")
     args, console = parser.parse_args(), Console()
-    given = {CONVERSATION: args.trace, AGENTS: args.agents}
+    given = {CONVERSATION: args.trace, AGENTS: args.agents, UNSHARED: None}
     traces = {name: path for name, path in given.items() if args.only in (None, name)}
     load = replace(replaced(load, args), split=replaced(load.split, args))
     return status(lambda: compare(args.out, args.model, traces, console, load), console)

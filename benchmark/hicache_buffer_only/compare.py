@@ -52,9 +52,13 @@ ALWAYS_FETCH = {"SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1"}
 
 #: Where a request found the largest part of what it did not compute.
 CLASSES = ("device", "host", "store", "miss")
-CONVERSATION, AGENTS = TRACES = ("conversation", "agents")
+CONVERSATION, AGENTS, UNSHARED = TRACES = ("conversation", "agents", "unshared")
 #: Of generated ones.
-SHAPES = {CONVERSATION: generate.CONVERSATION, AGENTS: generate.TOOLS}
+SHAPES = {
+    CONVERSATION: generate.CONVERSATION,
+    AGENTS: generate.TOOLS,
+    UNSHARED: generate.UNSHARED,
+}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import heapq
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
@@ -83,20 +83,22 @@ CONVERSATION = Shape(
 )
 #: Agents with tools: long instructions that many share, and many short turns with little time
 #: between them, as in Mooncake's tool-and-agent trace (prompts of about 8,600 tokens, answers of
-#: about 180, more than half of all blocks seen before).
+#: about 180, 6.6 requests a second, three fifths of all blocks seen before).
 TOOLS = Shape(
-    families_per_s=0.6,
-    instruction_blocks=(8,) * 8,
+    families_per_s=3.4,
+    instruction_blocks=(5,) * 8,
     lonely=1.0,
     context=LogNormal(1, 0.0),
-    own=LogNormal(1200, 0.8),
-    one_turn=1 / 8,
-    turns=LogNormal(3.0, 0.8),
+    own=LogNormal(3600, 0.8),
+    one_turn=0.5,
+    turns=LogNormal(1.0, 0.8),
     addition=LogNormal(500, 1.0),
     answer=LogNormal(140, 0.8),
     pause_s=LogNormal(5.5, 0.9),
     longest=125_000,
 )
+#: Nobody shares anything with anybody: what a cache costs where it cannot help.
+UNSHARED = replace(CONVERSATION, instruction_blocks=(), one_turn=1.0)
 
 
 def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[Record]:
