@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -101,58 +102,10 @@ def tensor_parallel(ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
     return ("--tp-size", str(ranks)), env
 
 
-def _engine(
-    model: Path | str, port: int, nccl_port: int, sizes: Sizes, extra_args: tuple[str, ...]
-) -> list[str]:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", HOST, "--port", str(port)]
-    if "--dp-size" not in extra_args:  # else SGLang picks one for each rank
-        command += ["--nccl-port", str(nccl_port)]
-    return [*command, *_CPU_ARGS, "--enable-metrics", *sizes.arguments(), *extra_args]
-
-
-def aggregated(
+def engine(
+    role: str,
     model: Path | str,
-    ports: tuple[int, int],
-    sizes: Sizes = DEFAULT_SIZES,
-    *,
-    stock: bool = True,
-    extra_args: tuple[str, ...] = (),
-    env: Mapping[str, str] | None = None,
-) -> ServerConfig:
-    """A server that does prefill and decode itself: the reference for equality of output.
-
-    ``ports``: HTTP and torch.distributed.
-    """
-    command = _engine(model, *ports, sizes, extra_args)
-    return ServerConfig(
-        "aggregated", ports[0], tuple(command), {**patchset_env(stock), **(env or {})}
-    )
-
-
-def prefill(
-    model: Path | str,
-    ports: tuple[int, int, int],
-    sizes: Sizes = DEFAULT_SIZES,
-    *,
-    backend: str = "nixl",
-    stock: bool = False,
-    extra_args: tuple[str, ...] = (),
-    env: Mapping[str, str] | None = None,
-) -> ServerConfig:
-    """``ports``: HTTP, torch.distributed, bootstrap (where decode asks for prefill's addresses)."""
-    http, nccl, bootstrap = ports
-    command = _engine(model, http, nccl, sizes, extra_args)
-    command += ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", backend]
-    command += ["--disaggregation-bootstrap-port", str(bootstrap)]
-    return ServerConfig(
-        "prefill", http, tuple(command), {**patchset_env(stock), **(env or {})}, bootstrap
-    )
-
-
-def decode(
-    model: Path | str,
-    ports: tuple[int, int],
+    ports: Sequence[int],
     sizes: Sizes = DEFAULT_SIZES,
     *,
     backend: str = "nixl",
@@ -161,14 +114,33 @@ def decode(
     extra_args: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
 ) -> ServerConfig:
-    """``ports``: HTTP and torch.distributed. ``radix`` passes the decode radix cache flag."""
-    command = _engine(model, *ports, sizes, extra_args)
-    command += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", backend]
-    if sizes.reserved_decode_tokens is not None:
+    """A server of a role: ``prefill``, ``decode``, or ``aggregated``, which does both.
+
+    ``ports``: HTTP, torch.distributed, and of a prefill server the bootstrap port, where decode
+    asks for its addresses. ``radix`` passes the decode radix cache flag.
+    """
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", HOST, "--port", str(ports[0])]
+    if "--dp-size" not in extra_args:  # else SGLang picks one for each rank
+        command += ["--nccl-port", str(ports[1])]
+    command += [*_CPU_ARGS, "--enable-metrics", *sizes.arguments(), *extra_args]
+    if role != "aggregated":
+        command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", backend]
+    if role == "prefill":
+        command += ["--disaggregation-bootstrap-port", str(ports[2])]
+    if role == "decode" and sizes.reserved_decode_tokens is not None:
         command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
     if radix:
         command.append("--disaggregation-decode-enable-radix-cache")
-    return ServerConfig("decode", ports[0], tuple(command), {**patchset_env(stock), **(env or {})})
+    bootstrap = ports[2] if role == "prefill" else None
+    env = {**patchset_env(stock), **(env or {})}
+    return ServerConfig(role, ports[0], tuple(command), env, bootstrap)
+
+
+#: The stock release unless told: the reference for equality of output.
+aggregated = partial(engine, "aggregated", stock=True)
+prefill = partial(engine, "prefill")
+decode = partial(engine, "decode")
 
 
 def router(

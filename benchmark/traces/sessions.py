@@ -23,15 +23,16 @@ What follows from the rule, and cannot be told from ids alone:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from benchmark.traces.record import BLOCK_TOKENS, Record
 
 REMEMBERED = 1_000_000
-"""Blocks and conversations that ``annotate`` remembers, each; about 250 MB where all are in use."""
+"""Blocks and conversations that ``annotate`` remembers, each: some hundred MB at most."""
 
 _SHARED = -1
 
@@ -39,40 +40,25 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
-    """A dictionary that forgets what was not used for long.
-
-    Two generations: what is used moves to the young one; when that holds half the entries, it
-    becomes the old one and the former old one is dropped. At least the ``entries // 2`` latest used
-    keys are known, at most ``entries``.
-    """
+class Recent(OrderedDict[K, V]):
+    """A dictionary of at most ``entries`` keys, those that were used last."""
 
     def __init__(self, entries: int) -> None:
-        self._half = max(1, entries // 2)
-        self._young: dict[K, V] = {}
-        self._old: dict[K, V] = {}
+        super().__init__()
+        self._entries = max(1, entries)
 
-    def get(self, key: K) -> V | None:
-        value = self._young.get(key)
-        if value is None:
-            value = self._old.pop(key, None)
-            if value is not None:
-                self.set(key, value)
-        return value
+    def use(self, key: K) -> V | None:
+        """Its value, where it is known."""
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
 
-    def set(self, key: K, value: V) -> None:
-        self._old.pop(key, None)
-        self._young[key] = value
-        if len(self._young) >= self._half:
-            self._old = self._young
-            self._young = {}
-
-    def discard(self, key: K) -> None:
-        self._young.pop(key, None)
-        self._old.pop(key, None)
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+    def note(self, key: K, value: V) -> None:
+        """Its value from now on."""
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._entries:
+            self.popitem(last=False)
 
 
 class _Conversation:
@@ -107,8 +93,8 @@ def annotate(
     turns: Recent[str, int] = Recent(remember)
     for record in records:
         if record.session_id is not None:
-            turn = record.turn if record.turn is not None else turns.get(record.session_id) or 0
-            turns.set(record.session_id, turn + 1)
+            turn = record.turn if record.turn is not None else turns.use(record.session_id) or 0
+            turns.note(record.session_id, turn + 1)
             yield record if turn == record.turn else msgspec.structs.replace(record, turn=turn)
         else:
             conversation = blocks.conversation(record)
@@ -135,29 +121,29 @@ class _Blocks:
             self._begun += 1
         self._use(full[depth:], found.number)
         if found.end is not None:
-            self._ended.discard(found.end)
+            self._ended.pop(found.end, None)
         found.tokens = record.input_length
-        found.end = full[-1] if full and self._user.get(full[-1]) == found.number else None
+        found.end = full[-1] if full and self._user.use(full[-1]) == found.number else None
         if found.end is not None:
-            self._ended.set(found.end, found)
+            self._ended.note(found.end, found)
         return found
 
     def _continued(self, full: tuple[int, ...], tokens: int) -> tuple[_Conversation | None, int]:
         """The conversation that goes on, and how many blocks it is known to use."""
         for depth in range(len(full), 0, -1):
-            found = self._ended.get(full[depth - 1])
+            found = self._ended.use(full[depth - 1])
             if found is not None:
                 return (found, depth) if tokens >= found.tokens else (None, 0)
         return None, 0
 
     def _use(self, ids: tuple[int, ...], number: int) -> None:
         for block in ids:
-            user = self._user.get(block)
+            user = self._user.use(block)
             if user is None:
-                self._user.set(block, number)
+                self._user.note(block, number)
             elif user not in (number, _SHARED):
-                self._user.set(block, _SHARED)
-                ended = self._ended.get(block)
+                self._user.note(block, _SHARED)
+                ended = self._ended.use(block)
                 if ended is not None:  # it no longer tells who goes on
                     ended.end = None
-                    self._ended.discard(block)
+                    self._ended.pop(block, None)

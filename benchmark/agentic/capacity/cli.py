@@ -1,21 +1,20 @@
-"""Where the decode capacity wall stands, by closed forms.
+"""What a decode pool holds, and what a prefill elsewhere saves, by closed forms.
 
-python -m benchmark.agentic capacity --model qwen3-coder-30b-a3b --pool-gib 38 --workers 8
+python -m benchmark.agentic capacity --model qwen3-coder-30b-a3b --pool-gib 38
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity import formulas
-from benchmark.agentic.capacity.formulas import GIB, Isolation, Limits, Workload
-from benchmark.harness import plot, report
+from benchmark.agentic.capacity.formulas import GIB, Isolation, Workload
+from benchmark.harness import report
 from benchmark.harness.command import status
 from benchmark.kv_transfer import shapes
 from benchmark.traces.read import read
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"{shape.name} has {shape.token_bytes:,}: give costs of its own"
         )
     pool = args.pool_tokens or formulas.pool_tokens(args.pool_gib * GIB, shape.token_bytes)
-    load = Workload(args.prefix, args.suffix, args.output, args.prefixes)
+    load = Workload(args.prefix, args.suffix, args.prefixes)
     reserved = args.reserved
     held = {
         shared: formulas.holds(load, pool, shared=shared, reserved=reserved)
@@ -74,40 +73,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     _print_isolation(events, args.streams, console)
     content["isolation"] = events
 
-    found = {
-        name: [
-            formulas.limits(
-                load,
-                costs,
-                prefill_workers=prefill,
-                decode_workers=decode,
-                pool=pool,
-                shared=shared,
-                prefill_cached=not args.cold_prefill,
-                reserved=reserved,
-                max_running=args.max_running,
-            )
-            for prefill, decode in formulas.splits(args.workers, args.splits)
-        ]
-        for name, shared in (("stock", False), ("radix", True))
-    }
-    _print_splits(found, args.rate, console)
-    content["splits"] = {
-        name: [{**dataclasses.asdict(x), "rate": x.rate, "binds": x.binds} for x in limits]
-        for name, limits in found.items()
-    }
     report.write_summary(args.out / "capacity.json", content)
-    plot.lines(
-        args.out / "capacity.png",
-        f"requests/s that {args.workers} workers can take",
-        {
-            "prefill limit": {x.prefill_workers: x.prefill for x in found["stock"]},
-            "decode pools, stock": {x.prefill_workers: x.pool for x in found["stock"]},
-            "decode pools, radix": {x.prefill_workers: x.pool for x in found["radix"]},
-        },
-        ("prefill workers", "requests/s"),
-    )
-    console.print(f"capacity.json and capacity.png in {args.out}")
+    console.print(f"capacity.json in {args.out}")
     return 0
 
 
@@ -129,22 +96,6 @@ def _print_isolation(events: list[Isolation], streams: int, console: Console) ->
     )
 
 
-def _print_splits(found: dict[str, list[Limits]], rate: float | None, console: Console) -> None:
-    columns = ["prefill : decode"]
-    for name in found:
-        columns += [f"{name}: req/s", "binds", "prefill busy", "decode slots"]
-    rows = []
-    for limits in zip(*found.values(), strict=True):
-        row = [f"{limits[0].prefill_workers} : {limits[0].decode_workers}"]
-        for one in limits:
-            at = one.rate if rate is None else rate
-            pool = one.pool_full(at) if one.pool else math.inf
-            row += [f"{one.rate:,.3g}", one.binds, f"{one.prefill_busy(at):.0%}", f"{pool:.0%}"]
-        rows.append(row)
-    at = "at the limit" if rate is None else f"at {rate:g} requests/s"
-    report.print_table(f"splits; use of prefill and of decode slots {at}", columns, rows, console)
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic capacity")
     add = parser.add_argument
@@ -159,14 +110,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--pool-tokens", type=int, help="the same in tokens; overrides it")
     add("--prefix", type=int, default=50_000, help="tokens")
     add("--suffix", type=int, default=4500, help="tokens")
-    add("--output", type=float, default=355.4, help="tokens")
     add("--prefixes", type=int, default=20, help="distinct ones")
     add("--reserved", type=int, default=512, help="tokens kept for an answer")
-    add("--max-running", type=int, default=256)
-    add("--cold-prefill", action="store_true", help="prefill caches nothing")
-    add("--workers", type=int, default=8, help="of the fleet, both roles")
-    add("--splits", type=int, default=16, help="about so many rows")
-    add("--rate", type=float, help="requests/s to show the use at")
     add("--streams", type=int, default=8, help="decodes that a prefill would stall")
     add("--prefill-sizes", type=int, nargs="+", default=[2000, 33_000, 125_000], help="tokens")
     add("--trace", type=Path, help="a Mooncake trace, for what its requests share")

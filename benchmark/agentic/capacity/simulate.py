@@ -19,7 +19,7 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, Time
 
 from benchmark.agentic.capacity import costs as cost_files
 from benchmark.agentic.capacity.sim.decode import DecodeConfig
-from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig, Run
+from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig
 from benchmark.agentic.capacity.sim.jobs import Job, SharedPrefixes, from_trace
 from benchmark.agentic.capacity.sim.outcome import Outcome, outcome
 from benchmark.agentic.capacity.sim.prefill import PrefillConfig
@@ -75,7 +75,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     records = _records(args)
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    last: Run | None = None
 
     def progressed(task: TaskID) -> Callable[[Job], None]:
         return lambda job: progress.advance(task)
@@ -92,19 +91,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for arm in _arms(args):
             task = progress.add_task(arm.name, total=len(records) if records else args.requests)
             began = time.perf_counter()
-            last = Fleet(_config(args, arm), costs).run(
+            ended = Fleet(_config(args, arm), costs).run(
                 _jobs(args, records),
                 concurrency=None if records else args.concurrency,
                 sample_s=args.sample_s,
                 on_end=progressed(task),
             )
-            row = Row(arm, outcome(last, args.timeout_s), last.events, time.perf_counter() - began)
+            took = time.perf_counter() - began
+            row = Row(arm, outcome(ended, args.timeout_s), ended.events, took)
             rows.append(row)
             out.write(msgspec.json.encode(row).decode() + "\n")
             out.flush()  # a long run that is stopped keeps what it has
     _print(rows, console)
-    _draw(args, rows, last)
-    console.print(f"simulate.jsonl and plots in {args.out}")
+    _draw(args, rows)
+    console.print(f"simulate.jsonl in {args.out}")
     return 0
 
 
@@ -205,31 +205,15 @@ def _print(rows: Sequence[Row], console: Console) -> None:
     report.print_table(title, ["arm", *COLUMNS], cells, console)
 
 
-def _draw(args: argparse.Namespace, rows: Sequence[Row], last: Run | None) -> None:
-    split = [row for row in rows if row.arm.prefill_workers]
-    if len({row.arm.prefill_workers for row in split}) > 1:
-        pictures: list[tuple[str, str, Callable[[Outcome], float]]] = [
-            ("ttft", "TTFT p90, s", lambda o: o.ttft.p90),
-            ("rate", "requests/s", lambda o: o.requests_per_s),
-            ("pool", "share of the decode pools in use", lambda o: o.middle_in_use),
-        ]
-        for name, title, of in pictures:
-            curves: dict[str, dict[float, float]] = {}
-            for row in split:
-                curves.setdefault(row.arm.kind, {})[row.arm.prefill_workers] = of(row.outcome)
-            labels = (f"prefill workers of {args.workers}", title)
-            plot.lines(args.out / f"splits-{name}.png", title, curves, labels)
-    if last is not None and last.samples:
-        count = len(last.decode)
-        plot.lines(
-            args.out / "timeline.png",
-            f"{rows[-1].arm.name}, a decode worker on average",
-            {
-                "running": {s.at: s.running / count for s in last.samples},
-                "waiting for pages": {s.at: s.queued / count for s in last.samples},
-            },
-            ("s", "requests"),
-        )
+def _draw(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """TTFT over the split, a line a kind of arm."""
+    curves: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row.arm.prefill_workers:
+            curves.setdefault(row.arm.kind, {})[row.arm.prefill_workers] = row.outcome.ttft.p90
+    if any(len(curve) > 1 for curve in curves.values()):
+        labels = (f"prefill workers of {args.workers}", "TTFT p90, s")
+        plot.lines(args.out / "splits-ttft.png", labels[1], curves, labels)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from benchmark.agentic.capacity.formulas import GIB, Workload
 from benchmark.kv_transfer import shapes
 
 H20 = cost_files.load("qwen3-coder-30b-h20")
-PR = Workload(prefix=50_000, suffix=4500, output=355.4, prefixes=20)
+PR = Workload(prefix=50_000, suffix=4500, prefixes=20)
 
 
 def constant(**changed: float) -> Costs:
@@ -107,9 +107,7 @@ def test_p99_request_against_the_decode_pool() -> None:
     token_bytes = 98_304
     pool = formulas.pool_tokens(38 * GIB, token_bytes)
     assert pool == 415_061
-    p99 = Workload(
-        prefix=0, suffix=formulas.pool_tokens(11.5 * GIB, token_bytes), output=1, prefixes=1
-    )
+    p99 = Workload(prefix=0, suffix=formulas.pool_tokens(11.5 * GIB, token_bytes), prefixes=1)
     assert formulas.holds(p99, pool, shared=False) == 3
     assert formulas.holds(p99, pool, shared=True) == 3, "nothing to share"
 
@@ -137,37 +135,6 @@ def test_steps_and_their_inverse() -> None:
         by_hand = sum(0.01 + 3e-3 + 1e-5 * (500 + 3 * i) for i in range(steps))
         assert seconds == pytest.approx(by_hand)
         assert costs.steps_in(seconds + 1e-9, 3, 500) == steps
-
-
-def test_limits_of_a_split_by_hand() -> None:
-    """Prompt of 100: 0.1 s of prefill, 0.1 s of wire; 99 answers of 10 ms; pool for 5."""
-    load = Workload(prefix=60, suffix=40, output=100, prefixes=1)
-    found = formulas.limits(
-        load,
-        constant(),
-        prefill_workers=2,
-        decode_workers=3,
-        pool=500,
-        shared=False,
-        prefill_cached=False,
-        max_running=10,
-    )
-    assert found.prefill == pytest.approx(2 / 0.1)
-    assert found.link == pytest.approx(2 / 0.1)
-    assert found.pool == pytest.approx(3 * 5 / (0.2 + 1.0))
-    assert found.step == pytest.approx(3 * 10 / 1.0)
-    assert (found.binds, found.rate) == ("pool", found.pool)
-    assert found.prefill_busy(found.rate) == pytest.approx(12.5 / 20)
-    shared = formulas.limits(
-        load, constant(), prefill_workers=2, decode_workers=3, pool=500, shared=True, max_running=10
-    )
-    assert shared.running == (500 - 60) // 40
-    assert shared.prefill == pytest.approx(2 / 0.04)
-
-
-def test_splits_cover_a_fleet() -> None:
-    assert list(formulas.splits(4)) == [(1, 3), (2, 2), (3, 1)]
-    assert all(p + d == 1000 and d > 0 for p, d in formulas.splits(1000, 10))
 
 
 def test_costs_need_a_source_for_every_number() -> None:

@@ -90,8 +90,7 @@ def test_capacity_command_writes_its_results(tmp_path: Path) -> None:
     trace.write_text("".join(json.dumps({**line, "timestamp": 1000 * i}) + "\n" for i in range(9)))
     assert capacity.main(["--out", str(tmp_path), "--trace", str(trace)]) == 0
     found = json.loads((tmp_path / "capacity.json").read_text())
-    assert found["pool_tokens"] == 415_061 and len(found["splits"]["radix"]) == 7
-    assert (tmp_path / "capacity.png").stat().st_size > 0
+    assert found["pool_tokens"] == 415_061 and found["trace"]["requests"] == 9
     assert capacity.main(["--model", "unknown", "--out", str(tmp_path)]) == 2
 
 

@@ -89,10 +89,10 @@ def test_recent_forgets_the_longest_unused() -> None:
     """What is used again and again, as an instruction's blocks, must stay."""
     recent: Recent[int, int] = Recent(8)
     for key in range(1000):
-        recent.set(key, key)
-        assert key == 0 or recent.get(0) == 0
+        recent.note(key, key)
+        assert key == 0 or recent.use(0) == 0
         assert len(recent) <= 8
-    assert recent.get(997) == 997
-    assert recent.get(500) is None
-    recent.discard(0)
-    assert recent.get(0) is None
+    assert recent.use(997) == 997
+    assert recent.use(500) is None
+    recent.pop(0)
+    assert recent.use(0) is None
