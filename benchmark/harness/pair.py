@@ -93,30 +93,10 @@ class PairConfig:
         return [prefill, decode, servers.router(ports, [prefill], [decode])]
 
 
-class Pair(Fleet):
-    """A running pair. A context manager, as every fleet."""
+class Served(Fleet):
+    """Servers that requests can be sent to, at ``target``."""
 
-    def __init__(
-        self, config: PairConfig, log_folder: Path | str, start_timeout_s: float = 240.0
-    ) -> None:
-        self.config = config
-        super().__init__(config.layout(), log_folder, start_timeout_s)
-
-    @property
-    def prefill_url(self) -> str:
-        return self.layout[0].url
-
-    @property
-    def decode_url(self) -> str:
-        return self.layout[1].url
-
-    @property
-    def target(self) -> Target:
-        """The load balancer if there is one, else both servers directly."""
-        if self.config.router:
-            return Target(self.layout[2].url)
-        prefill = self.layout[0]
-        return Target(self.decode_url, prefill.url, HOST, prefill.bootstrap_port)
+    target: Target
 
     def send(self, requests: Sequence[Request], concurrency: int | None = None) -> list[Result]:
         """Sends requests, all at once by default; results in their order."""
@@ -130,8 +110,31 @@ class Pair(Fleet):
         ignore_eos: bool = True,
         concurrency: int | None = None,
     ) -> list[list[int]]:
-        """``generate`` on this pair."""
-        return generate(self.target, prompts, max_new_tokens, ignore_eos, concurrency)
+        """Greedy answers as token ids, in the prompts' order.
+
+        Raises:
+            RuntimeError: any of the requests failed.
+        """
+        requests = [
+            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
+            for i, prompt in enumerate(prompts)
+        ]
+        return output_ids(self.send(requests, concurrency))
+
+
+class Pair(Served):
+    """A running pair. A context manager, as every fleet."""
+
+    def __init__(
+        self, config: PairConfig, log_folder: Path | str, start_timeout_s: float = 240.0
+    ) -> None:
+        self.config = config
+        super().__init__(config.layout(), log_folder, start_timeout_s)
+        prefill, decode = self.layout[:2]
+        self.prefill_url, self.decode_url = prefill.url, decode.url
+        # The load balancer if there is one, else both servers directly.
+        direct = Target(decode.url, prefill.url, HOST, prefill.bootstrap_port)
+        self.target = Target(self.layout[2].url) if config.router else direct
 
     def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """The counters of prefill and of decode, now."""
@@ -150,25 +153,6 @@ def peak_running(decode_log: str) -> int:
     return max(map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log)), default=0)
 
 
-def generate(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    ignore_eos: bool,
-    concurrency: int | None,
-) -> list[list[int]]:
-    """Greedy answers as token ids, in the prompts' order.
-
-    Raises:
-        RuntimeError: any of the requests failed.
-    """
-    requests = [
-        Request(prompt, max_new_tokens, ignore_eos, label=str(i))
-        for i, prompt in enumerate(prompts)
-    ]
-    return output_ids(asyncio.run(send_all(target, requests, concurrency)))
-
-
 def output_ids(results: Sequence[Result]) -> list[list[int]]:
     """The token ids of results, all of which must have succeeded."""
     if errors := [f"request {r.label}: {r.error}" for r in results if r.error]:
@@ -176,36 +160,17 @@ def output_ids(results: Sequence[Result]) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 
-class Aggregated(Fleet):
+class Aggregated(Served):
     """One server that does both: the reference for equality. Used like ``Pair``."""
 
     def __init__(
-        self,
-        model: Path | str,
-        log_folder: Path | str,
-        sizes: Sizes = DEFAULT_SIZES,
-        *,
-        stock: bool = True,
-        extra_args: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
+        self, model: Path | str, log_folder: Path | str, sizes: Sizes = DEFAULT_SIZES, **more: Any
     ) -> None:
-        http, nccl = allocate_ports(2)
-        self.config = servers.aggregated(
-            model, (http, nccl), sizes, stock=stock, extra_args=extra_args, env=env
-        )
+        """``more``: ``stock``, ``extra_args`` and ``env`` of ``servers.engine``."""
+        self.config = servers.aggregated(model, allocate_ports(2), sizes, **more)
         super().__init__([self.config], log_folder)
+        self.target = Target(self.config.url)
 
     @property
     def process(self) -> ServerProcess:
         return self.processes[self.config.role]
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        ignore_eos: bool = True,
-        concurrency: int | None = None,
-    ) -> list[list[int]]:
-        """As ``Pair.generate``."""
-        return generate(Target(self.config.url), prompts, max_new_tokens, ignore_eos, concurrency)
