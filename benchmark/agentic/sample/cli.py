@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmark.agentic.sample.command import Source, positive, reporting, whole
-from benchmark.agentic.sample.describe import BUCKET_S, Description, describe, print_table
+from benchmark.agentic.sample.command import Source, reporting, whole
+from benchmark.agentic.sample.describe import Description, describe, print_table
 from benchmark.agentic.sample.select import (
     Plan,
     Selection,
@@ -60,12 +60,12 @@ def main(argv: list[str]) -> int:
             path = args.out or Path(scratch, "random.jsonl")
             selections["random"] = (random_sessions(full.columns, plan.ratio, plan.seed), path)
 
-        traces = {"full": describe(full, args.bucket_seconds)}
+        traces = {"full": describe(full)}
         for name, (selection, path) in selections.items():
             total = traces["full"].requests
             write(path, chosen(source.records(f"taking: {name}", total), selection))
             sample = Source(path, args.block_tokens)
-            traces[name] = describe(sample.survey(), args.bucket_seconds)
+            traces[name] = describe(sample.survey())
         print_table(traces)
         seconds = time.perf_counter() - began
         _finish(args, plan, selections, traces, seconds)
@@ -132,7 +132,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=plan.seed)
     add("--random", action="store_true", help="sessions of the whole trace instead, at the ratio")
     add("--compare", action="store_true", help="as many requests by random sessions, beside it")
-    add("--bucket-seconds", type=positive, default=BUCKET_S, help="of the peak rate")
     add("--block-tokens", type=whole, default=BLOCK_TOKENS, help="of the trace")
     add("--json", type=Path, help="write the figures to this file, too")
     return parser.parse_args(argv)

@@ -58,13 +58,6 @@ def reporting() -> Iterator[None]:
         raise SystemExit(1) from error
 
 
-def positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0: {text}")
-    return value
-
-
 def whole(text: str) -> int:
     value = int(text)
     if value < 1:

@@ -1,6 +1,6 @@
 """Figures of a trace.
 
-    python -m benchmark.agentic describe FILE [--json OUT] [--bucket-seconds N] [--block-tokens N]
+    python -m benchmark.agentic describe FILE [--json OUT] [--block-tokens N]
 
 Terms, exact:
 
@@ -12,8 +12,8 @@ hit                     share of input tokens in blocks that an earlier request 
                         used the block before; across: only other sessions had
 within share of hits    the tokens within, of all tokens hit
 prefill share           input tokens, of input and output tokens
-peak rate               requests in the fullest bucket of ``--bucket-seconds``, counted from the
-                        first request, by the bucket's length
+peak rate               requests a second in the fullest bucket of ``BUCKET_S``, counted from the
+                        first request
 growth per turn         how much longer a prompt is than that of the turn before, mean
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from benchmark.agentic.sample.command import Source, positive, reporting, whole
+from benchmark.agentic.sample.command import Source, reporting, whole
 from benchmark.agentic.sample.survey import Columns, Survey
 from benchmark.harness import report
 from benchmark.harness.report import Spread, spread
@@ -66,7 +66,7 @@ class Description:
     inconsistent_blocks: int
 
 
-def describe(found: Survey, bucket_s: float = BUCKET_S) -> Description:
+def describe(found: Survey) -> Description:
     columns, blocks = found.columns, found.blocks
     several = columns.turns > 1
     tokens_in, tokens_out = int(columns.input_tokens.sum()), int(columns.output_tokens.sum())
@@ -86,8 +86,8 @@ def describe(found: Survey, bucket_s: float = BUCKET_S) -> Description:
         prefill_share=tokens_in / (tokens_in + tokens_out),
         span_s=span,
         mean_rate=len(columns.key) / span if span else 0.0,
-        peak_rate=peak_rate(seconds, bucket_s),
-        bucket_s=bucket_s,
+        peak_rate=peak_rate(seconds, BUCKET_S),
+        bucket_s=BUCKET_S,
         blocks=blocks.occurrences,
         distinct_blocks=blocks.distinct,
         cross_session_share=blocks.cross_session / blocks.occurrences,
@@ -170,12 +170,11 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("file", type=Path)
     add("--json", type=Path, help="write the figures to this file, too")
-    add("--bucket-seconds", type=positive, default=BUCKET_S, help="of the peak rate")
     add("--block-tokens", type=whole, default=BLOCK_TOKENS, help="of the trace")
     args = parser.parse_args(argv)
     with reporting():
         source = Source(args.file, args.block_tokens)
-        description = describe(source.survey(), args.bucket_seconds)
+        description = describe(source.survey())
         print_table({args.file.name: description})
         if args.json:
             report.write_summary(args.json, {"trace": description})

@@ -7,9 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmark.agentic.sample.select import Plan, chosen, random_sessions, window_and_thin
+from benchmark.agentic.sample.select import (
+    Plan,
+    cap_single_turns,
+    chosen,
+    draws,
+    kept,
+    random_sessions,
+    window_and_thin,
+)
 from benchmark.agentic.sample.survey import Survey, session_key, survey
-from benchmark.agentic.sample.thin import cap_single_turns, draws, kept
 from benchmark.agentic.sample.window import beginning, densest
 from benchmark.traces.generate import generate
 from benchmark.traces.record import Record
