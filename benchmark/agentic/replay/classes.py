@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from benchmark.traces.record import BLOCK_TOKENS, Record
+from benchmark.traces.record import BLOCK_TOKENS
 
 WARM, MEDIUM, HEAVY = NAMES = ("WARM", "MEDIUM", "HEAVY")
 
@@ -39,18 +39,3 @@ class Classes(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"WARM < {self.medium:,} new tokens <= MEDIUM <= {self.heavy:,} < HEAVY"
-
-
-class EndlessCache:
-    """Has seen every block of the records that it was asked about so far."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._seen: set[int] = set()
-
-    def new_tokens(self, record: Record) -> int:
-        """Prompt tokens after the leading blocks that earlier records had."""
-        ids = record.hash_ids
-        hits = next((i for i, block in enumerate(ids) if block not in self._seen), len(ids))
-        self._seen.update(ids[hits:])
-        return max(0, record.input_length - hits * self._block_tokens)

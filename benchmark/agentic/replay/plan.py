@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmark.agentic.replay.classes import EndlessCache
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import annotate
+from benchmark.traces.sharing import EndlessCache
 
 Dispatch = Literal["trace", "think"]
 
@@ -37,11 +37,12 @@ class Chain:
 
 def jobs(records: Iterable[Record], block_tokens: int) -> Iterator[Job]:
     """The records in their order, with sessions where the trace names none."""
-    cache = EndlessCache(block_tokens)
+    cache = EndlessCache()
     began: float | None = None
     for index, record in enumerate(annotate(records, block_tokens)):
         began = record.timestamp if began is None else began
-        yield Job(index, record, cache.new_tokens(record), (record.timestamp - began) / 1000)
+        new = max(0, record.input_length - cache.hits(record) * block_tokens)
+        yield Job(index, record, new, (record.timestamp - began) / 1000)
 
 
 def by_trace_time(work: Iterable[Job]) -> Iterator[Chain]:

@@ -7,10 +7,11 @@ import json
 import msgspec
 import pytest
 
-from benchmark.agentic.replay.classes import HEAVY, MEDIUM, WARM, Classes, EndlessCache
+from benchmark.agentic.replay.classes import HEAVY, MEDIUM, WARM, Classes
 from benchmark.agentic.replay.outcome import Outcome, gaps, tpot
 from benchmark.harness.stream import Failed, Result, take
 from benchmark.traces.record import Record
+from benchmark.traces.sharing import EndlessCache
 
 
 def event(total: int, reason: object = None, **more: object) -> bytes:
@@ -116,12 +117,12 @@ def test_classes_that_overlap_are_refused() -> None:
         Classes(10, 5)
 
 
-def test_new_tokens_end_at_the_first_unknown_block() -> None:
+def test_hits_end_at_the_first_unknown_block() -> None:
     """Guards against hits behind a miss: a cache of prefixes cannot have those."""
-    cache = EndlessCache(10)
-    assert cache.new_tokens(Record(0, 25, 1, (1, 2, 3))) == 25
-    assert cache.new_tokens(Record(0, 25, 1, (1, 9, 3))) == 15
-    assert cache.new_tokens(Record(0, 25, 1, (1, 2, 3))) == 0
+    cache = EndlessCache()
+    assert cache.hits(Record(0, 25, 1, (1, 2, 3))) == 0
+    assert cache.hits(Record(0, 25, 1, (1, 9, 3))) == 1
+    assert cache.hits(Record(0, 25, 1, (1, 2, 3))) == 3
 
 
 def test_a_line_has_the_fields_that_its_readers_know() -> None:
