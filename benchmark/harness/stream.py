@@ -106,8 +106,9 @@ class Failed(Exception):
 
 
 class _Meta(msgspec.Struct):
-    completion_tokens: int
-    prompt_tokens: int
+    completion_tokens: int | None = None
+    """An abort may come without, and without ``prompt_tokens``."""
+    prompt_tokens: int = 0
     cached_tokens: int | None = None
     cached_tokens_details: dict[str, Any] | None = None
     finish_reason: dict[str, Any] | None = None
@@ -191,14 +192,15 @@ def _take_generate(result: Result, event: _Event, meta: _Meta, now: float) -> No
         result.finish_reasons.append(meta.finish_reason)
         if meta.finish_reason.get("type") == "abort":
             return
-    count = meta.completion_tokens
+    if (count := meta.completion_tokens) is None:
+        raise Failed("broken_stream", "an event without completion_tokens")
     if count > result.completion_tokens:
         result.token_times.append(now)
         result.totals.append(count)
         result.completion_tokens = count
     result.prompt_tokens = meta.prompt_tokens
-    result.cached_told = meta.cached_tokens is not None
-    result.cached_tokens = meta.cached_tokens or 0
+    if meta.cached_tokens is not None:
+        result.cached_told, result.cached_tokens = True, meta.cached_tokens
     if not isinstance(event, _Whole):
         return
     # The name of the storage backend is among them.
@@ -229,9 +231,9 @@ def _take_openai(result: Result, event: _Event, now: float) -> bool:
     total = result.completion_tokens + pieces
     if (usage := event.usage) is not None:
         result.prompt_tokens = usage.prompt_tokens
-        if (details := usage.prompt_tokens_details) is not None:
-            result.cached_told = details.cached_tokens is not None
-            result.cached_tokens = details.cached_tokens or 0
+        details = usage.prompt_tokens_details
+        if details is not None and details.cached_tokens is not None:
+            result.cached_told, result.cached_tokens = True, details.cached_tokens
         total = max(result.completion_tokens, usage.completion_tokens or total)
     if total > result.completion_tokens:
         result.completion_tokens = total

@@ -110,9 +110,16 @@ def test_errors_become_results() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         return await _stream(request, [event([5], 1)])
 
+    async def early(request: web.Request) -> web.StreamResponse:
+        reason = {"type": "abort", "message": "in the queue"}
+        return await _stream(request, [{"text": "", "meta_info": {"finish_reason": reason}}])
+
     request = Request([1, 2, 3], 1)
     assert ask(fine, refuse, request).error == "503 busy"
-    assert ask(fine, abort, request).error == "transfer failed"
+    aborted = ask(fine, abort, request)
+    assert (aborted.error, len(aborted.finish_reasons)) == ("transfer failed", 1)
+    aborted = ask(fine, early, request)  # SGLang's answer to an abort of what has not begun
+    assert (aborted.error, len(aborted.finish_reasons)) == ("in the queue", 1)
     assert ask(refuse, answer, request).error == "prefill: 503 busy"
 
 
