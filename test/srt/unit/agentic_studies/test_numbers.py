@@ -257,7 +257,7 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     assert 50 <= len(trace.records) + trace.left_out <= 200 and trace.left_out > 0
     assert all(r.input_length + r.output_length <= 1024 for r in trace.records)
     assert max(r.output_length for r in trace.records) == 9
-    with pytest.raises(ValueError, match="about 1 requests of 3,000 .* `--requests`"):
+    with pytest.raises(ValueError, match="about 1 requests of 3,000 .*`--requests`"):
         prepare(TraceSpec(file=str(file), requests=1), fleet)
     records = trace.at(LoadSpec(rate=(4.0,)), 4.0)
     fast, slow = (trace.at(LoadSpec(speed=(s,)), s)[-1].timestamp for s in (2.0, 1.0))
