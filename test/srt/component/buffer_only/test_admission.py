@@ -125,6 +125,37 @@ def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: b
     check_idle(cache)
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(slow: bool):
+    """Its rounds cannot begin, and its time is over; it would compute all of it as soon as there is
+    room. It keeps its place instead, where nobody behind it gets in before it, and has its time
+    once more, but no more than that."""
+    hit = prompt(3, 20)
+    cache = Cache(pages=8, tokens=40 * PAGE)
+    cache.compute(hit)
+    cache.settle()
+    cache.flush()
+    taken = cache.allocator.alloc(30 * PAGE)
+    cache.want("r", hit)
+    for second in range(60):
+        # SGLang admits nobody behind a request that is ready and has no room.
+        in_place = cache.tree.check_prefetch_progress("r")
+        assert in_place is (second > 11)
+        cache.step()
+        cache.now += 1.0
+    assert cache.buffer.context.counters["prefetch_timeouts"] == 0
+    cache.allocator.free(taken)
+    for _ in range(40):
+        if cache.tree.check_prefetch_progress("r"):
+            break
+        cache.step(work=not slow)
+        cache.now += 1.0 if slow else 0.1
+    assert cache.buffer.context.counters["prefetch_timeouts"] == slow
+    assert (cache.compute(hit, rid="r") == 19 * PAGE) is not slow
+    cache.settle()
+    check_idle(cache)
+
+
 def test_a_request_that_wants_logprobs_of_its_prompt(cache: Cache):
     """It computes from there on; of the hit it takes what lies before."""
     req = request()

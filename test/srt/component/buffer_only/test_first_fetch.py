@@ -6,6 +6,7 @@ import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle
+from component.buffer_only.test_prefetch import admit_in_line
 from component.buffer_only.test_prefetch_line import measured, stored
 from sglang.srt.mem_cache.buffer_only.patience import MOST_S
 from sglang.srt.mem_cache.buffer_only.prefetch import State
@@ -153,6 +154,28 @@ def test_nothing_is_reserved_where_pages_are_missed():
     reserved = cache.buffer.prefetches.fetches.reserved
     assert [len(first.staging.pages) for first in reserved] == [4, 2]
     cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_one_prefix_is_reserved_for_once(together: bool):
+    """Whoever else begins with it, in the same step or while it comes, fetches nothing of it, also
+    where the stage has room for both."""
+    cache = stored([PROMPT[: 4 * PAGE]], alone=True, pages=64)
+    prompts = {"r": PROMPT, "s": prompt(9, 2, base=PROMPT[: 4 * PAGE])}
+    for rid, tokens in prompts.items():
+        cache.want(rid, tokens)
+        if not together:
+            cache.step(work=False)
+            cache.threads["query"].run()
+            cache.step(work=False)
+            check(cache)
+    if together:
+        cache.step(work=False)
+        assert len(cache.buffer.prefetches.fetches.reserved) == 1
+    assert admit_in_line(cache, prompts, lambda: check(cache)) == 8 * PAGE
+    assert len(fetched(cache)) == 4
     cache.settle()
     check_idle(cache)
 

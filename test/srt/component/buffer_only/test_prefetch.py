@@ -374,15 +374,20 @@ def test_what_had_arrived_is_used(policy: str, first: bool):
     check_idle(cache)
 
 
-def test_a_parked_prefix_does_not_expire():
-    """A request may wait for minutes; what was fetched for it is still there then."""
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_parked_prefix_does_not_expire(asked: bool):
+    """A request may wait for minutes; what was fetched for it is still there then, also where the
+    scheduler has waited for it before it was there."""
     cache = filled()
     cache.want("r", PROMPT)
+    reach(cache, State.FETCHING)
+    assert not (asked and cache.tree.check_prefetch_progress("r"))
     reach(cache, State.STAGED)
     for _ in range(5):
         cache.now += 60.0
         cache.step()
     assert cache.tree.check_prefetch_progress("r")
+    assert cache.buffer.context.counters["prefetch_timeouts"] == 0
     assert cache.compute(PROMPT, rid="r") == 8 * PAGE
     cache.settle()
     check_idle(cache)

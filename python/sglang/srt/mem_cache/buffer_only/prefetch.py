@@ -123,6 +123,8 @@ class Prefetch:
     anews: int = 0
     #: When the scheduler first waited for it, until it need not.
     asked_ms: int | None = None
+    #: Whether its time was over while the device had no room for it.
+    keeps_place: bool = False
     deferred: bool = False
     #: Whether the hit is fetched, and why; None before that was decided.
     choice: Choice | None = None

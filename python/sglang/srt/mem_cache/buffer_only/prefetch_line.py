@@ -83,7 +83,7 @@ class PrefetchLine(PrefetchStates):
         if self._ready(prefetch):
             prefetch.asked_ms = None
             return True
-        if self._context.settings.policy == "best_effort":
+        if self._context.settings.policy == "best_effort" or self._is_in_its_place(prefetch):
             return True
         if prefetch.asked_ms is None:
             now_ms, settings = self._context.now_ms, self._context.settings
@@ -139,8 +139,7 @@ class PrefetchLine(PrefetchStates):
         self._take_answers(agreed.queries)
         for prefetch in self.line.due(self._context.now_ms):
             if self._out_of_time(prefetch):
-                self._context.counters["prefetch_timeouts"] += 1
-                self._settle(prefetch)
+                self._time_is_over(prefetch)
             elif self._asks_again(prefetch):
                 self._to_ask[prefetch] = None
 
@@ -308,6 +307,25 @@ class PrefetchLine(PrefetchStates):
             if self._load(prefetch, held, held + pages) is None:
                 self._settle(prefetch)  # it comes with what is staged, when there is room
             return
+
+    def _time_is_over(self, prefetch: Prefetch) -> None:
+        """It computes what has not come. But a hit that is larger than the stage may only have had
+        no room on the device: then its request keeps its place in line, and has its time once more
+        when there is room."""
+        held, node = self._match(prefetch)
+        long = prefetch.end - held > self.fetches.most
+        if long and not prefetch.keeps_place and not self._has_room(prefetch, held, node):
+            prefetch.keeps_place, prefetch.asked_ms = True, None
+            return
+        self._context.counters["prefetch_timeouts"] += 1
+        self._settle(prefetch)
+
+    def _is_in_its_place(self, prefetch: Prefetch) -> bool:
+        """Whether its request is to stand where one without a store would, for want of room: the
+        scheduler admits nobody behind one that does not fit."""
+        if not prefetch.keeps_place or prefetch.asked_ms is not None:
+            return False
+        return not self._has_room(prefetch, *self._match(prefetch))
 
     def _has_room(self, prefetch: Prefetch, held: int, node: Node) -> bool:
         """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
