@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang.srt.mem_cache.buffer_only import weight_updates
+from sglang.srt.mem_cache.buffer_only.patience import Patience
 from sglang.srt.mem_cache.buffer_only.scheduler import (
     NAP_S,
     BufferOnlyScheduler,
@@ -54,6 +55,9 @@ class Stock:
     def update_weights_from_ipc(self, recv_req: object) -> object:
         self.on_update()
         return "update_weights_from_ipc", recv_req
+
+    def run_event_loop(self) -> None:
+        self.calls["ran"] += 1
 
     def maybe_sleep_on_idle(self) -> None:
         self.calls["sleep"] += 1
@@ -281,6 +285,18 @@ def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
     found.process_batch_result(second, None)
     found.process_batch_result(third, None)
     assert ran == [(2.0, 1000), (3.0, 500), (0.0, 0)] and found.calls["result"] == 3
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_prefill_server_of_a_pair_does_not_wait_for_the_store(paired: bool):
+    """Its requests wait for their decode server meanwhile."""
+    found = scheduler()
+    found.tree_cache.buffer.prefetches.patience = patience = Patience()
+    if paired:
+        found.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+    found.run_event_loop()
+    patience.batch(1.0)
+    assert found.calls["ran"] == 1 and (patience.seconds() == 0) is paired
 
 
 def test_slots_that_a_draft_model_writes_are_not_known():

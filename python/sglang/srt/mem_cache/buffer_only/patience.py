@@ -24,6 +24,8 @@ class Patience:
     """Of one server."""
 
     def __init__(self) -> None:
+        #: Most seconds in a step.
+        self.most_s = MOST_S
         self._batch_seconds = Mean()
         self._pause = self._left = 0
 
@@ -36,7 +38,7 @@ class Patience:
         if self._left:
             self._left -= 1
             return 0.0
-        return min(MOST_S, PART * self._batch_seconds.value)
+        return min(self.most_s, PART * self._batch_seconds.value)
 
     def ended(self, answered: bool) -> None:
         """All answers came in that time, or not."""

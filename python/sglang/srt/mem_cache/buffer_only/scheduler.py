@@ -59,6 +59,9 @@ class BufferOnlyScheduler(NamingScheduler):
             # Made after the cache: what is written to the store must have been computed on it.
             self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
             self.tree_cache.admission_room = self._admission_room
+            if self._bootstrap_queue is not None:
+                # There a request waits for its decode server, and not for the store alone.
+                self.tree_cache.buffer.prefetches.patience.most_s = 0.0
         super().run_event_loop()
 
     @override
@@ -122,8 +125,13 @@ class BufferOnlyScheduler(NamingScheduler):
     def _waiting(self) -> list[Request]:
         """Requests that have not run, in the order in which they will."""
         # On a prefill server they wait for their decode server first.
-        bootstrap = getattr(self, "disagg_prefill_bootstrap_queue", None)
+        bootstrap = self._bootstrap_queue
         return [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
+
+    @property
+    def _bootstrap_queue(self) -> Any:
+        """Of a prefill server of a pair; None elsewhere."""
+        return getattr(self, "disagg_prefill_bootstrap_queue", None)
 
     @override
     def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
