@@ -361,8 +361,11 @@ def write(
     console: Console,
     load: Load,
 ) -> int:
-    """Tables, ``summary.json`` and the picture; the exit status."""
-    summary: dict[str, Any] = {}
+    """Tables, ``summary.json`` and the picture; the exit status.
+
+    Traces that ``runs`` has and ``traces`` has not keep their place in ``summary.json``.
+    """
+    summary = kept(out / "summary.json", {run.trace for run in runs} - set(traces))
     good = True
     for trace, path in traces.items():
         of_trace = [run for run in runs if run.trace == trace]
@@ -391,6 +394,13 @@ def write(
         page.draw(out / f"{trace}.png", summary[trace])
     report.write_summary(out / "summary.json", {**describe(), "load": load, "traces": summary})
     return 0 if good else 1
+
+
+def kept(path: Path, traces: set[str]) -> dict[str, Any]:
+    """What the summary at ``path`` says of ``traces``: each may be compared by a command of its
+    own."""
+    there = json.loads(path.read_bytes()).get("traces", {}) if path.exists() else {}
+    return {name: found for name, found in there.items() if name in traces}
 
 
 def same_answers(runs: Sequence[Run]) -> bool:

@@ -98,7 +98,7 @@ TOOLS = Shape(
     longest=125_000,
 )
 #: Nobody shares anything with anybody: what a cache costs where it cannot help.
-UNSHARED = replace(CONVERSATION, instruction_blocks=(), one_turn=1.0)
+UNSHARED = replace(CONVERSATION, families_per_s=3.4, instruction_blocks=(), one_turn=1.0)
 
 
 def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[Record]:

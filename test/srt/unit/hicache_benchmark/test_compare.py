@@ -30,6 +30,7 @@ from benchmark.hicache_buffer_only.compare import (
     configurations,
     finished,
     found_in,
+    kept,
     order,
     same_answers,
     scaled,
@@ -126,6 +127,14 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert finished(path, Load(rounds=5)) == [mine]
     with pytest.raises(RunFailed, match="another load"):
         finished(path, Load(speed=3.0))
+
+
+def test_traces_that_were_compared_before_stay(tmp_path: Path) -> None:
+    """Each may be a command of its own, over days; but not what was there before the first."""
+    path = tmp_path / "summary.json"
+    assert kept(path, {"agents"}) == {}
+    path.write_text(json.dumps({"traces": {"agents": {"requests": 3}, "unshared": {}}}))
+    assert kept(path, {"agents"}) == {"agents": {"requests": 3}}
 
 
 def test_rounds_add_up() -> None:
