@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 import requests
 
-from benchmark.harness import metrics
+from benchmark.harness import metrics, servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.fleet import start
 from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import HOST
 from benchmark.harness.watchdog import kill_group
 from chaos.faults import scheduler_of, signal_all
@@ -177,6 +179,44 @@ def test_kinds_of_requests(model: Path, reference: Reference, logs: Path) -> Non
         computed = metrics.scrape(pair.prefill_url)
         work = sum(v for k, v in computed.items() if "realtime_tokens" in k)
         assert work < 2 * len(turn) + 1000, computed
+        settle(pair)
+
+
+@pytest.mark.nightly
+def test_the_mini_load_balancer(model: Path, reference: Reference, logs: Path) -> None:
+    """SGLang's small load balancer in Python reads prefill's half of an answer where it is asked
+    for log probabilities: an empty one that it cannot read would be the client's error."""
+    tokens = prompt_maker(model, seed=17)
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    with Pair(local_config(model, logs, page_size=16), logs) as pair, ExitStack() as stack:
+        config = servers.router(allocate_ports(2), [pair.layout[0]], [pair.layout[1]])
+        config = replace(config, role="mini-lb", command=(*config.command, "--mini-lb"))
+        process = start(config, logs)
+        stack.callback(process.stop)
+        process.wait_ready()
+
+        def ask(ids: Ids, **more: Any) -> Any:
+            """The answer; the last piece of it, where it streams."""
+            body = {"input_ids": ids, "sampling_params": params, **more}
+            answer = requests.post(f"{config.url}/generate", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            streams = more.get("stream", False)
+            return json.loads(answer.text.split("data: ")[-2] if streams else answer.text)
+
+        talk = tokens(300)
+        for number, stream in enumerate((False, True, False, True)):
+            (expected,) = reference.answers([talk], 12)
+            more = {"return_logprob": True} if number > 1 else {}
+            found = ask(talk, stream=stream, **more)
+            # A server that streams sends pieces, with ``--incremental-streaming-output``.
+            assert found["output_ids"] == expected[-len(found["output_ids"]) :] != []
+            assert found["meta_info"]["completion_tokens"] == 12
+            if number > 1:
+                probabilities = found["meta_info"]["output_token_logprobs"]
+                assert [token for _, token, _ in probabilities][-1] == expected[-1]
+            talk = [*talk, *expected, *tokens(60 + number)]
+        counted = turns(pair)
+        assert counted["remote", "long"] == 1 and counted["local", "always"] == 3, counted
         settle(pair)
 
 

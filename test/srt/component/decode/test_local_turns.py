@@ -94,6 +94,31 @@ def test_long_turns_go_to_prefill(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+def test_prefill_is_timed_to_the_first_token(decoder: Decoder) -> None:
+    """Guards against a side that is timed to an earlier moment than the other, and against a
+    request that was retracted and is timed again when it comes back."""
+    now, seen = [0.0], list[tuple[int, float]]()
+    turns = decoder.local_turns
+    turns._clock = lambda: now[0]
+    turns.measured.shown = lambda address, tokens, seconds: seen.append((tokens, seconds))
+    reqs = [decoder.submit(HISTORY + [7] * 201), decoder.submit(HISTORY + [8] * 301)]
+    decoder.tick_queues()
+    now[0] = 5.0
+    for req in reqs:
+        decoder.deliver(req)
+    decoder.tick_queues()
+    assert decoder.in_transfer == [] and not seen
+    now[0] = 7.0
+    decoder.tick_batch()
+    assert sorted(seconds for _, seconds in seen) == [7.0, 7.0]
+    assert all(req.output_ids for req in reqs)
+    decoder.retract()
+    assert len(decoder.disagg_decode_prealloc_queue.retracted_queue) == 1
+    decoder.drain()
+    assert len(seen) == 2
+    check_idle(decoder)
+
+
 def test_prefill_servers_that_do_not_know(decoder: Decoder) -> None:
     """Guards against a prefill server that is left waiting."""
     decoder.kv_manager.stock_peers.add("10.0.0.9:8998")

@@ -93,6 +93,13 @@ class LocalTurnsScheduler(Scheduler):
         return batch
 
     @override
+    def process_batch_result_prebuilt(self, batch: Any) -> None:
+        reqs = list(batch.reqs)
+        super().process_batch_result_prebuilt(batch)
+        if self.local_turns is not None:
+            self.local_turns.shown(reqs)
+
+    @override
     def process_batch_result(self, batch: Any, result: Any) -> None:
         turns = self.local_turns
         if turns is None:

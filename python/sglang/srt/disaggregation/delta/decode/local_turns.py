@@ -202,13 +202,17 @@ class LocalTurns:
         """The prefill server at ``address`` is lost: the next one there is measured anew."""
         self.measured.forget(address)
 
-    def committed(self, req: Any) -> None:
-        """The KV and the first token of ``req`` came from prefill."""
-        turn = record_of(req).turn
-        if turn is not None:
-            seconds = self._clock() - turn.at
-            self.measured.committed(turn.address, turn.tokens, seconds)
-            self.metrics.done(turn.decision, seconds)
+    def shown(self, reqs: Sequence[Any]) -> None:
+        """The first tokens of ``reqs``, which prefill computed, are on their way to the client.
+
+        Called again for those that were retracted, of which nothing is measured.
+        """
+        now = self._clock()
+        for record in map(record_of, reqs):
+            turn, record.turn = record.turn, None
+            if turn is not None:
+                self.measured.shown(turn.address, turn.tokens, now - turn.at)
+                self.metrics.done(turn.decision, now - turn.at)
 
     def _made(self, req: Any, decision: Decision) -> None:
         self.choice.made(decision)

@@ -280,9 +280,6 @@ class RadixTransferQueue(DecodeTransferQueue):
         if req.finished_reason is None:
             if not self.spec_algorithm.is_none():
                 own_draft_state(req)
-            turns = getattr(self.scheduler, "local_turns", None)
-            if turns is not None:
-                turns.committed(req)
             self._free_slot(entry)
             self.tree_cache.adopt(req)
             return True

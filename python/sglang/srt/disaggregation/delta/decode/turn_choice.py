@@ -14,8 +14,14 @@ from typing import NamedTuple
 
 #: What a sample still weighs when the next one comes.
 DECAY = 0.9
-#: Of so many choices between two known times, one goes to the side that looks slower.
-EXPLORE_EVERY = 32
+#: Samples of a side before it is judged by them.
+ENOUGH = 3
+#: A chunk that takes longer than so many times what was expected counts as that; after one that
+#: takes less than this part of it, the ones before it weigh only ``SURPRISED``.
+MOST_OF_EXPECTED, SURPRISED = 2.0, 0.3
+#: Of the time that turns are expected to take, the part that may be lost to turns that try the side
+#: which looks slower; and how many turns lie between two of them at least.
+EXPLORING, BETWEEN_EXPLORING = 0.05, 8
 #: What a second for which running requests stand still counts beside one for which the turn waits.
 OTHERS = 0.2
 #: Decode steps after which a local chunk runs, whatever the share says.
@@ -31,22 +37,35 @@ class Line:
 
     ``constant``: which part of an average sample is taken to be constant while samples of one size
     do not tell. ``dropped``: first samples that do not count (kernels are compiled, caches filled).
+    ``enough``: samples before anything counts as known. ``most``: a sample counts as at most so
+    many times what the ones before it say, and they are soon forgotten where they said so many
+    times too much (None: all samples count as they are). A machine that stood still for a moment
+    says little of the next time, and a side that looks slow is hardly measured again.
     """
 
-    def __init__(self, constant: float, dropped: int = 0) -> None:
-        self._constant, self._dropped = constant, dropped
+    def __init__(
+        self, constant: float, dropped: int = 0, enough: int = 1, most: float | None = None
+    ) -> None:
+        self._constant, self._dropped, self._lacking = constant, dropped, enough
+        self._most = most
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
-        return self._weight > 0
+        """Whether enough was measured."""
+        return self._lacking <= 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """One more sample."""
         if self._dropped:
             self._dropped -= 1
             return
+        decay = DECAY
+        if self._most is not None and self._weight:
+            expected = self.at(tokens)
+            decay = SURPRISED if seconds * self._most < expected else DECAY
+            seconds = min(seconds, self._most * expected)
+        self._lacking -= 1
         for name, value in (
             ("_weight", 1.0),
             ("_x", tokens),
@@ -54,12 +73,12 @@ class Line:
             ("_xx", tokens * tokens),
             ("_xy", tokens * seconds),
         ):
-            setattr(self, name, DECAY * getattr(self, name) + value)
+            setattr(self, name, decay * getattr(self, name) + value)
 
     @property
     def coefficients(self) -> tuple[float, float]:
         """The constant in seconds and the slope in seconds a token; neither is negative."""
-        if not self.is_known:
+        if not self._weight:
             return 0.0, 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         # One more sample of a tenth's weight, at no tokens, keeps the fit defined.
@@ -114,12 +133,13 @@ class Measured:
     """What one rank has measured: its own chunks and steps, and its prefill servers."""
 
     def __init__(self) -> None:
-        self.chunk = Line(constant=0.25, dropped=1)
+        self.chunk = Line(constant=0.25, dropped=1, enough=ENOUGH, most=MOST_OF_EXPECTED)
         self.step = Mean()
         self._there: dict[str, Line] = {}
 
-    def committed(self, address: str, tokens: int, seconds: float) -> None:
-        """Prefill ``address`` had ``tokens`` here so long after they were announced.
+    def shown(self, address: str, tokens: int, seconds: float) -> None:
+        """What prefill ``address`` computed of a turn with ``tokens`` was shown to the client so
+        long after it was announced: the same moment as that to which a turn is timed here.
 
         While only long prompts were measured, all of their time is taken to be for their tokens:
         short turns then look soon done, and the first of them that is sent tells. Of a side that
@@ -128,7 +148,7 @@ class Measured:
         self._there.setdefault(address, Line(constant=0.0)).add(tokens, seconds)
 
     def there(self, address: str, tokens: int) -> float | None:
-        """When prefill ``address`` is expected to have ``tokens`` here."""
+        """When a turn with ``tokens`` from prefill ``address`` is expected to be shown."""
         line = self._there.get(address)
         return None if line is None else line.at(tokens)
 
@@ -225,11 +245,12 @@ def expected_here(tokens: int, load: Load, costs: Costs, limits: Limits) -> floa
 
 
 class Choice:
-    """Decides for one server; its count of decisions is equal on all ranks, as what it reads is."""
+    """Decides for one server; what it keeps is equal on all ranks, as what it reads is."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._made = 0
+        #: Seconds that may be lost by trying the side that looks slower; turns since one tried it.
+        self._to_lose, self._since = 0.0, 0
 
     def decide(self, tokens: int, load: Load, costs: Costs, there: float | None) -> Decision:
         """Where a turn of ``tokens`` new tokens, which could be computed here, is computed."""
@@ -244,8 +265,9 @@ class Choice:
         if there is None:
             return Decision(False, "unmeasured", here, there)
         chunk = costs.chunks(-(-tokens // self.limits.chunk), tokens) or 0.0
-        cheaper = here + OTHERS * chunk * load.running < there
-        if (self._made + 1) % EXPLORE_EVERY == 0:
+        lost = here + OTHERS * chunk * load.running - there
+        cheaper = lost < 0
+        if self._since >= BETWEEN_EXPLORING and self._to_lose >= abs(lost):
             return Decision(not cheaper, "explore", here, there)
         return Decision(cheaper, "cheaper", here, there)
 
@@ -256,7 +278,11 @@ class Choice:
 
     def made(self, decision: Decision) -> None:
         """The turn of ``decision`` was taken or announced."""
-        self._made += decision.reason in ("cheaper", "explore")
+        if decision.reason == "explore":
+            self._to_lose, self._since = 0.0, 0
+        elif decision.reason == "cheaper":
+            self._to_lose += EXPLORING * (decision.expected or 0.0)
+            self._since += 1
 
 
 class Pace:
