@@ -40,6 +40,7 @@ ENV = {
     # Only what a test does ends a room.
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
     "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": "240",
+    "MC_FORCE_TCP": "1",
 }
 
 
@@ -130,10 +131,14 @@ class Scene:
         post(url, "/update_weights_from_disk", model_path=str(self.models[name]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module", params=["nixl", pytest.param("mooncake", marks=pytest.mark.nightly)]
+)
 def scene(
-    model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+    request: Any, model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:
+    if request.param == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     tokens = prompt_maker(model, seed=51)
     prompts = [tokens(150 + 17 * number) for number in range(8)]
     other = build(tmp_path_factory.mktemp("other") / "random_qwen3", seed=1)
@@ -148,7 +153,7 @@ def scene(
         post(url, "/update_weights_from_disk", model_path=str(model))
     assert reference.server.generate(prompts, NEW_TOKENS) == answers["old"]
     assert all(a != b for a, b in zip(*answers.values(), strict=True))
-    config = pair_config(model, folder, page_size=16, env=ENV)
+    config = pair_config(model, folder, backend=request.param, page_size=16, env=ENV)
     with Pair(config, folder) as pair:
         made = Scene(
             pair, EventLogs(folder), prompts, answers, {"old": model, "new": other}, tokens
@@ -214,6 +219,7 @@ def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
         with scene.frozen_prefill():
             scene.lose()
             post(scene.pair.decode_url, "/pause_generation", mode="retract")
+            assert scene.running() == 0 and not running.done(), "both were retracted"
             scene.update(scene.pair.decode_url, "old")
             post(scene.pair.decode_url, "/continue_generation")
         answers = running.result(timeout=120)
