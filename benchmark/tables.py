@@ -294,6 +294,7 @@ _TRANSFER = _BENCHMARK / "kv_transfer" / "results"
 _TRANSFER_ARMS = {
     "stock": "stock 0.5.10.post1",
     "ours": "this package, no flag",
+    "radix": "decode with its radix cache",
     "bare": "the bare library",
 }
 
@@ -305,9 +306,12 @@ def transfer() -> str:
     )
     tcp, spinning = (_lines(_TRANSFER / folder, "fleet") for folder in ("tcp", "spinning"))
 
+    run = {line["arm"] for line in (*send, *gap, *fleet) if "arm" in line}
+    arms = {arm: title for arm, title in _TRANSFER_ARMS.items() if arm in run}
+
     def per_arm(lines: Sequence[Json], kind: str, cell: Cell) -> list[str]:
         found = {line["arm"]: cell(line) for line in lines if line["kind"] == kind}
-        return [found.get(arm, "") for arm in _TRANSFER_ARMS]
+        return [found.get(arm, "") for arm in arms]
 
     def speed(summary: Json) -> str:
         return f"{summary['gb_per_s']:.2f} GB/s"
@@ -344,7 +348,7 @@ def transfer() -> str:
     ]
     machine = next(line["machine"] for line in send if line["kind"] == "run")
     intro = f"{machine}, by " + ",\n".join(sources) + ":\n\n"
-    return intro + markdown(["", *_TRANSFER_ARMS.values()], rows)
+    return intro + markdown(["", *arms.values()], rows)
 
 
 def runs() -> str:

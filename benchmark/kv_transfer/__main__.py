@@ -35,14 +35,15 @@ class Run:
     sizes: tuple[int, ...] = ()
 
 
+_ALL = ("stock", "ours", "radix", "bare")
 _BUSY = {"rooms": 64, "in_flight": 64, "peers": 4, "tokens": 1024, "rounds": 3}
 RUNS = {
     "sweep": Run("time and bandwidth against size", sizes=shapes.SIZES),
     "send": Run(
         "what a call of send costs the scheduler's thread", ("stock", "ours"), 20, 4, tokens=2048
     ),
-    "fleet": Run("many rooms on four peers", **_BUSY),
-    "gap": Run("how long prefill's loop stands still under load", **_BUSY),
+    "fleet": Run("many rooms on four peers", _ALL, **_BUSY),
+    "gap": Run("how long prefill's loop stands still under load", _ALL, **_BUSY),
     "delay": Run(
         "how much later a room is complete because workers pause between looks",
         ("ours", "ours-spin"),

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from benchmark.kv_transfer.shapes import Shape
 from benchmark.kv_transfer.turns import Turn
 
-#: ``bare`` configures its NIXL agents as ours does, ``bare-stock`` as SGLang does. ``ours-spin`` is
-#: ours with workers that look at what is under way without a pause.
-ARMS = ("stock", "ours", "bare", "bare-stock", "ours-spin")
+#: ``radix`` is ours with decode as the flag of the radix cache makes it: it says how many pages it
+#: has, and takes the metadata in a note. ``bare`` configures its NIXL agents as ours does,
+#: ``bare-stock`` as SGLang does. ``ours-spin`` is ours with workers that look at what is under way
+#: without a pause.
+ARMS = ("stock", "ours", "radix", "bare", "bare-stock", "ours-spin")
 BACKENDS = ("nixl", "mooncake")
 
 

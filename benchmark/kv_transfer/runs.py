@@ -132,13 +132,14 @@ def run_fleet(options: Options, case: Case) -> Answer:
     answer, by_case, _ = run_loads(options, [case], "fleet")
     found = {arm: summary for (arm, _), summary in by_case.items()}
     verdicts = []
-    if "ours" in found:
-        tail = found["ours"].total.p99 / found["ours"].total.p50
-        verdicts.append(Verdict(f"p99 of a room is {tail:.2f} times its p50, at most 3", tail <= 3))
-    if {"ours", "bare"} <= found.keys():
-        share = found["ours"].gb_per_s / found["bare"].gb_per_s
-        text = f"throughput is {share:.2f} of the bare library's, at least 0.95"
-        verdicts.append(Verdict(text, share >= 0.95))
+    for arm in [arm for arm in ("ours", "radix") if arm in found]:
+        tail = found[arm].total.p99 / found[arm].total.p50
+        text = f"{arm}: p99 of a room is {tail:.2f} times its p50, at most 3"
+        verdicts.append(Verdict(text, tail <= 3))
+        if "bare" in found:
+            share = found[arm].gb_per_s / found["bare"].gb_per_s
+            text = f"{arm}: throughput is {share:.2f} of the bare library's, at least 0.95"
+            verdicts.append(Verdict(text, share >= 0.95))
     return Answer(answer.parts, verdicts)
 
 
@@ -151,8 +152,8 @@ def run_gap(options: Options, case: Case) -> Answer:
         options.write("gaps", arm, case, **dataclasses.asdict(gaps))
         turns, *seconds = dataclasses.astuple(gaps)
         rows.append([arm, f"{turns:,}", *(number(1e3 * each) for each in seconds)])
-        if arm == "ours":
-            text = f"the largest gap of ours is {1e3 * gaps.largest:.1f} ms, below 5"
+        if arm in ("ours", "radix"):
+            text = f"the largest gap of {arm} is {1e3 * gaps.largest:.1f} ms, below 5"
             verdicts.append(Verdict(text, gaps.largest < 5e-3))
     columns = ["arm", "turns", "gap ms: p50", "p99", "largest"]
     columns += ["without waiting for a core: p99", "largest", "most time blocked", "CPU of a turn"]

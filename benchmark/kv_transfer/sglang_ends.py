@@ -1,6 +1,8 @@
-"""Both ends of a room, through SGLang's own managers: the arms ``stock`` and ``ours``.
+"""Both ends of a room, through SGLang's own managers: the arms ``stock``, ``ours`` and ``radix``.
 
-Which of the two it is, only the environment of the process says (``SGLANG_PATCHSET=0`` is stock).
+Which of the first two it is, only the environment of the process says (``SGLANG_PATCHSET=0`` is
+stock); ``radix`` is ours with the flag of decode's radix cache, and prompts of which decode has
+nothing.
 Managers are built by their constructors, as SGLang's scheduler does, over a real bootstrap server.
 """
 
@@ -39,7 +41,7 @@ def _server_args(setup: Setup) -> Any:
         host=HOST,
         disaggregation_bootstrap_port=setup.bootstrap_port,
         disaggregation_mode=setup.role,
-        disaggregation_decode_enable_radix_cache=False,
+        disaggregation_decode_enable_radix_cache=_has_flag(setup),
         dist_init_addr=None,
         dp_size=1,
         pp_size=1,
@@ -52,6 +54,10 @@ def _server_args(setup: Setup) -> Any:
         chunked_prefill_size=8192,
         device=setup.device,
     )
+
+
+def _has_flag(setup: Setup) -> bool:
+    return setup.arm == "radix" and setup.role == "decode"
 
 
 def _start_ranks(setup: Setup, args: Any) -> None:
@@ -192,7 +198,10 @@ class Decode(_End):
     """What the decode scheduler does with a manager."""
 
     def __init__(self, setup: Setup, pool: Pool) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         super().__init__(setup, pool)
+        self._states = KVPoll
         self._receivers: dict[int, Any] = {}
         deadline = time.monotonic() + _CONNECT_S
         while not self.manager.try_ensure_parallel_info(self.address):
@@ -209,18 +218,25 @@ class Decode(_End):
     def announce(self, plan: RoomPlan) -> None:
         """Tell prefill where the room's pages go."""
         receiver = self._class("Receiver")(self.manager, self.address, plan.room)
-        receiver.init(0)
-        receiver.send_metadata(plan.destination, plan.slot)
+        if _has_flag(self.setup):
+            deadline = time.monotonic() + _CONNECT_S
+            while not receiver.is_ready(0):  # its ranks are asked in the background
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the prefill process does not say where its ranks listen")
+                time.sleep(0.01)
+            receiver.init(0)
+            receiver.announce(plan.destination, plan.slot, prefix_len=0)
+        else:
+            receiver.init(0)
+            receiver.send_metadata(plan.destination, plan.slot)
         self._receivers[plan.room] = receiver
 
     def poll(self, room: int) -> str | None:
         """``done``, ``failed``, or None while it is under way."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         state = self._receivers[room].poll()
-        if state == KVPoll.Success:
+        if state == self._states.Success:
             return "done"
-        return "failed" if state == KVPoll.Failed else None
+        return "failed" if state == self._states.Failed else None
 
     def forget(self, room: int) -> None:
         """The room is done with."""
