@@ -104,10 +104,15 @@ def prefill(trace: Trace) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         prefiller = Prefiller(patch)
-        with trace.on("prefill"):
-            prefiller.prefill(7, 10, [4, 5, 6])
+
+        def serve(room: int, slot: int) -> None:
+            prefiller.prefill(room, 10, [4, 5, 6], slot)
             prefiller.rank.finish()
-            assert prefiller.turn() == [7]
+            assert prefiller.turn() == [room]
+
+        serve(6, 0)  # the first to a decode rank describes its pools
+        with trace.on("prefill"):
+            serve(7, 1)
 
 
 def transfer(trace: Trace) -> None:

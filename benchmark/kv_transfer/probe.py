@@ -148,7 +148,7 @@ class Probe:
         """Hear when a worker of ours takes a chunk from its queue; nothing where the patch set is
         off."""
         try:
-            from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
+            from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
         except ImportError:
             return
         queued = AsyncTransferStats.queued

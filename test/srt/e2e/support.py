@@ -16,7 +16,7 @@ from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
-from sglang.srt.disaggregation.delta.logs import Admitted, Event, Sent
+from sglang.srt.disaggregation.delta.event_log import Admitted, Event, Sent
 from sglang.srt.patchset.environment import EVENT_LOG
 
 Ids = list[int]

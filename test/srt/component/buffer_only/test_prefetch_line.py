@@ -11,7 +11,7 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle
 from component.buffer_only.test_prefetch import admit_in_line
-from sglang.srt.disaggregation.delta import logs
+from sglang.srt.disaggregation.delta import event_log
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
@@ -448,7 +448,7 @@ def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
 def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Histograms and the event log say where the time of a request went."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_EVENT_LOG", str(tmp_path))
-    logs.event_log.cache_clear()
+    event_log.event_log.cache_clear()
     cache = stored([prompt(1, 5)])
     cache.buffer.context.times.take()
     cache.want("r", prompt(1, 5))
@@ -466,8 +466,8 @@ def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         "load_back_seconds": 32.0,
     }
     (file,) = tmp_path.glob("hicache-*.jsonl")
-    logs.event_log.cache_clear()
-    event = msgspec.json.decode(file.read_bytes(), type=logs.Prefetched)
+    event_log.event_log.cache_clear()
+    event = msgspec.json.decode(file.read_bytes(), type=event_log.Prefetched)
     assert (event.rid, event.loaded_tokens, event.choice) == ("r", 16, "unmeasured")
     spent = (event.query_ms, event.wait_ms, event.fetch_ms, event.staged_ms)
     assert spent == (3000, 0, 4000, 24000)

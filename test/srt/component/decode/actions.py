@@ -15,7 +15,7 @@ from component.decode.peer import Room
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.invariants import tree_nodes
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
-from sglang.srt.disaggregation.delta.metrics import STATS
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 

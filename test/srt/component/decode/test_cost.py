@@ -12,7 +12,7 @@ from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from component.decode.steps import ids, tick
 from sglang.srt.disaggregation.delta.decode import transfer_queue
-from sglang.srt.disaggregation.delta.decode.growth import GrowthSum
+from sglang.srt.disaggregation.delta.decode.admission import GrowthSum
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 

@@ -11,13 +11,14 @@ import pytest
 from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.worker import (
+    ChunkDeadlines,
     ChunkWorker,
     GatedQueue,
     SettlingExecutor,
 )
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 SESSION = "10.0.0.2:7001"

@@ -14,8 +14,9 @@ from component.mooncake.pair import Pair
 from component.transfer.pair import ADDRESS, DONE, LOST, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines
+from sglang.srt.disaggregation.delta.observability import STATS
 
 pytestmark = pytest.mark.parametrize("pair", ["mooncake"], indirect=True)
 

@@ -6,6 +6,7 @@ What both backends must do is in ``component/transfer``; tests run as they do th
 from __future__ import annotations
 
 import threading
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,7 @@ from component.nixl.pair import Pair, raises
 from component.transfer.pair import DONE, LIMIT_S, LOST, pages, until
 from component.transfer.test_delivery import full_hit, partial_delta
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.nixl import backend
 
 pytestmark = pytest.mark.parametrize("pair", ["nixl"], indirect=True)
 
@@ -116,9 +118,9 @@ def test_one_transfer_a_chunk_and_one_note_a_room(pair: Pair) -> None:
 def test_metadata_of_other_sizes_fail_the_room(pair: Pair) -> None:
     """Guards against metadata written over the slots beside theirs, where versions differ."""
     sender, receiver = pair.ready_room(4)
-    pair.prefill.manager.transfers.backend._layout.metadata_bytes = lambda slot: [b"123"]
-    sender.send(pages(30))
-    until(lambda: receiver.poll() == KVPoll.Failed, "refusal")
+    with patch.object(backend, "metadata_bytes", lambda *_: [b"123"]):
+        sender.send(pages(30))
+        until(lambda: receiver.poll() == KVPoll.Failed, "refusal")
     text = pair.reason(receiver)
     assert "metadata of [3] bytes" in text and "has [64]" in text, text
     assert pair.decode.aux.abs().sum() == 0

@@ -30,13 +30,13 @@ from component.pools.memory import (
 from component.transfer.managers import without_engine
 from component.transfer.pair import until
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
-from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.backend import ChunkPayload, Destination, NixlBackend
 from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form
-from sglang.srt.disaggregation.delta.nixl.layout import ChunkPayload, Destination, Layout
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.pages import sources_of
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 
 COSTS = {
     Form.RANGES: Costs(0.0, 0.0, 1.0, 1.0),

@@ -11,7 +11,7 @@ import numpy as np
 
 from component.transfer.managers import without_engine
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.utils import DisaggregationMode

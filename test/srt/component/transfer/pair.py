@@ -21,7 +21,7 @@ from component.transfer.managers import buffers
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.decode.invariants import idle_rooms
-from sglang.srt.disaggregation.delta.metrics import STATS
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 PAGE, PAGES, LAYERS, AUX = 4, 48, 2, 8

@@ -14,8 +14,8 @@ from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, NIXL,
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.logs import INTERVAL_S
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import INTERVAL_S
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"

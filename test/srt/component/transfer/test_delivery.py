@@ -11,7 +11,8 @@ import pytest
 from component.transfer.pair import ADDRESS, DONE, LOST, Pair, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 
 
 def partial_delta(pair: Pair) -> None:

@@ -24,7 +24,7 @@ from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, Diale
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
-from sglang.srt.disaggregation.delta import capability, logs, wire
+from sglang.srt.disaggregation.delta import capability, observability, wire
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 VALUES: tuple[Any, ...] = (
@@ -170,7 +170,7 @@ def test_wrong_values_to_prefill(say: Dialect, caplog: pytest.LogCaptureFixture)
                 forget_rooms(manager)
     assert take_control.refused > 0.01 * total and take_control.taken > 0.01 * total
     assert take_other.refused > 0.2 * total and take_other.taken > 0.005 * total
-    assert complained(caplog) <= logs._REMEMBERED_KEYS + 1, "time stood still"
+    assert complained(caplog) <= observability._REMEMBERED_KEYS + 1, "time stood still"
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert manager.request_status == {} and len(manager.rooms._ended) <= 4096
     forget_rooms(manager)
@@ -203,7 +203,7 @@ def test_wrong_values_to_decode(say: Dialect, caplog: pytest.LogCaptureFixture) 
             reader.handle([wire.CONTROL_MAGIC, wrong_map(rng, rng.choice(messages))])
             assert not deferred.is_drained(), "nobody spoke of room 6"
     assert take.refused > 0.01 * total and take.taken > 0.1 * total
-    assert complained(caplog) <= logs._REMEMBERED_KEYS + 1
+    assert complained(caplog) <= observability._REMEMBERED_KEYS + 1
     assert set(manager.request_status) == {5, 6, 1007} and servers._deferred == {6: deferred}
     assert manager.request_status[1007] == manager.request_status[6] == KVPoll.WaitingForInput
     assert not deferred.is_drained()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.delta import logs
+from sglang.srt.disaggregation.delta import event_log
 from sglang.srt.patchset.environment import EVENT_LOG
 
-ADMITTED = logs.Admitted(
+ADMITTED = event_log.Admitted(
     at=12.5, room=None, rid="r1", prompt_tokens=40, prefix_tokens=32, pages=[7]
 )
-SENT = logs.Sent(
+SENT = event_log.Sent(
     at=13.0, room=5, peer="agent", source_pages=[1, 2], destination_pages=[8, 9], bytes=64
 )
 
@@ -23,9 +23,9 @@ SENT = logs.Sent(
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """The log of a process is opened once; each test is a process of its own here."""
-    logs.event_log.cache_clear()
+    event_log.event_log.cache_clear()
     yield
-    logs.event_log.cache_clear()
+    event_log.event_log.cache_clear()
 
 
 @pytest.mark.parametrize("value", [None, ""])
@@ -35,16 +35,16 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch, value: str | None) -> N
         monkeypatch.delenv(EVENT_LOG.name, raising=False)
     else:
         monkeypatch.setenv(EVENT_LOG.name, value)
-    assert logs.event_log("decode") is None
+    assert event_log.event_log("decode") is None
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against lines that are buffered when a server is killed, or that do not say what they
     are; and against both sides writing to one file."""
     monkeypatch.setenv(EVENT_LOG.name, str(tmp_path / "log"))
-    decode, prefill = logs.event_log("decode"), logs.event_log("prefill")
+    decode, prefill = event_log.event_log("decode"), event_log.event_log("prefill")
     assert decode is not None and prefill is not None and decode is not prefill
-    assert logs.event_log("decode") is decode
+    assert event_log.event_log("decode") is decode
     decode.write(ADMITTED)
     decode.write(ADMITTED)
     prefill.write(SENT)
@@ -69,9 +69,9 @@ def test_appends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a restarted server with the same process id that erases what was logged."""
     monkeypatch.setenv(EVENT_LOG.name, str(tmp_path))
     for _ in range(2):
-        log = logs.event_log("prefill")
+        log = event_log.event_log("prefill")
         assert log is not None
         log.write(SENT)
-        logs.event_log.cache_clear()
+        event_log.event_log.cache_clear()
     (file,) = tmp_path.iterdir()
     assert len(file.read_bytes().splitlines()) == 2

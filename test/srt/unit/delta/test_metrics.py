@@ -11,9 +11,9 @@ from sglang.srt.disaggregation.delta.metrics import (
     DECODE_COUNTERS,
     METRICS,
     PREFILL_COUNTERS,
-    Counters,
     Reason,
 )
+from sglang.srt.disaggregation.delta.observability import Counters
 
 
 def exported(name: str, labels: dict[str, str]) -> float | None:

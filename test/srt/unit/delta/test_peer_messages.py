@@ -12,9 +12,8 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     check_announcement,
     check_registration,
-    metadata_fit,
 )
-from sglang.srt.disaggregation.delta.wire import DeltaFrame
+from sglang.srt.disaggregation.delta.wire import DeltaFrame, metadata_fit
 
 GOOD = {
     "kv_buffers": 4,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmark.kv_transfer.event_log import COLUMNS, Transfer, read, stages, table
-from sglang.srt.disaggregation.delta.logs import (
+from sglang.srt.disaggregation.delta.event_log import (
     Admitted,
     Announced,
     Arrived,

@@ -8,7 +8,6 @@ A third transfer backend goes into a folder beside ``nixl``: a ``Backend`` of
 ``prefill/transfer_backend.py`` (post, ask for the state, release, complete), and thin overrides of
 SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 
-``config``          deadlines, queues, threads, windows: what the environment says
 ``wire``            what our servers say beside SGLang's messages: frame, notes, control messages
 ``capability``      how decode learns that a prefill server understands the frame
 ``peer_messages``   reads and checks what peers send, for both backends
@@ -16,7 +15,8 @@ SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 ``rank_agreement``  what the ranks of one server agree on before a step, in one reduction
 ``manager``         the thin overrides of SGLang's manager and bootstrap server
 ``metrics``         every counter, gauge and histogram, declared once; why rooms fail
-``logs``            rate-limited log lines, work whose errors are only logged, and the event log
+``observability``   counters, durations of transfers, rate-limited log lines; what is best effort
+``event_log``       one line for each step of a room, where it is on
 
 ``prefill``         rooms and their transfers on worker threads
 ``decode``          the radix cache: match, lock, admit, announce, commit

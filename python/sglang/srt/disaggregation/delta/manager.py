@@ -17,11 +17,11 @@ import msgspec
 from aiohttp import web
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import capability, config
+from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.delta.logs import log_announced
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import log_announced
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
@@ -50,6 +50,22 @@ def kv_poll() -> type[KVPoll]:
 def is_failed(status: KVPoll | None) -> bool:
     """Whether a room's status is ``KVPoll.Failed``."""
     return bool(status == kv_poll().Failed)
+
+
+def check_deadlines() -> None:
+    """Read what both backends and both sides wait by, where a server starts.
+
+    Raises:
+        ValueError: one is set to something that is no duration; the message names it.
+    """
+    for variable in (
+        environment.QUARANTINE_TIMEOUT,
+        environment.TRANSFER_TIMEOUT,
+        environment.CLAIM_TIMEOUT,
+        environment.PEER_TIMEOUT,
+        environment.HANDSHAKE_TIMEOUT,
+    ):
+        variable.read()
 
 
 def metadata_in_host_memory() -> bool:
@@ -126,7 +142,7 @@ class DeltaManager(CommonKVManager):
             return
         is_prefill = mode == DisaggregationMode.PREFILL
         if is_prefill or getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
-            config.check()  # wrong values are refused at start
+            check_deadlines()  # wrong values are refused at start
         if is_prefill:
             self.rooms = RoomTable(self)
             self.decode_ranks = DecodeRanks(self, self.rooms)

@@ -1,16 +1,14 @@
-"""Every counter, gauge and histogram of disaggregation, and this process's counters.
+"""Every counter, gauge and histogram of disaggregation, declared: ``METRICS``, and why rooms fail.
 
-``METRICS`` declares them all; docs and dashboards are checked against it. ``STATS`` are mirrored to
-Prometheus where metrics are on: who counts does not know whether anybody scrapes. (Durations and
-sizes of transfers are counted in ``prefill/transfer_stats.py``.)
+Docs and dashboards are checked against it. What is counted is in ``observability.py``, what only
+decode reports in ``decode/scheduler.py``.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +59,14 @@ class Metric:
         """As a scrape shows it."""
         return f"sglang:{self.name}{'_total' if self.kind == 'counter' else ''}"
 
-    def child(self, labels: Mapping[str, Any], **own: str) -> Any:
+    def child(self, labels: Mapping[str, object], **own: str) -> Any:
         """Prometheus' child of this metric (typed by a library without types): ``labels`` are
         SGLang's, ``own`` the values of ``self.labels``. Registered when it is first asked for."""
         return _registered(self, (*labels, *self.labels)).labels(**labels, **own)
 
 
 @functools.cache
-def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
+def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:  # no types, as above
     # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
     import prometheus_client
 
@@ -223,49 +221,3 @@ PREFILL_COUNTERS = _names("counter", "prefill")
 DECODE_GAUGES = _names("gauge", "decode")
 TRANSFER_GAUGES = _names("gauge", "prefill")
 TRANSFER_HISTOGRAMS = _names("histogram", "prefill")
-
-
-# ---- counting ----
-
-
-class Counters:
-    """This process's counters, by name. Increments come from any thread: a backend may send from
-    several at once."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, int] = dict.fromkeys((*DECODE_COUNTERS, *PREFILL_COUNTERS), 0)
-        #: Rooms that failed, by reason.
-        self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        #: Prometheus' children, whose library has no types.
-        self._exported: dict[str, Any] = {}
-        self._failures_exported: dict[Reason, Any] = {}
-        self._lock = threading.Lock()
-
-    def bind(self, names: Iterable[str], labels: Mapping[str, Any]) -> None:
-        """Mirror the counters ``names``, and failures, to Prometheus under ``labels``."""
-        for name in names:
-            self._exported[name] = METRICS[name].child(labels)
-        failed = METRICS["kv_transfer_failed"]
-        self._failures_exported = {
-            reason: failed.child(labels, reason=reason.value) for reason in Reason
-        }
-
-    def add(self, name: str, amount: int) -> None:
-        """Count ``amount`` more of ``name``."""
-        with self._lock:
-            self.totals[name] += amount
-            exported = self._exported.get(name)
-            if exported is not None:
-                exported.inc(amount)
-
-    def failed(self, reason: Reason) -> None:
-        """Count one failed room."""
-        with self._lock:
-            self.failures[reason] += 1
-            exported = self._failures_exported.get(reason)
-            if exported is not None:
-                exported.inc()
-
-
-#: One for each process: a scheduler process has one transfer manager.
-STATS = Counters()

@@ -20,7 +20,7 @@ import zmq
 from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.logs import RateLimitedLog
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import of_one_shape
 
 if TYPE_CHECKING:
@@ -263,17 +263,6 @@ def check_registration(
             f"decode's KV pages have {item_len} bytes, this prefill rank's "
             f"{ours.kv_item_lens[0]}: model, page size or KV dtype differ"
         )
-
-
-#: The hidden states among SGLang's metadata buffers, and their bytes on a prefill server that has
-#: no draft model.
-HIDDEN_STATES, NO_HIDDEN_STATES = 8, 64
-
-
-def metadata_fit(buffer: int, sent: int, wanted: int) -> bool:
-    """Whether ``sent`` bytes belong into a slot of ``wanted`` bytes of a metadata buffer."""
-    without_draft = buffer == HIDDEN_STATES and sent == NO_HIDDEN_STATES
-    return sent == wanted or (without_draft and sent < wanted)
 
 
 def check_announcement(info: Announcement) -> None:

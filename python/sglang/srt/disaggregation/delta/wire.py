@@ -192,6 +192,17 @@ def _parse_done(room: bytes, rest: bytes) -> Notification:
     return Notification(numbers[0], "done", writer=numbers[1], metadata=metadata)
 
 
+#: The hidden states among SGLang's metadata buffers, and their bytes on a prefill server that has
+#: no draft model.
+HIDDEN_STATES, NO_HIDDEN_STATES = 8, 64
+
+
+def metadata_fit(buffer: int, sent: int, wanted: int) -> bool:
+    """Whether ``sent`` bytes belong into a slot of ``wanted`` bytes of a metadata buffer."""
+    without_draft = buffer == HIDDEN_STATES and sent == NO_HIDDEN_STATES
+    return sent == wanted or (without_draft and sent < wanted)
+
+
 # ---- control messages, and their sockets ----
 
 CONTROL_VERSION = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.logs import Prefetched, log_prefetched, now
+from sglang.srt.disaggregation.delta.event_log import Prefetched, now
+from sglang.srt.disaggregation.delta.observability import log_prefetched
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang.srt.disaggregation.delta.decode.scheduler import DecodeLineFields
-from sglang.srt.disaggregation.delta.metrics import STATS
+from sglang.srt.disaggregation.delta.observability import STATS
 
 
 @pytest.fixture

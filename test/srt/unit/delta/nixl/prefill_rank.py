@@ -14,11 +14,11 @@ import pytest
 from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.config import Settings
-from sglang.srt.disaggregation.delta.nixl import layout as layout_module
+from sglang.srt.disaggregation.delta.nixl import backend as backend_module
 from sglang.srt.disaggregation.delta.nixl import prefill
 from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.prefill import scheduler
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
 from unit.delta.nixl.fakes import FakeAgent
@@ -86,9 +86,8 @@ class PrefillRank:
         patch.setattr(
             prefill, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
         )
-        patch.setattr(
-            prefill.config, "from_environment", lambda: Settings(doubt_s=DOUBT_S, **limits)
-        )
+        settings = Settings(doubt_s=DOUBT_S, **limits)
+        patch.setattr(prefill, "Settings", SimpleNamespace(read=lambda: settings))
         patch.setattr(prefill.atexit, "register", lambda *_: None)
         for module in (prefill, scheduler):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
@@ -105,7 +104,7 @@ class PrefillRank:
         self.manager.rooms._ticked_at = self.clock()
         self.sockets = self.manager.decode_ranks._sockets = Sockets(self.agent)
         patch.setattr(
-            layout_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
+            backend_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
         )
         self.manager.start_transfers()
         self.pool: Steps = self.manager.transfers

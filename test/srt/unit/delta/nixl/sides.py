@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.layout import ChunkPayload, Destination, Layout
+from sglang.srt.disaggregation.delta.nixl.backend import ChunkPayload, Destination, NixlBackend
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 from unit.delta.nixl.fakes import FakeAgent, Memory
 
 PAGE, LAYERS = 4, 2

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
-from sglang.srt.disaggregation.delta.nixl import backend, descriptors, layout
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl import backend, descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
@@ -237,7 +238,7 @@ def test_every_chunk_is_in_the_event_log(
     monkeypatch.setattr(backend, "count_moved", lambda *_, **numbers: seen.append(numbers))
     bench = Bench()
     read = bench.prefill.memory.at
-    monkeypatch.setattr(layout, "read_memory", lambda *where: read(*where).tobytes())
+    monkeypatch.setattr(backend, "read_memory", lambda *where: read(*where).tobytes())
     assert_moved(bench, pages=PAGES[pages][0], to=PAGES[pages][1], in_note=in_note)
     (numbers,) = seen
     assert numbers["is_last"] and (numbers["moved"] > 0) == (bool(PAGES[pages][0]) or not in_note)
@@ -299,7 +300,7 @@ def test_metadata_in_the_note(monkeypatch: pytest.MonkeyPatch, pages: str, has_s
     another slot's metadata, and against more than one note for a room."""
     bench = Bench()
     read = bench.prefill.memory.at
-    monkeypatch.setattr(layout, "read_memory", lambda *where: read(*where).tobytes())
+    monkeypatch.setattr(backend, "read_memory", lambda *where: read(*where).tobytes())
     ours, theirs = PAGES[pages]
     state = ((4, 0), (1, 5)) if has_state else ((), ())
     handles = assert_moved(bench, pages=ours, to=theirs, state=state, in_note=True)
@@ -325,7 +326,7 @@ def test_metadata_that_are_not_in_host_memory(monkeypatch: pytest.MonkeyPatch) -
     """Guards against reading an address of the GPU, which ends the process: SGLang puts them there
     for one kind of memory pool."""
     monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
-    monkeypatch.setattr(layout, "read_memory", lambda *_: pytest.fail("read on the host"))
+    monkeypatch.setattr(backend, "read_memory", lambda *_: pytest.fail("read on the host"))
     bench = Bench()
     made = bench.chunk(pages=[1], to=[3], in_note=True)
     bench.finish(bench.post(made))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.delta import logs
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import backend
 from sglang.srt.disaggregation.delta.nixl.descriptors import Form
@@ -251,7 +251,7 @@ def test_an_event_log_that_raises(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         asked.append(side)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(logs, "event_log", full_disk)
+    monkeypatch.setattr(observability, "event_log", full_disk)
     posted, raised = post(bench)
     assert raised is None and len(posted) == 3
     bench.finish(posted)

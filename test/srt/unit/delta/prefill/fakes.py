@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.send_queue import Transfer
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import State, TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, State, TransferError
 from unit.delta.prefill.fakes import Bench
 
 

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta import config
-from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     SHORTEST_S,
     Deadlines,
     next_poll,
 )
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import worker_of
 from sglang.srt.patchset.environment import QUEUES, THREADS
 
@@ -26,7 +25,7 @@ def test_default_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: in
     """Guards against a default that is not SGLang's."""
     for name in (QUEUES.name, THREADS.name):
         monkeypatch.delenv(name, raising=False)
-    made = config.from_environment(cpus)
+    made = Settings.read(cpus)
     assert (made.queues, made.threads) == (4, threads)
     assert made.workers == 4 * (threads // 4)
 
@@ -35,7 +34,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against variables that are not read."""
     monkeypatch.setenv(QUEUES.name, "3")
     monkeypatch.setenv(THREADS.name, "7")
-    made = config.from_environment()
+    made = Settings.read()
     assert (made.queues, made.threads, made.threads_per_queue, made.workers) == (3, 7, 2, 6)
 
 
@@ -63,7 +62,7 @@ def test_wrong_settings(
     if threads is not None:
         monkeypatch.setenv(THREADS.name, threads)
     with pytest.raises(ValueError, match=named):
-        config.from_environment(2)
+        Settings.read(2)
 
 
 @pytest.mark.parametrize("name", ["queues", "threads", "window", "quota", "overdue"])

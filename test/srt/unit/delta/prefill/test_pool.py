@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.delta.config import Settings
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 from unit.delta.prefill.fakes import (
     FakeRooms,
     Handle,

@@ -10,7 +10,8 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable

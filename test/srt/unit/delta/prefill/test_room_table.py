@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from effort import tries
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Event, Room, State
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk

@@ -9,9 +9,8 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``waiting``           what is said of requests that wait, and how they leave without pages
 ``handshakes``        what is asked of its prefill server, in the background
 ``candidates``        the first requests in line, their leases, and what the ranks agree on
-``admission``         whether a request fits, and the slots for it; how long it may wait
+``admission``         whether a request fits, and the slots for it: how long it may become and wait
 ``claims``            what running and admitted requests hold and may still need, as sums
-``growth``            how long requests become, and what that takes: the arithmetic
 ``speculation``       what a draft model beside the target changes
 ``adapters``          how many LoRA adapters a batch has room for
 ``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch

@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     record_of,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import key_pairs
-from sglang.srt.disaggregation.delta.logs import RateLimitedLog
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import (
     AdmissionVote,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.decode.growth import (
+from sglang.srt.disaggregation.delta.decode.admission import (
     Claim,
     GrowthSum,
     Track,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode.growth import (
+from sglang.srt.disaggregation.delta.decode.admission import (
     Claim,
     entering,
     expected_length,

@@ -37,7 +37,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
     read_there,
 )
 from sglang.srt.disaggregation.delta.decode.turn_metrics import TurnMetrics
-from sglang.srt.disaggregation.delta.metrics import STATS
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.delta.decode import candidates as line
 from sglang.srt.disaggregation.delta.decode import waiting
 from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits
 from sglang.srt.disaggregation.delta.decode.candidates import AgreedSteps, Candidate
+from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import (
     PrefixKey,
@@ -29,6 +30,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     record_of,
 )
 from sglang.srt.disaggregation.delta.decode.retraction import restore_private
+from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
 from sglang.srt.disaggregation.delta.decode.without_prefill import WithoutPrefill
 from sglang.srt.disaggregation.delta.pages import page_ceil
@@ -59,7 +61,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _budget(self) -> DecodeBudget:
-        return DecodeBudget(self)
+        step = step_tokens(self.scheduler.server_args, self._page)
+        return DecodeBudget(self, Claims(self.num_reserved_decode_tokens, self._page, step))
 
     @cached_property
     def _steps(self) -> AgreedSteps:
@@ -209,7 +212,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Tell the clients of requests that failed, were aborted or waited for too long."""
         if min(agreed.states, default=State.FINE) > State.EXPIRED:
             return []
-        gone = waiting.answer(self, ready, agreed.states, self._limits, self._what_is_missing)
+        gone = waiting.answer(self, ready, agreed.states, self._limits)
         self._leave(gone)
         return gone
 
@@ -384,7 +387,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             record.refused_for.add(refusal.reason)
             self.scheduler.decode_metrics.refused(refusal.reason)
 
-    def _what_is_missing(self, req: Req) -> str:
+    def what_is_missing(self, req: Req) -> str:
         """What a request waits for, in words."""
         in_line = chain(self.retracted_queue, (entry.req for entry in self._ready()))
         head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
@@ -400,4 +403,4 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if wait.since is None or wait.logged or now - wait.since < limits.log_after:
                 continue
             wait.logged = True
-            waiting.log_wait(req, now - wait.since, self._what_is_missing(req))
+            waiting.log_wait(req, now - wait.since, self.what_is_missing(req))

@@ -21,7 +21,8 @@ from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.decode.handshakes import Connections
 from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll

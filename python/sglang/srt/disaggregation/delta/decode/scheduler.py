@@ -17,12 +17,8 @@ from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
-from sglang.srt.disaggregation.delta.metrics import (
-    DECODE_COUNTERS,
-    DECODE_GAUGES,
-    METRICS,
-    STATS,
-)
+from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUGES, METRICS
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.compat import FLAG

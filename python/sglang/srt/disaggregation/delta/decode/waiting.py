@@ -7,7 +7,7 @@ Its client is answered, once, and prefill is told not to wait for an announcemen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -66,10 +66,9 @@ def answer(
     ready: Sequence[QueueEntry],
     states: Sequence[int],
     limits: Limits,
-    lacks: Callable[[Req], str],
 ) -> list[QueueEntry]:
     """Tell the clients of those of ``ready`` that failed or waited for too long, by the ``states``
-    that the ranks agreed on; who leaves. ``lacks``: what a request waits for, in words."""
+    that the ranks agreed on; who leaves."""
     gone: list[QueueEntry] = []
     for entry, state in zip(ready, states, strict=True):
         req = entry.req
@@ -83,7 +82,7 @@ def answer(
                 f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
                 f"{waited:.0f} s for decode memory, and "
                 f"{environment.ADMISSION_TIMEOUT.name} allows {limits.for_memory:.0f} s: "
-                f"{lacks(req)}"
+                f"{queue.what_is_missing(req)}"
             )
             give_up(queue.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
         else:

@@ -3,6 +3,5 @@
 ``manager``    the thin override of SGLang's Mooncake manager
 ``endpoints``  sender and receiver, as SGLang's schedulers know them
 ``messages``   what peers send to either side; what has arrived of a room
-``chunks``     what waits in a queue, and until when each chunk has to be over
-``worker``     moves the chunks of one queue, with synchronous calls of the engine
+``worker``     moves the chunks of one queue, with synchronous calls of the engine, each in its time
 """

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import pages
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.chunks import ChunkDeadlines, ChunkQueue, QueuedChunk
 from sglang.srt.disaggregation.delta.mooncake.messages import (
     MooncakeAnnouncements,
     MooncakeStatuses,
@@ -26,7 +25,10 @@ from sglang.srt.disaggregation.delta.mooncake.messages import (
     RoomProgress,
 )
 from sglang.srt.disaggregation.delta.mooncake.worker import (
+    ChunkDeadlines,
+    ChunkQueue,
     ChunkWorker,
+    QueuedChunk,
     SettlingExecutor,
     serve_staging,
 )

@@ -22,8 +22,8 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     BadMessage,
     DeltaTransferInfo,
     check_registration,
-    metadata_fit,
 )
+from sglang.srt.disaggregation.delta.wire import metadata_fit
 
 if TYPE_CHECKING:
     import threading

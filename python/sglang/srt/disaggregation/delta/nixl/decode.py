@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.logs import RateLimitedLog, log_arrived
 from sglang.srt.disaggregation.delta.manager import metadata_in_host_memory
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.peer_messages import BadMessage, metadata_fit
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog, log_arrived
+from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -203,7 +203,7 @@ class NixlDecode(NixlKVManager):
             return slot is not None
         lengths = [len(part) for part in note.metadata]
         wanted = list(ours.aux_item_lens)
-        if len(lengths) != len(wanted) or not all(map(metadata_fit, count(), lengths, wanted)):
+        if len(lengths) != len(wanted) or not all(map(wire.metadata_fit, count(), lengths, wanted)):
             assert self.servers is not None  # without it no room has a slot here
             self.servers.fail(
                 note.room,

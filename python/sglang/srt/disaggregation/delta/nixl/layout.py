@@ -1,29 +1,19 @@
-"""Where the bytes of a chunk lie on this rank and on a decode rank.
-
-``cut_chunk`` takes a chunk's pages on either side out of the announcements of its room; ``Layout``
-has the pools that they are pages of: KV, state and metadata of both sides, in pairs.
-"""
+"""Where bytes lie on this rank and on a decode rank: KV, state and metadata, as pairs of pools."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import msgspec
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool, check_pair
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import KVArgs
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
-    from sglang.srt.disaggregation.delta.nixl.prefill import NixlTransferInfo
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
 #: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
@@ -31,10 +21,6 @@ UNKNOWN_SLOTS = 2**31
 
 #: State of a hybrid model that lies in pages, as KV does.
 PAGED_STATE = ("swa", "nsa")
-
-
-#: (address, length): a copy of that host memory of this process.
-read_memory: Callable[[int, int], bytes] = ctypes.string_at
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,8 @@ class Layout:
 
     def __init__(self, manager: DeltaNixlManager) -> None:
         self._manager = manager
-        self._ours: KVArgs = manager.kv_args
+        #: This rank's memory.
+        self.ours: KVArgs = manager.kv_args
 
     def kv(self, info: Registration, slots: int | None) -> Pair:
         """KV pools, of whole pages or of some heads of every token; no buffers where this rank
@@ -79,7 +66,7 @@ class Layout:
         Raises:
             TransferError: they do not fit.
         """
-        manager, ours = self._manager, self._ours
+        manager, ours = self._manager, self.ours
         if not manager.is_mla_backend and info.decode_tp_size != manager.attn_tp_size:
             return self._heads(info, slots)
         source, destination = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
@@ -94,7 +81,7 @@ class Layout:
 
     def metadata(self, info: Registration, slots: int | None) -> Pair:
         """Metadata buffers; always in host memory."""
-        ours = self._ours
+        ours = self.ours
         return self._pair(
             ours.aux_data_ptrs,
             info.dst_aux_ptrs,
@@ -107,17 +94,7 @@ class Layout:
     @property
     def metadata_size(self) -> int:
         """Bytes of one metadata slot, over all buffers."""
-        return sum(self._ours.aux_item_lens)
-
-    def metadata_bytes(self, slot: int) -> list[bytes]:
-        """A copy of one of this rank's metadata slots, one part for each buffer."""
-        ours = self._ours
-        if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
-            raise TransferError(Reason.MISMATCH, f"metadata slot {slot} is not one of this rank's")
-        return [
-            read_memory(base + slot * length, length)
-            for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
-        ]
+        return sum(self.ours.aux_item_lens)
 
     def state(self, info: Registration) -> Pair:
         """State of a hybrid model.
@@ -125,7 +102,7 @@ class Layout:
         Raises:
             TransferError: it is of a kind, or between tensor parallel sizes, that is not served.
         """
-        ours, kind = self._ours, getattr(self._ours, "state_type", "none")
+        ours, kind = self.ours, getattr(self.ours, "state_type", "none")
         same_size = info.decode_tp_size == self._manager.attn_tp_size
         if kind not in (*PAGED_STATE, "mamba"):
             raise TransferError(Reason.MISMATCH, f"NIXL moves no state of the kind {kind!r}")
@@ -150,7 +127,7 @@ class Layout:
         Stock divides by zero where there are fewer KV heads than ranks, and cuts values by the
         length of keys.
         """
-        manager, ours = self._manager, self._ours
+        manager, ours = self._manager, self.ours
         size, theirs = manager.attn_tp_size, info.decode_tp_size
         total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * size
         try:
@@ -165,7 +142,7 @@ class Layout:
             raise TransferError(Reason.MISMATCH, str(error)) from error
 
     def _slices(self, info: Registration, slots: int | None, plan: heads.HeadSlice) -> Pair:
-        ours, page = self._ours, self._ours.page_size
+        ours, page = self.ours, self.ours.page_size
         lens = ours.kv_item_lens
         from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
         pages = ours.kv_data_lens[0] // lens[0]
@@ -222,7 +199,7 @@ class Layout:
         in_host_memory = their_device is None
         try:
             return Pair(
-                Pool(tuple(source), lens, source_slots, 0 if in_host_memory else self._ours.gpu_id),
+                Pool(tuple(source), lens, source_slots, 0 if in_host_memory else self.ours.gpu_id),
                 Pool(
                     tuple(destination), lens, destination_slots or UNKNOWN_SLOTS, their_device or 0
                 ),
@@ -245,86 +222,3 @@ def _pool_of(
         device,
         which,
     )
-
-
-# ---- what of a room is one chunk ----
-
-
-class Destination(msgspec.Struct, frozen=True, eq=False):
-    """Where a chunk goes at one decode rank."""
-
-    pages: Pages
-    #: Pages of the state that goes with the last chunk.
-    state_pages: tuple[int, ...]
-    metadata_slot: int
-    #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
-    pool_pages: int | None
-    metadata_slots: int | None
-    #: It takes the metadata in the note that completes the room, and its slot is not written to.
-    takes_metadata: bool = False
-
-
-class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
-    """The payload of a ``transfer_backend.Chunk``: what goes from where to where, nothing live."""
-
-    chunk_id: int
-    pages: Pages
-    #: With the last chunk only.
-    metadata_slot: int | None
-    state_pages: tuple[int, ...]
-    #: By the name of the peer.
-    destinations: dict[str, Destination]
-
-
-def cut_chunk(
-    room: int,
-    announcements: Iterable[NixlTransferInfo],
-    pages: Pages,
-    index_slice: slice,
-    chunk_id: int,
-    metadata_slot: int | None,
-    state_pages: Sequence[Any] | None,
-) -> ChunkPayload:
-    """Cut one chunk out of what the decode ranks of ``room`` announced.
-
-    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
-    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
-
-    Raises:
-        DeltaMismatch: a rank listed another number of pages there.
-    """
-    own = np.array(pages, dtype=np.int32)
-    own.setflags(write=False)
-    destinations = {}
-    for info in announcements:
-        if info.is_dummy():
-            continue
-        listed = info.dst_kv_indices[index_slice]
-        if len(listed) != len(own):
-            raise DeltaMismatch(
-                f"room {room}: chunk {chunk_id} has {len(own)} pages, and decode rank "
-                f"{info.agent_name} listed {len(listed)} for it"
-            )
-        frame = info.delta
-        destinations[info.agent_name] = Destination(
-            pages=listed,
-            state_pages=_numbers(info.dst_state_indices),
-            metadata_slot=info.dst_aux_index,
-            pool_pages=(frame.pool_pages or None) if frame else None,
-            metadata_slots=(frame.metadata_slots or None) if frame else None,
-            takes_metadata=bool(frame and frame.takes_metadata),
-        )
-    return ChunkPayload(
-        chunk_id=chunk_id,
-        pages=own,
-        metadata_slot=metadata_slot,
-        state_pages=_numbers(state_pages),
-        destinations=destinations,
-    )
-
-
-def _numbers(pages: Sequence[Any] | None) -> tuple[int, ...]:
-    """SGLang gives lists of numbers, arrays, and lists of arrays."""
-    if pages is None or not len(pages):
-        return ()
-    return tuple(np.asarray(pages, np.int64).reshape(-1).tolist())

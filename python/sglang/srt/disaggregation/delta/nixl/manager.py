@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.disaggregation.delta import config
 from sglang.srt.disaggregation.delta.nixl import agent
 from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
 from sglang.srt.disaggregation.delta.nixl.prefill import NixlPrefill
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 
 
 class DeltaNixlManager(NixlPrefill, NixlDecode):
@@ -22,5 +22,5 @@ class DeltaNixlManager(NixlPrefill, NixlDecode):
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         sends = disaggregation_mode == DisaggregationMode.PREFILL
-        with agent.configured_agents(config.from_environment().workers if sends else 0):
+        with agent.configured_agents(Settings.read().workers if sends else 0):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

@@ -18,12 +18,12 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import config
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration, cut_chunk
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend, cut_chunk
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
@@ -32,9 +32,8 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     check_registration,
 )
 from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class NixlPrefill(NixlKVManager):
         self.transfers = TransferPool(
             backend,
             self.rooms,
-            config.from_environment(),
+            Settings.read(),
             self.transfer_stats,
             prepare_thread=self._prepare_thread,
         )

@@ -8,8 +8,7 @@
 ``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
 ``transfer_worker``   the state machine of one thread, driven by ``step(now)``
 ``send_queue``        its parts: records, what is posted next, what is due, what is overdue
-``transfer_stats``    how long transfers take, for metrics and the log
-``transfer_backend``  what is queued, and what a worker is attached to: a third backend goes here
+``transfer_backend``  what is queued, by which settings, and how it moves: a third backend goes here
 
 Life of a room, on one worker from beginning to end::
 

@@ -1,4 +1,4 @@
-"""The states of a room on a prefill rank, every step between them, and who is told of them.
+"""The states of a room on a prefill rank, every step between them, their clock, and who is told.
 
 A room is one request's transfer to its decode ranks, under a number that the client chose.
 ``TRANSITIONS`` has every step that there is; docs/design.md draws it. ``RoomTable`` takes them.
@@ -7,6 +7,7 @@ A room is one request's transfer to its decode ranks, under a number that the cl
 from __future__ import annotations
 
 import enum
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -201,6 +202,30 @@ class EndedRooms:
         if ended.had_request and (ended.had_ranks or self._now() - ended.at >= self._apart_s):
             return None
         return ended.reason
+
+
+#: What one turn of the scheduler's loop counts at most, seconds. An idle one sleeps no longer.
+TURN_S = 1.0
+
+
+class SchedulerTime:
+    """Counts seconds of the scheduler's turns: it stands still while the scheduler does one long
+    thing. Written by its thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turned_at = clock()
+        self._seconds = 0.0
+
+    def turn(self) -> None:
+        """The scheduler has taken the requests that had come to it."""
+        now = self._clock()
+        self._seconds += min(now - self._turned_at, TURN_S)
+        self._turned_at = now
+
+    def seconds(self) -> float:
+        """Seconds so far. A turn that is under way does not count yet."""
+        return self._seconds
 
 
 class Listener(Protocol):

@@ -25,7 +25,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.room import (
     COMPLETE,
     GONE,
@@ -39,6 +40,7 @@ from sglang.srt.disaggregation.delta.prefill.room import (
     Event,
     Listener,
     Room,
+    SchedulerTime,
     State,
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
@@ -48,28 +50,6 @@ logger = logging.getLogger(__name__)
 
 #: Rooms that were given up are remembered so far back, for decode ranks and requests that are late.
 _REMEMBERED = 4096
-#: What one turn of the scheduler's loop counts at most, seconds. An idle one sleeps no longer.
-TURN_S = 1.0
-
-
-class SchedulerTime:
-    """Counts seconds of the scheduler's turns: it stands still while the scheduler does one long
-    thing. Written by its thread, read by any."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._turned_at = clock()
-        self._seconds = 0.0
-
-    def turn(self) -> None:
-        """The scheduler has taken the requests that had come to it."""
-        now = self._clock()
-        self._seconds += min(now - self._turned_at, TURN_S)
-        self._turned_at = now
-
-    def seconds(self) -> float:
-        """Seconds so far. A turn that is under way does not count yet."""
-        return self._seconds
 
 
 class RoomTable:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
 from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable

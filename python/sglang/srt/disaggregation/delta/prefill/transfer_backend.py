@@ -1,4 +1,4 @@
-"""What transfer workers are given and attached to: chunks, and how their bytes move.
+"""What transfer workers are given and attached to: settings, chunks, and how their bytes move.
 
 A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``. Payload and
 handles are ``Any``: they are the backend's own.
@@ -7,12 +7,76 @@ handles are ``Any``: they are the backend's own.
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.patchset import environment
+
+
+def default_threads(cpus: int) -> int:
+    """SGLang's number of transfer threads on a machine of ``cpus`` logical CPUs."""
+    return min(max(4, int(0.5 * cpus) // 8), 12)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one transfer pool."""
+
+    #: FIFO queues.
+    queues: int = 4
+    #: Threads over all queues; each queue has ``threads // queues`` of them.
+    threads: int = 4
+    #: Transfers (one chunk to one peer) that a worker may have under way, over all its peers. A
+    #: peer that has none may always have one, so that stopped peers cannot take all places.
+    window: int = 32
+    #: Transfers to one peer that a worker may have under way.
+    quota: int = 8
+    #: Transfers of a worker that did not settle by their deadline and are still polled.
+    overdue: int = 1024
+    #: Seconds for which a transfer that the transport broke off counts as under way.
+    doubt_s: float = 60.0
+    #: Seconds without a finished step after which a worker with something to do is stuck.
+    stuck_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("queues", "threads", "window", "quota", "overdue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.threads < self.queues:
+            raise ValueError(
+                f"{environment.THREADS.name} ({self.threads}) must be at least "
+                f"{environment.QUEUES.name} ({self.queues}): every queue needs a thread"
+            )
+
+    @property
+    def threads_per_queue(self) -> int:
+        """Threads that serve one queue."""
+        return self.threads // self.queues
+
+    @property
+    def workers(self) -> int:
+        """Threads that are really started: each queue has the same number."""
+        return self.queues * self.threads_per_queue
+
+    @classmethod
+    def read(cls, cpus: int | None = None) -> Settings:
+        """Those of this process. ``cpus``: logical CPUs; None asks the system.
+
+        Raises:
+            ValueError: a variable is set to something that cannot be; the message names it.
+        """
+        count = cpus if cpus is not None else os.cpu_count() or 1
+        return cls(
+            queues=environment.QUEUES.read(),
+            threads=environment.THREADS.read(default_threads(count)),
+            doubt_s=environment.QUARANTINE_TIMEOUT.read(),
+            stuck_s=environment.WORKER_TIMEOUT.read(),
+        )
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):

@@ -15,11 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from sglang.srt.disaggregation.delta.config import Settings
-from sglang.srt.disaggregation.delta.metrics import STATS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.disaggregation.delta.config import Settings
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
@@ -27,10 +27,10 @@ from sglang.srt.disaggregation.delta.prefill.send_queue import (
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
+    Settings,
     State,
     TransferError,
 )
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats
 
 logger = logging.getLogger(__name__)
 

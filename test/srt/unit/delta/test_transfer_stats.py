@@ -7,12 +7,12 @@ import logging
 import prometheus_client
 import pytest
 
-from sglang.srt.disaggregation.delta import logs
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.metrics import (
     METRICS,
     Reason,
 )
-from sglang.srt.disaggregation.delta.prefill.transfer_stats import AsyncTransferStats, Histogram
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats, Histogram
 from unit.delta.prefill.fakes import Bench, Clock
 
 GAUGES = [each.name for each in METRICS.values() if (each.kind, each.side) == ("gauge", "prefill")]
@@ -128,7 +128,7 @@ def test_errors_of_the_telemetry_fail_nothing(
     def broken(*_: object) -> None:
         raise OSError("no space left on device")
 
-    logs._log_once.cache_clear()
+    observability._log_once.cache_clear()
     bench = Bench()
     for histogram in bench.stats._histograms.values():
         monkeypatch.setattr(histogram, "add", broken)

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from sglang.srt.disaggregation.delta import logs
-from sglang.srt.disaggregation.delta.logs import INTERVAL_S, RateLimitedLog
+from sglang.srt.disaggregation.delta import observability
+from sglang.srt.disaggregation.delta.observability import INTERVAL_S, RateLimitedLog
 from unit.delta.fakes import Clock
 
 LOGGER = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ def test_a_stranger_with_many_names(caplog: pytest.LogCaptureFixture) -> None:
     made.error("a:1", "real")
     for number in range(10_000):
         made.error(f"{number}:1", "noise")
-    assert len(caplog.records) == logs._REMEMBERED_KEYS + 1
-    assert len(made._last) <= logs._REMEMBERED_KEYS + 1
+    assert len(caplog.records) == observability._REMEMBERED_KEYS + 1
+    assert len(made._last) <= observability._REMEMBERED_KEYS + 1
     clock.now += INTERVAL_S
     made.error("a:1", "real again")
     assert caplog.records[-1].getMessage() == "real again"

@@ -1,26 +1,161 @@
-"""Durations and sizes of the transfers of one pool of workers.
+"""What is counted and written down of requests and peers: counters, durations, log lines.
 
-For Prometheus, and for one log line an interval. Nothing in here can fail a transfer.
+``STATS`` are this process's counters and ``AsyncTransferStats`` the durations and sizes of the
+transfers of a pool of workers; both are mirrored to Prometheus where metrics are on: who counts
+does not know whether anybody scrapes. ``RateLimitedLog`` writes a line at most once in a while for
+each peer (or other key). ``best_effort`` is for counting and logging: the error is logged once, and
+the caller goes on. The functions at the end are called where it happens, whether the event log is
+on or not; ``count_sent`` also counts.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
-from sglang.srt.disaggregation.delta.logs import best_effort
+from sglang.srt.disaggregation.delta.event_log import (
+    Announced,
+    Arrived,
+    Moved,
+    Prefetched,
+    Sent,
+    event_log,
+    now,
+)
 from sglang.srt.disaggregation.delta.metrics import (
+    DECODE_COUNTERS,
     METRICS,
+    PREFILL_COUNTERS,
     TRANSFER_GAUGES,
     TRANSFER_HISTOGRAMS,
     Reason,
 )
+from sglang.srt.disaggregation.delta.pages import Pages
 
 logger = logging.getLogger(__name__)
+
+#: Seconds between two lines with one key.
+INTERVAL_S = 5.0
+#: Keys told apart at a time. A peer says itself who it is, and a stranger may say so many things.
+_REMEMBERED_KEYS = 128
+#: Errors quote what a peer sent: a line is cut after so many characters.
+_MAX_CHARACTERS = 500
+
+
+class RateLimitedLog:
+    """At most one line per key and interval, so that one peer's noise neither fills the disk nor
+    hides another one's trouble. Used by one thread."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``interval_s``: seconds between two lines with one key; ``math.inf``: one line ever."""
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def error(self, key: str, message: str, *args: object) -> None:
+        """Log ``message % args`` unless a line with ``key`` was just logged."""
+        self._log(logging.ERROR, key, message, args)
+
+    def warning(self, key: str, message: str, *args: object) -> None:
+        """As ``error``, at the level WARNING."""
+        self._log(logging.WARNING, key, message, args)
+
+    def _log(self, level: int, key: str, message: str, args: tuple[object, ...]) -> None:
+        now = self._clock()
+        if key not in self._last and len(self._last) >= _REMEMBERED_KEYS:
+            self._last = {it: at for it, at in self._last.items() if now - at < self._interval_s}
+            if len(self._last) >= _REMEMBERED_KEYS:
+                key = "one of many"
+        last = self._last.get(key)
+        if last is not None and now - last < self._interval_s:
+            return
+        self._last[key] = now
+        self._logger.log(level, "%s", (message % args)[:_MAX_CHARACTERS])
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+@functools.cache
+def _log_once(what: str) -> None:
+    logger.exception("%s failed; the transfer goes on, and later such errors are not logged", what)
+
+
+def best_effort(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result | None]:
+    """The function, returning None where it would raise; its first error is logged."""
+
+    @functools.wraps(function)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            _log_once(function.__qualname__)
+            return None
+
+    return guarded
+
+
+# ---- counters ----
+
+
+class Counters:
+    """This process's counters, by name. Increments come from any thread: a backend may send from
+    several at once."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, int] = dict.fromkeys((*DECODE_COUNTERS, *PREFILL_COUNTERS), 0)
+        #: Rooms that failed, by reason.
+        self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        #: Prometheus' children, whose library has no types.
+        self._exported: dict[str, Any] = {}
+        self._failures_exported: dict[Reason, Any] = {}
+        self._lock = threading.Lock()
+
+    def bind(self, names: Iterable[str], labels: Mapping[str, object]) -> None:
+        """Mirror the counters ``names``, and failures, to Prometheus under ``labels``."""
+        for name in names:
+            self._exported[name] = METRICS[name].child(labels)
+        failed = METRICS["kv_transfer_failed"]
+        self._failures_exported = {
+            reason: failed.child(labels, reason=reason.value) for reason in Reason
+        }
+
+    def add(self, name: str, amount: int) -> None:
+        """Count ``amount`` more of ``name``."""
+        with self._lock:
+            self.totals[name] += amount
+            exported = self._exported.get(name)
+            if exported is not None:
+                exported.inc(amount)
+
+    def failed(self, reason: Reason) -> None:
+        """Count one failed room."""
+        with self._lock:
+            self.failures[reason] += 1
+            exported = self._failures_exported.get(reason)
+            if exported is not None:
+                exported.inc()
+
+
+#: One for each process: a scheduler process has one transfer manager.
+STATS = Counters()
+
+
+# ---- durations and sizes of transfers ----
 
 
 class Histogram:
@@ -66,6 +201,7 @@ class AsyncTransferStats:
         self._clock = clock
         self._lock = threading.Lock()
         self._histograms = {name: Histogram(METRICS[name].buckets) for name in TRANSFER_HISTOGRAMS}
+        #: Prometheus' children again.
         self._exported: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
         #: By worker: waiting, in flight, overdue.
@@ -77,7 +213,7 @@ class AsyncTransferStats:
         self._logged_at = clock()
 
     @best_effort
-    def bind(self, labels: Mapping[str, Any]) -> None:
+    def bind(self, labels: Mapping[str, object]) -> None:
         """Mirror everything to Prometheus under ``labels`` from now on. (Failures are counted
         there by the delta layer.)"""
         self._gauges = {name: METRICS[name].child(labels) for name in TRANSFER_GAUGES}
@@ -197,3 +333,64 @@ class AsyncTransferStats:
         if self._exported:
             for name, value in values.items():
                 self._exported[name].observe(value)
+
+
+# ---- what the event log is told ----
+
+
+@best_effort
+def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
+    """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
+    STATS.add("kv_transfer_sent_bytes", moved)
+    log = event_log("prefill")
+    if log is not None:
+        log.write(
+            Sent(
+                at=now(),
+                room=room,
+                peer=peer,
+                source_pages=source.tolist(),
+                destination_pages=destination.tolist(),
+                bytes=moved,
+            )
+        )
+
+
+@best_effort
+def count_moved(
+    room: int, peer: str, *, chunk: int, is_last: bool, queue_s: float, build_s: float,
+    post_s: float, wire_s: float, descriptors: int, moved: int,
+) -> None:  # fmt: skip
+    """A chunk is with ``peer``; see ``Moved``."""
+    log = event_log("prefill")
+    if log is not None:
+        log.write(
+            Moved(
+                at=now(), room=room, peer=peer, chunk=chunk, is_last=is_last, queue_s=queue_s,
+                build_s=build_s, post_s=post_s, wire_s=wire_s, descriptors=descriptors, bytes=moved,
+            )
+        )  # fmt: skip
+
+
+@best_effort
+def log_announced(room: int) -> None:
+    """Every decode rank has announced ``room``."""
+    log = event_log("prefill")
+    if log is not None:
+        log.write(Announced(at=now(), room=room))
+
+
+@best_effort
+def log_arrived(room: int) -> None:
+    """Everything of ``room`` has arrived on this decode rank."""
+    log = event_log("decode")
+    if log is not None:
+        log.write(Arrived(at=now(), room=room))
+
+
+@best_effort
+def log_prefetched(event: Callable[[], Prefetched]) -> None:
+    """A request that asked HiCache's store runs, or is gone; ``event`` is made if the log is on."""
+    log = event_log("hicache")
+    if log is not None:
+        log.write(event())
