@@ -80,16 +80,19 @@ def test_sglang_turned_the_cache_off():
         compat.complete(args(enable_hierarchical_cache=False))
 
 
-def test_best_effort_is_warned_of(caplog):
-    """SGLang's default, under which an idle server fetches nothing."""
-    compat.complete(args(hicache_storage_prefetch_policy="best_effort"))
-    assert "Use wait_complete or timeout" in caplog.text
-
-
-def test_a_draft_model_is_warned_of(caplog):
-    """The store keeps none of its KV, and nothing but the accept rate would show it."""
-    compat.complete(args(speculative_algorithm="EAGLE"))
-    assert "fewer drafts are accepted" in caplog.text
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        # SGLang's default, under which an idle server fetches nothing.
+        ({"hicache_storage_prefetch_policy": "best_effort"}, "Use wait_complete or timeout"),
+        # The store keeps none of its KV, and nothing but the accept rate would show it.
+        ({"speculative_algorithm": "EAGLE"}, "fewer drafts are accepted"),
+    ],
+)
+def test_what_is_warned_of(caplog, changes, text):
+    """What works, and is slower than who asked for it may think."""
+    compat.complete(args(**changes))
+    assert text in caplog.text
 
 
 def test_the_stock_mode_is_not_looked_at():

@@ -123,19 +123,13 @@ def test_environment_settings(monkeypatch, name, value, refused):
 
 
 @pytest.mark.hazard("flag-ineffective")
-def test_explicit_disable_radix_cache():
-    """Asking for both is a mistake; neither may win silently."""
-    compat.check_explicit_disable(args())
+@pytest.mark.parametrize("check", [compat.check_explicit_disable, compat.check_still_enabled])
+def test_a_tree_that_is_off(check):
+    """Asking for both is a mistake: neither may win silently. And SGLang disables the tree for some
+    models with only a log line, which must not go unseen."""
+    check(args())
     with pytest.raises(ValueError, match=f"{compat.FLAG} .* --disable-radix-cache"):
-        compat.check_explicit_disable(args(disable_radix_cache=True))
-
-
-@pytest.mark.hazard("flag-ineffective")
-def test_a_tree_that_sglang_turned_off():
-    """SGLang disables the tree for some models with only a log line: that must not go unseen."""
-    compat.check_still_enabled(args())
-    with pytest.raises(ValueError, match=f"{compat.FLAG} .* --disable-radix-cache"):
-        compat.check_still_enabled(args(disable_radix_cache=True))
+        check(args(disable_radix_cache=True))
 
 
 @pytest.mark.parametrize(("enabled", "warnings"), [(True, 1), (False, 0)])

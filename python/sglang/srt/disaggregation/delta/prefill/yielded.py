@@ -13,14 +13,17 @@ import asyncio
 import logging
 import time
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    import zmq
+
+    from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaScheduler
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 else:
     TokenizerManager = object
 
@@ -50,7 +53,7 @@ class Frontend:
     def __init__(self, address: str) -> None:
         """``address``: where the tokenizer takes the schedulers' output."""
         self._address = address
-        self._socket: Any = None
+        self._socket: zmq.Socket[bytes] | None = None
 
     def yielded(self, room: int) -> None:
         """Decode computes the request of ``room``.
@@ -74,7 +77,7 @@ class Frontend:
 class YieldingTokenizer(TokenizerManager):
     """Answers requests that decode computes itself. Stock on a server that is no prefill server."""
 
-    rid_to_state: dict[str, Any]  # owned by the upstream class; named for the type checker
+    rid_to_state: dict[str, ReqState]  # owned by the upstream class; named for the type checker
 
     @override
     def init_disaggregation(self) -> None:
@@ -137,13 +140,13 @@ class YieldingTokenizer(TokenizerManager):
         self._handle_batch_output(empty_answer(rid))
 
 
-def empty_answer(rid: str) -> Any:
-    """What a scheduler would send for a request that ends before it was begun (``BatchStrOutput``).
+def empty_answer(rid: str) -> BatchStrOutput:
+    """What a scheduler would send for a request that ends before it was begun.
 
     Its finish reason is no error: SGLang's routers make an error of prefill the client's.
     """
     required = [each.name for each in fields(BatchStrOutput) if each.default is MISSING]
-    lists: dict[str, Any] = {name: [[]] for name in required}
+    lists: dict[str, object] = {name: [[]] for name in required}
     for name in required:
         if name.endswith("_tokens") or name == "retraction_counts":
             lists[name] = [0]
@@ -157,7 +160,7 @@ def empty_answer(rid: str) -> Any:
     return BatchStrOutput(**lists)
 
 
-def end_yielded(scheduler: Any, rid: str) -> None:
+def end_yielded(scheduler: DeltaScheduler, rid: str) -> None:
     """Forget the request ``rid``, whose client was answered. On all ranks in one step.
 
     It waits for its announcement, or for its grammar; where else it might be, decode has announced
