@@ -217,8 +217,8 @@ def test_idle_worker_does_nothing() -> None:
 @pytest.mark.hazard("spinning-workers")
 @pytest.mark.parametrize("transfers", [1, 8])
 def test_pauses_while_something_is_under_way(transfers: int) -> None:
-    """Guards against spinning on a transfer that takes long: a second of it costs some thousand
-    questions, the next ones half as many, later ones a fraction, and many transfers are looked at
+    """Guards against spinning on a transfer that takes long, with the interpreter's lock: a second
+    of it costs some hundred questions, later ones a fraction, and many transfers are looked at
     together."""
     bench = Bench()
     bench.open(1)
@@ -226,8 +226,8 @@ def test_pauses_while_something_is_under_way(transfers: int) -> None:
         bench.submit(1)
     steps = _count_steps(bench)
     bench.run(1.0)
-    assert 1000 <= bench.backend.looks / transfers <= 1500
-    assert steps() <= 1500 + transfers
+    assert 600 <= bench.backend.looks / transfers <= 750
+    assert steps() <= 750 + transfers
     looks = bench.backend.looks
     bench.run(1.0)
     assert 600 <= (bench.backend.looks - looks) / transfers <= 640

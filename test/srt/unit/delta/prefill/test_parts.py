@@ -92,7 +92,7 @@ def test_pauses(now: float, age: float, is_overdue: bool) -> None:
     pause = next_poll(now, age, is_overdue) - now
     assert pause > 0
     if not is_overdue:
-        longest = 0.8e-3 if age < 1 else 1.6e-3 if age < 10 else 25.6e-3
+        longest = 1.6e-3 if age < 10 else 25.6e-3
         assert pause <= 1.01 * min(max(SHORTEST_S, age / 16), longest)
     assert pause <= 0.21
 

@@ -318,12 +318,9 @@ class OverdueTransfers:
 
 #: The shortest pause, in seconds; every other one is a power of two times as long.
 SHORTEST_S = 50e-6
-#: The longest (0.8 ms) for a transfer that may settle any moment.
-_LONGEST = 2**4
-#: The pause (1.6 ms) for one that has taken longer than ``_LONG_AFTER_S``, and the pause (25.6 ms)
-#: after ``_SLOW_AFTER_S``, when its peer may as well be stopped.
-_LONG = 2**5
-_LONG_AFTER_S = 1.0
+#: The longest (1.6 ms) for a transfer that may settle any moment, and the pause (25.6 ms) for one
+#: that has taken longer than ``_SLOW_AFTER_S``: its peer may as well be stopped.
+_LONGEST = 2**5
 _SLOW = 2**9
 _SLOW_AFTER_S = 10.0
 #: The pause (0.2 s) for one that missed its deadline.
@@ -342,12 +339,9 @@ def next_poll(now: float, age: float, is_overdue: bool = False) -> float:
         pause = _OVERDUE
     elif age >= _SLOW_AFTER_S:
         pause = _SLOW
-    elif age >= _LONG_AFTER_S:
-        pause = _LONG
-    else:
-        pause = 1
-        while pause < _LONGEST and 2 * pause * SHORTEST_S <= age * _FRACTION:
-            pause *= 2
+    else:  # the largest power of two that is neither more than its part of the age nor the longest
+        wanted = min(int(age * (_FRACTION / SHORTEST_S)), _LONGEST)
+        pause = 1 << wanted.bit_length() >> 1 or 1
     line = pause * SHORTEST_S
     # A thousandth of a pause covers what rounding does to the time of a line: it is not met twice.
     return (math.floor(now / line + 1e-3) + 1) * line
