@@ -14,7 +14,6 @@ LOCAL_TOKENS = "sglang:decode_local_tokens_total"
 REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
 SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
-TRANSFER_FAILURES = "sglang:num_transfer_failed_reqs_total"
 FAILED_ROOMS = "sglang:kv_transfer_failed_total"
 STUCK_WORKERS = "sglang:kv_transfer_stuck_workers_total"
 #: What our transfer workers report: histograms, and gauges of their queues.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmark.kv_transfer.records import ThreadUse
 
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_of(stat: str) -> float:
@@ -19,12 +19,7 @@ def cpu_of(stat: str) -> float:
     twelfth and thirteenth are the times, in clock ticks (proc(5)).
     """
     fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
-
-
-def cpu_of_tick() -> float:
-    """Seconds of a clock tick."""
-    return _TICK_S
+    return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
 def native_name(stat: str) -> str:

@@ -64,18 +64,9 @@ class Worker:
 
     def state(self) -> dict[str, object]:
         """All of it, for people."""
-        return {
-            "role": self.role,
-            "url": self.url,
-            "up": self.up,
-            "requests": self.requests,
-            "pending_tokens": self.pending_tokens,
-            "ongoing_tokens": self.ongoing_tokens,
-            "added_tokens": self.added_tokens,
-            "pool_tokens": self.pool_tokens,
-            "believed_blocks": len(self.index),
-            "counts": self.counts,
-        }
+        shown = ("role", "url", "up", "requests", "pending_tokens", "ongoing_tokens")
+        shown += ("added_tokens", "pool_tokens", "counts")
+        return {name: getattr(self, name) for name in shown} | {"believed_blocks": len(self.index)}
 
     def correct(self, hashes: Sequence[int], believed_blocks: int, held_share: float) -> None:
         """The worker said what share of this prompt it held; less than we believed is forgotten.

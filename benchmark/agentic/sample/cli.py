@@ -23,7 +23,6 @@ from benchmark.agentic.sample.select import (
     Selection,
     chosen,
     random_requests,
-    random_sessions,
     window_and_thin,
 )
 from benchmark.agentic.sample.window import requests_of
@@ -49,16 +48,12 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{args.out} would overwrite the trace that it is taken from")
         full = source.survey()
         selections: dict[str, tuple[Selection, Path]] = {}
-        if not args.random or args.compare:
-            path = args.out or Path(scratch, "window.jsonl")
-            selections["window and thin"] = (window_and_thin(full, plan), path)
+        path = args.out or Path(scratch, "window.jsonl")
+        selections["window and thin"] = (window_and_thin(full, plan), path)
         if args.compare:
             requests = requests_of(full.columns, selections["window and thin"][0].sessions)
             other = random_requests(full.columns, requests, plan.seed)
             selections["random"] = (other, Path(scratch, "random.jsonl"))
-        elif args.random:
-            path = args.out or Path(scratch, "random.jsonl")
-            selections["random"] = (random_sessions(full.columns, plan.ratio, plan.seed), path)
 
         traces = {"full": describe(full)}
         for name, (selection, path) in selections.items():
@@ -88,13 +83,11 @@ def _finish(
     }
     for name, share in keeps.items():
         print(f"{name}: keeps {share:.1%} of the share of blocks that sessions share")
-    if "window and thin" in selections:
-        start = selections["window and thin"][0].start_s
-        print(
-            f"window: {plan.window_s:g} s from {start:g} s on; ratio {plan.ratio:g} by "
-            f"{plan.thin_by}; single-turn sessions at most {plan.max_single_turn:g}; "
-            f"seed {plan.seed}"
-        )
+    start = selections["window and thin"][0].start_s
+    print(
+        f"window: {plan.window_s:g} s from {start:g} s on; ratio {plan.ratio:g} by "
+        f"{plan.thin_by}; single-turn sessions at most {plan.max_single_turn:g}; seed {plan.seed}"
+    )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     print(f"{seconds:.1f} s, {memory / 2**20:,.0f} MiB at most")
     if args.out:
@@ -130,7 +123,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         help="most of the sessions that may have a single turn",
     )
     add("--seed", type=int, default=plan.seed)
-    add("--random", action="store_true", help="sessions of the whole trace instead, at the ratio")
     add("--compare", action="store_true", help="as many requests by random sessions, beside it")
     add("--block-tokens", type=whole, default=BLOCK_TOKENS, help="of the trace")
     add("--json", type=Path, help="write the figures to this file, too")

@@ -93,18 +93,6 @@ def window_and_thin(found: Survey, plan: Plan) -> Selection:
     return Selection(columns.sessions[inside], start)
 
 
-def random_sessions(columns: Columns, ratio: float, seed: int) -> Selection:
-    """Each session of the whole trace with a chance of ``ratio``.
-
-    Raises:
-        ValueError: nothing is left.
-    """
-    keep = kept(columns.sessions, ratio, seed)
-    if not keep.any():
-        raise ValueError(f"--sample-ratio {ratio:g} leaves no session")
-    return Selection(columns.sessions[keep], float(columns.time_ms[0]) / 1000)
-
-
 def random_requests(columns: Columns, requests: int, seed: int) -> Selection:
     """Whole sessions at random, as many as first hold ``requests`` requests."""
     order = np.argsort(draws(columns.sessions, seed), kind="stable")

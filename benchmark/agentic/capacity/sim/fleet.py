@@ -51,8 +51,6 @@ class Sample:
     """Wait for pages of a decode worker."""
     in_use: float
     """Share of the decode pools, idle blocks not counted."""
-    prefilling: int
-    """Prefill workers at work."""
 
 
 @dataclass
@@ -225,7 +223,6 @@ class Fleet:
                 sum(len(w.running) for w in self.decode),
                 sum(len(w.queue) for w in self.decode),
                 sum(w.pool.in_use for w in self.decode) / pool,
-                sum(w.busy for w in self.prefill),
             )
         )
         if self._events.heap:

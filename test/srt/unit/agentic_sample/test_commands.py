@@ -41,16 +41,6 @@ def test_window_and_thin_keeps_what_random_sampling_destroys(trace: Path, tmp_pa
     assert len(list(read(tmp_path / "sample"))) == traces["window and thin"]["requests"]
 
 
-def test_random_alone(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file is the random sample, not the window's."""
-    out = tmp_path / "sample"
-    cli.main([str(trace), str(out), "--random", "--sample-ratio", "0.05"])
-    sample = list(read(out))
-    assert len(sample) == pytest.approx(1000, rel=0.4)
-    assert sample[-1].timestamp > 0.8 * list(read(trace))[-1].timestamp
-    assert "window:" not in capsys.readouterr().out
-
-
 def test_the_single_turn_cap_reaches_the_file(trace: Path, tmp_path: Path) -> None:
     """Guards against a flag that nothing reads."""
     out = tmp_path / "sample"

@@ -13,7 +13,7 @@ from benchmark.agentic.sample.select import (
     chosen,
     draws,
     kept,
-    random_sessions,
+    random_requests,
     window_and_thin,
 )
 from benchmark.agentic.sample.survey import Survey, session_key, survey
@@ -90,8 +90,8 @@ def test_cap_of_single_turns() -> None:
 def test_a_sample_of_the_same_seed_is_the_same(found: Survey) -> None:
     """Arms of a comparison on two machines must get one trace: nothing depends on the process."""
     assert session_key(Record(0, 1, 1, (1,), "s1")) == 6064584127301525897
-    one = random_sessions(found.columns, 0.1, 5)
-    assert np.array_equal(one.sessions, random_sessions(found.columns, 0.1, 5).sessions)
+    one = random_requests(found.columns, 600, 5)
+    assert np.array_equal(one.sessions, random_requests(found.columns, 600, 5).sessions)
     assert len(one.sessions) == pytest.approx(0.1 * len(found.columns.sessions), rel=0.15)
 
 

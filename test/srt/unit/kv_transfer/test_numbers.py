@@ -95,7 +95,7 @@ def test_cpu_time_of_a_thread_with_spaces_in_its_name() -> None:
     fields = ["S"] + ["0"] * 10 + ["150", "50"] + ["0"] * 30
     stat = f"42 (tricky) name) {' '.join(fields)}"
     ticks = 200
-    assert threads.cpu_of(stat) == pytest.approx(ticks * threads.cpu_of_tick())
+    assert threads.cpu_of(stat) == pytest.approx(ticks * threads.TICK_S)
     assert threads.native_name(stat) == "tricky) name"
 
 
