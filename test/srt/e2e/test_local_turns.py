@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,39 +42,58 @@ def local_config(model: Path, logs: Path, **changes: Any) -> Any:
     return pair_config(model, logs, decode_args=args, decode_env=env, **changes)
 
 
-def turns(pair: Pair) -> dict[tuple[str, str], float]:
-    """Turns by side and reason so far."""
+Turns = dict[tuple[str, str], float]
+
+
+def turns(pair: Pair, before: Turns | None = None) -> Turns:
+    """Turns by side and reason so far, or since ``before``."""
     found = re.findall(
         rf'^{TURNS}\{{.*reason="(\w+)".*where="(\w+)".*\}} (\S+)$',
         metrics.page(pair.decode_url),
         re.MULTILINE,
     )
-    return {(where, reason): float(count) for reason, where, count in found}
+    earlier = before or {}
+    return {
+        (where, reason): float(count) - earlier.get((where, reason), 0.0)
+        for reason, where, count in found
+    }
 
 
-@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
-def test_talks(model: Path, reference: Reference, logs: Path, page_size: int) -> None:
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """A pair with pages of ``request.param`` tokens, behind SGLang's router. Decode's pool holds a
+    part of the talks."""
+    logs = tmp_path_factory.mktemp(f"page{request.param}")
+    config = local_config(model, logs, page_size=request.param, decode_tokens=4096, router=True)
+    with Pair(config, logs) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("served", [pytest.param(1, marks=pytest.mark.nightly), 16], indirect=True)
+def test_talks(served: Pair, model: Path, reference: Reference) -> None:
     """Wrong slots or positions at a chunk's border, KV of a chunk that a step beside it reads too
     early, or a turn that both sides compute, would change what is generated or counted. The decode
     pool holds a part of the talks, so that some of their histories are gone."""
-    tokens = prompt_maker(model, seed=page_size)
-    config = local_config(model, logs, page_size=page_size, decode_tokens=4096)
-    with Pair(config, logs) as pair:
-        prompts: list[Ids] = [tokens(270 + 37 * i) for i in range(6)]
-        for _ in range(4):
-            expected = reference.answers(prompts, 24)
-            assert pair.generate(prompts, 24) == expected
-            prompts = [
-                [*prompt, *answer, *tokens(19 + 23 * at)]
-                for at, (prompt, answer) in enumerate(zip(prompts, expected, strict=True))
-            ]
-        counted = turns(pair)
-        assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
-        # Full hits, at once: at least one token of each is computed.
-        before = pair.metrics()[0]["sglang:prompt_tokens_total"]
-        assert pair.generate(prompts[:3] * 2, 24) == reference.answers(prompts[:3] * 2, 24)
-        assert pair.metrics()[0]["sglang:prompt_tokens_total"] >= before  # answered there, too
-        settle(pair)
+    pair, tokens = served, prompt_maker(model, seed=16)
+    before = turns(pair)
+    prompts: list[Ids] = [tokens(270 + 37 * i) for i in range(6)]
+    for _ in range(4):
+        expected = reference.answers(prompts, 24)
+        assert pair.generate(prompts, 24) == expected
+        prompts = [
+            [*prompt, *answer, *tokens(19 + 23 * at)]
+            for at, (prompt, answer) in enumerate(zip(prompts, expected, strict=True))
+        ]
+    counted = turns(pair, before)
+    assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
+    # Full hits, at once: at least one token of each is computed.
+    tokens_before = pair.metrics()[0]["sglang:prompt_tokens_total"]
+    assert pair.generate(prompts[:3] * 2, 24) == reference.answers(prompts[:3] * 2, 24)
+    # Answered there, too.
+    assert pair.metrics()[0]["sglang:prompt_tokens_total"] >= tokens_before
+    settle(pair)
 
 
 @pytest.mark.nightly
@@ -129,57 +149,58 @@ def ask_both(pair: Pair, ids: Ids, params: dict[str, Any], **more: Any) -> tuple
     return tuple(answer.json() for answer in answers)  # type: ignore[return-value]
 
 
-def test_kinds_of_requests(model: Path, reference: Reference, logs: Path) -> None:
+@pytest.mark.parametrize("served", [16], indirect=True)
+def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> None:
     """Guards against log probabilities, penalties or counts that are not the aggregated server's
     because decode computed the turn; and against a prefill server that works for it, or answers
     with an error."""
-    tokens = prompt_maker(model, seed=3)
+    pair, tokens = served, prompt_maker(model, seed=3)
+    before, computed_before = turns(pair), metrics.scrape(pair.prefill_url)
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    with Pair(local_config(model, logs, page_size=16, router=True), logs) as pair:
-        stock = reference.server.config.url
+    stock = reference.server.config.url
 
-        def check(ids: Ids, params: dict[str, Any], **more: Any) -> tuple[Any, Any]:
-            body = {"input_ids": ids, "sampling_params": params, **more}
-            expected = requests.post(f"{stock}/generate", json=body, timeout=60).json()
-            there, here = ask_both(pair, ids, params, **more)
-            assert here["output_ids"] == expected["output_ids"]
-            assert here["meta_info"]["prompt_tokens"] == len(ids)
-            assert here["meta_info"]["completion_tokens"] == 12
-            return there, {"here": here["meta_info"], "stock": expected["meta_info"]}
+    def check(ids: Ids, params: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+        body = {"input_ids": ids, "sampling_params": params, **more}
+        expected = requests.post(f"{stock}/generate", json=body, timeout=60).json()
+        there, here = ask_both(pair, ids, params, **more)
+        assert here["output_ids"] == expected["output_ids"]
+        assert here["meta_info"]["prompt_tokens"] == len(ids)
+        assert here["meta_info"]["completion_tokens"] == 12
+        return there, {"here": here["meta_info"], "stock": expected["meta_info"]}
 
-        history = tokens(300)
-        (first,) = pair.generate([history], 24)  # through the router
-        turn = [*history, *first, *tokens(70)]
-        there, meta = check(turn, greedy)
-        assert there["output_ids"] == [] and there["meta_info"]["finish_reason"]["type"] == "length"
-        held = (len(history) + 23) // 16 * 16  # the last token of an answer has no KV
-        assert meta["here"]["cached_tokens"] == held
-        _, meta = check([*turn, *tokens(9)], greedy, return_logprob=True, top_logprobs_num=2)
-        for name in ("output_token_logprobs", "output_top_logprobs"):
-            ours, theirs = (_numbers(meta[side][name]) for side in ("here", "stock"))
-            assert ours == pytest.approx(theirs, abs=1e-3)
-        check([*turn, *tokens(7)], {**greedy, "min_new_tokens": 12})
-        check([*turn, *tokens(8)], {**greedy, "presence_penalty": 1.5})
-        # What only prefill can send is left to it.
-        check([*turn, *tokens(5)], greedy, return_logprob=True, logprob_start_len=0)
-        counted = turns(pair)
-        assert counted["local", "always"] == 4 and counted["remote", "input_logprobs"] == 1
-        # Through SGLang's router, streaming and not.
-        for stream in (False, True):
-            ids = [*turn, *tokens(20)]
-            body = {"input_ids": ids, "sampling_params": greedy, "stream": stream}
-            answer = requests.post(f"{pair.target.url}/generate", json=body, timeout=60)
-            assert answer.status_code == 200
-            text = answer.text if not stream else answer.text.split("data: ")[-2]
-            found = json.loads(text)["output_ids"]
-            expected = reference.answers([ids], 12)[0]
-            assert found[-1] == expected[-1] if stream else found == expected
-        assert turns(pair)["local", "always"] == 6
-        # Prefill ran one prompt, and what only it can do.
-        computed = metrics.scrape(pair.prefill_url)
-        work = sum(v for k, v in computed.items() if "realtime_tokens" in k)
-        assert work < 2 * len(turn) + 1000, computed
-        settle(pair)
+    history = tokens(300)
+    (first,) = pair.generate([history], 24)  # through the router
+    turn = [*history, *first, *tokens(70)]
+    there, meta = check(turn, greedy)
+    assert there["output_ids"] == [] and there["meta_info"]["finish_reason"]["type"] == "length"
+    held = (len(history) + 23) // 16 * 16  # the last token of an answer has no KV
+    assert meta["here"]["cached_tokens"] == held
+    _, meta = check([*turn, *tokens(9)], greedy, return_logprob=True, top_logprobs_num=2)
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        ours, theirs = (_numbers(meta[side][name]) for side in ("here", "stock"))
+        assert ours == pytest.approx(theirs, abs=1e-3)
+    check([*turn, *tokens(7)], {**greedy, "min_new_tokens": 12})
+    check([*turn, *tokens(8)], {**greedy, "presence_penalty": 1.5})
+    # What only prefill can send is left to it.
+    check([*turn, *tokens(5)], greedy, return_logprob=True, logprob_start_len=0)
+    counted = turns(pair, before)
+    assert counted["local", "always"] == 4 and counted["remote", "input_logprobs"] == 1
+    # Through SGLang's router, streaming and not.
+    for stream in (False, True):
+        ids = [*turn, *tokens(20)]
+        body = {"input_ids": ids, "sampling_params": greedy, "stream": stream}
+        answer = requests.post(f"{pair.target.url}/generate", json=body, timeout=60)
+        assert answer.status_code == 200
+        text = answer.text if not stream else answer.text.split("data: ")[-2]
+        found = json.loads(text)["output_ids"]
+        expected = reference.answers([ids], 12)[0]
+        assert found[-1] == expected[-1] if stream else found == expected
+    assert turns(pair, before)["local", "always"] == 6
+    # Prefill ran one prompt, and what only it can do.
+    computed = metrics.gained(computed_before, metrics.scrape(pair.prefill_url))
+    work = sum(v for k, v in computed.items() if "realtime_tokens" in k)
+    assert work < 2 * len(turn) + 1000, computed
+    settle(pair)
 
 
 @pytest.mark.nightly
