@@ -125,8 +125,8 @@ def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: b
     check_idle(cache)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(slow: bool):
+@pytest.mark.parametrize("then", ["rounds", "slow", "full"])
+def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(then: str):
     """Its rounds cannot begin, and its time is over; it would compute all of it as soon as there is
     room. It keeps its place instead, where nobody behind it gets in before it, and has its time
     once more, but no more than that."""
@@ -145,13 +145,21 @@ def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(slow: bool):
         cache.now += 1.0
     assert cache.buffer.context.counters["prefetch_timeouts"] == 0
     cache.allocator.free(taken)
+    assert not cache.tree.check_prefetch_progress("r")
+    if then == "full":  # others were faster
+        taken = cache.allocator.alloc(30 * PAGE)
     for _ in range(40):
         if cache.tree.check_prefetch_progress("r"):
             break
-        cache.step(work=not slow)
-        cache.now += 1.0 if slow else 0.1
-    assert cache.buffer.context.counters["prefetch_timeouts"] == slow
-    assert (cache.compute(hit, rid="r") == 19 * PAGE) is not slow
+        cache.step(work=then == "rounds")
+        cache.now += 0.1 if then == "rounds" else 1.0
+    else:
+        raise AssertionError(f"it waits for ever: {cache.describe()}")
+    assert cache.buffer.context.counters["prefetch_timeouts"] == (then != "rounds")
+    if then == "full":
+        assert cache.state("r") is State.STAGED
+        cache.allocator.free(taken)
+    assert (cache.compute(hit, rid="r") == 19 * PAGE) is (then == "rounds")
     cache.settle()
     check_idle(cache)
 
