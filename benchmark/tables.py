@@ -142,7 +142,7 @@ def wire() -> str:
 
 
 def speculation() -> str:
-    """docs/: hits, bytes and accept lengths with a draft model."""
+    """docs/: hits, bytes and accept lengths with a draft model; drafts accepted on hits."""
     summary = _read(_RADIX / "speculation.summary.json")
     arms, load = summary["arms"], summary["load"]
 
@@ -162,7 +162,16 @@ def speculation() -> str:
     titles = {"plain": "without speculation", "EAGLE": f"EAGLE, {load['steps']} steps"}
     head = ["", *(titles[name] for name in arms)]
     command = "python -m benchmark.decode_radix_cache speculation"
-    return f"{made(summary, command)}{markdown(head, rows)}\nBoth answer {same}.\n"
+    whose = {"kept": "as it is", "zeroed": "zeroed in each shared prefix, a control"}
+    rates = [
+        [whose[name], *(f"{of[each] * 100:.1f} %" for each in ("turns", "again", "misses"))]
+        for name, of in summary["accept_rates"].items()
+    ]
+    heads = ["draft KV", "later turns", "their prompts again", "the same without hits"]
+    return (
+        f"{made(summary, command)}{markdown(head, rows)}\nBoth answer {same}. Drafts accepted with "
+        f"one step, of prompts with equal answers:\n\n{markdown(heads, rates)}"
+    )
 
 
 # ---- the demo ----
