@@ -274,9 +274,16 @@ def test_what_a_step_takes_is_reserved(page: int) -> None:
     check_idle(decoder)
 
 
-def test_a_step_counts_only_who_opens_a_page_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against steps that cost what all running requests together cost."""
-    decoder, counted = Decoder(16, 2048, steps=3, reserve=64), []
+@pytest.mark.parametrize(
+    ("page", "reserve", "least", "most"), [(16, 64, 3, 5), (16, 60, 6, 14), (1, 64, 55, 62)]
+)
+def test_a_step_counts_only_whom_a_sum_changes_for(
+    page: int, reserve: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against steps that cost what all running requests together cost: as long as a request
+    reserves whole pages it opens one where it holds another, and only near its end it reserves
+    less with each."""
+    decoder, counted = Decoder(page, 2048, steps=3, reserve=reserve), []
     recount = Claims._recount
     monkeypatch.setattr(
         Claims, "_recount", lambda claims, of: (counted.append(of), recount(claims, of))[1]
@@ -288,7 +295,7 @@ def test_a_step_counts_only_who_opens_a_page_anew(monkeypatch: pytest.MonkeyPatc
     while not all(req.finished() for req in reqs):
         decoder.tick_batch(accepted=lambda req: 0)  # one token a step
         tick(decoder)
-    assert 4 * 6 <= len(counted) <= 4 * 2 * 7  # its page, and the last one that it reserves
+    assert 4 * least <= len(counted) <= 4 * most
     check_idle(decoder)
 
 

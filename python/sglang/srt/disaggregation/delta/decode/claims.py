@@ -315,9 +315,11 @@ class Claims:
     def _counts_until(self, req: Req, length: int, final: int) -> int:
         """The next length that changes a sum: at which ``length`` tokens, or those with what it
         reserves, open another page, or at which it is longer than was expected."""
-        until: int = page_ceil(length, self.page) + 1
         ahead = length + self.cap
-        if ahead < final:
+        until: int = page_ceil(length, self.page) + 1
+        if self.cap % self.page == 0 and ahead <= final:
+            until = final - self.cap + 1  # before, both open pages together
+        elif ahead < final:
             until = min(until, length + page_ceil(ahead, self.page) + 1 - ahead)
         expected = expected_length(req, length)
         if length < expected < final_length(req):
