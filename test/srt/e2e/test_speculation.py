@@ -32,6 +32,9 @@ from e2e.support import (
 from models import heads, untied
 
 POOL = 30_000
+#: SGLang's spec v2 overlaps a step with the result of the one before; v1 is its default.
+V2 = {"SGLANG_ENABLE_SPEC_V2": "1"}
+VERSIONS = [pytest.param({}, id="v1"), pytest.param(V2, id="v2")]
 TURNS = 5
 
 
@@ -53,9 +56,15 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("env", VERSIONS)
 @pytest.mark.parametrize(("page_size", "steps"), [(1, 1), (1, 3), (16, 1), (16, 3)])
 def test_aggregated_speculation_is_plain_greedy(
-    model: Path, reference: Reference, logs: Path, page_size: int, steps: int
+    model: Path,
+    reference: Reference,
+    logs: Path,
+    page_size: int,
+    steps: int,
+    env: dict[str, str],
 ) -> None:
     """The stand-in's draft, verification and attention are what SGLang's kernels do: an answer is
     the one without speculation, token by token."""
@@ -63,16 +72,29 @@ def test_aggregated_speculation_is_plain_greedy(
     prompts = [tokens(100 + 61 * i) for i in range(6)]
     sizes = Sizes(pool_tokens=POOL, page_size=page_size, chunked_prefill_tokens=256)
     args = ("--sleep-on-idle", *drafting(model, steps))
-    with Aggregated(model, logs, sizes, extra_args=args, env={START_METHOD: "fork"}) as server:
+    env = {START_METHOD: "fork", **env}
+    with Aggregated(model, logs, sizes, extra_args=args, env=env) as server:
         for _ in range(2):  # the second time from the tree
             assert server.generate(prompts, 40) == reference.answers(prompts, 40)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "steps"), [(16, 3), pytest.param(1, 1, marks=pytest.mark.nightly)]
+    ("page_size", "steps", "env"),
+    [
+        (16, 3, {}),
+        pytest.param(1, 1, {}, marks=pytest.mark.nightly),
+        pytest.param(16, 3, V2, marks=pytest.mark.nightly),
+        pytest.param(1, 1, V2, marks=pytest.mark.nightly),
+    ],
+    ids=["16-3", "1-1", "16-3-v2", "1-1-v2"],
 )
 def test_conversations_on_a_pool_that_evicts(
-    model: Path, reference: Reference, logs: Path, page_size: int, steps: int
+    model: Path,
+    reference: Reference,
+    logs: Path,
+    page_size: int,
+    steps: int,
+    env: dict[str, str],
 ) -> None:
     """The same as in ``test_equality`` with a draft model on both servers: prefixes longer than a
     chunk of prefill, a pool that evicts, and requests that are retracted all the time."""
@@ -83,6 +105,7 @@ def test_conversations_on_a_pool_that_evicts(
         steps,
         page_size=page_size,
         decode_tokens=4096,
+        env=env,
         decode_env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
     )
     with Pair(config, logs) as pair:
@@ -104,10 +127,13 @@ def rates(arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
 
 
 @pytest.mark.nightly
-def test_drafts_on_hits_are_as_good_as_on_misses(arithmetic: Path, logs: Path) -> None:
+@pytest.mark.parametrize("env", VERSIONS)
+def test_drafts_on_hits_are_as_good_as_on_misses(
+    arithmetic: Path, logs: Path, env: dict[str, str]
+) -> None:
     """Draft KV that is missing, another text's, or one token aside behind a prefix hit: no answer
     would show it, and drafts would be rejected."""
-    found = rates(arithmetic, logs)
+    found = rates(arithmetic, logs, env=env)
     assert found.misses > 0.9
     assert min(found.turns, found.again) >= 0.98 * found.misses
 

@@ -237,12 +237,6 @@ def _speculation_problems(args: Any) -> Iterator[str]:
             "--enable-multi-layer-eagle",
             "each of its layers has a KV pool of its own, and SGLang transfers the first only",
         )
-    if sglang_switch("SGLANG_ENABLE_SPEC_V2"):
-        yield _conflict(
-            "SGLANG_ENABLE_SPEC_V2=1",
-            "a step that is still running looks up where it writes, in rows that other requests "
-            "may have got since, and prefill sends no start for the first draft",
-        )
 
 
 def special_layers(config: Any) -> str:

@@ -3,18 +3,28 @@
 import importlib.util
 import os
 import random
+import sys
 from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 import torch
 import triton.runtime.interpreter as interpreter
 
 from sglang.srt.hardware_backend.cpu_standin import speculative
-from sglang.srt.speculative import spec_utils
+from sglang.srt.speculative import eagle_info_v2, spec_utils
 
-# The module once more, without the stand-in's edit. TRITON_INTERPRET=1 is set.
-loader = SourceFileLoader("kernels", spec_utils.__file__)
-kernels = importlib.util.module_from_spec(importlib.util.spec_from_loader("kernels", loader))
-loader.exec_module(kernels)
+
+def once_more(module: ModuleType) -> ModuleType:
+    """The module without the stand-in's edit. TRITON_INTERPRET=1 is set."""
+    name = f"kernels_of_{module.__name__.rpartition('.')[2]}"
+    loader = SourceFileLoader(name, module.__file__)
+    found = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = found  # its data classes look there
+    loader.exec_module(found)
+    return found
+
+
+kernels, kernels_v2 = once_more(spec_utils), once_more(eagle_info_v2)
 
 # With numpy 2 a range over a tensor of one value needs this.
 interpreter.tl.core.tensor.__index__ = lambda value: int(value.handle.data.item())
@@ -23,6 +33,7 @@ FORMS = {
     name: form.function
     for name, form in speculative._FORMS["sglang.srt.speculative.spec_utils"].items()
 }
+FORMS_V2 = speculative._FORMS["sglang.srt.speculative.eagle_info_v2"]
 RNG = random.Random(5)
 POOL_LEN = 96
 
@@ -82,5 +93,28 @@ for _ in range(40):
         *("align_evict_mask_to_page_size", size, lens, evict, page, steps + 1, power(steps + 1)),
         changed=(1,),
     )
+
+for _ in range(40):
+    size, rows, table, lens = batch_of()
+    steps = RNG.randint(1, 4)
+    drafts = steps + 1
+    slots = [torch.zeros(size * steps, dtype=torch.int64) for _ in range(2)]
+    name = "assign_draft_cache_locs_page_size_1"
+    for out, launch in zip(slots, (getattr(kernels_v2, name), FORMS_V2[name]), strict=True):
+        launch[(size,)](rows, table, lens, out, POOL_LEN, 1, steps)
+    assert torch.equal(*slots), name
+    theirs = torch.zeros(size * drafts, dtype=torch.int64)
+    ends = rows, table, lens, lens + drafts
+    kernels_v2.assign_extend_cache_locs[(size,)](*ends, theirs, POOL_LEN, power(size))
+    assert torch.equal(
+        theirs, FORMS_V2["assign_extend_cache_locs_func"](*ends, size, drafts, "cpu")
+    )
+    ids = torch.randint(0, 600, (size, drafts))
+    counts = torch.tensor([RNG.randint(1, drafts) for _ in range(size)], dtype=torch.int32)
+    last = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
+    name = "fill_new_verified_id"
+    for out, launch in zip(last, (getattr(kernels_v2, name), FORMS_V2[name]), strict=True):
+        launch[(size,)](ids, counts, out, drafts)
+    assert torch.equal(*last), name
 print("CHECKED", flush=True)
 os._exit(0)

@@ -18,11 +18,11 @@ from component.decode import kv
 from component.decode.actions import TOKENS, Life
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
+from component.decode.overlapped import Overlapped
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.rank_life import RankLife
 from component.decode.steps import turn
 from component.decode.test_state_machine import NUMBERS, DecodeServer
-from component.decode.test_step_in_flight import Overlapped
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, only_prefill_can
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 from sglang.srt.managers import scheduler_runtime_checker_mixin

@@ -247,7 +247,7 @@ def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, drafts: int) -
         enable_overlap=False,
     )
     assert decoder.server_args.speculative_num_draft_tokens == drafts
-    wanted = speculation.step_tokens(decoder.server_args, page)
+    wanted = speculation.step_tokens(decoder, page)
     assert wanted == batch.new_tokens_required_next_decode()
 
 

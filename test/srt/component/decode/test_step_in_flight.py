@@ -1,127 +1,27 @@
 """With overlap scheduling, a step still writes slots of requests that have ended.
 
-SGLang's own loop runs here. A step's writes happen when the loop waits for its result, the latest
-that a device may do them; prefill writes as soon as it is told of pages, the earliest it can.
+``overlapped`` has the loop, the device and the peer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from component.decode import kv
 from component.decode.checks import check, check_idle
-from component.decode.decoder import Decoder
+from component.decode.overlapped import TOKEN, Overlapped, until_idle
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-TOKEN = 2
-
-
-class Stop(Exception):
-    """Ends the loop."""
-
-
-class Overlapped(Decoder):
-    """A decode scheduler whose loop runs a script: a generator that yields once a turn."""
-
-    script: Iterator[None]
-
-    def __init__(self, page: int, tokens: int, **options: Any) -> None:
-        super().__init__(page, tokens, **options)
-        self.enable_overlap = True
-        #: Announcements that were made before the result of the step in flight was in, and all.
-        self.at_once = self.told = 0
-
-    def play(self, script: Iterator[None]) -> None:
-        self.script = script
-        with pytest.raises(Stop):
-            self.event_loop_overlap_disagg_decode()
-
-    def recv_requests(self) -> list[Any]:
-        for _ in self.script:
-            return []
-        raise Stop
-
-    def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        """The script does what requests do."""
-
-    def process_decode_queue(self) -> None:
-        super().process_decode_queue()
-        self.at_once += self.deliver_all()
-
-    def process_batch_result(self, batch: Any, result: Any) -> None:
-        super().process_batch_result(batch, result)
-        self.deliver_all()
-
-    def deliver_all(self) -> int:
-        """Prefill writes what it was told of; how many rooms it fills."""
-        told = [req for req in self.in_transfer if self.room(req).poll() == KVPoll.Transferring]
-        for req in told:
-            self.deliver(req, first_token=TOKEN)
-        self.told += len(told)
-        return len(told)
-
-    def stream_output(self, reqs: list[Any], *arguments: Any, **options: Any) -> None:
-        # The step in flight streams those again that have ended; SGLang's own passes over them.
-        new = [req for req in reqs if not req.finished_output]
-        for req in new:
-            req.finished_output = req.finished()
-        super().stream_output(new)
-
-    def self_check_during_idle(self) -> None:
-        """Checked by the test."""
-
-    def log_batch_result_stats(self, *arguments: Any) -> None:
-        """No log."""
-
-    def _maybe_clear_mm_inputs(self, batch: Any) -> None:
-        """No images."""
-
-    def maybe_send_health_check_signal(self) -> None:
-        """Nobody asks."""
-
-    def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
-        writes = []
-        for req, slot in zip(batch.reqs, batch.out_cache_loc.clone(), strict=True):
-            ids = req.origin_input_ids + req.output_ids
-            ids += [TOKEN] * (req.kv_committed_len - len(ids))  # sampled, and not read back yet
-            tag = kv.tags(ids, req.extra_key, weights=record_of(req).generation)[-1]
-            writes.append((slot[None], tag))
-        batch.output_ids = batch.seq_lens.new_full((len(batch.reqs),), TOKEN)
-
-        def end_of_step() -> None:
-            for slot, tag in writes:
-                kv.write(self.pool, slot, [tag])
-
-        return SimpleNamespace(
-            copy_done=SimpleNamespace(synchronize=end_of_step),
-            logits_output=None,
-            next_token_ids=batch.output_ids,
-            can_run_cuda_graph=False,
-            num_accepted_tokens=0,
-            delay_sample_func=None,
-        )
-
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
-
-
-def until_idle(decoder: Overlapped) -> Iterator[None]:
-    for _ in range(200):
-        if decoder._nothing_waits and not decoder.result_queue:
-            return
-        yield
-        if not decoder.result_queue:  # what is in flight is counted, and not there yet
-            check(decoder)
-    raise AssertionError("not idle")
 
 
 def one_ends_and_one_arrives(decoder: Overlapped, tokens: int, room: int) -> Iterator[None]:

@@ -156,7 +156,7 @@ def fake_torch(has_cuda: bool) -> SimpleNamespace:
         raise RuntimeError("no driver")
 
     cuda_part = SimpleNamespace(is_available=lambda: has_cuda, synchronize=synchronize)
-    return SimpleNamespace(cuda=cuda_part)
+    return SimpleNamespace(cuda=cuda_part, Tensor=type("Tensor", (), {}))
 
 
 def test_torch_with_a_device_is_refused() -> None:
@@ -171,6 +171,7 @@ def test_synchronize_waits_for_nothing() -> None:
     cuda.edit(torch)
     torch.cuda.synchronize()
     torch.cuda.synchronize("cpu")
+    torch.Tensor().record_stream("a stream")
 
 
 def test_compile_returns_the_function() -> None:

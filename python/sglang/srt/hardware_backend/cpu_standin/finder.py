@@ -34,6 +34,7 @@ EDIT_FILES = {
     "sglang.srt.model_executor.forward_batch_info": ("dp_attention",),
     "sglang.srt.model_executor.model_runner": ("replicas",),
     "sglang.srt.speculative.draft_utils": ("draft_attention",),
+    "sglang.srt.speculative.eagle_info_v2": ("speculative",),
     "sglang.srt.speculative.eagle_utils": ("speculative",),
     "sglang.srt.speculative.spec_utils": ("speculative",),
 }

@@ -161,6 +161,42 @@ def verify_chain(
     return predicts, accept_index, accept_token_num
 
 
+# ---- speculative.eagle_info_v2: with overlap scheduling, slots are in the rows beforehand ----
+
+
+def _assign_draft_cache_locs_page_size_1(
+    rows: Tensor, table: Tensor, lens: Tensor, slots: Tensor, pool_len: int, topk: int, steps: int
+) -> None:
+    """Signature of SGLang's: the ``steps`` slots behind each request, of any page size."""
+    _only_chains(topk)
+    slots.copy_(_behind(rows, table, lens, steps).flatten())
+
+
+def _assign_extend_cache_locs_func(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: object,
+) -> Tensor:
+    """Signature of SGLang's: the slots of each request that its drafts are verified in."""
+    slots = _behind(req_pool_indices, req_to_token, start_offset, draft_token_num)
+    return slots.flatten().to(torch.int64)
+
+
+def _behind(rows: Tensor, table: Tensor, lens: Tensor, count: int) -> Tensor:
+    """The ``count`` slots behind ``lens`` of each of ``rows``: [requests, count]."""
+    return table[rows[:, None], lens[:, None] + torch.arange(count)]
+
+
+def _fill_new_verified_id(ids: Tensor, accepted: Tensor, last: Tensor, drafts: int) -> None:
+    """Signature of SGLang's ``fill_new_verified_id``: the last accepted id of each request."""
+    first = torch.arange(len(accepted)) * drafts
+    last.copy_(ids.flatten()[first + accepted - 1])
+
+
 # ---- mem_cache.memory_pool ----
 
 
@@ -183,6 +219,11 @@ _FORMS: dict[str, dict[str, Any]] = {
     "sglang.srt.speculative.eagle_utils": {
         "sgl_build_tree_kernel_efficient": build_chain,
         "verify_tree_greedy_func": verify_chain,
+    },
+    "sglang.srt.speculative.eagle_info_v2": {
+        "assign_draft_cache_locs_page_size_1": Launch(_assign_draft_cache_locs_page_size_1),
+        "assign_extend_cache_locs_func": _assign_extend_cache_locs_func,
+        "fill_new_verified_id": Launch(_fill_new_verified_id),
     },
     "sglang.srt.mem_cache.memory_pool": {"copy_all_layer_kv_cache_tiled": Launch(_move_kv)},
 }

@@ -61,7 +61,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _budget(self) -> DecodeBudget:
-        step = step_tokens(self.scheduler.server_args, self._page)
+        step = step_tokens(self.scheduler, self._page)
         return DecodeBudget(self, Claims(self.num_reserved_decode_tokens, self._page, step))
 
     @cached_property
@@ -335,6 +335,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """From here on the request holds its pages, and waits for them no longer."""
         req, lease = candidate.req, candidate.lease
         assert lease is not None, "its slots were reserved behind it"
+        self.step_writes.rows_are_free()
         lease.bind(self.req_to_token_pool, req, slots)
         shared, allocated = req.cache_protected_len, req.kv_allocated_len
         self._budget.claims.entered(req, req.last_node, shared, allocated)

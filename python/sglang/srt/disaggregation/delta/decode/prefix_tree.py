@@ -326,7 +326,7 @@ class DecodeRadixTree(RadixCache):
                 req.last_node = self.root_node
             # The step in flight may still use them; see ``transfer_queue.StepWrites``.
             rows = self.req_to_token_pool.req_to_token
-            own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_committed_len]
+            own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
             record_of(req).slots_at_end = own.to(torch.int64, copy=True)
             if self.draft_pool is not None and hasattr(req, "kv_cache_cpu"):
                 # It is being retracted: SGLang has copied the target's KV, and of the draft's

@@ -96,7 +96,7 @@ class DecodeRecord:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
     draft_copy: list[list[Any]] | None = None
-    #: Slots that were its own when it last gave them back (1-D int64).
+    #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
     slots_at_end: torch.Tensor | None = None
 
 

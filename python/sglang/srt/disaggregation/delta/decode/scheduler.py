@@ -160,8 +160,10 @@ class DisaggScheduler(DecodeFlush):
     _checked: tuple[Any, ...] | None = None
     _leftover_since: float | None = None
     _namespace: str | None = None
-    enable_lora: bool | None  # owned by the upstream class; named for the type checker
+    # Owned by the upstream class; named for the type checker.
+    enable_lora: bool | None
     waiting_queue: list[Any]
+    last_batch: Any
 
     @property
     def _radix_on_decode(self) -> bool:  # type: ignore[override]
@@ -230,9 +232,10 @@ class DisaggScheduler(DecodeFlush):
         )
         if draft is not None:
             logger.info(
-                "decode radix cache with speculation: %s, %d steps, %d draft tokens; the tree's "
-                "pages hold the draft model's KV too",
+                "decode radix cache with speculation: %s (spec v%d), %d steps, %d draft tokens; "
+                "the tree's pages hold the draft model's KV too",
                 self.server_args.speculative_algorithm,
+                2 if self.enable_overlap else 1,
                 self.server_args.speculative_num_steps,
                 self.server_args.speculative_num_draft_tokens,
             )
@@ -277,13 +280,24 @@ class DisaggScheduler(DecodeFlush):
         return batch
 
     @override
+    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        # The tokens that a grammar allows follow from the result of the step before. SGLang waits
+        # for it with spec v2, but not in its loop for decode servers.
+        if self._radix_on_decode and self.last_batch and batch.is_spec_v2 and batch.has_grammar:
+            self.last_batch = None  # the loop looks for no second result in this turn
+            self.process_batch_result(*self.result_queue.popleft())
+        return super().run_batch(batch, pp_proxy_tensors)
+
+    @override
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        # With overlap, who ended in the step before is part of this one too.
+        before = {id(req) for req in batch.reqs if self.enable_overlap and req.finished()}
         super().process_batch_result(batch, result)
         if self._radix_on_decode:
             self.disagg_decode_prealloc_queue.step_writes.result_processed()
             if self.draft_worker is not None:
                 for req in batch.reqs:
-                    if req.finished():
+                    if req.finished() and id(req) not in before:
                         self.decode_metrics.speculated(req)
 
     @override

@@ -23,22 +23,30 @@ if TYPE_CHECKING:
 Pair = tuple[int, int]
 
 
-def step_tokens(args: Any, page: int) -> int:
-    """Tokens of whole pages that SGLang wants free for each request before a speculative step; 0
-    without speculation, where a request opens a page when its last one is full.
+def step_tokens(scheduler: Any, page: int) -> int:
+    """Tokens behind its text that a request needs for each speculative step; 0 without speculation,
+    where it opens a page when its last one is full.
 
-    With less it retracts, and aborts the last request. ``args``: ``ServerArgs``; spec v1.
+    SGLang wants so much free for each request, in whole pages, or it retracts, and aborts the last
+    one. Spec v2 wants twice as much, and a request holds the slots of two steps beside that: of the
+    one that runs, and of the one that is launched before the first one's result is known.
     """
+    args = scheduler.server_args
     if args.speculative_algorithm is None:
         return 0
-    steps, drafts = args.speculative_num_steps or 1, args.speculative_num_draft_tokens or 1
-    return page_ceil(max(steps, drafts), page)
+    step = max(args.speculative_num_steps or 1, args.speculative_num_draft_tokens or 1)
+    wanted: int = page_ceil(step, page)
+    return 2 * wanted + 2 * step if scheduler.enable_overlap else wanted
 
 
 def draft_pool(scheduler: Any) -> Any:
-    """The KV pool of the draft model of a scheduler with spec v1; None without speculation."""
+    """The KV pool of a scheduler's draft model; None without speculation."""
     worker = getattr(scheduler, "draft_worker", None)
-    return None if worker is None else worker.model_runner.token_to_kv_pool
+    if worker is None:
+        return None
+    # Spec v2 has a worker of both models, and the draft model's in it.
+    runner = worker.draft_worker.draft_runner if scheduler.enable_overlap else worker.model_runner
+    return runner.token_to_kv_pool
 
 
 def check_draft_pool(target: Any, draft: Any) -> None:

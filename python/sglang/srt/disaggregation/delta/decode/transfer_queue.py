@@ -62,7 +62,9 @@ def take_slot(allocator: SlotAllocator, buffers: MetadataBuffers) -> int:
 
 
 class StepWrites:
-    """Holds announcements back until the result of a step that may use their pages is in.
+    """What the step in flight still uses of requests that have ended: rows, and slots.
+
+    Holds announcements back until the result of a step that may use their pages is in.
 
     With overlap scheduling a request is found to have ended when the next step, which it is part
     of, is running already. That step writes one more slot for it, which was just freed, or put into
@@ -71,6 +73,10 @@ class StepWrites:
 
     SGLang's loop admits, launches the next step, and then processes the result of the last one: an
     announcement waits within one turn of the loop, and only where pages really meet.
+
+    A speculative step of spec v2 looks up on the device, in its requests' rows, which slots it
+    writes: of one that has ended, those that it held ahead of its text. Another request gets the
+    row when that is done (``rows_are_free``): the step would write into the prefix that it shares.
     """
 
     def __init__(self, scheduler: DisaggScheduler, page: int) -> None:
@@ -88,6 +94,17 @@ class StepWrites:
             self._waiting.append(announce)
         else:
             announce()
+
+    def rows_are_free(self) -> None:
+        """Return when no step looks anything up in the row of a request that has ended.
+
+        With spec v2 that may have to be waited for, as SGLang does later in the same turn of the
+        loop, before it launches the next step (``EagleDraftInput.prepare_for_decode``).
+        """
+        for _, result in getattr(self._scheduler, "result_queue", None) or ():
+            start = getattr(result, "next_draft_input", None)
+            if start is not None and start.verify_done is not None:
+                start.verify_done.synchronize()
 
     def result_processed(self) -> None:
         """The oldest step in flight has ended: its slots are nobody's but their owners'."""
@@ -108,8 +125,7 @@ class StepWrites:
             ended = [at for at, req in enumerate(batch.reqs) if req.finished() or req.is_retracted]
             self._pages = _NO_PAGES
             if ended:
-                own = [record_of(batch.reqs[at]).slots_at_end for at in ended]
-                slots = torch.cat([batch.out_cache_loc[ended], *own])
+                slots = torch.cat([record_of(batch.reqs[at]).slots_at_end for at in ended])
                 self._pages = (slots // self._page).cpu().numpy()
         return self._pages
 

@@ -125,6 +125,15 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         sender.send(page_indices(row, start, end, page), None)
 
+    @override
+    def process_batch_result_disagg_prefill(self, batch: Any, result: Any) -> None:
+        # With overlap scheduling this is a copy of the batch, without the start of the first draft:
+        # the metadata would say that of the request that had the slot before.
+        start = getattr(result, "next_draft_input", None)
+        if start is not None:
+            batch.spec_info = start
+        super().process_batch_result_disagg_prefill(batch, result)
+
     @property
     def _rooms(self) -> RoomTable | None:
         """This rank's rooms; None on a backend of SGLang's that knows no delta."""
