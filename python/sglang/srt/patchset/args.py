@@ -47,6 +47,8 @@ class DisaggArgs(_Base):
         if compat_buffer_only.wanted(self):
             require_active(compat_buffer_only.ON, compat_buffer_only.GROUP)
             compat_buffer_only.complete(self)
+        else:
+            compat.warn_drafts_behind_hicache(self)
         if wanted:
             # Once more on the values that SGLang has filled in or changed.
             compat.check_decode_radix_args(self)

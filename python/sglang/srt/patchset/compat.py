@@ -109,6 +109,21 @@ def warn_dp_attention(args: Any) -> None:
         )
 
 
+def warn_drafts_behind_hicache(args: Any) -> None:
+    """SGLang's own HiCache on a prefill server: nothing but the accept rate would show it."""
+    if (
+        args.disaggregation_mode == "prefill"
+        and args.enable_hierarchical_cache
+        and args.speculative_algorithm
+    ):
+        logger.warning(
+            "--enable-hierarchical-cache with --speculative-algorithm: the host and the store have "
+            "the target's KV only, so behind a prefix that was loaded from them decode servers are "
+            "sent draft KV that is not the text's: answers are the same, and fewer drafts are "
+            "accepted.",
+        )
+
+
 def check_decode_radix_model(config: Any) -> None:
     """Raise ``ValueError`` for a model whose KV is not one plain pool of pages."""
     kind = _unsupported_kind(config)

@@ -132,6 +132,26 @@ def test_a_tree_that_is_off(check):
         check(args(disable_radix_cache=True))
 
 
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, True),
+        ({"disaggregation_mode": "decode"}, False),
+        ({"enable_hierarchical_cache": False}, False),
+        ({"speculative_algorithm": None}, False),
+    ],
+)
+def test_drafts_behind_hicache_are_warned_of(caplog, changes, warned):
+    """Drafts that are rejected behind what prefill loaded, and nobody knows why."""
+    given = {
+        "disaggregation_mode": "prefill",
+        "enable_hierarchical_cache": True,
+        "speculative_algorithm": "EAGLE",
+    }
+    compat.warn_drafts_behind_hicache(args(**given | changes))
+    assert ("fewer drafts are accepted" in caplog.text) == warned
+
+
 @pytest.mark.parametrize(("enabled", "warnings"), [(True, 1), (False, 0)])
 def test_dp_attention_warns(caplog, enabled, warnings):
     """It works, but without a prefix-aware router it never hits: the user has to know."""
