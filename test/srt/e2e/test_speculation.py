@@ -83,8 +83,10 @@ def test_aggregated_speculation_is_plain_greedy(
     [
         (16, 3, {}),
         pytest.param(1, 1, {}, marks=pytest.mark.nightly),
+        pytest.param(16, 3, V2, marks=pytest.mark.nightly),
+        pytest.param(1, 1, V2, marks=pytest.mark.nightly),
     ],
-    ids=["16-3", "1-1"],
+    ids=["16-3", "1-1", "16-3-v2", "1-1-v2"],
 )
 def test_conversations_on_a_pool_that_evicts(
     model: Path,
@@ -125,10 +127,13 @@ def rates(arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
 
 
 @pytest.mark.nightly
-def test_drafts_on_hits_are_as_good_as_on_misses(arithmetic: Path, logs: Path) -> None:
+@pytest.mark.parametrize("env", VERSIONS)
+def test_drafts_on_hits_are_as_good_as_on_misses(
+    arithmetic: Path, logs: Path, env: dict[str, str]
+) -> None:
     """Draft KV that is missing, another text's, or one token aside behind a prefix hit: no answer
     would show it, and drafts would be rejected."""
-    found = rates(arithmetic, logs)
+    found = rates(arithmetic, logs, env=env)
     assert found.misses > 0.9
     assert min(found.turns, found.again) >= 0.98 * found.misses
 

@@ -252,12 +252,6 @@ def _speculation_problems(args: Any) -> Iterator[str]:
             "--enable-multi-layer-eagle",
             "each of its layers has a KV pool of its own, and SGLang transfers the first only",
         )
-    if sglang_switch("SGLANG_ENABLE_SPEC_V2"):
-        yield _conflict(
-            "SGLANG_ENABLE_SPEC_V2=1",
-            "its steps overlap with admission and transfers, and no pair of servers has been run "
-            "with that yet",
-        )
 
 
 def special_layers(config: Any) -> str:

@@ -37,7 +37,6 @@ def args(**changes):
 def _no_environment(monkeypatch):
     for name, _ in compat._EXCLUSIVE_ENV:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("SGLANG_ENABLE_SPEC_V2", raising=False)
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
@@ -96,15 +95,12 @@ def test_refused(changes, named):
 
 @pytest.mark.parametrize("topk", [None, 1])
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN"])
-def test_chains_of_drafts_are_accepted(monkeypatch, algorithm, topk):
+def test_chains_of_drafts_are_accepted(algorithm, topk):
     """NEXTN is what the user writes, and EAGLE what SGLang makes of it; the number of drafts may be
-    left to SGLang. Its newer workers are refused: they overlap steps with transfers."""
-    drafting = args(speculative_algorithm=algorithm, speculative_eagle_topk=topk)
-    compat.check_decode_radix_args(drafting)
-    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "1")
-    compat.check_decode_radix_args(args())
-    with pytest.raises(ValueError, match="SGLANG_ENABLE_SPEC_V2=1"):
-        compat.check_decode_radix_args(drafting)
+    left to SGLang."""
+    compat.check_decode_radix_args(
+        args(speculative_algorithm=algorithm, speculative_eagle_topk=topk)
+    )
 
 
 @pytest.mark.parametrize(
