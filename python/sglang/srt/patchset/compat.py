@@ -57,6 +57,9 @@ _EXCLUSIVE_ENV: tuple[tuple[str, str], ...] = (
 
 #: Speculation whose draft model has KV with the target's page indices. SGLang reads NEXTN as EAGLE.
 _DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
+#: With spec v2. SGLang's rows are the context, 4 tokens and one step long; a request ends 4 tokens
+#: before the context does, and holds slots of two steps ahead of its text.
+_MOST_DRAFTS_V2 = 8
 #: Why the others are refused.
 _NOT_DRAFTING = {
     "STANDALONE": "SGLang's decode server gives its draft model nothing to start from after a "
@@ -251,6 +254,14 @@ def _speculation_problems(args: Any) -> Iterator[str]:
         yield _conflict(
             "--enable-multi-layer-eagle",
             "each of its layers has a KV pool of its own, and SGLang transfers the first only",
+        )
+    drafts = getattr(args, "speculative_num_draft_tokens", None) or 0
+    if drafts > _MOST_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2"):
+        yield _conflict(
+            f"SGLANG_ENABLE_SPEC_V2=1 with {drafts} draft tokens",
+            "near the context length a request holds slots of two steps ahead of its text, and "
+            "SGLang's rows have room for one step and 4 tokens, so it would write into the "
+            f"next row; use --speculative-num-steps {_MOST_DRAFTS_V2 - 1} at most",
         )
 
 

@@ -20,6 +20,7 @@ def args(**changes):
         "enable_hisparse": False,
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
         "enable_multi_layer_eagle": False,
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
@@ -101,6 +102,20 @@ def test_chains_of_drafts_are_accepted(algorithm, topk):
     compat.check_decode_radix_args(
         args(speculative_algorithm=algorithm, speculative_eagle_topk=topk)
     )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "v2", "refused"), [(8, "1", False), (9, "1", True), (9, "0", False)]
+)
+def test_drafts_that_a_row_has_no_room_for(monkeypatch, drafts, v2, refused):
+    """With spec v2 a request holds slots of two steps ahead of its text, and a row has room for 8
+    tokens and one step behind the longest text."""
+    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", v2)
+    long = args(speculative_algorithm="EAGLE", speculative_num_draft_tokens=drafts)
+    if not refused:
+        return compat.check_decode_radix_args(long)
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_SPEC_V2=1 with 9 draft tokens"):
+        compat.check_decode_radix_args(long)
 
 
 @pytest.mark.parametrize(

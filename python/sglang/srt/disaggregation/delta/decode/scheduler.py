@@ -290,15 +290,16 @@ class DisaggScheduler(DecodeFlush):
 
     @override
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        drafts = self._radix_on_decode and self.draft_worker is not None
         # With overlap, who ended in the step before is part of this one too.
-        before = {id(req) for req in batch.reqs if self.enable_overlap and req.finished()}
+        counted = batch.reqs if drafts else ()
+        counted = [req for req in counted if not (self.enable_overlap and req.finished())]
         super().process_batch_result(batch, result)
         if self._radix_on_decode:
             self.disagg_decode_prealloc_queue.step_writes.result_processed()
-            if self.draft_worker is not None:
-                for req in batch.reqs:
-                    if req.finished() and id(req) not in before:
-                        self.decode_metrics.speculated(req)
+        for req in counted:
+            if req.finished():
+                self.decode_metrics.speculated(req)
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:

@@ -101,9 +101,12 @@ class StepWrites:
         With spec v2 that may have to be waited for, as SGLang does later in the same turn of the
         loop, before it launches the next step (``EagleDraftInput.prepare_for_decode``).
         """
-        for _, result in getattr(self._scheduler, "result_queue", None) or ():
+        for batch, result in getattr(self._scheduler, "result_queue", None) or ():
             start = getattr(result, "next_draft_input", None)
-            if start is not None and start.verify_done is not None:
+            if start is None or start.verify_done is None:
+                continue
+            # The rows of all others are theirs still, and a step takes long.
+            if any(req.finished() or req.is_retracted for req in batch.reqs):
                 start.verify_done.synchronize()
 
     def result_processed(self) -> None:
