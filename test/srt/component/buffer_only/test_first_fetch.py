@@ -271,6 +271,17 @@ def test_what_is_asked_again_is_not_waited_for():
     check_idle(cache)
 
 
+def test_best_effort_waits_for_no_answer():
+    """Its requests are admitted with what is there, whatever the answer will be."""
+    cache = prompt_store(0, hicache_storage_prefetch_policy="best_effort")
+    cache.want("r", PROMPT)
+    cache.step(work=False)
+    assert cache.state("r") is State.QUERYING and waits(cache) == []
+    cache.tree.release_aborted_request("r")
+    cache.settle()
+    check_idle(cache)
+
+
 def test_ranks_do_not_look_twice():
     """What one of them knows by then another may not."""
     cache = stored([])

@@ -119,6 +119,28 @@ def test_prefill_is_timed_to_the_first_token(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
+def test_a_full_batch_is_no_time_of_prefills(decoder: Decoder) -> None:
+    """Guards against a decode server that is full and takes its own queue for a slow prefill: it
+    would compute more turns itself."""
+    now, seen = [0.0], list[float]()
+    turns = decoder.local_turns
+    turns._clock = lambda: now[0]
+    turns.measured.shown = lambda address, tokens, seconds: seen.append(seconds)
+    decoder.max_running_requests = 1
+    reqs = [decoder.submit(HISTORY + [token] * 201) for token in (7, 8)]
+    decoder.tick_queues()
+    for req in reqs:
+        decoder.deliver(req)
+    now[0] = 5.0
+    decoder.tick_queues()
+    turn(decoder)
+    assert len(decoder.waiting_queue) == 1 and seen == [5.0] * 2
+    now[0] = 60.0
+    decoder.drain()
+    assert len(seen) == 2 and all(req.output_ids for req in reqs)
+    check_idle(decoder)
+
+
 def test_prefill_servers_that_do_not_know(decoder: Decoder) -> None:
     """Guards against a prefill server that is left waiting."""
     decoder.kv_manager.stock_peers.add("10.0.0.9:8998")

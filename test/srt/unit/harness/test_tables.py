@@ -57,7 +57,7 @@ def shown(results: set[Path], monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     for page in [path for path in results if path.with_suffix(".jsonl") in read]:
         read.add(page)
     for page in [path for path in read if path.suffix == ".md"]:
-        read.add(page.with_suffix(".jsonl"))
+        read.update((page.with_suffix(".jsonl"), page.parent / "summary.json"))
         read.update(page.parent / image for image in IMAGE.findall(page.read_text()))
     return read
 

@@ -187,9 +187,9 @@ class PrefetchLine(PrefetchStates):
     def _just_asked(self) -> list[Query]:
         """Queries of this step, on a server of one rank. None where somebody in line could have
         been admitted in an earlier one: then the server is full, and nobody gets in for an
-        answer."""
+        answer. None with ``best_effort``: there nobody waits for an answer."""
         context, new = self._context, []
-        if context.alone:
+        if context.alone and context.settings.policy != "best_effort":
             new = [
                 query
                 for query in self.queries.under_way

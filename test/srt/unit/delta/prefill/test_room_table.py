@@ -287,6 +287,22 @@ def test_a_failed_room_of_which_all_have_come_refuses_nobody(scene: Scene) -> No
         scene.table.forget(again)
 
 
+def test_a_number_in_use_has_no_past(scene: Scene) -> None:
+    """Its first request failed; its second one is here when a rank of a third comes. Guards against
+    the third one's request being taken for the first one's, which waits for a refused rank."""
+    scene.table.announce(7, "D", "of the first", 1)
+    room, _ = scene.table.claim(7)
+    scene.fail()
+    scene.table.forget(room)
+    assert scene.table.announce(7, "D", "of the second", 1)
+    assert scene.table.one_too_many(7, "E")
+    second, refused = scene.table.claim(7)
+    assert refused is None and scene.table.complete(7)
+    scene.last()
+    scene.table.forget(second)
+    assert scene.table.claim(7)[1] is not None
+
+
 @pytest.mark.hazard("room-number-reused")
 def test_a_refused_number_is_free_again(scene: Scene) -> None:
     """Decode refused the second request of a number as well, and never announces it. Guards against

@@ -87,6 +87,9 @@ class LocalTurnsScheduler(Scheduler):
         batch = super().get_next_disagg_decode_batch_to_run()
         if held:
             self.waiting_queue = [*held, *self.waiting_queue]
+        # Who found no place waits for others' answers from here on, as one that is computed here
+        # would: that is no time of its prefill server's.
+        turns.shown(self.waiting_queue)
         if batch is not None:
             turns.pace.step()
             turns.times.launched(0, time.monotonic())

@@ -203,9 +203,10 @@ class LocalTurns:
         self.measured.forget(address)
 
     def shown(self, reqs: Sequence[Any]) -> None:
-        """The first tokens of ``reqs``, which prefill computed, are on their way to the client.
+        """The first tokens of ``reqs``, which prefill computed, are on their way to the client, or
+        would be if there were a place in the running batch.
 
-        Called again for those that were retracted, of which nothing is measured.
+        Called again for those that waited or were retracted, of which nothing more is measured.
         """
         now = self._clock()
         for record in map(record_of, reqs):

@@ -195,11 +195,13 @@ class EndedRooms:
         return None if ended is None or ended.had_request else ended.reason
 
     def refuse_rank(self, number: int) -> str | None:
-        """A decode rank announces the number: why it is refused, or None where it may."""
+        """A decode rank announces the number: why it is refused, or None where it may, and opens a
+        room. The ended one is forgotten then."""
         ended = self._rooms.get(number)
         if ended is None:
             return None
         if ended.had_request and (ended.had_ranks or self._now() - ended.at >= self._apart_s):
+            del self._rooms[number]
             return None
         return ended.reason
 
