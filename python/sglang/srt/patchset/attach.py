@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any  # Any: a loader whose method is exchanged
 
 from sglang.srt.patchset import environment, status, switches
 from sglang.srt.patchset.base_version import installed_version, why_inert

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any  # Any: attributes of a class, whatever they are
 
 
 def combine(base: type, mixin: type) -> type:

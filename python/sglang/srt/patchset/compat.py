@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
 
 from sglang.srt.patchset.environment import sglang_switch
 

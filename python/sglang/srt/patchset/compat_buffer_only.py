@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any  # Any: what has attributes of ServerArgs, ModelConfig, or adds flags
 
 from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.patchset.compat import special_layers

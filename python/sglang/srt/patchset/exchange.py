@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any  # Any: whatever a module has under a name
 
 from sglang.srt.patchset.status import GroupStatus, state
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any  # Any: members of classes, whatever they are
 
 _ABSENT: Any = object()
 

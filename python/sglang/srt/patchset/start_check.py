@@ -7,18 +7,19 @@ take the check along with it.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, handed on
 
 from sglang.srt.patchset import compat, compat_buffer_only
 from sglang.srt.patchset.status import require_active
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import ServerArgs
 else:
     Scheduler = object
 
 
-def check(server_args: Any) -> None:
+def check(server_args: ServerArgs) -> None:
     """Raise :class:`PatchsetError` for a flag whose groups are not attached in this process."""
     if getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
         require_active(compat.FLAG, *compat.groups(server_args), load=True)

@@ -11,7 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: SGLang's receiver, with what ours adds to it
 
 import msgspec
 from aiohttp import web
@@ -29,8 +29,10 @@ from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.server_args import ServerArgs
 else:
     CommonKVBootstrapServer = CommonKVManager = object
 
@@ -124,13 +126,13 @@ class DeltaManager(CommonKVManager):
     moves_deltas = False
 
     def __init__(
-        self, args: Any, disaggregation_mode: Any, server_args: Any,
+        self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:  # fmt: skip
         self.start_delta(disaggregation_mode, server_args)  # before the threads that use it
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
-    def start_delta(self, mode: Any, server_args: Any) -> None:
+    def start_delta(self, mode: DisaggregationMode, server_args: ServerArgs) -> None:
         """Set up the side that this rank is on."""
         from sglang.srt.disaggregation.utils import DisaggregationMode
 

@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any  # Any: prometheus_client has no types
 
 
 class Reason(str, enum.Enum):
@@ -66,7 +66,7 @@ class Metric:
 
 
 @functools.cache
-def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:  # no types, as above
+def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
     # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
     import prometheus_client
 

@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar  # Any: prometheus_client has no types
 
 from sglang.srt.disaggregation.delta.event_log import (
     Announced,
@@ -120,7 +120,7 @@ class Counters:
         self.totals: dict[str, int] = dict.fromkeys((*DECODE_COUNTERS, *PREFILL_COUNTERS), 0)
         #: Rooms that failed, by reason.
         self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        #: Prometheus' children, whose library has no types.
+        #: Prometheus' children.
         self._exported: dict[str, Any] = {}
         self._failures_exported: dict[Reason, Any] = {}
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol  # Any: a message in its backend's own class
 
 import numpy as np
 import numpy.typing as npt
@@ -183,11 +183,11 @@ class Announcements:
             )
         self._register(conn.KVArgsRegisterInfo.from_zmq(frames))
 
-    def _register(self, info: Any) -> None:  # another class for each backend
+    def _register(self, info: Any) -> None:
         """Check and keep what a decode rank registered: the backend's ``KVArgsRegisterInfo``."""
         raise NotImplementedError
 
-    def _peer(self, info: Any) -> str:  # as above
+    def _peer(self, info: Any) -> str:
         """The name under which the decode rank of an announcement registered."""
         raise NotImplementedError
 

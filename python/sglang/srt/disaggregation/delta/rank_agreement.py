@@ -17,7 +17,10 @@ import enum
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar  # Any: what is gathered, or voted
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 #: The elementwise minimum of a vector over the ranks; as long on all of them.
 Reduce = Callable[[list[int]], list[int]]
@@ -38,14 +41,14 @@ class Checksum:
         self.value = zlib.crc32(repr(what).encode(), self.value)
 
 
-def alone(group: Any) -> bool:
+def alone(group: ProcessGroup) -> bool:
     """Whether ``group`` has one rank."""
     import torch.distributed as dist
 
     return bool(dist.get_world_size(group) == 1)
 
 
-def minimum(values: list[int], group: Any) -> list[int]:
+def minimum(values: list[int], group: ProcessGroup) -> list[int]:
     """The smallest of each value over the ranks of ``group``; one collective, none for one rank.
 
     Every rank must call it with equally many values, so callers decide *whether* to call it from
@@ -62,7 +65,7 @@ def minimum(values: list[int], group: Any) -> list[int]:
     return smallest
 
 
-def gathered(mine: Any, group: Any) -> list[Any]:
+def gathered(mine: Any, group: ProcessGroup) -> list[Any]:
     """What each rank of ``group`` has given, in the order of the ranks, on all of them."""
     import torch.distributed as dist
 
@@ -73,7 +76,7 @@ def gathered(mine: Any, group: Any) -> list[Any]:
     return found
 
 
-def over(group: Any) -> Reduce:
+def over(group: ProcessGroup) -> Reduce:
     """The reduction over a ``torch.distributed`` CPU group."""
     return lambda values: minimum(values, group)
 

@@ -7,7 +7,7 @@ of tokens in pinned memory. gloo, torch and ordinary memory do the same.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 
 def edit(module: Any) -> None:

@@ -7,7 +7,7 @@ all of them a query sees the keys up to its own place.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 import torch
 

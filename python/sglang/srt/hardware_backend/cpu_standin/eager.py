@@ -8,7 +8,7 @@ request waits for a C++ compiler, which a fresh machine need not have.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 
 def edit(torch: Any) -> None:

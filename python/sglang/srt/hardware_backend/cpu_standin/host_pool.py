@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 
 def edit(module: Any) -> None:

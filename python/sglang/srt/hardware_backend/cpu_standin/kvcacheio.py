@@ -11,7 +11,7 @@ The module is loaded under SGLang's name for it, so it imports nothing of this p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn  # Any: functions that are not there
 
 import torch
 

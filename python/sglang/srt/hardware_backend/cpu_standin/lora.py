@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 from .dp_attention import UnpinningTorch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn  # Any: arguments of kernels that are not there
 
 
 class MissingKernel:

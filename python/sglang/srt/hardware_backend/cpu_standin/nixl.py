@@ -8,7 +8,7 @@ there covers every call, present and future, without wrapping any.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 
 def edit(module: Any) -> None:

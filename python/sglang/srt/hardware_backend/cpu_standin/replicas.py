@@ -5,7 +5,7 @@ For a CPU, SGLang pads the heads instead, and only its AMX weight loader can fil
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 
 def edit(model_runner: Any) -> None:

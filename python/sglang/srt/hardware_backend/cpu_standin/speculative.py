@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any  # Any: functions of any kind
 
 import torch
 from torch import Tensor

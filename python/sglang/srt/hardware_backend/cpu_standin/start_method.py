@@ -9,7 +9,7 @@ pool exist at that time. It is not the default, since a spawned process is what 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any  # Any: modules that are edited, and their objects
 
 
 class ForkingMultiprocessing:

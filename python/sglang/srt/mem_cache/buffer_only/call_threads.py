@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any  # Any: what a call returns
 
 _Task = tuple["Future[Any]", Callable[[], Any]]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: what SGLang's pools have and answer
 
 from typing_extensions import override
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.buffer_only.upstream import DevicePool, HostPool
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache as _Pool
+    from sglang.srt.server_args import ServerArgs
 
 else:
     _Pool = object
@@ -72,7 +73,7 @@ def staging() -> bool:
     return _WANTED.get() is not None
 
 
-def chosen_pages(device_pool: DevicePool, page_size: int, args: Any) -> int:
+def chosen_pages(device_pool: DevicePool, page_size: int, args: ServerArgs) -> int:
     """Pages of the stage of ``device_pool`` by the server's arguments; 0 where ``--hicache-size``
     says it in gigabytes.
 

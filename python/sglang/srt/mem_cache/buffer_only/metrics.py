@@ -6,7 +6,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: prometheus_client has no types
 
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
+    from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
 PREFIX = "sglang:hicache_buffer_"
 
@@ -91,11 +92,11 @@ class BufferMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._updated_at: float | None = None
-        self._labels: dict[str, Any] | None = None
-        self._collector: Any = None
+        self._labels: dict[str, object] | None = None
+        self._collector: StorageMetricsCollector | None = None
         self._seen: Counts[tuple[str, str]] = Counts()
 
-    def bind(self, labels: Mapping[str, Any], collector: Any) -> None:
+    def bind(self, labels: Mapping[str, object], collector: StorageMetricsCollector) -> None:
         """Report under ``labels`` from now on, and to SGLang's ``StorageMetricsCollector``."""
         self._labels, self._collector = dict(labels), collector
 

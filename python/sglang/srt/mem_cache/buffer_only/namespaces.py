@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: values of a configuration, as in JSON
 
 from sglang.srt.mem_cache.buffer_only import page_parts
 

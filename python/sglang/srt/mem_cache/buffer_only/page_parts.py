@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -144,7 +144,7 @@ def _rows(
     layout, page_size = pool.layout, pool.page_size
     if layout not in _LAYOUTS:
         raise ValueError(f"pages of layout {layout} are not known (--hicache-mem-layout)")
-    wholes: list[Any] = list(buffer) if layout == "layer_first" else [buffer]
+    wholes: list[torch.Tensor] = list(buffer) if layout == "layer_first" else [buffer]
     slots = 1 if by_page or layout in _PAGE_ROWS else page_size
     return tuple(whole.view(torch.uint8).view(len(whole) // slots, -1) for whole in wholes)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them; arguments of a call
 
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES

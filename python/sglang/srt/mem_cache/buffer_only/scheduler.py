@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: answers of SGLang's, handed on
 
 from typing_extensions import override
 
@@ -15,6 +15,9 @@ from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
 from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.buffer_only.upstream import Request
 
 #: Between two steps without a batch, while something is under way to the store or from it.
@@ -65,7 +68,7 @@ class BufferOnlyScheduler(NamingScheduler):
         super().run_event_loop()
 
     @override
-    def handle_generate_request(self, recv_req: Any) -> None:
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         # This release drops ``extra_key`` and ``cache_salt`` when it builds its Req. A store that
         # is shared by servers and tenants must keep such namespaces apart.
         self._request_namespace = recv_req.extra_key if self._buffer_only else None
@@ -91,7 +94,7 @@ class BufferOnlyScheduler(NamingScheduler):
         self.tree_cache.request_prefetch(req.rid, RadixKey(tokens, req.extra_key))
 
     @override
-    def get_new_batch_prefill(self) -> Any:
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
         if not self._buffer_only:
             return super().get_new_batch_prefill()
         prefetches = self.tree_cache.buffer.prefetches
@@ -134,7 +137,7 @@ class BufferOnlyScheduler(NamingScheduler):
         return getattr(self, "disagg_prefill_bootstrap_queue", None)
 
     @override
-    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         if self._buffer_only:
             self._launched.append(time.monotonic())
             # A draft model's verification writes to more than these.
@@ -143,7 +146,7 @@ class BufferOnlyScheduler(NamingScheduler):
         return super().run_batch(batch, pp_proxy_tensors)
 
     @override
-    def process_batch_result(self, batch: Any, result: Any) -> None:
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         super().process_batch_result(batch, result)
         if self._buffer_only and self._launched:
             # A batch that was launched under another one begins when that has ended.

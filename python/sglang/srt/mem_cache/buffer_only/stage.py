@@ -8,13 +8,14 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sglang.srt.mem_cache.buffer_only.settings import Share
 
 if TYPE_CHECKING:
     import torch
 
+    from sglang.srt.managers.cache_controller import CacheOperation
     from sglang.srt.mem_cache.buffer_only.upstream import Controller, Event, Stream
 
 
@@ -271,7 +272,7 @@ class Copier:
             stream.wait_stream(forward)
 
     @staticmethod
-    def _operations(pairs: Sequence[Pair]) -> list[Any]:  # of CacheOperation
+    def _operations(pairs: Sequence[Pair]) -> list[CacheOperation]:
         from sglang.srt.managers.cache_controller import CacheOperation
 
         return [CacheOperation(host, device, node_id=-1) for host, device in pairs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: SGLang's, handed on; what a backend answers
 
 import torch
 from typing_extensions import override
@@ -154,7 +154,7 @@ class PartStore(HiCacheStorage):
             raise StoreError(f"{len(results)} results for {len(asked)} values")
 
 
-def is_stage(pool: Any) -> bool:
+def is_stage(pool: object) -> bool:
     """Whether a host pool is HiCache's stage (``--hicache-host-memory-mode buffer_only``)."""
     return bool(getattr(pool, "is_stage", False))
 

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, is_stage
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
     class _File(PartStore, HiCacheFile):
@@ -35,7 +36,9 @@ class FileParts(_File):
     again, and nobody reads one that is being written."""
 
     @override
-    def __init__(self, storage_config: Any, file_path: str = "/tmp/hicache") -> None:
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, file_path: str = "/tmp/hicache"
+    ) -> None:
         from sglang.srt.environ import envs
 
         # SGLang looks whether the folder is there and then makes it: of two servers that start at
@@ -45,7 +48,7 @@ class FileParts(_File):
         super().__init__(storage_config, file_path)
 
     @override
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         super().register_mem_pool_host(mem_pool_host)
         if is_stage(mem_pool_host):
             self.keep(mem_pool_host, page_parts.together(page_parts.describe(mem_pool_host)))
@@ -103,7 +106,7 @@ class NixlParts(_Nixl):
     beside its place and renamed, and nothing stays open or registered after a transfer."""
 
     @override
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         super().register_mem_pool_host(mem_pool_host)  # sets is_zero_copy from the layout
         if not is_stage(mem_pool_host):
             return

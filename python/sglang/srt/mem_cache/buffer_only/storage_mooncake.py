@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.mem_cache.buffer_only.storage_backends import PartStore, StoreError, is_stage
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 
     class _Mooncake(PartStore, MooncakeStore):
@@ -53,7 +54,7 @@ class MooncakeParts(_Mooncake):
             time.sleep(1.0)
 
     @override
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         super().register_mem_pool_host(mem_pool_host)  # registers the first tensor
         if not is_stage(mem_pool_host):
             return

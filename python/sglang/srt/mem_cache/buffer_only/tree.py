@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: values of an identity; what overrides hand on
 
 from typing_extensions import override
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.buffer_only.upstream import Controller, Key, Node, Request, Stream
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+    from sglang.srt.server_args import ServerArgs
 else:
     HiRadixCache = object
 
@@ -66,7 +69,7 @@ class BufferOnlyTree(HiRadixCache):
     _closing: bool = False
 
     @override
-    def __init__(self, params: Any, server_args: Any) -> None:
+    def __init__(self, params: CacheInitParams, server_args: ServerArgs) -> None:
         if getattr(server_args, "hicache_host_memory_mode", "cache") != "buffer_only":
             super().__init__(params, server_args)
             return
@@ -88,7 +91,7 @@ class BufferOnlyTree(HiRadixCache):
         if self.enable_storage_metrics:
             collector = self.storage_metrics_collector
             self._buffer_metrics.bind(collector.labels, collector)
-        self.eviction_strategy: Any = PendingLast(self.eviction_strategy)
+        self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def _build_context(self, pages: int) -> Context:
         controller, device = self.cache_controller, self.token_to_kv_pool_allocator
@@ -150,7 +153,7 @@ class BufferOnlyTree(HiRadixCache):
         return super().insert(params)
 
     @override
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Request, chunked: bool = False) -> None:
         before = self.token_to_kv_pool_allocator.available_size()
         super().cache_unfinished_req(req, chunked=chunked)
         if self.token_to_kv_pool_allocator.available_size() > before:
@@ -317,7 +320,7 @@ class PendingLast:
     """SGLang's eviction order, but nodes that wait to be written go last: only they would be
     lost."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: EvictionStrategy) -> None:
         self._strategy = strategy
 
     def get_priority(self, node: Node) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol  # Any: SGLang's, handed on; tokens or pairs
 
 if TYPE_CHECKING:
     import torch
 
+    from sglang.srt.managers.cache_controller import CacheOperation, HiCacheAck
     from sglang.srt.mem_cache.buffer_only.backup_queue import PendingBackup
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class Key(Protocol):
@@ -152,11 +154,11 @@ class Controller(Protocol):
 
     write_stream: Stream
     load_stream: Stream
-    write_queue: list[Any]
-    load_queue: list[Any]
-    ack_write_queue: list[Any]
-    ack_load_queue: list[Any]
-    storage_backend: Any  # HiCacheStorage of any kind, also one without the calls of ``Backend``
+    write_queue: list[CacheOperation]
+    load_queue: list[CacheOperation]
+    ack_write_queue: list[HiCacheAck]
+    ack_load_queue: list[HiCacheAck]
+    storage_backend: HiCacheStorage  # of any kind, also one without the calls of ``Backend``
     storage_backend_type: str
     prefetch_threshold: int
     backup_skip: bool

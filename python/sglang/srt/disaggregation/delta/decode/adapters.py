@@ -6,20 +6,24 @@ Its own check is where prompts are batched, which a decode server never comes to
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
 
-def _has_memory(scheduler: Any, adapters: set[Any]) -> bool:
+def _has_memory(scheduler: Scheduler, adapters: set[str | None]) -> bool:
     manager = scheduler.tp_worker.model_runner.lora_manager
     return bool(manager.validate_lora_batch(adapters))
 
 
-def adapters_fit(scheduler: Any, reqs: Iterable[Any]) -> bool:
+def adapters_fit(scheduler: Scheduler, reqs: Iterable[Req]) -> bool:
     """Whether the adapters of a batch of ``reqs`` have room in memory together."""
     return not scheduler.enable_lora or _has_memory(scheduler, {req.lora_id for req in reqs})
 
 
-def first_that_fit(scheduler: Any) -> int:
+def first_that_fit(scheduler: Scheduler) -> int:
     """How many of the first requests that wait may join the running batch by their adapters.
 
     Nobody overtakes one that does not: it has room when enough of the others have ended.

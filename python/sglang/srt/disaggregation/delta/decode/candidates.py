@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them
 
 from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits, PoolState
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: values in SGLang's JSON of a rank
 
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.waiting import fail, why_failed

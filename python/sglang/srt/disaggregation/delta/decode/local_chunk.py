@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any  # Any: stands in for three classes of SGLang at once
 
 import torch
 
 from sglang.srt.disaggregation.delta.decode.turn_choice import Decision
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats
 
 
 @dataclass(eq=False)
@@ -16,7 +22,7 @@ class Turn:
     """A turn that is computed here. ``done``: tokens of its prompt whose KV was computed, or is
     computed by a chunk that was launched."""
 
-    req: Any
+    req: Req
     decision: Decision
     at: float
     done: int
@@ -31,7 +37,7 @@ class _OwnPages:
     """What a chunk's batch takes for the tree, the allocator and the row pool while it is prepared:
     its requests have their rows and slots already."""
 
-    def __init__(self, rows: Any, page: int, turns: Sequence[Turn]) -> None:
+    def __init__(self, rows: ReqToTokenPool, page: int, turns: Sequence[Turn]) -> None:
         self._rows, self.page_size = rows, page
         self._slots = torch.cat(
             [
@@ -46,7 +52,7 @@ class _OwnPages:
     # As a tree that needs no eviction.
 
     @property
-    def token_to_kv_pool_allocator(self) -> Any:
+    def token_to_kv_pool_allocator(self) -> _OwnPages:
         """Itself."""
         return self
 
@@ -68,12 +74,14 @@ class _OwnPages:
             return self._slots
         return [req.req_pool_idx for req in wanted]
 
-    def alloc_extend(self, *_: Any) -> torch.Tensor:
+    def alloc_extend(self, *_: object) -> torch.Tensor:
         """The slots of the batch."""
         return self._slots
 
 
-def chunk_batch(scheduler: Any, turns: Sequence[Turn], unfinished: Turn | None) -> Any:
+def chunk_batch(
+    scheduler: Scheduler, turns: Sequence[Turn], unfinished: Turn | None
+) -> ScheduleBatch:
     """A batch (``ScheduleBatch``) that computes each turn up to its ``fill_ids``, ready to be run.
 
     ``unfinished``: the one of them that goes on in a later chunk. The turns count as computed so
@@ -114,7 +122,7 @@ def chunk_batch(scheduler: Any, turns: Sequence[Turn], unfinished: Turn | None) 
     return batch
 
 
-def _stats(scheduler: Any, batch: Any, hits: int) -> Any:
+def _stats(scheduler: Scheduler, batch: ScheduleBatch, hits: int) -> PrefillStats:
     """What SGLang logs of a prefill batch."""
     from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
 

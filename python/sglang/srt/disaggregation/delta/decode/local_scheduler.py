@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: what SGLang answers to a pause, untyped there
 
 from typing_extensions import override
 
@@ -15,14 +15,18 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.server_args import ServerArgs
 else:
     Scheduler = object
 
 logger = logging.getLogger(__name__)
 
 
-def limits(args: Any) -> Limits:
+def limits(args: ServerArgs) -> Limits:
     """The settings of a server with these arguments.
 
     Raises:
@@ -41,8 +45,8 @@ class LocalTurnsScheduler(Scheduler):
     """Runs local turns between decode steps. Stock behaviour without the flag."""
 
     # Owned by the upstream class; named for the type checker.
-    last_batch: Any
-    waiting_queue: list[Any]
+    last_batch: ScheduleBatch | None
+    waiting_queue: list[Req]
 
     @cached_property
     def local_turns(self) -> LocalTurns | None:
@@ -69,7 +73,7 @@ class LocalTurnsScheduler(Scheduler):
             )
 
     @override
-    def get_next_disagg_decode_batch_to_run(self) -> Any:
+    def get_next_disagg_decode_batch_to_run(self) -> ScheduleBatch | None:
         turns = self.local_turns
         if turns is None:
             return super().get_next_disagg_decode_batch_to_run()
@@ -81,7 +85,7 @@ class LocalTurnsScheduler(Scheduler):
             return self.maybe_prepare_mlp_sync_batch(batch)
         # Who came from prefill would take each place that becomes free, and a chunk of several
         # turns, which needs more than one, would never join.
-        held: list[Any] = []
+        held: list[Req] = []
         if turns.awaits_places:
             held, self.waiting_queue = self.waiting_queue, []
         batch = super().get_next_disagg_decode_batch_to_run()
@@ -96,14 +100,14 @@ class LocalTurnsScheduler(Scheduler):
         return batch
 
     @override
-    def process_batch_result_prebuilt(self, batch: Any) -> None:
+    def process_batch_result_prebuilt(self, batch: ScheduleBatch) -> None:
         reqs = list(batch.reqs)
         super().process_batch_result_prebuilt(batch)
         if self.local_turns is not None:
             self.local_turns.shown(reqs)
 
     @override
-    def process_batch_result(self, batch: Any, result: Any) -> None:
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         turns = self.local_turns
         if turns is None:
             super().process_batch_result(batch, result)
@@ -123,8 +127,8 @@ class LocalTurnsScheduler(Scheduler):
         turns.drop_aborted()
 
     @override
-    def abort_request(self, recv_req: Any) -> None:
-        def wanted(req: Any) -> bool:
+    def abort_request(self, recv_req: AbortReq) -> None:
+        def wanted(req: Req) -> bool:
             return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
         turns = self.local_turns
@@ -153,7 +157,7 @@ class LocalTurnsScheduler(Scheduler):
             super().self_check_during_idle()
 
     @override
-    def pause_generation(self, recv_req: Any) -> Any:
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> Any:
         turns = self.local_turns
         if turns is not None and recv_req.mode != "in_place":
             # SGLang would put the requests of a chunk into the running batch, computed or not.

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a Candidate, where it has its lease
 
 import torch
 
@@ -40,10 +40,15 @@ from sglang.srt.disaggregation.delta.decode.turn_metrics import TurnMetrics
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
 
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
 logger = logging.getLogger(__name__)
 
 
-def only_prefill_can(req: Any) -> str | None:
+def only_prefill_can(req: Req) -> str | None:
     """Why ``req`` is left to prefill whatever it costs; None if it may be computed here."""
     wants_input_logprobs = req.return_logprob and (
         0 <= req.logprob_start_len < len(req.origin_input_ids)
@@ -76,7 +81,7 @@ class LocalTurns:
     """The local turns of one decode rank; only the scheduler's thread comes here."""
 
     def __init__(
-        self, scheduler: Any, limits: Limits, clock: Callable[[], float] = time.monotonic
+        self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scheduler, self._limits, self._clock = scheduler, limits, clock
         self.measured = Measured()
@@ -87,9 +92,9 @@ class LocalTurns:
         #: Admitted, in order; the first may have been computed in part.
         self._queue: list[Turn] = []
         #: Chunks that were launched and whose result was not processed: the batch and its turns.
-        self._launched: deque[tuple[Any, list[Turn]]] = deque()
+        self._launched: deque[tuple[ScheduleBatch, list[Turn]]] = deque()
         #: Computed batches whose requests have their first token and wait for a place.
-        self._computed: list[Any] = []
+        self._computed: list[ScheduleBatch] = []
         self._there: Sequence[int] = ()
 
     @property
@@ -103,14 +108,14 @@ class LocalTurns:
         return bool(self._computed)
 
     @property
-    def requests(self) -> list[Any]:
+    def requests(self) -> list[Req]:
         """All that hold pages here and are in no batch that runs."""
         launched = (turn for _, turns in self._launched for turn in turns)
         found = {id(turn.req): turn.req for turn in (*launched, *self._queue)}
         computed = [req for batch in self._computed for req in batch.reqs if not req.finished()]
         return [*found.values(), *computed]
 
-    def computed_tokens(self, req: Any, otherwise: int) -> int:
+    def computed_tokens(self, req: Req, otherwise: int) -> int:
         """How many tokens of ``req`` have KV, or ``otherwise`` if it is no turn under way here."""
         launched = (turn for _, turns in self._launched for turn in turns)
         turns = (turn for turn in (*launched, *self._queue) if turn.req is req)
@@ -170,7 +175,7 @@ class LocalTurns:
         """How long the prefix of a candidate may be that is computed here."""
         return self._prefix(candidate.length, candidate.lease.length)
 
-    def may_save(self, req: Any) -> bool:
+    def may_save(self, req: Req) -> bool:
         """Whether ``req`` may be computed here if it has no prefill server any more."""
         return bool(
             self._limits.when_lost
@@ -179,7 +184,7 @@ class LocalTurns:
             and only_prefill_can(req) is None
         )
 
-    def take(self, entry: Any, decision: Decision) -> None:
+    def take(self, entry: QueueEntry, decision: Decision) -> None:
         """``entry`` has its row and pages, and is computed here: prefill is told."""
         req = entry.req
         entry.kv_receiver.yield_room()
@@ -191,7 +196,7 @@ class LocalTurns:
         self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len))
         self._made(req, decision)
 
-    def announced(self, entry: Any, decision: Decision) -> None:
+    def announced(self, entry: QueueEntry, decision: Decision) -> None:
         """``entry`` was announced: prefill computes it."""
         tokens = entry.req.kv_allocated_len - entry.req.cache_protected_len
         address, now = bootstrap_addr(entry.req), self._clock()
@@ -202,7 +207,7 @@ class LocalTurns:
         """The prefill server at ``address`` is lost: the next one there is measured anew."""
         self.measured.forget(address)
 
-    def shown(self, reqs: Sequence[Any]) -> None:
+    def shown(self, reqs: Sequence[Req]) -> None:
         """The first tokens of ``reqs``, which prefill computed, are on their way to the client, or
         would be if there were a place in the running batch.
 
@@ -215,7 +220,7 @@ class LocalTurns:
                 self.measured.shown(turn.address, turn.tokens, now - turn.at)
                 self.metrics.done(turn.decision, now - turn.at)
 
-    def _made(self, req: Any, decision: Decision) -> None:
+    def _made(self, req: Req, decision: Decision) -> None:
         self.choice.made(decision)
         self.metrics.decided(decision)
         if logger.isEnabledFor(logging.DEBUG):
@@ -234,7 +239,7 @@ class LocalTurns:
 
     # ---- chunks ----
 
-    def next_batch(self) -> Any | None:
+    def next_batch(self) -> ScheduleBatch | None:
         """The next chunk as a batch to run, if one may run now."""
         scheduler = self._scheduler
         running = len(scheduler.running_batch.reqs)
@@ -281,7 +286,7 @@ class LocalTurns:
                 break
         return chosen, None
 
-    def _launch(self, turns: list[Turn], unfinished: Turn | None) -> Any:
+    def _launch(self, turns: list[Turn], unfinished: Turn | None) -> ScheduleBatch:
         scheduler = self._scheduler
         batch = chunk_batch(scheduler, turns, unfinished)
         self._queue = self._queue[len(turns) - bool(unfinished) :]
@@ -323,7 +328,7 @@ class LocalTurns:
             else:
                 running.merge_batch(batch)
 
-    def _has_places(self, reqs: Sequence[Any]) -> bool:
+    def _has_places(self, reqs: Sequence[Req]) -> bool:
         """Whether ``reqs`` may run beside those that run."""
         scheduler = self._scheduler
         running = scheduler.running_batch
@@ -341,7 +346,7 @@ class LocalTurns:
 
     # ---- aborts ----
 
-    def abort(self, wanted: Callable[[Any], bool]) -> None:
+    def abort(self, wanted: Callable[[Req], bool]) -> None:
         """End the requests that are ``wanted``: a launched chunk first runs to its end."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: LocalTurns, where it is there; a stock answer
 
 import torch
 from typing_extensions import override
@@ -198,7 +198,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
         return [entry for entry in self.queue if entry.waiting_for_input]
 
-    def _leave(self, gone: Sequence[Any]) -> None:
+    def _leave(self, gone: Sequence[object]) -> None:
         """Take entries out of the lists that hold them."""
         if not gone:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: keys of two forms; what overrides hand on
 
 import torch
 from typing_extensions import override
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ScheduleBatchDisaggregationDecodeMixin,
     )
     from sglang.srt.disaggregation.delta.decode.protocols import Req, Rows, TreeNode
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.radix_cache import RadixCache
 else:
     RadixCache = ScheduleBatchDisaggregationDecodeMixin = object
@@ -109,7 +110,7 @@ class KnownPrefix:
     #: Tokens of the prefix.
     length: int
     #: The key of the child that a longer match would go on to; None where the prompt ends.
-    following: Any  # a key of SGLang's in one of two forms
+    following: Any
 
     @classmethod
     def of(
@@ -181,9 +182,9 @@ class DecodeRadixTree(RadixCache):
     #: What requests hold; set by the admission budget of a decode server.
     claims: Claims | None = None
     #: The draft model's KV pool, with the same slots; None without speculation.
-    draft_pool: Any = None
+    draft_pool: KVCache | None = None
 
-    def serve_decode(self, draft_pool: Any = None) -> None:
+    def serve_decode(self, draft_pool: KVCache | None = None) -> None:
         """Switch to the rules of a decode server."""
         self.serves_decode = True
         self.draft_pool = draft_pool

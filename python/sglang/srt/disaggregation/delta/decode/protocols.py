@@ -6,16 +6,23 @@ SGLang itself is ``Any`` to mypy, and our mixins inherit what they do not name f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol  # Any: why is said at each
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import BaseFinishReason, MultimodalInputs
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class TreeNode(Protocol):
     """A node of the radix tree."""
 
     id: int
-    key: Any  # SGLang's RadixKey: token ids with their extra_key
+    key: RadixKey  # token ids with their extra_key
     #: Slots of the key's tokens (1-D int64).
     value: torch.Tensor
     #: None for the root alone; of our own walks each stops there.
@@ -36,11 +43,11 @@ class Req(Protocol):
     bootstrap_port: int
     bootstrap_room: int | None
     input_embeds: Any  # a tensor or nested lists; only whether there are any is asked
-    multimodal_inputs: Any  # SGLang's, with the images that a model's own code has placed
-    sampling_params: Any
-    time_stats: Any
+    multimodal_inputs: MultimodalInputs | None  # with the images that a model's own code has placed
+    sampling_params: SamplingParams
+    time_stats: SchedulerReqTimeStats
     #: Set when it has ended; one of SGLang's FINISH classes.
-    finished_reason: Any
+    finished_reason: BaseFinishReason | None
     return_logprob: bool
     is_retracted: bool
     #: Its row in the request-to-slot table.
@@ -113,7 +120,7 @@ class PageAllocator(Protocol):
     def available_size(self) -> int:
         """Free tokens."""
 
-    def get_kvcache(self) -> Any:
+    def get_kvcache(self) -> KVCache:
         """The pool itself, of one of SGLang's many kinds."""
 
     def load_cpu_copy(self, copy: list[list[Any]], slots: torch.Tensor) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair
 
 if TYPE_CHECKING:
     import torch
 
     from sglang.srt.disaggregation.delta.decode.local_turns import Announced
     from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem
 
 #: KV that is arriving: prefill server, extra key, id of the tree node that it goes on from, next
 #: tokens. Looked up in every step, and bytes remember their hash.
@@ -142,8 +143,7 @@ def _content_in_ids(req: Req) -> bool:
     return record.content_in_ids
 
 
-def _is_padded(token_ids: Sequence[int], item: Any) -> bool:
-    """``item``: SGLang's ``MultimodalDataItem``."""
+def _is_padded(token_ids: Sequence[int], item: MultimodalDataItem) -> bool:
     if not item.offsets:  # some models say only how many tokens an image has
         return item.pad_value in token_ids
     return all(list(token_ids[at : at + 1]) == [item.pad_value] for at, _ in item.offsets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: a chunk of KV, a tensor or a pair of them
 
 import torch
 
@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.delta.decode.record import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 def without_leading(
@@ -36,7 +37,7 @@ def _tail(chunk: Any, start: int) -> Any:
 
 
 def restore_private(
-    req: Req, slots: torch.Tensor, allocator: PageAllocator, draft_pool: Any = None
+    req: Req, slots: torch.Tensor, allocator: PageAllocator, draft_pool: KVCache | None = None
 ) -> None:
     """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
     draft model also its KV, which has the same slots.

@@ -7,7 +7,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of SGLang
 
 from typing_extensions import override
 
@@ -25,14 +25,17 @@ from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.managers.utils import GenerationBatchResult
 else:
     TokenizerManager = object
 
 logger = logging.getLogger(__name__)
 
 
-def end_streaming(scheduler: DisaggScheduler, recv_req: Any) -> None:
+def end_streaming(scheduler: DisaggScheduler, recv_req: AbortReq) -> None:
     """Decode: end aborted requests that wait but have sent tokens before they were retracted.
 
     SGLang tells the tokenizer of such an abort directly. That can overtake tokens which are still
@@ -71,12 +74,12 @@ class DecodeMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._updated_at: float | None = None
-        self._labels: dict[str, Any] = {}
+        self._labels: dict[str, object] = {}
         self._gauges: dict[str, Any] = {}
         #: Refusals by reason, counted also where metrics are off.
         self.refusals: Counts[str] = Counts()
 
-    def bind(self, labels: Mapping[str, Any]) -> None:
+    def bind(self, labels: Mapping[str, object]) -> None:
         """Mirror everything to Prometheus under ``labels`` from now on."""
         self._labels = dict(labels)
         self._gauges = {name: METRICS[name].child(labels) for name in DECODE_GAUGES}
@@ -157,13 +160,13 @@ class DecodeLineFields(logging.Filter):
 class DisaggScheduler(DecodeFlush):
     """Attaches the decode tree and the counters to SGLang's scheduler."""
 
-    _checked: tuple[Any, ...] | None = None
+    _checked: tuple[object, ...] | None = None
     _leftover_since: float | None = None
     _namespace: str | None = None
     # Owned by the upstream class; named for the type checker.
     enable_lora: bool | None
     waiting_queue: list[Any]
-    last_batch: Any
+    last_batch: ScheduleBatch | None
 
     @property
     def _radix_on_decode(self) -> bool:  # type: ignore[override]
@@ -179,7 +182,7 @@ class DisaggScheduler(DecodeFlush):
         return queue.deferred_requests if queue is not None else ()
 
     @override
-    def handle_generate_request(self, recv_req: Any) -> None:
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         # This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when
         # it builds its Req. A tree that outlives requests must keep such namespaces apart.
         self._namespace = recv_req.extra_key if self._radix_on_decode else None
@@ -197,7 +200,7 @@ class DisaggScheduler(DecodeFlush):
             record_of(req).generation = self.tree_cache.generation
 
     @override
-    def abort_request(self, recv_req: Any) -> None:
+    def abort_request(self, recv_req: AbortReq) -> None:
         if self._radix_on_decode:
             end_streaming(self, recv_req)
         super().abort_request(recv_req)
@@ -270,7 +273,7 @@ class DisaggScheduler(DecodeFlush):
             self.release_when_idle()
 
     @override
-    def get_new_prebuilt_batch(self) -> Any:
+    def get_new_prebuilt_batch(self) -> ScheduleBatch | None:
         if not (self._radix_on_decode and self.enable_lora):
             return super().get_new_prebuilt_batch()
         fit = first_that_fit(self)
@@ -280,7 +283,7 @@ class DisaggScheduler(DecodeFlush):
         return batch
 
     @override
-    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         # The tokens that a grammar allows follow from the result of the step before. SGLang waits
         # for it with spec v2, but not in its loop for decode servers.
         if self._radix_on_decode and self.last_batch and batch.is_spec_v2 and batch.has_grammar:
@@ -289,7 +292,7 @@ class DisaggScheduler(DecodeFlush):
         return super().run_batch(batch, pp_proxy_tensors)
 
     @override
-    def process_batch_result(self, batch: Any, result: Any) -> None:
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         drafts = self._radix_on_decode and self.draft_worker is not None
         # With overlap, who ended in the step before is part of this one too.
         counted = batch.reqs if drafts else ()

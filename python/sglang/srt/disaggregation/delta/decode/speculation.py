@@ -10,7 +10,7 @@ shares n-1 slots at most.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.pages import page_ceil
@@ -19,11 +19,13 @@ from sglang.srt.patchset.compat import FLAG
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 Pair = tuple[int, int]
 
 
-def step_tokens(scheduler: Any, page: int) -> int:
+def step_tokens(scheduler: Scheduler, page: int) -> int:
     """Tokens behind its text that a request needs for each speculative step; 0 without speculation,
     where it opens a page when its last one is full.
 
@@ -39,7 +41,7 @@ def step_tokens(scheduler: Any, page: int) -> int:
     return 2 * wanted + 2 * step if scheduler.enable_overlap else wanted
 
 
-def draft_pool(scheduler: Any) -> Any:
+def draft_pool(scheduler: Scheduler) -> KVCache | None:
     """The KV pool of a scheduler's draft model; None without speculation."""
     worker = getattr(scheduler, "draft_worker", None)
     if worker is None:
@@ -49,7 +51,7 @@ def draft_pool(scheduler: Any) -> Any:
     return runner.token_to_kv_pool
 
 
-def check_draft_pool(target: Any, draft: Any) -> None:
+def check_draft_pool(target: KVCache, draft: KVCache) -> None:
     """Raise ``ValueError`` where the slots of ``draft`` are not those of ``target``, one by one."""
     if hasattr(draft, "get_state_buf_infos"):
         raise ValueError(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         SlotAllocator,
     )
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 else:
     DecodeTransferQueue = object
 
@@ -83,7 +84,7 @@ class StepWrites:
         """``scheduler``: SGLang's; only its queue of results is read."""
         self._scheduler = scheduler
         self._page = page
-        self._batch: Any = None  # SGLang's ScheduleBatch, compared by identity
+        self._batch: ScheduleBatch | None = None  # compared by identity
         self._pages = _NO_PAGES
         self._waiting: list[Callable[[], None]] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Mapping
-from typing import Any
 
 from sglang.srt.disaggregation.delta.decode.turn_choice import Decision
 from sglang.srt.disaggregation.delta.metrics import METRICS
@@ -17,9 +16,9 @@ class TurnMetrics:
     def __init__(self) -> None:
         #: Turns by (where, reason).
         self.turns: Counts[tuple[str, str]] = Counts()
-        self._labels: dict[str, Any] = {}
+        self._labels: dict[str, object] = {}
 
-    def bind(self, labels: Mapping[str, Any]) -> None:
+    def bind(self, labels: Mapping[str, object]) -> None:
         """Mirror everything to Prometheus under ``labels`` from now on."""
         self._labels = dict(labels)
 

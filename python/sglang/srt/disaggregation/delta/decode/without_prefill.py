@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: SGLang's, with more than protocols.py names
 
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import DecodeRecord, Wait, record_of

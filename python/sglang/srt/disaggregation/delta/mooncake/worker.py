@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar  # Any: of whatever is submitted
 
 from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -131,7 +131,7 @@ class SettlingExecutor:
 
     def __init__(self, executor: concurrent.futures.Executor) -> None:
         self._executor = executor
-        self._futures: list[concurrent.futures.Future[Any]] = []  # of whatever is submitted
+        self._futures: list[concurrent.futures.Future[Any]] = []
 
     def submit(
         self, function: Callable[..., Result], *arguments: Any

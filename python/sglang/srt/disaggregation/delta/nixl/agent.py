@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any  # Any: NIXL's binding has no types
 
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import batch_scheduling
 from sglang.srt.patchset import environment

@@ -2,7 +2,7 @@
 
 ``cut_chunk`` makes a chunk, what of a room goes from where to where, out of the announcements of
 its decode ranks; ``NixlBackend`` describes it to NIXL, posts it, and tells the ranks when it is
-there. The agent, its handles and its lists are ``Any``: NIXL's binding has no types.
+there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 
 import msgspec
 import numpy as np

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # Any: a progress of NIXL's, also where a free is deferred
 
 from typing_extensions import override
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.nixl import agent
 from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
 from sglang.srt.disaggregation.delta.nixl.prefill import NixlPrefill
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.server_args import ServerArgs
 
 
 class DeltaNixlManager(NixlPrefill, NixlDecode):
@@ -16,7 +21,7 @@ class DeltaNixlManager(NixlPrefill, NixlDecode):
     moves_deltas = True
 
     def __init__(
-        self, args: Any, disaggregation_mode: Any, server_args: Any,
+        self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:  # fmt: skip
         from sglang.srt.disaggregation.utils import DisaggregationMode

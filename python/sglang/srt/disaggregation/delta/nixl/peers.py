@@ -1,7 +1,4 @@
-"""The decode ranks that NIXL knows, and the lists that were prepared for each of them.
-
-Agents, handles and lists are ``Any``: NIXL's binding has no types.
-"""
+"""The decode ranks that NIXL knows, and the lists that were prepared for each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any  # Any: NIXL's binding has no types
 
 import numpy as np
 import numpy.typing as npt

@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -160,7 +160,7 @@ class NixlPrefill(NixlKVManager):
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
         chunk_id: int, aux_index: int | None = None, state_indices: Sequence[int] | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[object]:  # fmt: skip
         """Queue one chunk. Nothing is handed out: what becomes of it is in the room table.
 
         Raises:

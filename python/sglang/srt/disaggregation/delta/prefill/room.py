@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 
-#: ``peer_messages.Announcement``. ``Any``, since neither rooms nor their table look into it.
+#: ``peer_messages.Announcement``. Any: neither rooms nor their table look into it.
 Announcement: TypeAlias = Any
 
 

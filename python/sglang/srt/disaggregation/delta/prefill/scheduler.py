@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol  # Any: a result of SGLang's; ids as it has them
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 else:
@@ -126,7 +127,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         sender.send(page_indices(row, start, end, page), None)
 
     @override
-    def process_batch_result_disagg_prefill(self, batch: Any, result: Any) -> None:
+    def process_batch_result_disagg_prefill(self, batch: ScheduleBatch, result: Any) -> None:
         # With overlap scheduling this is a copy of the batch, without the start of the first draft:
         # the metadata would say that of the request that had the slot before.
         start = getattr(result, "next_draft_input", None)

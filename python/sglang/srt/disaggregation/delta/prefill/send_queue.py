@@ -21,7 +21,7 @@ import logging
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar  # Any: handles are the backend's own
 
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 

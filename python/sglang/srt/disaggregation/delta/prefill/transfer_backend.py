@@ -10,7 +10,7 @@ import enum
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol  # Any: payload and handles are the backend's own
 
 import msgspec
 

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
@@ -295,7 +294,7 @@ class Worker:
         self._posted.pop(transfer, None)
         self._queue.finish(transfer)
 
-    def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: Any) -> None:
+    def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: object) -> None:
         """Whatever a bug raises here costs the send's room, and no other one."""
         try:
             do(*arguments)
@@ -389,11 +388,11 @@ class Worker:
             room.said_overdue = True
             self._tell(room, self._table.room_overdue, room.number)
 
-    def _tell(self, room: RoomQueue, callback: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, room: RoomQueue, callback: Callable[..., None], *arguments: object) -> None:
         if not room.forgotten:
             self._call(callback, *arguments)
 
-    def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Whatever it raises must not keep the worker from other rooms."""
         try:
             callback(*arguments)
