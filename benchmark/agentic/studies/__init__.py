@@ -7,6 +7,7 @@ record    the run's folder, read and written
 numbers   quantities of a load, their ratios, bootstrap intervals
 verdict   sentences: which arm is best, by how much, and where each breaks
 page      the page, in Markdown and HTML
+summary   its numbers, for programs
 plots     its figures
 cli       ``python -m benchmark.agentic run``, ``report`` and ``compare``
 """

@@ -21,11 +21,12 @@ from benchmark.agentic.replay.limits import raise_open_files
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace, prepare
 from benchmark.agentic.studies.numbers import levels
-from benchmark.agentic.studies.page import html, numbers, page
+from benchmark.agentic.studies.page import html, page
 from benchmark.agentic.studies.plots import draw
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import cells
 from benchmark.agentic.studies.spec import ArmSpec, Study, find
+from benchmark.agentic.studies.summary import summary
 from benchmark.agentic.studies.verdict import answer
 from benchmark.harness.command import status
 from benchmark.harness.environment import describe
@@ -105,8 +106,10 @@ def merged(before: Run, after: Run) -> Run:
     ):
         raise ValueError("the runs were sent other requests: they cannot be compared")
     titles, found = {}, []
+    servers: dict[str, dict[str, int]] = {}
     for name, of in (("before", before), ("after", after)):
         titles |= {f"{name}: {arm}": f"{name}: {title}" for arm, title in of.titles.items()}
+        servers |= {f"{name}: {arm}": count for arm, count in of.servers.items()}
         found += [msgspec.structs.replace(c, arm=f"{name}: {c.arm}") for c in of.cells]
     note = "Two runs, one after the other: what changed on the machines between them counts too. "
     study = msgspec.structs.replace(
@@ -115,7 +118,17 @@ def merged(before: Run, after: Run) -> Run:
         question=note + before.study.question,
         rounds=min(before.study.rounds, after.study.rounds),
     )
-    return msgspec.structs.replace(before, study=study, titles=titles, cells=found)
+    return msgspec.structs.replace(
+        before,
+        study=study,
+        titles=titles,
+        environment={
+            name: " and ".join(dict.fromkeys((told, after.environment.get(name, told))))
+            for name, told in before.environment.items()
+        },
+        cells=found,
+        servers=servers,
+    )
 
 
 def _run(args: argparse.Namespace, console: Console, words: str) -> int:
@@ -135,12 +148,13 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     public = msgspec.structs.replace(study.trace, file=trace.source if study.trace.file else None)
     done = Run(
         msgspec.structs.replace(study, trace=public),
-        {name: arm.title for name, arm in arms.items()},
+        {name: arm.shown for name, arm in arms.items()},
         missing,
         fleet.public(),
         describe(),
         f"python -m benchmark.agentic run {words}",
         shown,
+        servers={name: arm.servers for name, arm in arms.items()},
     )
     earlier = record.load(out) if args.resume else None
     if earlier is not None:
@@ -234,17 +248,7 @@ def write(run: Run, folder: Path, console: Console) -> None:
     text = page(run, found, draw(run, found, folder))
     (folder / "page.md").write_text(text)
     (folder / "page.html").write_text(html(text, run.study.title))
-    write_summary(
-        folder / "summary.json",
-        {
-            **run.environment,
-            "command": run.command,
-            "study": msgspec.to_builtins(run.study),
-            "fleet": run.fleet,
-            "trace": run.trace,
-            "loads": numbers(run, found),
-        },
-    )
+    write_summary(folder / "summary.json", summary(run, found))
     console.print(escape(answer(run, found).replace("**", "")))
     console.print(str(folder / "page.md"))
 

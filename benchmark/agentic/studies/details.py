@@ -19,11 +19,12 @@ def details(run: Run, levels: Sequence[Level]) -> Iterator[str]:
             "ran meanwhile, what they lacked of their rate outside of such events, and as answer "
             "time of all of them together. 95 % intervals from draws of events. *Gained / paid*: "
             f"of that time, what the arm loses less than {next(iter(run.titles.values()))}, over "
-            "what its new prompt takes longer."
+            "what its new prompt takes longer. *Of their seconds*: the share of answers times "
+            "seconds that was lost."
         )
         columns = ["load", "arm", "prefills", "new prompt's TTFT", "answers running"]
         columns += ["their TPOT outside / within", "tokens lost", "answer time lost"]
-        yield table([*columns, "gained / paid"], rows)
+        yield table([*columns, "of their seconds", "gained / paid"], rows)
     if rows := list(_workers(run, levels)):
         yield "## By worker"
         yield (
@@ -55,6 +56,7 @@ def _events(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
                 f"{of.outside_s * 1e3:,.1f} / {of.within_s * 1e3:,.1f} ms",
                 f"{of.lost_tokens.value:.1f} [{of.lost_tokens.low:.1f}, {of.lost_tokens.high:.1f}]",
                 seconds(of.stalled_s),
+                f"{of.share:.2f}",
                 "-" if base is None or of is base else _against(of, base),
             ]
 

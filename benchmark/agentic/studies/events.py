@@ -34,6 +34,11 @@ class Events:
     stalled_s: Interval
     """Answer time lost, of all running answers together."""
 
+    @property
+    def share(self) -> float:
+        """Of the running answers' seconds, those that were lost."""
+        return 1 - self.outside_s / self.within_s
+
 
 def events(level: Level, arm: str) -> Events | None:
     """None where no cold prompt was answered, or nothing ran outside of events."""

@@ -58,6 +58,10 @@ STATISTICS: Mapping[str, Statistic] = {
 }
 
 
+COMPARED = ("mean", "p90")
+"""Statistics of an arm that are held against the first arm's."""
+
+
 def plain(values: Values, statistic: Statistic = mean) -> float:
     """Of the values that there are, each once; NaN of none."""
     there = values[~np.isnan(values)]
@@ -109,6 +113,10 @@ class Level:
                 if of is None or self.classes[o.index] == of:
                     found[row, o.index] = self._value(o, quantity)
         return found
+
+    def means(self, arm: str, quantity: str, of: str | None = None) -> list[float]:
+        """Of each round."""
+        return [plain(row) for row in self.values(arm, quantity, of)]
 
     def _value(self, o: Outcome, quantity: str) -> float:
         if quantity == "slo":
@@ -181,6 +189,11 @@ class Level:
 
     def gauges(self, arm: str, name: str) -> list[float]:
         return [row[name] for cell in self.cells[arm] for row in cell.samples if name in row]
+
+    def pool(self, arm: str) -> tuple[float, float] | None:
+        """KV pools in use: the median of the samples, and the most; None where none were taken."""
+        usage = sorted(self.gauges(arm, "usage"))
+        return (usage[len(usage) // 2], usage[-1]) if usage else None
 
     def open(self, arm: str) -> tuple[float, int]:
         """Requests under way at once: on average, and at most."""

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from benchmark.agentic.replay.classes import NAMES as CLASSES
 from benchmark.agentic.replay.client import client
 from benchmark.agentic.studies.details import details, table
 from benchmark.agentic.studies.numbers import (
+    COMPARED,
     NAMES,
     QUANTITIES,
     STATISTICS,
-    Interval,
     Level,
     Values,
     plain,
-    quantile,
 )
 from benchmark.agentic.studies.record import Run
+from benchmark.agentic.studies.spec import counted
 from benchmark.agentic.studies.verdict import ROUNDS, answer, breaks, percent, share, warnings
 from benchmark.traces.record import BLOCK_TOKENS
 
@@ -75,31 +74,6 @@ def html(markdown: str, title: str) -> str:
     )
 
 
-def numbers(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
-    """What the page shows, for programs; times in seconds."""
-    found: dict[str, Any] = {}
-    for level in levels:
-        for arm in level.cells:
-            told: dict[str, Any] = {
-                "requests": len(level.outcomes(arm)),
-                "failed": level.failed(arm),
-                "requests_per_s": level.per_s(arm, lambda o: o.error is None),
-                "goodput_per_s": level.goodput(arm),
-                "slo": _told(level.interval(level.values(arm, "slo"))),
-                "hit_rate": level.hit_rate(arm),
-                "rounds": _means(level.values(arm, run.study.by)),
-            }
-            for quantity in QUANTITIES:
-                values = level.values(arm, quantity)
-                told[quantity] = {
-                    name: _told(level.interval(values, of)) for name, of in STATISTICS.items()
-                }
-            moved = level.moved(arm)
-            told["bytes_moved"] = None if moved is None else moved.bytes_moved
-            found.setdefault(f"{level.load:g}", {})[arm] = told
-    return found
-
-
 def _where(run: Run) -> str:
     of, fleet = run.environment, run.fleet
     if fleet["rig"]:
@@ -108,7 +82,23 @@ def _where(run: Run) -> str:
             f"each arm and round, a KV pool of {fleet['pool_tokens']:,} tokens each, at a lower "
             "priority than client and router, as all share the cores"
         )
-    return f"a fleet by address, {fleet['endpoint']} endpoint, model {fleet['model']}"
+    return (
+        f"a fleet by address{_servers(run)}, {fleet['endpoint']} endpoint, model {fleet['model']}; "
+        f"sent from {of['machine']}, commit {of['commit']} of this project; the servers' own "
+        "machines, versions and flags are not known"
+    )
+
+
+def _servers(run: Run) -> str:
+    """Of each arm; a run of an earlier version does not know."""
+    by_arm = {run.titles[arm]: counted(count) for arm, count in run.servers.items()}
+    if not by_arm:
+        return ""
+    if len(set(by_arm.values())) == 1:
+        told = f"{next(iter(by_arm.values()))} in every arm"
+    else:
+        told = ", ".join(of if of in title else f"{title}: {of}" for title, of in by_arm.items())
+    return f" ({told}; the question counts the rig's)"
 
 
 def _load(run: Run) -> str:
@@ -163,7 +153,7 @@ def _levels(run: Run, levels: Sequence[Level], base: str) -> Iterator[str]:
                 f"Of {base}'s, with 95 % intervals (bootstrap over rounds and sessions); a "
                 "difference is in bold."
             )
-            head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in ("mean", "p90"))]
+            head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in COMPARED)]
             yield table(head, list(_ratios(run, level)))
 
 
@@ -175,8 +165,8 @@ def _row(run: Run, level: Level, arm: str) -> list[str]:
     hit = level.hit_rate(arm)
     at_once, most = level.open(arm)
     row += ["-" if math.isnan(hit) else f"{hit:.1%}", f"{at_once:.1f} / {most}"]
-    usage = sorted(level.gauges(arm, "usage"))
-    row += [f"{usage[len(usage) // 2]:.0%} / {usage[-1]:.0%}" if usage else "-"]
+    pool = level.pool(arm)
+    row += ["-" if pool is None else f"{pool[0]:.0%} / {pool[1]:.0%}"]
     moved = level.moved(arm)
     row += ["-" if moved is None else f"{moved.bytes_moved / 1e6:,.1f} MB"]
     row += ["-" if moved is None else f"{moved.local_tokens:,.0f} tokens"]
@@ -190,8 +180,8 @@ def _ratios(run: Run, level: Level) -> Iterator[list[str]]:
         row = [run.titles[arm]]
         for quantity in QUANTITIES:
             mine, other = level.values(arm, quantity), level.values(base, quantity)
-            for statistic in (STATISTICS["mean"], quantile(90)):
-                of = level.ratio(mine, other, statistic)
+            for name in COMPARED:
+                of = level.ratio(mine, other, STATISTICS[name])
                 bold = "**" if told and of.excludes_one else ""
                 row.append(f"{bold}{share(of)}{bold}")
         yield row
@@ -212,7 +202,7 @@ def _rounds(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
             of = client(level.outcomes(arm))
             late = (f"{x * 1e3:.1f} ms" for x in (of.late_p99_s, of.loop_lag_p99_s))
             means = ", ".join(
-                f"{x * 1e3:,.0f}" for x in _means(level.values(arm, run.study.by, run.study.of))
+                f"{x * 1e3:,.0f}" for x in level.means(arm, run.study.by, run.study.of)
             )
             yield [f"{level.load:g}", run.titles[arm], cells[0].via, *late, f"{means} ms"]
 
@@ -224,11 +214,3 @@ def spread(values: Values) -> str:
         return "-"
     digits = 1 if found[0] < 100 else 0
     return " / ".join(f"{x:,.{digits}f}" for x in found) + " ms"
-
-
-def _means(values: Values) -> list[float]:
-    return [plain(row) for row in values]
-
-
-def _told(of: Interval) -> list[float]:
-    return [of.value, of.low, of.high]

@@ -57,6 +57,9 @@ class Run(msgspec.Struct):
     command: str
     trace: dict[str, Any]
     cells: list[Cell] = []
+    servers: dict[str, dict[str, int]] = {}
+    """By arm and role, how many; 0 of all behind a router that hides them. Earlier versions kept
+    none."""
 
     def at(self, arm: str, load: float) -> list[Cell]:
         """Its rounds."""

@@ -98,7 +98,7 @@ def _measure(
         zeros.append(_zero(outcome))
         cell.outcomes.append(outcome)
         record.append(lines, cell, outcome, cold=False)
-        told(arm.title, cell, len(cell.outcomes))
+        told(arm.shown, cell, len(cell.outcomes))
 
     def cold_ended(outcome: Outcome) -> None:
         beside_load.append((_zero(outcome), outcome))

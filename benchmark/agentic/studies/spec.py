@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,8 @@ from benchmark.agentic.fleet.spec import Setup, Slo
 from benchmark.agentic.router.policies import POLICIES
 
 FOLDER = Path(__file__).parent
+SERVERS = "{servers}"
+"""In an arm's title: how many servers of which role."""
 
 
 class ArmSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,6 +22,7 @@ class ArmSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a fleet by address has it under ``setup``."""
 
     title: str
+    """``{servers}`` in it becomes how many there are."""
     setup: str | None = None
     """Name of a fleet's setup; None: the arm's own name."""
     aggregated: int = 0
@@ -47,6 +51,25 @@ class ArmSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`policy` is one of {choices}")
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("`prefill` and `decode` need each other")
+
+    @property
+    def servers(self) -> dict[str, int]:
+        """By role."""
+        return {"aggregated": self.aggregated, "prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def shown(self) -> str:
+        """The title with the servers that there are."""
+        return self.title.replace(SERVERS, counted(self.servers))
+
+    def by_address(self, setup: Setup) -> ArmSpec:
+        """With the servers of a setup instead of the rig's."""
+        return msgspec.structs.replace(
+            self,
+            aggregated=len(setup.aggregated),
+            prefill=len(setup.prefill),
+            decode=len(setup.decode),
+        )
 
     def on_rig(self, name: str) -> Arm:
         return Arm(
@@ -152,7 +175,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`rounds` must be 1 or more")
 
     def at(self, setups: dict[str, Setup]) -> tuple[dict[str, ArmSpec], list[str]]:
-        """Its arms on a fleet by address, and the names of those that the fleet does not have.
+        """Its arms with the servers of a fleet by address, and the names of those that it lacks.
 
         Raises:
             ValueError: it has none.
@@ -162,12 +185,20 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.every_setup:
             used = {arm.setup or name for name, arm in arms.items()}
             arms |= {name: ArmSpec(title=name) for name in setups if name not in used}
+        arms = {name: arm.by_address(setups[arm.setup or name]) for name, arm in arms.items()}
         if not arms:
             raise ValueError(
                 f"the fleet has setups {', '.join(setups)}, and the study asks for "
                 f"{', '.join(dict.fromkeys(arm.setup or n for n, arm in self.arms.items()))}"
             )
         return arms, missing
+
+
+def counted(servers: Mapping[str, int]) -> str:
+    """``2 aggregated``, ``1P 1D``, or both; a router may hide them."""
+    own = f"{servers['aggregated']} aggregated" if servers["aggregated"] else ""
+    pair = f"{servers['prefill']}P {servers['decode']}D" if servers["decode"] else ""
+    return ", ".join(filter(None, (own, pair))) or "behind a router"
 
 
 def find(name: str) -> Path:

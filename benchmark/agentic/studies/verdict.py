@@ -63,7 +63,10 @@ def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:
         else:
             level, of = lost
             before = [each for each in held if each.load < level.load]
-            text += f"holds {what} up to {before[-1].load:g} {run.unit}; " if before else "breaks: "
+            if before:
+                text += f"holds {what} up to {before[-1].load:g} {run.unit}; "
+            else:
+                text += f"breaks {what} from the first load; "
             text += f"at {level.load:g}, {percent(of)} of requests meet them"
             if failed := level.failed(arm):
                 text += f" and {failed} of {len(level.outcomes(arm))} fail"
@@ -92,6 +95,13 @@ def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
         yield (
             f"**{count} server{'s' * (count > 1)} did not empty the cache between loads** "
             f"({reasons}): later loads and rounds found what earlier ones had left."
+        )
+    counts = {arm: sum(of.values()) for arm, of in run.servers.items()}
+    if len(set(counts.values()) - {0}) > 1:
+        of_each = ", ".join(f"{run.titles[arm]}: {n or 'unknown'}" for arm, n in counts.items())
+        yield (
+            f"**The arms have different numbers of servers** ({of_each}): a difference between "
+            "them is also one of hardware."
         )
     if run.missing:
         yield f"Arms of the study that this fleet does not have: {', '.join(run.missing)}."

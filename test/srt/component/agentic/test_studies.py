@@ -65,7 +65,8 @@ def test_three_urls_and_a_trace_give_a_page(
     first = text.split("\n\n")[1]
     # Which of two stubs is faster on a busy machine is not for this test to say.
     assert first.startswith("At 4 sessions at once, **") and "[" in first
-    assert "two aggregated" in first and "pd" in first
+    assert "2 aggregated" in first and "pd" in first
+    assert "; sent from " in text and "(2 aggregated, pd: 1P 1D; the question counts" in text
     for secret in (*urls, "sk-secret", str(tmp_path)):
         assert secret not in text + (out / "run.json").read_text()
     assert {cell.via for cell in record.load(out).at("aggregated", 4)} == {"our router, linear"}

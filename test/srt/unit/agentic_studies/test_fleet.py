@@ -9,7 +9,7 @@ import pytest
 from benchmark.agentic.fleet import rig, spec
 from benchmark.agentic.fleet.servers import gauges
 from benchmark.agentic.fleet.spec import FleetFile
-from benchmark.agentic.studies.spec import FOLDER, Study, find
+from benchmark.agentic.studies.spec import FOLDER, Study, counted, find
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,32 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
         spec.load(find("interference"), Study).at({"x": setup})
     with pytest.raises(ValueError, match="there are: capacity_wall, interference"):
         find("no-such-study")
+
+
+def test_titles_count_the_servers_that_there_are() -> None:
+    """Guards against a page that calls one aggregated server two, as the rig has; by address the
+    fleet file says how many, and a router may hide them."""
+    study = spec.load(find("worth"), Study)
+    assert [arm.shown for arm in study.arms.values()][:2] == ["2 aggregated", "PD, stock"]
+    one = spec.Setup(aggregated=("http://a",))
+    pair = spec.Setup(prefill=(spec.Prefill("http://p"),), decode=("http://d", "http://e"))
+    hidden = spec.Setup(router="http://r")
+    arms, _ = study.at({"aggregated": one, "pd-radix": pair, "mine": hidden})
+    assert {name: arm.shown for name, arm in arms.items()} == {
+        "aggregated": "1 aggregated",
+        "pd-radix": "PD, radix",
+        "mine": "mine",
+    }
+    assert arms["pd-radix"].servers == {"aggregated": 0, "prefill": 1, "decode": 2}
+    assert [counted(arm.servers) for arm in arms.values()] == [
+        "1 aggregated",
+        "1P 2D",
+        "behind a router",
+    ]
+    both = spec.Setup(aggregated=one.aggregated, prefill=pair.prefill, decode=pair.decode)
+    offloading, _ = spec.load(find("offload"), Study).at({"none": one, "offload": both})
+    assert offloading["none"].shown == "1 aggregated"
+    assert counted(offloading["offload"].servers) == "1 aggregated, 1P 2D"
 
 
 def test_gauges_are_read_off_a_metrics_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -22,7 +23,9 @@ from benchmark.agentic.studies.page import html, page
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import later
 from benchmark.agentic.studies.spec import ArmSpec, LoadSpec, Study, TraceSpec, find
+from benchmark.agentic.studies.summary import summary
 from benchmark.agentic.studies.verdict import answer, breaks, warnings
+from benchmark.harness.report import write_summary
 from benchmark.traces.read import write
 
 REQUESTS = 40
@@ -135,6 +138,10 @@ def test_an_arm_breaks_where_the_slo_is_missed() -> None:
     held, broken = breaks(made, levels(made))
     assert held.startswith("**a** holds") and "every load" in held
     assert "up to 4 sessions at once; at 8," in broken
+    made = run(cells("b", 3.0))
+    assert "breaks TTFT 2 s and TPOT 50 ms from the first load; at 4," in next(
+        breaks(made, levels(made))
+    )
 
 
 def test_warnings_name_the_client_the_caches_and_errors() -> None:
@@ -146,6 +153,84 @@ def test_warnings_name_the_client_the_caches_and_errors() -> None:
     assert "a at 4 (200 and 0 ms)" in client and "b at" not in client
     assert "1 server did not" in caches and "secret" not in caches
     assert "pd-stock" in missing and f"b at 4 sessions at once: {3 * REQUESTS} abort" in errors
+
+
+def test_a_page_by_address_says_who_sent_and_how_many_servers_there_were() -> None:
+    """Guards against numbers of nobody's commit, the sender's machine in the servers' place, and
+    one server against two with no word about it."""
+    made = run(cells("a", 1.0), cells("b", 0.8))
+    assert "a machine; SGLang 1, commit c0; fresh servers" in page(made, levels(made), {})
+    assert summary(made, [])["machine"] == "a machine"
+    made.fleet = {**made.fleet, "rig": False}
+    text = page(made, levels(made), {})
+    assert "a fleet by address, generate endpoint" in text  # of an earlier version
+    assert "sent from a machine, commit c0 of this project; the servers' own" in text
+    about = summary(made, [])
+    assert about["sent_from"] == {"machine": "a machine", "sglang": "1", "commit": "c0"}
+    assert about["date"] == "2026-01-01" and "machine" not in about and "sglang" not in about
+
+    one = {"aggregated": 1, "prefill": 0, "decode": 0}
+    pair = {"aggregated": 0, "prefill": 1, "decode": 1}
+    made.servers = {"a": one, "b": one}
+    assert "by address (1 aggregated in every arm; the question" in page(made, levels(made), {})
+    assert not list(warnings(made, levels(made)))
+    made.servers, made.titles = {"a": one, "b": pair}, {"a": "1 aggregated", "b": "pd"}
+    text = page(made, levels(made), {})
+    assert "by address (1 aggregated, pd: 1P 1D; the question counts the rig's)" in text
+    assert "different numbers of servers** (1 aggregated: 1, pd: 2)" in text
+    assert summary(made, [])["servers"] == made.servers
+    made.servers["b"] = dict.fromkeys(pair, 0)
+    assert "pd: behind a router" in page(made, levels(made), {})
+    assert not list(warnings(made, levels(made)))
+
+
+def test_the_summary_holds_what_the_page_shows(tmp_path: Path) -> None:
+    """Guards tables whose numbers no program finds again: what is committed is the summary."""
+    made = run(cells("a", 1.0), cells("b", 0.8))
+    for cell in made.cells:
+        more(cell)
+        cell.samples = [{"usage": 0.25}, {"usage": 0.75}, {"usage": 0.5}]
+    found = levels(made)
+    write_summary(tmp_path / "summary.json", summary(made, found))
+    told = json.loads((tmp_path / "summary.json").read_text())["loads"]["4"]["b"]
+    rows = [line.strip("| ").split(" | ") for line in page(made, found, {}).splitlines()]
+
+    def shown(columns: int) -> list[str]:
+        """The arm's row in the table of so many columns."""
+        (row,) = (row for row in rows if row[0] == "b" and len(row) == columns)
+        return row
+
+    at_once, pool = shown(13)[9:11]
+    assert at_once == "{mean:.1f} / {most}".format(**told["at_once"])
+    assert pool == "{p50:.0%} / {max:.0%}".format(**told["pool"]) == "50% / 75%"
+    ratios = [told["of_first_arm"][q][s] for q in ("ttft", "tpot", "e2e") for s in ("mean", "p90")]
+    for text, (value, low, high) in zip(shown(7)[1:], ratios, strict=True):
+        assert text.strip("*") == f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+    rows = [row[2:] for row in rows if row[:2] == ["4", "b"]]
+    heavy = next(row for row in rows if row[0] == "HEAVY")
+    assert heavy[1] == str(told["classes"]["HEAVY"]["requests"])
+    times = told["classes"]["HEAVY"]["e2e"].values()
+    assert heavy[-1] == " / ".join(f"{x * 1e3:,.0f}" for x in times) + " ms"
+    shares, hits = zip(*(each.values() for each in told["by_worker"]), strict=True)
+    assert [" / ".join(f"{x:.0%}" for x in each) for each in (shares, hits)] == next(
+        row[:2] for row in rows if row[-1] == "1.50"
+    )
+    stages = [f"{told['transfers']:.0f}", *(f"{x * 1e3:.2f} ms" for x in told["stages"].values())]
+    assert stages == ["10", "1.00 ms", "2.00 ms", "3.00 ms", "4.00 ms"] and stages in rows
+    event = told["prefill_events"]
+    value, low, high = (f"{x * 1e3:,.0f}" for x in event["lost"])
+    row = next(row for row in rows if f"{value} ms [{low}, {high}]" in row)
+    value, low, high = event["lost_tokens"]
+    assert (
+        value == pytest.approx(0.5, abs=0.01) and row[4] == f"{value:.1f} [{low:.1f}, {high:.1f}]"
+    )
+    tpot = f"{event['tpot_outside'] * 1e3:,.1f} / {event['tpot_within'] * 1e3:,.1f} ms"
+    assert row[0] == str(event["prefills"]) and row[2] == f"{event['running']:.1f}"
+    assert row[3] == tpot and row[6] == f"{event['share_lost']:.2f}"
+    late = [f"{told['client'][name] * 1e3:.1f} ms" for name in ("late_p99", "read_late_p99")]
+    means = ", ".join(f"{x * 1e3:,.0f}" for x in told["rounds"]) + " ms"
+    assert ["directly", *late, means] in rows
 
 
 def test_the_page_is_well_formed() -> None:
@@ -176,7 +261,7 @@ def more(cell: Cell) -> None:
             o, decode_worker=name, prompt_tokens=prompt, cached_tokens=cached, first_token_s=i + 0.1
         )
         cell.outcomes[i] = msgspec.structs.replace(cell.outcomes[i], itl_s=(0.1,) * 4)
-    cell.cold = [msgspec.structs.replace(outcome(3, 0.2), first_token_s=3.2)]
+    cell.cold = [msgspec.structs.replace(outcome(3, 0.2), first_token_s=3.25)]
     counters = {}
     for number, stage in enumerate(STAGES, 1):
         counters[f"sglang:kv_transfer_{stage}_seconds_sum"] = number * 0.01
@@ -206,6 +291,7 @@ def test_an_event_costs_what_running_answers_lack_of_their_rate() -> None:
     assert found.lost_tokens.value == pytest.approx(20, abs=1)
     assert found.stalled_s.value == pytest.approx(0.2, abs=0.01)
     assert found.within_s == pytest.approx(0.02, rel=0.05)
+    assert found.share == pytest.approx(0.5, abs=0.03)
     cell.cold = [failed]
     assert events(level, "a") is None
 
@@ -239,7 +325,13 @@ def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
     assert record.load(tmp_path).cells == again.cells
     both = cli.merged(made, run(cells("a", 0.5)))
     assert "**after: a is best**" in answer(both, levels(both))
+    assert both.environment["commit"] == "c0"
     other = run(cells("a", 1.0))
+    other.environment["commit"] = "c1"
+    other.servers = {"a": {"aggregated": 2, "prefill": 0, "decode": 0}}
+    both = cli.merged(made, other)
+    assert both.environment["commit"] == "c0 and c1" and both.environment["machine"] == "a machine"
+    assert both.servers == {"after: a": other.servers["a"]}
     other.trace = {**other.trace, "requests": 7}
     with pytest.raises(ValueError, match="other requests"):
         cli.merged(made, other)
