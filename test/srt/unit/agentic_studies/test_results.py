@@ -1,0 +1,38 @@
+"""What is committed of the studies: pages, and the numbers on them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmark.agentic.studies.spec import FOLDER
+
+
+@pytest.mark.parametrize("study", ["interference", "linear_lmetric", "worth"])
+def test_committed_pages_and_summaries_are_of_one_run(study: str) -> None:
+    """Guards against one of the two being written again without the other."""
+    folder = FOLDER / "results" / study
+    text = (folder / "page.md").read_text()
+    told = json.loads((folder / "summary.json").read_text())
+    titles = {name: arm["title"] for name, arm in told["study"]["arms"].items()}
+    for load, arms in told["loads"].items():
+        section = text.split(f"## {load} sessions at once\n")[1].split("\n## ")[0]
+        for arm, of in arms.items():
+            row = next(
+                line for line in section.splitlines() if line.startswith(f"| {titles[arm]} |")
+            )
+            assert "{mean:.1f} / {most} |".format(**of["at_once"]) in row
+            assert "{p50:.0%} / {max:.0%} |".format(**of["pool"]) in row
+            shares = [worker["prompt_tokens"] for worker in of["by_worker"]]
+            if len(shares) > 1:
+                assert f"| {' / '.join(f'{x:.0%}' for x in shares)} |" in text
+            if stages := of["stages"]:
+                assert " | ".join(f"{x * 1e3:.2f} ms" for x in stages.values()) in text
+            if event := of["prefill_events"]:
+                assert f"] | {event['share_lost']:.2f} | - |" in text
+                assert f"| {event['prefills']} |" in text
+    assert any(of["prefill_events"] for of in told["loads"].get("8", {}).values()) == (
+        study == "interference"
+    )
+    assert (f"commit {told['commit']};" if "commit" in told else "; sent from ") in text
