@@ -20,6 +20,7 @@ from benchmark.agentic.studies.numbers import (
     plain,
 )
 from benchmark.agentic.studies.record import Run
+from benchmark.agentic.studies.verdict import answer, breaks, warnings
 
 
 def summary(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
@@ -31,6 +32,9 @@ def summary(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
         "fleet": run.fleet,
         "servers": run.servers,
         "trace": run.trace,
+        "answer": answer(run, levels),
+        "breaks": list(breaks(run, levels)),
+        "warnings": list(warnings(run, levels)),
         "loads": {
             f"{level.load:g}": {arm: _arm(run, level, arm) for arm in level.cells}
             for level in levels
@@ -71,6 +75,7 @@ def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
         "transfers": level.transfers(arm),
         "stages": level.stages(arm),
         "prefill_events": None if (of := events(level, arm)) is None else _events(of),
+        "reached": level.cells[arm][0].via,
         "client": {"late_p99": sender.late_p99_s, "read_late_p99": sender.loop_lag_p99_s},
     }
 

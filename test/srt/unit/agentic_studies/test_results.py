@@ -15,6 +15,8 @@ def test_committed_pages_and_summaries_are_of_one_run(study: str) -> None:
     folder = FOLDER / "results" / study
     text = (folder / "page.md").read_text()
     told = json.loads((folder / "summary.json").read_text())
+    for sentence in (told["answer"], *told["breaks"], *told["warnings"]):
+        assert sentence in text
     titles = {name: arm["title"] for name, arm in told["study"]["arms"].items()}
     for load, arms in told["loads"].items():
         section = text.split(f"## {load} sessions at once\n")[1].split("\n## ")[0]
