@@ -25,7 +25,7 @@ def raise_open_files(streams: int, sockets: int = 1) -> int:
     if hard != resource.RLIM_INFINITY and hard < need:
         raise TooFewFiles(
             f"{streams} streams need {need} open files, and the hard limit is {hard}: raise it "
-            "(ulimit -Hn, LimitNOFILE=), or pass a lower --streams if fewer will be open at once"
+            "(ulimit -Hn, LimitNOFILE=), or send fewer sessions at once"
         )
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

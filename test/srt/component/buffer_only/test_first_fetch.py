@@ -25,6 +25,14 @@ def asked(hit: int = 4, tokens: list[int] = PROMPT, **changes: object) -> Cache:
     return cache
 
 
+def leave(cache: Cache, *rids: str) -> None:
+    """Their clients are gone, and nothing is left of them."""
+    for rid in rids:
+        cache.tree.release_aborted_request(rid)
+    cache.settle()
+    check_idle(cache)
+
+
 def fetched(cache: Cache) -> list[str]:
     return [key for method, keys in cache.store.calls if method == "batch_get_v1" for key in keys]
 
@@ -110,9 +118,7 @@ def test_nobody_wants_it_any_more(when: str, how: str):
     for _ in range(3):
         cache.step()
         check(cache)
-    cache.tree.release_aborted_request("r")
-    cache.settle()
-    check_idle(cache)
+    leave(cache, "r")
 
 
 def test_a_hit_that_would_be_slower_is_not_fetched():
@@ -125,9 +131,7 @@ def test_a_hit_that_would_be_slower_is_not_fetched():
         check(cache)
     assert cache.state("r") is State.MISSED and not fetched(cache)
     assert cache.buffer.context.choices == {Choice.SLOWER: 1}
-    cache.tree.release_aborted_request("r")
-    cache.settle()
-    check_idle(cache)
+    leave(cache, "r")
 
 
 def test_pages_that_were_lost_since_the_query():
@@ -252,10 +256,7 @@ def test_nobody_waits_for_an_answer_where_the_server_is_full():
     cache.now += 0.1
     cache.step(work=False)
     assert waits(cache) == [MOST_S] * 2
-    for number in (1, 2, 3):
-        cache.tree.release_aborted_request(f"r{number}")
-    cache.settle()
-    check_idle(cache)
+    leave(cache, "r1", "r2", "r3")
 
 
 def test_what_is_asked_again_is_not_waited_for():
@@ -266,9 +267,7 @@ def test_what_is_asked_again_is_not_waited_for():
     cache.now += 1.0
     cache.step(work=False)
     assert len(cache.buffer.prefetches.queries.under_way) == 1 == len(waits(cache))
-    cache.tree.release_aborted_request("r")
-    cache.settle()
-    check_idle(cache)
+    leave(cache, "r")
 
 
 def test_best_effort_waits_for_no_answer():
@@ -277,9 +276,7 @@ def test_best_effort_waits_for_no_answer():
     cache.want("r", PROMPT)
     cache.step(work=False)
     assert cache.state("r") is State.QUERYING and waits(cache) == []
-    cache.tree.release_aborted_request("r")
-    cache.settle()
-    check_idle(cache)
+    leave(cache, "r")
 
 
 def test_ranks_do_not_look_twice():
@@ -290,6 +287,4 @@ def test_ranks_do_not_look_twice():
     cache.want("r", PROMPT)
     cache.step(work=False)
     assert cache.state("r") is State.QUERYING and waits(cache) == []
-    cache.tree.release_aborted_request("r")
-    cache.settle()
-    check_idle(cache)
+    leave(cache, "r")

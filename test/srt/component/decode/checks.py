@@ -139,11 +139,18 @@ def _of_tree(tree: Any) -> Iterator[Expected]:
         stack += [(child, values[-1]) for child in node.children.values()]
 
 
+def computed_tokens(turns: Any, req: Any, otherwise: int) -> int:
+    """How many tokens of ``req`` have KV, or ``otherwise`` if it is no turn under way here."""
+    launched = (turn for _, some in turns._launched for turn in some)
+    under_way = (turn for turn in (*launched, *turns._queue) if turn.req is req)
+    return next((turn.done for turn in under_way), otherwise)
+
+
 def _of_request(decoder: Any, req: Any) -> Expected:
     """What has arrived of a request; of a warm-up request nothing ever does."""
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
     if decoder.local_turns is not None:
-        arrived = decoder.local_turns.computed_tokens(req, arrived)
+        arrived = computed_tokens(decoder.local_turns, req, arrived)
     visible = 0 if is_fake(req) else arrived
     ids = req.origin_input_ids + req.output_ids
     tags = kv.tags(ids[: visible + 1], req.extra_key, weights=record_of(req).generation)

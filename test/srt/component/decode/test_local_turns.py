@@ -16,7 +16,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from component.decode import kv
 from component.decode.actions import TOKENS, Life
-from component.decode.checks import check, check_idle
+from component.decode.checks import check, check_idle, computed_tokens
 from component.decode.decoder import Decoder
 from component.decode.overlapped import Overlapped
 from component.decode.pair import Pair, RankGroup, ranks_reduce
@@ -198,7 +198,7 @@ def bring_to(decoder: Decoder, point: str) -> Any:
     decoder.tick_queues()
     if point == "queued":
         return req
-    while decoder.local_turns.computed_tokens(req, 0) == len(HISTORY):
+    while computed_tokens(decoder.local_turns, req, 0) == len(HISTORY):
         decoder.tick_batch()
     if point == "between_chunks":
         return req

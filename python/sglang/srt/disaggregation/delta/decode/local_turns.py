@@ -115,12 +115,6 @@ class LocalTurns:
         computed = [req for batch in self._computed for req in batch.reqs if not req.finished()]
         return [*found.values(), *computed]
 
-    def computed_tokens(self, req: Req, otherwise: int) -> int:
-        """How many tokens of ``req`` have KV, or ``otherwise`` if it is no turn under way here."""
-        launched = (turn for _, turns in self._launched for turn in turns)
-        turns = (turn for turn in (*launched, *self._queue) if turn.req is req)
-        return next((turn.done for turn in turns), otherwise)
-
     # ---- the choice ----
 
     def votes(self, candidates: Sequence[Any]) -> list[int]:
