@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmark.decode_radix_cache import page as radix_page
 from benchmark.harness.models import REPOSITORY
+from benchmark.harness.report import markdown
 from benchmark.harness.variants import PROGRESS_DELAY
 from benchmark.hicache_buffer_only import page as hicache_page
 from benchmark.local_turns import page as local_page
@@ -35,12 +36,6 @@ TITLES = {
     "patched": "patched, no flag",
     "flag": "with the flag",
 }
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; rows without a number in them are left out."""
-    lines = [head, ["---"] * len(head), *(row for row in rows if any(row[1:]))]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def made(summary: Json, command: str) -> str:

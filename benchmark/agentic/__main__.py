@@ -9,15 +9,16 @@ import importlib
 import sys
 
 COMMANDS = {
-    "generate": ("benchmark.agentic.sample.generate", "make a trace of agentic traffic"),
-    "sample": ("benchmark.agentic.sample.cli", "cut a smaller trace that shares as much"),
-    "describe": ("benchmark.agentic.sample.describe", "what a trace holds"),
+    "generate": ("benchmark.agentic.traces.cli:generate", "make a trace of agentic traffic"),
+    "sample": ("benchmark.agentic.traces.cli:sample", "cut a smaller trace that shares as much"),
+    "describe": ("benchmark.agentic.traces.cli:describe", "what a trace holds"),
     "run": ("benchmark.agentic.studies.cli:run", "measure a study on a fleet, one page"),
     "report": ("benchmark.agentic.studies.cli:report", "the page of a run, again"),
     "compare": ("benchmark.agentic.studies.cli:compare", "two runs of a study on one page"),
     "route": ("benchmark.agentic.router.cli", "run the router"),
-    "capacity": ("benchmark.agentic.capacity.cli", "where the decode capacity wall stands"),
-    "simulate": ("benchmark.agentic.capacity.simulate", "replay a trace against simulated pools"),
+    "capacity": ("benchmark.agentic.model.capacity", "where the decode capacity wall stands"),
+    "calibrate": ("benchmark.agentic.model.calibrate", "costs from a run's records"),
+    "simulate": ("benchmark.agentic.model.simulate", "replay a trace against simulated pools"),
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import functools
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +16,7 @@ from rich.markup import escape
 from benchmark.harness.process import ServerFailed
 
 T = TypeVar("T")
+_NOT_RETYPED = ("--out", "--page", "--note", "--model")
 
 
 class RunFailed(RuntimeError):
@@ -29,13 +32,23 @@ def status(run: Callable[[], int], console: Console) -> int:
         console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
         return 1
     except RunFailed as failure:
-        console.print(f"[red]{escape(str(failure))}[/]")
+        console.print(f"[red]{escape(str(failure))}[/]", soft_wrap=True)
         return 1
     except (ValueError, OSError) as error:
-        console.print(f"[red]{escape(str(error))}[/]")
+        console.print(f"[red]{escape(str(error))}[/]", soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def reported(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """A command that ends as ``status`` says; what ended it goes to standard error."""
+
+    @functools.wraps(command)
+    def wrapped(argv: list[str]) -> int:
+        return status(lambda: command(argv), Console(stderr=True))
+
+    return wrapped
 
 
 def add_fields(parser: argparse.ArgumentParser, load: Any, **helps: str) -> None:
@@ -67,12 +80,13 @@ def add_common(parser: argparse.ArgumentParser, results: Path) -> None:
     add("--out", type=Path, default=results, help="for JSON, the plot and the servers' logs")
 
 
-def repeated(args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """What to type to repeat a run: the options that were not left as they are, without paths."""
-    words = [parser.prog]
-    for name, value in vars(args).items():
-        if value != parser.get_default(name) and name not in ("out", "note", "model"):
-            values = value if isinstance(value, (list, tuple)) else [value]
-            names = [each.name if isinstance(each, Path) else str(each) for each in values]
-            words += [f"--{name.replace('_', '-')}", *names]
-    return " ".join(words)
+def retyped(argv: Sequence[str]) -> str:
+    """What to type to repeat a run: files by name, and not where its results went."""
+    shown: list[str] = []
+    given = iter(argv)
+    for word in given:
+        if word in _NOT_RETYPED:
+            next(given, None)
+        elif word != "--resume" and word.partition("=")[0] not in _NOT_RETYPED:
+            shown.append(Path(word).name if "/" in word else word)
+    return shlex.join(shown)

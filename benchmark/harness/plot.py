@@ -24,6 +24,7 @@ def panels(path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0)) -
 
     matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
+    from PIL import Image  # comes with it
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(1, count, figsize=(size[0] * count, size[1]), squeeze=False)
@@ -35,6 +36,8 @@ def panels(path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0)) -
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+    with Image.open(path) as image:  # a third of the bytes
+        image.convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def lines(

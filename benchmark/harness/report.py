@@ -129,9 +129,9 @@ def print_table(
     console.print(table)
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for a page."""
-    lines = [columns, ["---"] * len(columns), *rows]
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same for a page; rows with nothing but a name are left out."""
+    lines = [columns, ["---"] * len(columns), *(row for row in rows if any(row[1:]))]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

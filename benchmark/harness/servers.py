@@ -144,7 +144,7 @@ decode = partial(engine, "decode")
 
 
 def router(
-    ports: tuple[int, int],
+    ports: Sequence[int],
     prefills: Sequence[ServerConfig] = (),
     decodes: Sequence[ServerConfig] = (),
     workers: Sequence[ServerConfig] = (),

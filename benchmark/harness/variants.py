@@ -8,8 +8,9 @@ without flags.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 #: Pause of NIXL's progress thread in microseconds; 0 spins, as in the stock release (on prefill, at
 #: a lower priority than there).
@@ -51,6 +52,17 @@ def local_turns(tokens: int, *, always: bool = False) -> Variant:
         env={LOCAL_ALWAYS: "1"} if always else {},
         decode_args=("--disaggregation-decode-local-tokens", str(tokens)),
     )
+
+
+VARIANTS: Mapping[str, Callable[[int], Variant]] = {
+    "stock": lambda tokens: STOCK,
+    "patched": lambda tokens: PATCHED,
+    "radix": lambda tokens: FLAG,
+    "spinning": lambda tokens: SPINNING,
+    "local": local_turns,
+    "local-always": partial(local_turns, always=True),
+}
+"""By the names that files use; of the tokens of a local turn."""
 
 
 def variants(*, spinning: bool = False) -> tuple[Variant, ...]:

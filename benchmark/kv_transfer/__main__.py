@@ -11,11 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark.harness import plot
+from benchmark.harness.command import retyped, status
 from benchmark.harness.environment import describe
 from benchmark.harness.report import plain, wide_console
 from benchmark.kv_transfer import choice, runs, shapes
 from benchmark.kv_transfer.cases import Case, Options
-from benchmark.kv_transfer.fleet import TRANSPORTS, ArmFailed
+from benchmark.kv_transfer.fleet import TRANSPORTS
 from benchmark.kv_transfer.patterns import PATTERNS
 from benchmark.kv_transfer.records import ARMS, BACKENDS
 
@@ -192,18 +193,16 @@ def _run(args: argparse.Namespace, options: Options, case: Case, stem: str) -> r
 
 
 def main() -> int:
-    args = _parser().parse_args()
-    console = wide_console()
+    args, console = _parser().parse_args(), wide_console()
+    return status(lambda: _measure(args, console), console)
+
+
+def _measure(args: argparse.Namespace, console: Console) -> int:
+    """Runs, and writes the page; non-zero where a bound does not hold."""
     machine = describe()
     stem = f"{machine['date']}-{args.run}-{args.backend}"
-    try:
-        options = _options(args, console)
-        answer = _run(args, options, _case(args), stem)
-    except (ArmFailed, ValueError) as failure:
-        console.print(f"[red]{failure}[/]", markup=True, highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    options = _options(args, console)
+    answer = _run(args, options, _case(args), stem)
     on_tcp = options.backend == "mooncake" and options.device == "cpu"
     header = {
         **machine,
@@ -212,7 +211,7 @@ def main() -> int:
         "transport": "TCP" if on_tcp else f"UCX, {options.transport}",
         "shape": f"{options.shape.name}, {options.shape.token_bytes:,} bytes a token in "
         f"{options.shape.buffers} buffers",
-        "command": "python -m benchmark.kv_transfer " + _command(sys.argv[1:]),
+        "command": "python -m benchmark.kv_transfer " + retyped(sys.argv[1:]),
     }
     verdicts = [str(verdict) for verdict in answer.verdicts]
     for verdict in verdicts:
@@ -227,19 +226,6 @@ def main() -> int:
     page = "\n\n".join([title, facts, *answer.parts, held]).rstrip() + "\n"
     (args.out / f"{stem}.md").write_text(page)
     return 0 if all(verdict.holds for verdict in answer.verdicts) else 1
-
-
-def _command(arguments: list[str]) -> str:
-    """The arguments without the output folder, which is a path of this machine."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip or argument.startswith("--out="):
-            skip = False
-        elif argument == "--out":
-            skip = True
-        else:
-            kept.append(argument)
-    return " ".join(kept)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmark.harness.command import RunFailed
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 from benchmark.kv_transfer.patterns import RoomPlan, by_peer
@@ -33,7 +34,7 @@ TRANSPORTS: dict[str, dict[str, str]] = {
 }
 
 
-class ArmFailed(RuntimeError):
+class ArmFailed(RunFailed):
     """A process of an arm ended, or could not do what it was asked."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.harness.command import add_common, add_fields, repeated, replaced, status
+from benchmark.harness.command import add_common, add_fields, replaced, retyped, status
 from benchmark.local_turns.compare import run
 from benchmark.local_turns.load import Load
 
@@ -37,7 +37,8 @@ def main() -> int:
     args, console = parser.parse_args(), Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
-    notes = {"command": repeated(args, parser), **({"note": args.note} if args.note else {})}
+    command = f"{parser.prog} {retyped(sys.argv[1:])}".rstrip()
+    notes = {"command": command, **({"note": args.note} if args.note else {})}
     load = replaced(load, args)
     return status(
         lambda: run(args.out, args.model, console, load, args.rounds, args.arms, notes), console

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.agentic.fleet.rig import Arm
+from benchmark.agentic.fleet.spec import Arm
 from benchmark.harness import report
 from benchmark.harness.client import Result
 from benchmark.harness.environment import describe
@@ -56,19 +56,19 @@ def run(
         answers: list[Result] = []
 
         def done(clients: int, measured: Measured, played: Played) -> None:
-            runs.setdefault(arm.name, {}).setdefault(clients, []).append(measured)
+            runs.setdefault(arm.title, {}).setdefault(clients, []).append(measured)
             answers.extend([*played.talks, *played.cold])
             for some in (played.talks, played.cold):
-                report.write_requests(raw, f"{arm.name}, round {number}, {clients}", some)
+                report.write_requests(raw, f"{arm.title}, round {number}, {clients}", some)
             console.print(f"  {clients} cold clients: {_line(measured)}", highlight=False)
 
-        console.print(f"[bold]{arm.name}[/], round {number} of {rounds}: fresh servers")
-        measure.run(arm, model, load, out / "logs" / arm.name.replace(" ", "-"), done)
+        console.print(f"[bold]{arm.title}[/], round {number} of {rounds}: fresh servers")
+        measure.run(arm, model, load, out / "logs" / arm.title.replace(" ", "-"), done)
         results.append(answers)
 
     for number in range(1, rounds + 1):  # in turn, so that a busy machine hits all of them
         for arm in measure.arms(load):
-            if re.search(only, arm.name):
+            if re.search(only, arm.title):
                 one(arm, number)
 
     same = same_answers(results)

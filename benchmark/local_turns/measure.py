@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmark.agentic.fleet.rig import Arm, layout
+from benchmark.agentic.fleet.rig import layout
 from benchmark.agentic.fleet.servers import ENGINES, total, warm_up
-from benchmark.agentic.replay.prepare import PromptSource
+from benchmark.agentic.fleet.spec import Arm
+from benchmark.agentic.load.prepare import PromptSource
 from benchmark.harness import checks, metrics
 from benchmark.harness.arm import traffic
 from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.report import Spread, spread, summarize
-from benchmark.harness.variants import FLAG, STOCK, local_turns
 from benchmark.harness.workload import token_range
 from benchmark.local_turns.load import Load, Played, play
 
@@ -25,14 +26,15 @@ COMPUTED = ("sglang:realtime_tokens_total", "mode", "prefill_compute")
 
 def arms(load: Load) -> list[Arm]:
     """All arms, in the order of the columns: two engines each, and SGLang's router before them."""
-    cache_aware, round_robin = (f"sglang-router: {p}" for p in ("cache_aware", "round_robin"))
-    fixed, chosen = (local_turns(load.local_tokens, always=always) for always in (True, False))
+    aggregated: dict[str, Any] = {"policy": "sglang-router: cache_aware", "aggregated": 2}
+    pair: dict[str, Any] = {"policy": "sglang-router: round_robin", "prefill": 1, "decode": 1}
+    local = {**pair, "local_tokens": load.local_tokens}
     return [
-        Arm("two aggregated", cache_aware, colocated=2, variant=STOCK),
-        Arm("PD, stock", round_robin, decodes=1, variant=STOCK),
-        Arm("PD, remote", round_robin, decodes=1, variant=FLAG),
-        Arm("PD, always local", round_robin, decodes=1, variant=fixed),
-        Arm("PD, chosen", round_robin, decodes=1, variant=chosen),
+        Arm("two aggregated", **aggregated),
+        Arm("PD, stock", **pair),
+        Arm("PD, remote", **pair, variant="radix"),
+        Arm("PD, always local", **local, variant="local-always"),
+        Arm("PD, chosen", **local, variant="local"),
     ]
 
 
@@ -80,7 +82,7 @@ def run(
     servers = layout(arm, model, load.pool_tokens, load.chunk_tokens)
     with Fleet(servers, logs) as fleet:
         url = fleet.layout[-1].url
-        requests = 4 * max(arm.decodes, arm.colocated)
+        requests = 4 * max(arm.decode, arm.aggregated)
         warm_up(Target(url), PromptSource(vocabulary, block_tokens=16), requests)
         for clients in load.cold_clients:
             fleet.check()

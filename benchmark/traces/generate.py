@@ -128,6 +128,13 @@ def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[R
         yield record
 
 
+def at_rate(shape: Shape, requests_per_s: float, seed: int = 0) -> Shape:
+    """More or fewer people, who are as fast: about so many requests a second."""
+    few = list(generate(20_000, seed, shape))
+    seconds = (few[-1].timestamp - few[0].timestamp) / 1000
+    return replace(shape, families_per_s=shape.families_per_s * requests_per_s * seconds / len(few))
+
+
 class _Traffic:
     """Draws of one trace; block ids and sessions are numbered through."""
 

@@ -1,45 +1,10 @@
-"""What a trace holds in a few numbers, and what an endless cache would hit of it."""
+"""What an endless cache would hit of a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from benchmark.traces.record import Record
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Of a trace; lengths in tokens."""
-
-    requests: int
-    requests_per_s: float
-    prompt: float
-    output: float
-    longest: int
-    """Prompt and answer."""
-    endless_hit: float
-    """Share of blocks that a cache without limits has seen before."""
-
-
-def facts(records: Sequence[Record]) -> Facts:
-    """Means over a trace.
-
-    Raises:
-        ValueError: no records.
-    """
-    if not records:
-        raise ValueError("the trace has no records")
-    count = len(records)
-    seconds = (records[-1].timestamp - records[0].timestamp) / 1000
-    return Facts(
-        count,
-        count / seconds if seconds else float("inf"),
-        sum(r.input_length for r in records) / count,
-        sum(r.output_length for r in records) / count,
-        max(r.input_length + r.output_length for r in records),
-        endless_hit_rate(records),
-    )
 
 
 class EndlessCache:

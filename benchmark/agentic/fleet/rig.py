@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmark.agentic.fleet.servers import ROUTED, Servers
-from benchmark.agentic.fleet.spec import FleetFile, Prefill, Rig, Setup
-from benchmark.agentic.router import launch
+from benchmark.agentic.fleet.servers import ENGINES, ROUTED, Servers, direct, routed
+from benchmark.agentic.fleet.spec import NONE, SGLANG, Arm, FleetFile, Prefill, Rig, Setup
 from benchmark.harness import servers
 from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import ServerConfig, Sizes
-from benchmark.harness.variants import FLAG, PATCHED, SPINNING, STOCK, Variant, local_turns
+from benchmark.harness.variants import VARIANTS
 from benchmark.harness.workload import token_range
 
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output", "--decode-log-interval", "1")
@@ -28,39 +28,6 @@ would sleep up to a second on requests whose handshake is under way."""
 BEHIND = ("nice", "-n", "5")
 """Servers share few cores with the client and the router, which in a fleet have their own: without
 this, the client would be late in sending and in reading."""
-
-SGLANG = "sglang-router"
-NONE = "none"
-VARIANTS: Mapping[str, Variant] = {
-    "stock": STOCK,
-    "patched": PATCHED,
-    "radix": FLAG,
-    "spinning": SPINNING,
-}
-LOCAL = ("local", "local-always")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Servers behind a router."""
-
-    name: str
-    policy: str
-    """Of our router, or ``sglang-router: POLICY``; ``none`` sends to the only server or pair. For
-    decode where there are pools only."""
-    colocated: int = 0
-    decodes: int = 0
-    variant: Variant = FLAG
-    prefills: int = 1
-    """Where there are decodes."""
-    router_args: tuple[str, ...] = ()
-
-
-def variant(name: str, local_tokens: int) -> Variant:
-    """Of ``VARIANTS`` or ``LOCAL``, the latter with turns of up to ``local_tokens``."""
-    if name in LOCAL:
-        return local_turns(local_tokens, always=name == "local-always")
-    return VARIANTS[name]
 
 
 def layout(
@@ -81,45 +48,48 @@ def layout(
         # As SGLang's 512 to the trace's blocks of 512.
         reserved_decode_tokens=page_tokens,
     )
-    stock, radix, env = arm.variant.stock, arm.variant.radix, arm.variant.env
-    decode_args = (*DOZING, *arm.variant.decode_args)
+    variant = VARIANTS[arm.variant](arm.local_tokens)
+    common: dict[str, Any] = {"stock": variant.stock, "env": variant.env}
     workers = [
-        servers.aggregated(model, _two(), sizes, stock=stock, extra_args=DOZING, env=env)
-        for _ in range(arm.colocated)
+        servers.aggregated(model, allocate_ports(2), sizes, extra_args=DOZING, **common)
+        for _ in range(arm.aggregated)
     ]
     prefills = [
-        servers.prefill(model, _three(), sizes, stock=stock, extra_args=LEAN, env=env)
-        for _ in range(arm.prefills if arm.decodes else 0)
+        servers.prefill(model, allocate_ports(3), sizes, extra_args=LEAN, **common)
+        for _ in range(arm.prefill)
     ]
     decodes = [
         servers.decode(
-            model, _two(), sizes, stock=stock, radix=radix, extra_args=decode_args, env=env
+            model,
+            allocate_ports(2),
+            sizes,
+            radix=variant.radix,
+            extra_args=(*DOZING, *variant.decode_args),
+            **common,
         )
-        for _ in range(arm.decodes)
+        for _ in range(arm.decode)
     ]
-    engines = [_behind(server) for server in (*prefills, *decodes, *workers)]
-    return [*engines, *_router(arm, prefills, decodes, workers, page_tokens)]
-
-
-def _router(
-    arm: Arm,
-    prefills: Sequence[ServerConfig],
-    decodes: Sequence[ServerConfig],
-    workers: Sequence[ServerConfig],
-    block_tokens: int,
-) -> list[ServerConfig]:
-    """SGLang's router, ours, or none."""
+    engines = [
+        replace(server, command=(*BEHIND, *server.command))
+        for server in (*prefills, *decodes, *workers)
+    ]
     name, _, policy = arm.policy.partition(": ")
     if name == NONE:
-        return []
+        return engines
     if name == SGLANG:
-        return [servers.router(_two(), prefills, decodes, workers, policy=policy)]
-    flag = "--decode-policy" if decodes and not workers else "--policy"
-    blocks = str(block_tokens)
-    args = [flag, arm.policy, "--block-tokens", blocks, "--reserve-tokens", blocks]
-    pairs = [(server.url, server.bootstrap_port or 0) for server in prefills]
-    urls = [server.url for server in decodes], [server.url for server in workers]
-    return [launch.config(allocate_ports(1)[0], pairs, *urls, extra_args=[*args, *arm.router_args])]
+        ports = allocate_ports(2)
+        return [*engines, servers.router(ports, prefills, decodes, workers, policy=policy)]
+    blocks = ("--block-tokens", str(page_tokens), "--reserve-tokens", str(page_tokens))
+    return [*engines, routed(_setup(engines), arm.policy, (*blocks, *arm.router_args))]
+
+
+def _setup(configs: Sequence[ServerConfig]) -> Setup:
+    of = {role: [c for c in configs if c.role == role] for role in ENGINES}
+    return Setup(
+        aggregated=tuple(config.url for config in of["aggregated"]),
+        prefill=tuple(Prefill(c.url, c.bootstrap_port or 0) for c in of["prefill"]),
+        decode=tuple(config.url for config in of["decode"]),
+    )
 
 
 @contextmanager
@@ -130,34 +100,11 @@ def started(arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path) -> It
         ServerFailed: a server did not start, died, or failed SGLang's memory check after a load.
     """
     configs = layout(arm, model, rig.pool_tokens, rig.chunk_tokens, about.block_tokens)
-    of = {
-        role: [config for config in configs if config.role == role]
-        for role in ("prefill", "decode", "aggregated", "router")
-    }
-    setup = Setup(
-        aggregated=tuple(config.url for config in of["aggregated"]),
-        prefill=tuple(Prefill(c.url, c.bootstrap_port or 0) for c in of["prefill"]),
-        decode=tuple(config.url for config in of["decode"]),
-    )
-    target = Target(configs[-1].url)
-    if not of["router"] and of["prefill"]:
-        first = of["prefill"][0]
-        target = Target(target.url, first.url, servers.HOST, first.bootstrap_port)
-    via = arm.policy if ":" in arm.policy else f"{ROUTED}, {arm.policy}"
-    via = via if of["router"] else "directly"
+    setup, last = _setup(configs), configs[-1]
+    target, via = direct(setup), "directly"
+    if last.role == "router":
+        target = Target(last.url)
+        via = arm.policy if ":" in arm.policy else f"{ROUTED}, {arm.policy}"
+    assert target is not None, "several servers of a role and no router"
     with Fleet(configs, logs) as fleet:
         yield Servers(setup, about, target, token_range(model), fleet.check, via)
-
-
-def _behind(server: ServerConfig) -> ServerConfig:
-    return replace(server, command=(*BEHIND, *server.command))
-
-
-def _two() -> tuple[int, int]:
-    first, second = allocate_ports(2)
-    return first, second
-
-
-def _three() -> tuple[int, int, int]:
-    first, second, third = allocate_ports(3)
-    return first, second, third

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 import time
 import urllib.error
@@ -17,13 +18,14 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from benchmark.agentic.fleet.spec import FleetFile, Setup
-from benchmark.agentic.replay.prepare import PromptSource
-from benchmark.agentic.replay.run import Settings, replay
-from benchmark.agentic.router import launch
+from benchmark.agentic.load.prepare import PromptSource
+from benchmark.agentic.load.run import Settings, replay
 from benchmark.harness import fleet, metrics
 from benchmark.harness.client import Target
 from benchmark.harness.command import RunFailed
+from benchmark.harness.models import REPOSITORY
 from benchmark.harness.ports import allocate_ports
+from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
 ENGINES = ("prefill", "decode", "aggregated")
@@ -57,7 +59,7 @@ class Servers:
 
     def settings(self, **more: object) -> Settings:
         """``more``: fields of ``Settings``."""
-        return Settings(dispatch="think", headers=self.about.all_headers, **more)  # type: ignore[arg-type]
+        return Settings(headers=self.about.all_headers, **more)  # type: ignore[arg-type]
 
     def warm_up(self) -> None:
         """Raises RunFailed: see ``warm_up``."""
@@ -142,7 +144,7 @@ def warm_up(
     records = [
         Record(0.0, tokens, 4, (-3 * i - 1, -3 * i - 2, -3 * i - 3)) for i in range(requests)
     ]
-    settings = Settings("think", 0.0, 120.0, sessions=2, headers=headers)
+    settings = Settings(0.0, 120.0, sessions=2, headers=headers)
     for outcome in asyncio.run(replay(target, records, prompts, settings)):
         if outcome.error is not None:
             raise RunFailed(f"warm-up of {target.url} failed: {outcome.message}")
@@ -166,31 +168,37 @@ def reach(
         except (OSError, ValueError) as error:
             raise RunFailed(f"{url} cannot be reached: {error}") from error
     vocabulary = range(*about.vocabulary)
-    if (target := _direct(setup)) is not None:
+    if (target := direct(setup)) is not None:
         yield Servers(setup, about, target, vocabulary)
         return
     if about.headers:
         raise RunFailed("`headers` do not pass our router: name one of your own as `router`")
-    (port,) = allocate_ports(1)
     policy = OURS.get(policy, policy.removeprefix("sglang-router: "))
-    config = launch.config(
-        port,
-        [(server.url, server.bootstrap_port) for server in setup.prefill],
-        setup.decode,
-        setup.aggregated,
-        extra_args=[*policies(setup, policy), *router_args],
-    )
+    config = routed(setup, policy, router_args)
     with TemporaryDirectory() as folder, fleet.Fleet([config], Path(folder)):
         via = f"{ROUTED}, {policy}"
         yield Servers(setup, about, Target(config.url), vocabulary, via=via)
 
 
-def policies(setup: Setup, policy: str) -> list[str]:
-    """Flags of our router: the policy is decode's where servers are split, else the workers'."""
-    return ["--decode-policy" if setup.decode and not setup.aggregated else "--policy", policy]
+def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
+    """Our router before a setup's servers, which should be ready: it is ready when it has looked at
+    all of them. The policy is decode's where servers are split, else the workers'.
+
+    ``more``: further arguments, as ``("--alpha", "0.5")``.
+    """
+    (port,) = allocate_ports(1)
+    command = [sys.executable, "-m", "benchmark.agentic", "route"]
+    command += ["--host", HOST, "--port", str(port)]
+    for server in setup.prefill:
+        command += ["--prefill", server.url, str(server.bootstrap_port)]
+    for role, urls in (("--decode", setup.decode), ("--worker", setup.aggregated)):
+        command += [word for url in urls for word in (role, url)]
+    command.append("--decode-policy" if setup.decode and not setup.aggregated else "--policy")
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    return ServerConfig("router", port, (*command, policy, *more), env)
 
 
-def _direct(setup: Setup) -> Target | None:
+def direct(setup: Setup) -> Target | None:
     """Where requests go without a router of ours; None where there is a choice to make."""
     if setup.router is not None:
         return Target(setup.router.rstrip("/"))

@@ -10,11 +10,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from benchmark.agentic.replay.prepare import Endpoint
+from benchmark.agentic.load.prepare import Endpoint
+from benchmark.agentic.router.policies import POLICIES
+from benchmark.harness.variants import VARIANTS
 from benchmark.traces.record import BLOCK_TOKENS
 
 T = TypeVar("T")
 RIG = Path(__file__).with_name("rig.yaml")
+SGLANG, NONE = "sglang-router", "none"
+SERVERS = "{servers}"
+"""In an arm's title: how many servers of which role."""
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +64,68 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         roles = dict.fromkeys(self.aggregated, "aggregated")
         roles |= {server.url: "prefill" for server in self.prefill}
         return roles | dict.fromkeys(self.decode, "decode")
+
+
+class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One setup. ``aggregated``, ``prefill``, ``decode`` and ``variant`` say what the rig starts;
+    a fleet by address has it under ``setup``."""
+
+    title: str
+    """``{servers}`` in it becomes how many there are."""
+    setup: str | None = None
+    """Name of a fleet's setup; None: the arm's own name."""
+    aggregated: int = 0
+    prefill: int = 0
+    decode: int = 0
+    variant: str = "stock"
+    """``stock``, ``patched`` (this package without a flag), ``radix`` (the decode radix cache),
+    ``spinning`` (with NIXL's thread as in stock), ``local`` (decode computes short turns where that
+    is sooner), ``local-always``."""
+    local_tokens: int = 0
+    """Of ``local``: turns with more new tokens go to prefill."""
+    policy: str = "linear"
+    """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
+    needed."""
+    router_args: tuple[str, ...] = ()
+    cold_clients: int = 0
+    """Clients beside the load that send one prompt after another that nobody has seen."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"`variant` is one of {', '.join(VARIANTS)}")
+        if self.variant.startswith("local") and self.local_tokens < 1:
+            raise ValueError("`local_tokens` must be 1 or more")
+        if not self.policy.startswith(f"{SGLANG}: ") and self.policy not in (*POLICIES, NONE):
+            choices = ", ".join((*POLICIES, NONE, f"{SGLANG}: POLICY"))
+            raise ValueError(f"`policy` is one of {choices}")
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError("`prefill` and `decode` need each other")
+
+    @property
+    def servers(self) -> dict[str, int]:
+        """By role."""
+        return {"aggregated": self.aggregated, "prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def shown(self) -> str:
+        """The title with the servers that there are."""
+        return self.title.replace(SERVERS, counted(self.servers))
+
+    def by_address(self, setup: Setup) -> Arm:
+        """With the servers of a setup instead of the rig's."""
+        return msgspec.structs.replace(
+            self,
+            aggregated=len(setup.aggregated),
+            prefill=len(setup.prefill),
+            decode=len(setup.decode),
+        )
+
+
+def counted(servers: Mapping[str, int]) -> str:
+    """``2 aggregated``, ``1P 1D``, or both; a router may hide them."""
+    own = f"{servers['aggregated']} aggregated" if servers["aggregated"] else ""
+    pair = f"{servers['prefill']}P {servers['decode']}D" if servers["decode"] else ""
+    return ", ".join(filter(None, (own, pair))) or "behind a router"
 
 
 class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

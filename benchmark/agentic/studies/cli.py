@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmark.agentic.fleet import spec as fleets
-from benchmark.agentic.fleet.spec import FleetFile
-from benchmark.agentic.replay.limits import raise_open_files
+from benchmark.agentic.fleet.spec import Arm, FleetFile
+from benchmark.agentic.load.run import raise_open_files
+from benchmark.agentic.report.numbers import levels
+from benchmark.agentic.report.page import html, page
+from benchmark.agentic.report.plots import draw
+from benchmark.agentic.report.summary import summary
+from benchmark.agentic.report.verdict import answer
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace, prepare
-from benchmark.agentic.studies.numbers import levels
-from benchmark.agentic.studies.page import html, page
-from benchmark.agentic.studies.plots import draw
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import cells
-from benchmark.agentic.studies.spec import ArmSpec, Study, find
-from benchmark.agentic.studies.summary import summary
-from benchmark.agentic.studies.verdict import answer
-from benchmark.harness.command import status
+from benchmark.agentic.studies.spec import Study, find, titles
+from benchmark.harness.command import reported, retyped
 from benchmark.harness.environment import describe
 from benchmark.harness.report import plain, write_summary
 
 
+@reported
 def run(argv: list[str]) -> int:
     """``run STUDY [--fleet FILE]``: measures, and writes the page."""
     parser = argparse.ArgumentParser(
@@ -52,27 +52,23 @@ def run(argv: list[str]) -> int:
     add("--out", type=Path, help="folder of the run; default: out/NAME")
     add("--page", type=Path, help="folder of page, figures and numbers; default: that of the run")
     args = parser.parse_args(argv)
-    console = Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
-    return status(lambda: _run(args, console, _words(argv)), console)
+    return _run(args, Console(), retyped(argv))
 
 
+@reported
 def report(argv: list[str]) -> int:
     """``report RUN``: the page of a run, again."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic report")
     parser.add_argument("run", type=Path, help="folder that `run` wrote")
     parser.add_argument("--page", type=Path, help="folder of the page; default: the run's")
     args = parser.parse_args(argv)
-    console = Console()
-
-    def work() -> int:
-        write(record.load(args.run), args.page or args.run, console)
-        return 0
-
-    return status(work, console)
+    write(record.load(args.run), args.page or args.run, Console())
+    return 0
 
 
+@reported
 def compare(argv: list[str]) -> int:
     """``compare RUN RUN``: arms of two runs of one study on one page."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic compare")
@@ -80,15 +76,10 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("after", type=Path, help="another one, of the same study and trace")
     parser.add_argument("--page", type=Path, default=Path("out/compare"), help="folder")
     args = parser.parse_args(argv)
-    console = Console()
-
-    def work() -> int:
-        both = merged(record.load(args.before), record.load(args.after))
-        both.command = "python -m benchmark.agentic compare " + shlex.join(argv)
-        write(both, args.page, console)
-        return 0
-
-    return status(work, console)
+    both = merged(record.load(args.before), record.load(args.after))
+    both.command = "python -m benchmark.agentic compare " + retyped(argv)
+    write(both, args.page, Console())
+    return 0
 
 
 def merged(before: Run, after: Run) -> Run:
@@ -148,7 +139,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     public = msgspec.structs.replace(study.trace, file=trace.source if study.trace.file else None)
     done = Run(
         msgspec.structs.replace(study, trace=public),
-        {name: arm.shown for name, arm in arms.items()},
+        titles(arms),
         missing,
         fleet.public(),
         describe(),
@@ -170,9 +161,9 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     with _progress(console) as progress:
         bar = progress.add_task("", total=steps * len(trace.records), failed=0)
 
-        def told(title: str, cell: Cell, ended: int) -> None:
+        def told(cell: Cell) -> None:
             lost = cell.outcomes[-1].error is not None
-            text = f"round {cell.round + 1}, {title}, {cell.load:g}"
+            text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.load:g}"
             failed = progress.tasks[0].fields["failed"] + lost
             progress.update(bar, description=escape(text), advance=1, failed=failed)
 
@@ -181,18 +172,6 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
             record.save(out, done)  # what was measured outlives a later failure
     write(done, args.page or out, console)
     return 0
-
-
-def _words(argv: list[str]) -> str:
-    """What to type to repeat a run: files by name, and not where its results went."""
-    shown: list[str] = []
-    given = iter(argv)
-    for word in given:
-        if word in ("--out", "--page"):
-            next(given, None)
-        elif word != "--resume":
-            shown.append(Path(word).name if "/" in word else word)
-    return shlex.join(shown)
 
 
 def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
@@ -214,7 +193,7 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
     return change(study, trace=trace, load=load)
 
 
-def _chosen(arms: dict[str, ArmSpec], pattern: str | None) -> dict[str, ArmSpec]:
+def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
     try:
         found = {name: arm for name, arm in arms.items() if re.search(pattern or "", name)}
     except re.error as error:

@@ -10,21 +10,17 @@ from pathlib import Path
 import msgspec
 
 from benchmark.agentic.fleet.spec import FleetFile
-from benchmark.agentic.replay.classes import Classes
-from benchmark.agentic.sample.describe import Description, describe
-from benchmark.agentic.sample.generate import agentic
-from benchmark.agentic.sample.select import Plan, chosen, window_and_thin
-from benchmark.agentic.sample.survey import survey
-from benchmark.agentic.sample.window import requests_of
+from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.studies.spec import LoadSpec, TraceSpec
-from benchmark.traces.generate import AGENTIC
+from benchmark.agentic.traces.describe import Description, describe
+from benchmark.agentic.traces.select import Plan, chosen, requests_of, window_and_thin
+from benchmark.agentic.traces.survey import survey
+from benchmark.traces.generate import AGENTIC, at_rate, generate
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
 from benchmark.traces.scale import Fitting, Scale
 from benchmark.traces.sessions import annotate
 
-GENERATED_PER_S = 28.9
-"""Requests of a generated trace."""
 COLD_PROMPTS = 300
 """Of a cold client, more than it gets to send."""
 
@@ -77,11 +73,9 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
 
 def generated(spec: TraceSpec) -> Iterator[Record]:
     """Traffic in the shape of a published one."""
-    shape = AGENTIC
-    if spec.generated_per_s is not None:
-        more = spec.generated_per_s / GENERATED_PER_S
-        shape = dataclasses.replace(shape, families_per_s=shape.families_per_s * more)
-    return agentic(spec.generated, spec.seed, shape)
+    rate = spec.generated_per_s
+    shape = AGENTIC if rate is None else at_rate(AGENTIC, rate, spec.seed)
+    return generate(spec.generated, spec.seed, shape)
 
 
 def limit(fleet: FleetFile) -> int:

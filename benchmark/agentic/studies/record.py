@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import msgspec
 
-from benchmark.agentic.replay.outcome import Outcome
+from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.studies.spec import Study
 from benchmark.harness.report import write_summary
 

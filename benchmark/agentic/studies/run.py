@@ -13,23 +13,23 @@ import msgspec
 
 from benchmark.agentic.fleet import rig, servers
 from benchmark.agentic.fleet.servers import Servers
-from benchmark.agentic.fleet.spec import FleetFile
-from benchmark.agentic.replay.outcome import Outcome
-from benchmark.agentic.replay.run import replay
+from benchmark.agentic.fleet.spec import Arm, FleetFile
+from benchmark.agentic.load.outcome import Outcome
+from benchmark.agentic.load.run import replay
 from benchmark.agentic.studies import load, record
 from benchmark.agentic.studies.load import Trace
 from benchmark.agentic.studies.record import Cell, Run
-from benchmark.agentic.studies.spec import ArmSpec, Study
+from benchmark.agentic.studies.spec import Study
 from benchmark.harness import metrics
 from benchmark.harness.models import random_qwen3
 
-Told = Callable[[str, Cell, int], None]
-"""Arm's title, the cell, and how many of its requests have ended; after each of them."""
+Told = Callable[[Cell], None]
+"""After each request of a cell."""
 
 
 def cells(
     study: Study,
-    arms: dict[str, ArmSpec],
+    arms: dict[str, Arm],
     fleet: FleetFile,
     trace: Trace,
     out: Path,
@@ -65,18 +65,18 @@ def cells(
 
 
 def _running(
-    name: str, arm: ArmSpec, study: Study, fleet: FleetFile, out: Path
+    name: str, arm: Arm, study: Study, fleet: FleetFile, out: Path
 ) -> AbstractContextManager[Servers]:
     if fleet.rig is None:
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, arm.router_args)
     model = random_qwen3(out / "model-random", **fleet.rig.shape)
-    return rig.started(arm.on_rig(name), fleet, fleet.rig, model, out / "logs" / name)
+    return rig.started(arm, fleet, fleet.rig, model, out / "logs" / name)
 
 
 def _measure(
     cell: Cell,
     running: Servers,
-    arm: ArmSpec,
+    arm: Arm,
     study: Study,
     trace: Trace,
     lines: IO[bytes],
@@ -98,7 +98,7 @@ def _measure(
         zeros.append(_zero(outcome))
         cell.outcomes.append(outcome)
         record.append(lines, cell, outcome, cold=False)
-        told(arm.shown, cell, len(cell.outcomes))
+        told(cell)
 
     def cold_ended(outcome: Outcome) -> None:
         beside_load.append((_zero(outcome), outcome))

@@ -8,79 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from benchmark.agentic.fleet.rig import LOCAL, NONE, SGLANG, VARIANTS, Arm, variant
-from benchmark.agentic.fleet.spec import Setup, Slo
-from benchmark.agentic.router.policies import POLICIES
+from benchmark.agentic.fleet.spec import Arm, Setup, Slo
 
 FOLDER = Path(__file__).parent
-SERVERS = "{servers}"
-"""In an arm's title: how many servers of which role."""
-
-
-class ArmSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setup. ``aggregated``, ``prefill``, ``decode`` and ``variant`` say what the rig starts;
-    a fleet by address has it under ``setup``."""
-
-    title: str
-    """``{servers}`` in it becomes how many there are."""
-    setup: str | None = None
-    """Name of a fleet's setup; None: the arm's own name."""
-    aggregated: int = 0
-    prefill: int = 0
-    decode: int = 0
-    variant: str = "stock"
-    """``stock``, ``patched`` (this package without a flag), ``radix`` (the decode radix cache),
-    ``spinning`` (with NIXL's thread as in stock), ``local`` (decode computes short turns where that
-    is sooner), ``local-always``."""
-    local_tokens: int = 0
-    """Of ``local``: turns with more new tokens go to prefill."""
-    policy: str = "linear"
-    """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
-    needed."""
-    router_args: tuple[str, ...] = ()
-    cold_clients: int = 0
-    """Clients beside the load that send one prompt after another that nobody has seen."""
-
-    def __post_init__(self) -> None:
-        if self.variant not in (*VARIANTS, *LOCAL):
-            raise ValueError(f"`variant` is one of {', '.join((*VARIANTS, *LOCAL))}")
-        if self.variant in LOCAL and self.local_tokens < 1:
-            raise ValueError("`local_tokens` must be 1 or more")
-        if not self.policy.startswith(f"{SGLANG}: ") and self.policy not in (*POLICIES, NONE):
-            choices = ", ".join((*POLICIES, NONE, f"{SGLANG}: POLICY"))
-            raise ValueError(f"`policy` is one of {choices}")
-        if bool(self.prefill) != bool(self.decode):
-            raise ValueError("`prefill` and `decode` need each other")
-
-    @property
-    def servers(self) -> dict[str, int]:
-        """By role."""
-        return {"aggregated": self.aggregated, "prefill": self.prefill, "decode": self.decode}
-
-    @property
-    def shown(self) -> str:
-        """The title with the servers that there are."""
-        return self.title.replace(SERVERS, counted(self.servers))
-
-    def by_address(self, setup: Setup) -> ArmSpec:
-        """With the servers of a setup instead of the rig's."""
-        return msgspec.structs.replace(
-            self,
-            aggregated=len(setup.aggregated),
-            prefill=len(setup.prefill),
-            decode=len(setup.decode),
-        )
-
-    def on_rig(self, name: str) -> Arm:
-        return Arm(
-            name,
-            self.policy,
-            self.aggregated,
-            self.decode,
-            variant(self.variant, self.local_tokens),
-            self.prefill,
-            self.router_args,
-        )
 
 
 class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,7 +82,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     title: str
     question: str
-    arms: dict[str, ArmSpec]
+    arms: dict[str, Arm]
     """By name, in the page's order; the first is what the others are held against."""
     load: LoadSpec
     trace: TraceSpec = TraceSpec()
@@ -174,7 +104,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.rounds < 1:
             raise ValueError("`rounds` must be 1 or more")
 
-    def at(self, setups: dict[str, Setup]) -> tuple[dict[str, ArmSpec], list[str]]:
+    def at(self, setups: dict[str, Setup]) -> tuple[dict[str, Arm], list[str]]:
         """Its arms with the servers of a fleet by address, and the names of those that it lacks.
 
         Raises:
@@ -184,7 +114,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         missing = [name for name in self.arms if name not in arms]
         if self.every_setup:
             used = {arm.setup or name for name, arm in arms.items()}
-            arms |= {name: ArmSpec(title=name) for name in setups if name not in used}
+            arms |= {name: Arm(title=name) for name in setups if name not in used}
         arms = {name: arm.by_address(setups[arm.setup or name]) for name, arm in arms.items()}
         if not arms:
             raise ValueError(
@@ -194,11 +124,11 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return arms, missing
 
 
-def counted(servers: Mapping[str, int]) -> str:
-    """``2 aggregated``, ``1P 1D``, or both; a router may hide them."""
-    own = f"{servers['aggregated']} aggregated" if servers["aggregated"] else ""
-    pair = f"{servers['prefill']}P {servers['decode']}D" if servers["decode"] else ""
-    return ", ".join(filter(None, (own, pair))) or "behind a router"
+def titles(arms: Mapping[str, Arm]) -> dict[str, str]:
+    """What each is called on the page; by name too where the servers of two read the same."""
+    shown = {name: arm.shown for name, arm in arms.items()}
+    said = list(shown.values())
+    return {n: f"{text} ({n})" if said.count(text) > 1 else text for n, text in shown.items()}
 
 
 def find(name: str) -> Path:

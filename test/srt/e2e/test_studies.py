@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
 from benchmark.harness.models import TINY_ARITH
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
+from benchmark.traces.generate import generate
 from benchmark.traces.read import write
 from e2e.support import START_METHOD
 
@@ -24,7 +24,7 @@ def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
     """Guards the newcomer's command against real servers: every request is answered with the length
     that was asked for, caches are flushed, and what prefill moved is counted."""
     trace = tmp_path / "trace.jsonl"
-    write(trace, agentic(300, 1))
+    write(trace, generate(300, 1))
     pair = PairConfig(
         TINY_ARITH, radix=True, prefill_sizes=SIZES, decode_sizes=SIZES, env={START_METHOD: "fork"}
     )

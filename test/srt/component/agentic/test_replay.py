@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmark.agentic.replay.client import client
-from benchmark.agentic.replay.outcome import Outcome
-from benchmark.agentic.replay.prepare import PromptSource
-from benchmark.agentic.replay.run import Settings, replay
+from benchmark.agentic.load.outcome import Outcome, client
+from benchmark.agentic.load.prepare import PromptSource
+from benchmark.agentic.load.run import Settings, replay
 from benchmark.harness.client import Target
 from benchmark.harness.ports import allocate_ports
 from benchmark.traces.record import Record
@@ -71,8 +70,7 @@ def turns(count: int, apart_ms: float = 1.0) -> list[Record]:
 
 def test_no_number_of_streams_is_too_many() -> None:
     """Guards against a bound of connections, ours or aiohttp's 100, that would hide the server's
-    queue: nobody is answered before all 300 have arrived. Turns of one session do not wait for each
-    other either, as the trace's times were asked for."""
+    queue: nobody is answered before all 300 have arrived."""
     arrived = 0
     everybody = asyncio.Event()
 
@@ -84,7 +82,8 @@ def test_no_number_of_streams_is_too_many() -> None:
         await everybody.wait()
         return await fine(request)
 
-    outcomes = send([answer], turns(300))
+    records = [Record(float(i), 3, 2, (i,), session_id=f"s{i}", turn=0) for i in range(300)]
+    outcomes = send([answer], records)
     assert [o.error for o in outcomes] == [None] * 300
     assert [o.index for o in outcomes] == list(range(300))
 
@@ -101,7 +100,7 @@ def test_think_time_counts_from_the_end_of_the_turn_before(think_s: float | None
         order.append(("end", request.headers["X-Session-Id"]))
         return await fine(request)
 
-    outcomes = send([answer], turns(3, 100.0), Settings("think", think_s))
+    outcomes = send([answer], turns(3, 100.0), Settings(think_s))
     assert order == [("begin", "s"), ("end", "s")] * 3
     for before, after in zip(outcomes, outcomes[1:], strict=False):
         assert after.scheduled_s == pytest.approx(before.finished_s + (think_s or 0.1), abs=1e-5)
@@ -114,7 +113,7 @@ def test_a_failed_turn_does_not_end_its_session() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         return web.Response(status=503, text="busy")
 
-    outcomes = send([answer], turns(3), Settings("think", 0.0))
+    outcomes = send([answer], turns(3), Settings(0.0))
     assert [(o.error, o.message) for o in outcomes] == [("http_5xx", "503 busy")] * 3
 
 
@@ -174,7 +173,7 @@ def test_errors_by_kind(handler: Handler, kind: str, text: str) -> None:
         calls += 1
         return await (handler if calls == 1 else fine)(request)
 
-    bad, good = send([first_fails], turns(2), Settings("think", 0.0, timeout_s=1.0))
+    bad, good = send([first_fails], turns(2), Settings(0.0, timeout_s=1.0))
     assert bad.error == kind
     assert bad.message is not None and text in bad.message
     assert good.error is None
@@ -199,7 +198,7 @@ def test_our_own_limit_of_open_files_is_no_error_of_the_server() -> None:
 
     try:
         with stub_process() as url:  # in this process it could not open files either
-            work = replay(url, turns(2), PROMPTS, Settings("think", 0.0), on_outcome=no_more_files)
+            work = replay(url, turns(2), PROMPTS, Settings(0.0), on_outcome=no_more_files)
             # Not the policy's loop: SGLang sets uvloop's, which opens files to close itself.
             with closing(asyncio.SelectorEventLoop()) as loop:
                 outcomes = loop.run_until_complete(asyncio.wait_for(work, 60))
@@ -253,7 +252,7 @@ def test_both_halves_of_a_pair() -> None:
         assert request.headers["X-Session-Id"] == "s"
         return await fine(request)
 
-    outcomes = send([half, half], turns(2), Settings("think", 0.0))
+    outcomes = send([half, half], turns(2), Settings(0.0))
     assert [o.error for o in outcomes] == [None, None]
     assert seen[0] == seen[1] != seen[2] == seen[3]
     assert seen[0]["bootstrap_room"] != seen[2]["bootstrap_room"]

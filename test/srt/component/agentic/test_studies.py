@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic.sample.generate import agentic
 from benchmark.agentic.studies import cli, record
+from benchmark.traces.generate import generate
 from benchmark.traces.read import write
 from component.agentic import stub
 from sglang.srt.patchset.environment import START_METHOD
@@ -36,7 +36,7 @@ def urls() -> Iterator[list[str]]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    write(tmp_path / "trace.jsonl", agentic(300, 1))
+    write(tmp_path / "trace.jsonl", generate(300, 1))
     return str(tmp_path / "trace.jsonl")
 
 
@@ -140,4 +140,4 @@ def test_a_server_that_is_not_there_is_named(
     file = fleet(tmp_path, "aggregated: ['http://127.0.0.1:9']\n")
     words = ["worth", "--fleet", file, "--trace", trace, "--out", str(tmp_path / "run")]
     assert cli.run(words) == 1
-    assert "http://127.0.0.1:9 cannot be reached" in " ".join(capsys.readouterr().out.split())
+    assert "http://127.0.0.1:9 cannot be reached" in " ".join(capsys.readouterr().err.split())

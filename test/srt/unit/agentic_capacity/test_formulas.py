@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic.capacity import costs as cost_files
-from benchmark.agentic.capacity import formulas
-from benchmark.agentic.capacity.costs import Costs, Transfer
-from benchmark.agentic.capacity.formulas import GIB, Workload
+from benchmark.agentic.model import capacity as formulas
+from benchmark.agentic.model import costs as cost_files
+from benchmark.agentic.model.capacity import GIB, Workload
+from benchmark.agentic.model.costs import Costs, Transfer
 from benchmark.kv_transfer import shapes
 
 H20 = cost_files.load("qwen3-coder-30b-h20")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmark.agentic.capacity.sim.jobs import Job
-from benchmark.agentic.capacity.sim.pool import Pool
-from benchmark.agentic.capacity.sim.routing import Routing, hits
+from benchmark.agentic.model.sim.jobs import Job
+from benchmark.agentic.model.sim.pool import Pool
+from benchmark.agentic.model.sim.routing import Routing, hits
 from benchmark.agentic.router.policies import SCORES, Knobs, View, Work, choose
 
 

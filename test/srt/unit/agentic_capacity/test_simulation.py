@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmark.agentic.capacity.costs import Costs, Transfer
-from benchmark.agentic.capacity.sim.decode import DecodeConfig, DecodeWorker
-from benchmark.agentic.capacity.sim.fleet import Fleet, FleetConfig, Run
-from benchmark.agentic.capacity.sim.jobs import Job, SharedPrefixes, from_trace
-from benchmark.agentic.capacity.sim.outcome import outcome
-from benchmark.agentic.capacity.sim.prefill import PrefillConfig
+from benchmark.agentic.model.costs import Costs, Transfer
+from benchmark.agentic.model.sim.decode import DecodeConfig, DecodeWorker
+from benchmark.agentic.model.sim.fleet import Fleet, FleetConfig, Run
+from benchmark.agentic.model.sim.jobs import Job, SharedPrefixes, from_trace
+from benchmark.agentic.model.sim.outcome import outcome
+from benchmark.agentic.model.sim.prefill import PrefillConfig
 from benchmark.traces.record import Record
 from effort import tries
 

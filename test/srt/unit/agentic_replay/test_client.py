@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark.agentic.replay.client import client, most_open
-from benchmark.agentic.replay.outcome import Outcome
+from benchmark.agentic.load.outcome import Outcome, client, most_open
 
 
 def outcome(index: int, **more: Any) -> Outcome:

@@ -7,8 +7,7 @@ import json
 import msgspec
 import pytest
 
-from benchmark.agentic.replay.classes import HEAVY, MEDIUM, WARM, Classes
-from benchmark.agentic.replay.outcome import Outcome, gaps, tpot
+from benchmark.agentic.load.outcome import HEAVY, MEDIUM, WARM, Classes, Outcome, gaps, tpot
 from benchmark.harness.stream import Failed, Result, take
 from benchmark.traces.record import Record
 from benchmark.traces.sharing import EndlessCache

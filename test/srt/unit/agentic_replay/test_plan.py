@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmark.agentic.replay.plan import Job, by_think_time, by_trace_time, gap_s, jobs
+from benchmark.agentic.load.plan import Job, chains, gap_s, jobs
 from benchmark.traces.record import Record
 
 # Two sessions whose turns are mixed, and a single request. The trace begins at 1 s.
@@ -20,8 +20,8 @@ def work() -> list[Job]:
     return list(jobs(RECORDS, block_tokens=4))
 
 
-def order(chains: object) -> list[tuple[float, list[int]]]:
-    return [(c.start_s, [job.index for job in c.jobs]) for c in chains]  # type: ignore[attr-defined]
+def order(found: object) -> list[tuple[float, list[int]]]:
+    return [(c.start_s, [job.index for job in c.jobs]) for c in found]  # type: ignore[attr-defined]
 
 
 def test_times_count_from_the_first_request() -> None:
@@ -30,17 +30,9 @@ def test_times_count_from_the_first_request() -> None:
     assert [job.trace_new_tokens for job in work()] == [4, 4, 4, 4, 4, 4]
 
 
-def test_trace_time_is_an_open_loop() -> None:
-    """Guards against turns that wait for others although the trace's times were asked for."""
-    assert order(by_trace_time(work())) == [
-        *((0, [0]), (1, [1]), (2, [2])),
-        *((2.5, [3]), (6, [4]), (8, [5])),
-    ]
-
-
 def test_think_time_chains_the_turns_of_a_session() -> None:
     """Guards against turns out of order, or of two sessions in one chain."""
-    assert order(by_think_time(work())) == [(0, [0, 2, 5]), (1, [1, 4]), (2.5, [3])]
+    assert order(chains(work())) == [(0, [0, 2, 5]), (1, [1, 4]), (2.5, [3])]
 
 
 def test_the_gap_is_recorded_or_given() -> None:

@@ -2,26 +2,30 @@
 
 import pytest
 
-from benchmark.agentic.router import launch
+from benchmark.agentic.fleet.servers import routed
+from benchmark.agentic.fleet.spec import Prefill, Setup
 from benchmark.agentic.router.cli import main, parser, settings
 from benchmark.agentic.router.settings import Settings
 
-PREFILL = ("http://127.0.0.1:1", 8998)
+PREFILL = Prefill("http://127.0.0.1:1", 8998)
 DECODE, COLOCATED = "http://127.0.0.1:2", "http://127.0.0.1:3"
 
 
 def test_the_harness_starts_what_the_command_line_understands() -> None:
-    """Guards launch.config against the parser going another way."""
+    """Guards against the parser and who starts the router going different ways."""
     extra = ("--decode-policy", "least_tokens", "--alpha", "0.5", "--max-sessions", "7")
-    config = launch.config(9, [PREFILL], [DECODE], [COLOCATED], extra_args=extra)
-    assert config.ready_url == "http://127.0.0.1:9/readiness"
+    config = routed(Setup((COLOCATED,), (PREFILL,), (DECODE,)), "lmetric", extra)
+    assert config.ready_url == f"{config.url}/readiness"
     args = parser().parse_args(config.command[config.command.index("route") + 1 :])
     made = settings(args)
-    assert (args.host, args.port) == ("127.0.0.1", 9)
+    assert (args.host, args.port) == ("127.0.0.1", config.port)
     assert made.prefills == (("http://127.0.0.1:1", 8998),)
-    assert made.decodes == ("http://127.0.0.1:2",)
-    assert made.workers == ("http://127.0.0.1:3",)
-    assert (made.decode_policy, made.knobs.alpha, made.max_sessions) == ("least_tokens", 0.5, 7)
+    assert made.decodes == (DECODE,) and made.workers == (COLOCATED,)
+    assert (made.policy, made.decode_policy) == ("lmetric", "least_tokens")
+    assert (made.knobs.alpha, made.max_sessions) == (0.5, 7)
+    split = routed(Setup((), (PREFILL,), (DECODE,)), "linear")
+    made = settings(parser().parse_args(split.command[split.command.index("route") + 1 :]))
+    assert made.decode_policy == "linear"
 
 
 def test_flags_default_to_the_settings() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmark.agentic.sample.describe import Description, describe
-from benchmark.agentic.sample.generate import agentic, main
-from benchmark.agentic.sample.survey import survey
+from benchmark.agentic.traces import cli
+from benchmark.agentic.traces.describe import Description, describe
+from benchmark.agentic.traces.survey import survey
+from benchmark.traces.generate import AGENTIC, at_rate, generate
 from benchmark.traces.read import read
 from benchmark.traces.record import Record, check
 from benchmark.traces.sessions import annotate
@@ -31,7 +32,7 @@ TARGET = {
     "cross-session share": 0.52,
     "growth per turn": 2_000,
 }
-RECORDS = list(agentic(30_000, seed=3))
+RECORDS = list(generate(30_000, seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,8 @@ def test_valid_and_in_order() -> None:
 
 def test_seeded() -> None:
     """A shorter trace is the start of a longer one; another seed is another trace."""
-    assert list(agentic(300, seed=3)) == RECORDS[:300]
-    assert list(agentic(300, seed=4)) != RECORDS[:300]
+    assert list(generate(300, seed=3)) == RECORDS[:300]
+    assert list(generate(300, seed=4)) != RECORDS[:300]
 
 
 def test_sessions_are_found_again_without_their_names() -> None:
@@ -107,7 +108,14 @@ def test_sessions_are_found_again_without_their_names() -> None:
 
 def test_command(tmp_path: Path) -> None:
     """The file is what the function gives, with or without sessions."""
-    assert main([str(tmp_path / "a"), "--requests", "50", "--seed", "3"]) == 0
+    assert cli.generate([str(tmp_path / "a"), "--requests", "50", "--seed", "3"]) == 0
     assert list(read(tmp_path / "a")) == RECORDS[:50]
-    main([str(tmp_path / "b"), "--requests", "50", "--no-sessions"])
+    cli.generate([str(tmp_path / "b"), "--requests", "50", "--no-sessions"])
     assert {r.session_id for r in read(tmp_path / "b")} == {None}
+
+
+def test_another_rate_is_more_people() -> None:
+    """Guards against a rate that nothing reads: as fast, but fewer."""
+    few = list(generate(4000, 3, at_rate(AGENTIC, 5.0, 3)))
+    seconds = (few[-1].timestamp - few[0].timestamp) / 1000
+    assert len(few) / seconds == pytest.approx(5, rel=0.2)

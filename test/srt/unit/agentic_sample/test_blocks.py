@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from benchmark.agentic.sample import survey as module
-from benchmark.agentic.sample.survey import FEW, BlockFigures, survey
+from benchmark.agentic.traces import survey as module
+from benchmark.agentic.traces.survey import FEW, BlockFigures, survey
 from benchmark.traces.generate import generate
 from benchmark.traces.record import Record
 from benchmark.traces.sharing import endless_hit_rate

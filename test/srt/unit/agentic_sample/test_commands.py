@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic.sample import cli, describe
-from benchmark.agentic.sample.survey import survey
+from benchmark.agentic.traces import cli
+from benchmark.agentic.traces.describe import describe
+from benchmark.agentic.traces.survey import survey
 from benchmark.traces.generate import generate
 from benchmark.traces.read import read, write
 from benchmark.traces.record import Record
@@ -30,7 +31,7 @@ def test_window_and_thin_keeps_what_random_sampling_destroys(trace: Path, tmp_pa
     out = tmp_path / "figures.json"
     window = ["--window-seconds", "300", "--window-start", "200"]
     arguments = [str(trace), str(tmp_path / "sample"), "--compare", *window, "--json", str(out)]
-    assert cli.main(arguments) == 0
+    assert cli.sample(arguments) == 0
     figures = json.loads(out.read_text())
     assert figures["keeps"]["window and thin"] > 0.9
     assert figures["keeps"]["random"] < 0.5
@@ -44,20 +45,20 @@ def test_window_and_thin_keeps_what_random_sampling_destroys(trace: Path, tmp_pa
 def test_the_single_turn_cap_reaches_the_file(trace: Path, tmp_path: Path) -> None:
     """Guards against a flag that nothing reads."""
     out = tmp_path / "sample"
-    cli.main([str(trace), str(out), "--max-single-turn-ratio", "0.3", "--sample-ratio", "1"])
-    assert describe.describe(survey(read(out))).multi_turn_sessions >= 0.7
+    cli.sample([str(trace), str(out), "--max-single-turn-ratio", "0.3", "--sample-ratio", "1"])
+    assert describe(survey(read(out))).multi_turn_sessions >= 0.7
 
 
 def test_a_trace_without_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Mooncake's format has none: they are derived, and the sample names them."""
     path = tmp_path / "t"
     write(path, [Record(0, 1300, 9, (0, 1, 2)), Record(60, 2000, 9, (0, 1, 3, 4))])
-    assert describe.main([str(path), "--json", str(tmp_path / "j")]) == 0
+    assert cli.describe([str(path), "--json", str(tmp_path / "j")]) == 0
     figures = json.loads((tmp_path / "j").read_text())["trace"]
     assert (figures["sessions"], figures["requests"]) == (1, 2)
     assert figures["hit_within"] == pytest.approx(1024 / 3300)
     assert "prefill share" in capsys.readouterr().out
-    cli.main([str(path), str(tmp_path / "s"), "--sample-ratio", "1"])
+    cli.sample([str(path), str(tmp_path / "s"), "--sample-ratio", "1"])
     assert [r.turn for r in read(tmp_path / "s")] == [0, 1]
 
 
@@ -73,9 +74,7 @@ def test_errors_name_the_flag_or_the_line(
     trace: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line that says what to change, and a status that a script sees."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(trace), *arguments])
-    assert end.value.code == 1
+    assert cli.sample([str(trace), *arguments]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
@@ -83,8 +82,7 @@ def test_errors_name_the_flag_or_the_line(
 
 def test_a_trace_is_not_overwritten(trace: Path) -> None:
     """Writing over the file that is being read would leave neither."""
-    with pytest.raises(SystemExit):
-        cli.main([str(trace), str(trace)])
+    assert cli.sample([str(trace), str(trace)]) == 2
     assert next(read(trace)).session_id
 
 
@@ -92,6 +90,5 @@ def test_empty_and_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Named, without a traceback."""
     (tmp_path / "empty").write_text("")
     for name in ("empty", "missing"):
-        with pytest.raises(SystemExit):
-            describe.main([str(tmp_path / name)])
+        assert cli.describe([str(tmp_path / name)]) == 2
         assert name in capsys.readouterr().err

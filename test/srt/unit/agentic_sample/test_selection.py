@@ -7,17 +7,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmark.agentic.sample.select import (
+from benchmark.agentic.traces.select import (
     Plan,
+    beginning,
     cap_single_turns,
     chosen,
+    densest,
     draws,
     kept,
     random_requests,
     window_and_thin,
 )
-from benchmark.agentic.sample.survey import Survey, session_key, survey
-from benchmark.agentic.sample.window import beginning, densest
+from benchmark.agentic.traces.survey import Survey, session_key, survey
 from benchmark.traces.generate import generate
 from benchmark.traces.record import Record
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmark.agentic.fleet import rig, spec
 from benchmark.agentic.fleet.servers import gauges
-from benchmark.agentic.fleet.spec import FleetFile
-from benchmark.agentic.studies.spec import FOLDER, Study, counted, find
+from benchmark.agentic.fleet.spec import FleetFile, counted
+from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,8 @@ def test_arms_of_the_rig_differ_in_what_they_say(tmp_path: Path) -> None:
     """Equal pools for all servers, flags on the arm's decode servers only, engines behind the
     client."""
     for path in FOLDER.glob("*.yaml"):
-        for name, arm in spec.load(path, Study).arms.items():
-            made = arm.on_rig(name)
-            engines = [c for c in rig.layout(made, tmp_path, 5000) if c.role != "router"]
+        for arm in spec.load(path, Study).arms.values():
+            engines = [c for c in rig.layout(arm, tmp_path, 5000) if c.role != "router"]
             roles = [engine.role for engine in engines]
             assert roles == (
                 ["prefill"] * arm.prefill
@@ -124,6 +123,19 @@ def test_titles_count_the_servers_that_there_are() -> None:
     offloading, _ = spec.load(find("offload"), Study).at({"none": one, "offload": both})
     assert offloading["none"].shown == "1 aggregated"
     assert counted(offloading["offload"].servers) == "1 aggregated, 1P 2D"
+
+
+def test_arms_whose_servers_read_the_same_are_told_apart() -> None:
+    """Guards against two arms of one name: setups by address may have equal numbers."""
+    study = spec.load(find("capacity_wall"), Study)
+    pair = spec.Setup(prefill=(spec.Prefill("http://p"),), decode=("http://d",))
+    arms, _ = study.at({"pd-stock": pair, "pd-stock-3-1": pair, "pd-radix-3-1": pair})
+    assert list(titles(arms).values()) == [
+        "1P 1D, stock (pd-2-2)",
+        "1P 1D, stock (pd-3-1)",
+        "1P 1D, radix",
+    ]
+    assert list(titles(study.arms).values())[:2] == ["4 aggregated", "2P 2D, stock"]
 
 
 def test_gauges_are_read_off_a_metrics_page() -> None:

@@ -13,19 +13,20 @@ import numpy as np
 import pytest
 
 from benchmark.agentic.fleet import spec
-from benchmark.agentic.replay.outcome import Outcome
-from benchmark.agentic.sample.generate import agentic
+from benchmark.agentic.fleet.spec import Arm
+from benchmark.agentic.load.outcome import Outcome
+from benchmark.agentic.report.events import events
+from benchmark.agentic.report.numbers import STAGES, STATISTICS, Level, levels, plain, quantile
+from benchmark.agentic.report.page import html, page
+from benchmark.agentic.report.summary import summary
+from benchmark.agentic.report.verdict import answer, breaks, warnings
 from benchmark.agentic.studies import cli, record
-from benchmark.agentic.studies.events import events
 from benchmark.agentic.studies.load import cold, prepare
-from benchmark.agentic.studies.numbers import STAGES, STATISTICS, Level, levels, plain, quantile
-from benchmark.agentic.studies.page import html, page
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import later
-from benchmark.agentic.studies.spec import ArmSpec, LoadSpec, Study, TraceSpec, find
-from benchmark.agentic.studies.summary import summary
-from benchmark.agentic.studies.verdict import answer, breaks, warnings
+from benchmark.agentic.studies.spec import LoadSpec, Study, TraceSpec, find
 from benchmark.harness.report import write_summary
+from benchmark.traces.generate import generate
 from benchmark.traces.read import write
 
 REQUESTS = 40
@@ -69,7 +70,7 @@ def run(*of: list[Cell], rounds: int = 3) -> Run:
     study = Study(
         title="A title",
         question="Which?",
-        arms={name: ArmSpec(title=name, aggregated=1) for name in names},
+        arms={name: Arm(title=name, aggregated=1) for name in names},
         load=LoadSpec(sessions=(4,)),
         rounds=rounds,
         slo=spec.Slo(ttft_s=2.0, tpot_s=0.05),
@@ -343,7 +344,7 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     """Whole sessions, about as many requests as asked, each within half a pool; what is left out is
     counted; a rate stretches times."""
     file = tmp_path / "trace.jsonl"
-    write(file, agentic(3000, 1))
+    write(file, generate(3000, 1))
     fleet = spec.load(spec.RIG, spec.FleetFile, rig={"pool_tokens": 2048}, max_answer_tokens=9)
     trace = prepare(TraceSpec(file=str(file), requests=100, max_single_turn=0.5), fleet)
     assert 50 <= len(trace.records) + trace.left_out <= 200 and trace.left_out > 0

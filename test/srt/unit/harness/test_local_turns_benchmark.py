@@ -34,7 +34,7 @@ def test_arms_differ_in_what_they_are_called() -> None:
             radix = "--disaggregation-decode-enable-radix-cache" in words
             always = engine.env.get(LOCAL_ALWAYS) == "1"
             stock = engine.env["SGLANG_PATCHSET"] == "0"
-            seen[arm.name, engine.role] = (stock, radix, local, always and local)
+            seen[arm.title, engine.role] = (stock, radix, local, always and local)
     assert seen == {
         ("two aggregated", "aggregated"): (True, False, False, False),
         ("PD, stock", "prefill"): (True, False, False, False),

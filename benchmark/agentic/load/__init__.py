@@ -1,0 +1,1 @@
+"""Sends a trace to a server or a router, streams the answers, and measures both sides."""

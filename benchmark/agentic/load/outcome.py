@@ -1,0 +1,159 @@
+"""What became of one request, a JSON line of the output file; its class; and whether this side kept
+up.
+
+WARM, MEDIUM and HEAVY say how many prompt tokens a request needs prefilled: those that an endless
+cache, shared by all workers and in the order of the trace, would not hold. They are known before
+sending, so that a request has one class in every arm, also where it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmark.harness.report import percentile
+from benchmark.harness.stream import ErrorKind
+from benchmark.traces.record import BLOCK_TOKENS
+
+WARM, MEDIUM, HEAVY = NAMES = ("WARM", "MEDIUM", "HEAVY")
+
+
+class Classes(msgspec.Struct, frozen=True):
+    """Thresholds in new tokens: WARM below ``medium``, HEAVY above ``heavy``."""
+
+    medium: int = 5_000
+    heavy: int = 20_000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.medium <= self.heavy:
+            raise ValueError(
+                f"classes need 0 < medium <= heavy, these are {self.medium} and {self.heavy}"
+            )
+
+    def scaled(self, block_tokens: int, from_tokens: int = BLOCK_TOKENS) -> Classes:
+        """For a trace whose blocks were made smaller: its requests keep their classes."""
+        return Classes(
+            max(1, round(self.medium * block_tokens / from_tokens)),
+            max(1, round(self.heavy * block_tokens / from_tokens)),
+        )
+
+    def of(self, new: int) -> str:
+        if new < self.medium:
+            return WARM
+        return MEDIUM if new <= self.heavy else HEAVY
+
+    def __str__(self) -> str:
+        return f"WARM < {self.medium:,} new tokens <= MEDIUM <= {self.heavy:,} < HEAVY"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Times in seconds of the replay's clock, whose 0 is the trace's first request; durations in
+    seconds. Fields that never came to be are None."""
+
+    index: int
+    """Of the request among those that are replayed, from 0."""
+    session_id: str | None = None
+    turn: int | None = None
+
+    prompt_tokens: int
+    """As sent."""
+    wanted_tokens: int
+    """Output tokens asked for."""
+    trace_new_tokens: int
+    """Prompt tokens that an endless cache would not hold; see ``classes``."""
+    cached_tokens: int | None = None
+    """As the server reported."""
+    new_tokens: int | None = None
+    """Prompt tokens minus cached tokens."""
+    output_tokens: int = 0
+    request_class: str = msgspec.field(name="class")
+
+    scheduled_s: float
+    """When it should have been sent."""
+    started_s: float
+    """When it was handed to the HTTP client; TTFT and E2E count from here."""
+    sent_s: float | None = None
+    """When its body was written to a connection (to both, for a pair)."""
+    first_token_s: float | None = None
+    finished_s: float
+
+    late_s: float
+    """Sent minus scheduled, time to connect included; started minus scheduled if never sent."""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    """Mean time a token after those that came first."""
+    e2e_s: float
+    itl_s: tuple[float, ...] = ()
+    """Time before each token but the first ones. Tokens that came together share their gap."""
+    loop_lag_s: float = 0.0
+    """The longest that this process's event loop was late while the request was open."""
+
+    error: ErrorKind | None = None
+    message: str | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    """Who served it: as a router's headers say, else the address that it was sent to. A colocated
+    worker is both."""
+
+
+def gaps(times: list[float], totals: list[int]) -> tuple[float, ...]:
+    """Inter-token latencies, in seconds and rounded to 10 microseconds.
+
+    ``times``: when each piece of an answer came. ``totals``: output tokens so far after each.
+    """
+    result: list[float] = []
+    for i in range(1, len(times)):
+        tokens = totals[i] - totals[i - 1]
+        result += [round((times[i] - times[i - 1]) / tokens, 5)] * tokens
+    return tuple(result)
+
+
+def tpot(times: list[float], totals: list[int]) -> float | None:
+    """Mean seconds a token after the first piece; None where nothing followed it."""
+    if not times or totals[-1] == totals[0]:
+        return None
+    return (times[-1] - times[0]) / (totals[-1] - totals[0])
+
+
+LATE_S = 0.05
+"""Above this the client is called the bottleneck."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """Seconds."""
+
+    late_p99_s: float
+    loop_lag_p99_s: float
+    """Over requests: the longest lag of the event loop while each was open."""
+    out_of_files: int
+    """Requests that failed as this process had no open file left."""
+
+    @property
+    def was_the_bottleneck(self) -> bool:
+        """Whether these numbers are the client's more than the server's: it sent requests late, so
+        that the server saw less load; or it read late, so that TTFT and TPOT hold that lag; or it
+        ran out of open files."""
+        return max(self.late_p99_s, self.loop_lag_p99_s) > LATE_S or self.out_of_files > 0
+
+
+def client(outcomes: Sequence[Outcome]) -> Client:
+    return Client(
+        late_p99_s=percentile([o.late_s for o in outcomes], 99),
+        loop_lag_p99_s=percentile([o.loop_lag_s for o in outcomes], 99),
+        out_of_files=sum(o.error == "open_files" for o in outcomes),
+    )
+
+
+def most_open(outcomes: Iterable[Outcome]) -> int:
+    """Requests that were under way at once, at most."""
+    steps = sorted(
+        step for o in outcomes for step in ((o.started_s, 1), (o.finished_s, -1))
+    )  # an end sorts before a start at the same time
+    most = count = 0
+    for _, change in steps:
+        count += change
+        most = max(most, count)
+    return most

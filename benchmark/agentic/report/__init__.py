@@ -1,0 +1,1 @@
+"""The page of a study: its numbers with their intervals, what they say, tables and figures."""

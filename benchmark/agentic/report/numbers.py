@@ -1,0 +1,269 @@
+"""Quantities of an arm at a load, over rounds, and how sure they are.
+
+Every arm gets the same requests, so that a draw of the bootstrap takes the same rounds and the same
+sessions of each: what differs between two arms is then not which requests were drawn. Sessions are
+drawn whole, as their turns wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.agentic.fleet.servers import total
+from benchmark.agentic.fleet.spec import Slo
+from benchmark.agentic.load.outcome import Outcome, most_open
+from benchmark.agentic.studies.record import Cell, Run
+from benchmark.harness.arm import Traffic, traffic
+
+Values = npt.NDArray[np.float64]
+Statistic = Callable[[Values, Values], Values]
+"""Of values and a matrix of weights, a row a draw; one result a row."""
+
+DRAWS = 1000
+QUANTITIES = ("ttft", "tpot", "e2e")
+STAGES = ("queue", "build", "post", "wire")
+"""Of a transfer, as prefill counts them."""
+NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end-to-end time"}
+
+
+def mean(values: Values, weights: Values) -> Values:
+    result: Values = weights @ values / weights.sum(axis=1)
+    return result
+
+
+def quantile(p: float) -> Statistic:
+    """The least value that ``p`` percent of the weight do not exceed."""
+
+    def of(values: Values, weights: Values) -> Values:
+        order = np.argsort(values)
+        upto = np.cumsum(weights[:, order], axis=1)
+        found: Values = values[order][np.argmax(upto >= upto[:, -1:] * (p / 100), axis=1)]
+        return found
+
+    return of
+
+
+STATISTICS: Mapping[str, Statistic] = {
+    "mean": mean,
+    "p50": quantile(50),
+    "p90": quantile(90),
+    "p99": quantile(99),
+}
+
+
+COMPARED = ("mean", "p90")
+"""Statistics of an arm that are held against the first arm's."""
+
+
+def plain(values: Values, statistic: Statistic = mean) -> float:
+    """Of the values that there are, each once; NaN of none."""
+    there = values[~np.isnan(values)]
+    return float(statistic(there, np.ones((1, len(there))))[0]) if len(there) else float("nan")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value, and where 95 % of the bootstrap's draws lie."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_one(self) -> bool:
+        """Whether a ratio is a difference."""
+        return self.high < 1 or self.low > 1
+
+
+class Level:
+    """All arms at one load. Arrays have a row a round, and a column a request of the trace."""
+
+    def __init__(self, run: Run, load: float, slo: Slo, seed: int = 0) -> None:
+        self.load, self._slo = load, slo
+        self.timeout_s = run.study.load.timeout_s
+        self.cells: dict[str, list[Cell]] = {arm: run.at(arm, load) for arm in run.titles}
+        self.cells = {arm: cells for arm, cells in self.cells.items() if cells}
+        self._seed = seed
+        first = next(iter(self.cells.values()))[0].outcomes
+        self.requests = max((o.index for o in first), default=-1) + 1
+        self._sessions: dict[str, list[int]] = {}
+        for o in sorted(first, key=lambda o: o.index):
+            self._sessions.setdefault(o.session_id or f"i{o.index}", []).append(o.index)
+        classes = {o.index: o.request_class for o in first}
+        self.classes = [classes.get(i, "") for i in range(self.requests)]
+
+    @property
+    def rounds(self) -> int:
+        """That all arms have."""
+        return min(len(cells) for cells in self.cells.values())
+
+    def values(self, arm: str, quantity: str, of: str | None = None) -> Values:
+        """Seconds; for ``slo``, 1 where a request met it. NaN where there is no value; a failed
+        request took the time limit. ``of``: requests of this class only."""
+        found = np.full((self.rounds, self.requests), np.nan)
+        for row, cell in enumerate(self.cells[arm][: self.rounds]):
+            for o in cell.outcomes:
+                if of is None or self.classes[o.index] == of:
+                    found[row, o.index] = self._value(o, quantity)
+        return found
+
+    def means(self, arm: str, quantity: str, of: str | None = None) -> list[float]:
+        """Of each round."""
+        return [plain(row) for row in self.values(arm, quantity, of)]
+
+    def _value(self, o: Outcome, quantity: str) -> float:
+        if quantity == "slo":
+            return float(met(o, self._slo))
+        if o.error is not None:
+            return float("nan") if quantity == "tpot" else self.timeout_s
+        value = {"ttft": o.ttft_s, "tpot": o.tpot_s, "e2e": o.e2e_s}[quantity]
+        return float("nan") if value is None else value
+
+    @cached_property
+    def _weights(self) -> Values:
+        """How often each draw has each request of each round: a row a draw."""
+        rng = np.random.default_rng(self._seed)
+        session_of = np.zeros(self.requests, dtype=np.intp)
+        for number, turns in enumerate(self._sessions.values()):
+            session_of[turns] = number
+        rounds, sessions = self.rounds, len(self._sessions)
+        drawn_rounds = rng.multinomial(rounds, [1 / rounds] * rounds, size=DRAWS)
+        drawn_sessions = rng.multinomial(sessions, [1 / sessions] * sessions, size=DRAWS)
+        weights = drawn_rounds[:, :, None] * drawn_sessions[:, None, session_of]
+        return weights.reshape(DRAWS, -1).astype(float)
+
+    def _drawn(self, values: Values, statistic: Statistic) -> Values:
+        """The statistic in each draw; NaN where it has no value."""
+        flat = values.ravel()
+        there = ~np.isnan(flat)
+        weights = self._weights[:, there]
+        found = np.full(DRAWS, np.nan)
+        some = weights.sum(axis=1) > 0 if there.any() else np.zeros(DRAWS, dtype=bool)
+        if some.any():
+            found[some] = statistic(flat[there], weights[some])
+        return found
+
+    def interval(self, values: Values, statistic: Statistic = mean) -> Interval:
+        return spanned(plain(values, statistic), self._drawn(values, statistic))
+
+    def ratio(self, values: Values, base: Values, statistic: Statistic = mean) -> Interval:
+        """``statistic`` of one over that of the other, drawn alike."""
+        one, other = self._drawn(values, statistic), self._drawn(base, statistic)
+        value = _over(plain(values, statistic), plain(base, statistic))
+        return spanned(value, one / np.where(other == 0, np.nan, other))
+
+    def outcomes(self, arm: str) -> list[Outcome]:
+        return [o for cell in self.cells[arm] for o in cell.outcomes]
+
+    def per_s(self, arm: str, of: Callable[[Outcome], bool]) -> float:
+        """Requests a second that are so, the mean over rounds."""
+        rates = [sum(map(of, cell.outcomes)) / _span_s(cell) for cell in self.cells[arm]]
+        return sum(rates) / len(rates)
+
+    def goodput(self, arm: str) -> float:
+        """Requests a second that met the SLO."""
+        return self.per_s(arm, lambda o: met(o, self._slo))
+
+    def failed(self, arm: str) -> int:
+        return sum(o.error is not None for o in self.outcomes(arm))
+
+    def hit_rate(self, arm: str) -> float:
+        """Cached prompt tokens of all, for requests where the server said so; NaN if never."""
+        told = [o for o in self.outcomes(arm) if o.cached_tokens is not None]
+        return _over(sum(o.cached_tokens or 0 for o in told), sum(o.prompt_tokens for o in told))
+
+    def moved(self, arm: str) -> Traffic | None:
+        """Between prefill and decode, the mean of the rounds; None where nothing counts it."""
+        of = [cell.gained for cell in self.cells[arm] if "prefill" in cell.gained]
+        if not of:
+            return None
+        summed = [total(gained.get(role, {}) for gained in of) for role in ("prefill", "decode")]
+        return traffic(*({k: v / len(of) for k, v in each.items()} for each in summed))
+
+    def gauges(self, arm: str, name: str) -> list[float]:
+        return [row[name] for cell in self.cells[arm] for row in cell.samples if name in row]
+
+    def pool(self, arm: str) -> tuple[float, float] | None:
+        """KV pools in use: the median of the samples, and the most; None where none were taken."""
+        usage = sorted(self.gauges(arm, "usage"))
+        return (usage[len(usage) // 2], usage[-1]) if usage else None
+
+    def open(self, arm: str) -> tuple[float, int]:
+        """Requests under way at once: on average, and at most."""
+        cells = self.cells[arm]
+        means = [sum(o.e2e_s for o in cell.outcomes) / _span_s(cell) for cell in cells]
+        return sum(means) / len(means), max(most_open(cell.outcomes) for cell in cells)
+
+    def by_worker(self, arm: str) -> list[tuple[float, float]]:
+        """Of each decoding server its share of the prompt tokens and the hit rate there, over all
+        rounds, busiest of each first. Servers that answered nothing are not known."""
+        tokens, hits = Counter[int](), Counter[int]()
+        for cell in self.cells[arm]:
+            prompt, cached = Counter[str](), Counter[str]()
+            for o in cell.outcomes:
+                if o.error is None and o.decode_worker is not None:
+                    prompt[o.decode_worker] += o.prompt_tokens
+                    cached[o.decode_worker] += o.cached_tokens or 0
+            for rank, (worker, count) in enumerate(prompt.most_common()):
+                tokens[rank] += count
+                hits[rank] += cached[worker]
+        return [
+            (_over(tokens[rank], tokens.total()), _over(hits[rank], tokens[rank]))
+            for rank in sorted(tokens)
+        ]
+
+    def transfers(self, arm: str) -> float:
+        """Chunks that prefill sent, of a round; 0 where nothing counts them."""
+        return self._gained(arm, "kv_transfer_wire_seconds_count") / len(self.cells[arm])
+
+    def stages(self, arm: str) -> dict[str, float] | None:
+        """Mean seconds of a transfer's stages; None where nothing counts them."""
+        count = {name: self._gained(arm, f"kv_transfer_{name}_seconds_count") for name in STAGES}
+        if not count["wire"]:
+            return None
+        return {
+            n: _over(self._gained(arm, f"kv_transfer_{n}_seconds_sum"), count[n]) for n in STAGES
+        }
+
+    def _gained(self, arm: str, name: str) -> float:
+        return sum(c.gained.get("prefill", {}).get(f"sglang:{name}", 0.0) for c in self.cells[arm])
+
+
+def _span_s(cell: Cell) -> float:
+    """From the first request to the last answer."""
+    began = min((o.started_s for o in cell.outcomes), default=0.0)
+    ended = max((o.finished_s for o in cell.outcomes), default=0.0)
+    return max(ended - began, 1e-9)
+
+
+def met(o: Outcome, slo: Slo) -> bool:
+    """Whether a request met the SLO; an answer of one token has no TPOT to miss."""
+    return (
+        o.error is None
+        and (o.ttft_s is None or o.ttft_s <= slo.ttft_s)
+        and (o.tpot_s is None or o.tpot_s <= slo.tpot_s)
+    )
+
+
+def levels(run: Run) -> list[Level]:
+    """Of a run, by load."""
+    return [Level(run, load, run.study.slo) for load in run.loads]
+
+
+def spanned(value: float, drawn: Values) -> Interval:
+    """A value, and where its draws lie."""
+    there = drawn[~np.isnan(drawn)]
+    if not len(there):
+        return Interval(value, float("nan"), float("nan"))
+    low, high = np.percentile(there, (2.5, 97.5))
+    return Interval(value, float(low), float(high))
+
+
+def _over(value: float, base: float) -> float:
+    return value / base if base else float("nan")

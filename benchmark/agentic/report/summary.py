@@ -1,0 +1,120 @@
+"""``summary.json``: the numbers of the page, for programs. Times in seconds; where a number has an
+interval, it stands with it as ``[value, low, high]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from benchmark.agentic.load.outcome import NAMES as CLASSES
+from benchmark.agentic.load.outcome import client
+from benchmark.agentic.report.events import Events, events
+from benchmark.agentic.report.numbers import (
+    COMPARED,
+    QUANTITIES,
+    STATISTICS,
+    Interval,
+    Level,
+    plain,
+)
+from benchmark.agentic.report.verdict import answer, breaks, warnings
+from benchmark.agentic.studies.record import Run
+
+
+def summary(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
+    """The file's content."""
+    return {
+        **_environment(run),
+        "command": run.command,
+        "study": msgspec.to_builtins(run.study),
+        "fleet": run.fleet,
+        "servers": run.servers,
+        "trace": run.trace,
+        "answer": answer(run, levels),
+        "breaks": list(breaks(run, levels)),
+        "warnings": list(warnings(run, levels)),
+        "loads": {
+            f"{level.load:g}": {arm: _arm(run, level, arm) for arm in level.cells}
+            for level in levels
+        },
+    }
+
+
+def _environment(run: Run) -> Mapping[str, Any]:
+    """By address it is the sender's: what the servers are is not known."""
+    if run.fleet["rig"]:
+        return run.environment
+    sender = dict(run.environment)
+    return {"date": sender.pop("date"), "sent_from": sender}
+
+
+def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
+    base = next(iter(level.cells))
+    at_once, most = level.open(arm)
+    moved, pool, sender = level.moved(arm), level.pool(arm), client(level.outcomes(arm))
+    return {
+        "requests": len(level.outcomes(arm)),
+        "failed": level.failed(arm),
+        "requests_per_s": level.per_s(arm, lambda o: o.error is None),
+        "goodput_per_s": level.goodput(arm),
+        "slo": _told(level.interval(level.values(arm, "slo"))),
+        "hit_rate": level.hit_rate(arm),
+        "rounds": level.means(arm, run.study.by, run.study.of),
+        **{quantity: _times(level, arm, quantity) for quantity in QUANTITIES},
+        "of_first_arm": None if arm == base else _ratios(level, arm, base),
+        "classes": {name: _class(level, arm, name) for name in CLASSES if name in level.classes},
+        "at_once": {"mean": at_once, "most": most},
+        "pool": None if pool is None else {"p50": pool[0], "max": pool[1]},
+        "bytes_moved": None if moved is None else moved.bytes_moved,
+        "local_tokens": None if moved is None else moved.local_tokens,
+        "by_worker": [
+            {"prompt_tokens": share, "hit_rate": hit} for share, hit in level.by_worker(arm)
+        ],
+        "transfers": level.transfers(arm),
+        "stages": level.stages(arm),
+        "prefill_events": None if (of := events(level, arm)) is None else _events(of),
+        "reached": level.cells[arm][0].via,
+        "client": {"late_p99": sender.late_p99_s, "read_late_p99": sender.loop_lag_p99_s},
+    }
+
+
+def _times(level: Level, arm: str, quantity: str) -> dict[str, list[float]]:
+    values = level.values(arm, quantity)
+    return {name: _told(level.interval(values, of)) for name, of in STATISTICS.items()}
+
+
+def _ratios(level: Level, arm: str, base: str) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for quantity in QUANTITIES:
+        mine, other = level.values(arm, quantity), level.values(base, quantity)
+        ratios = {name: level.ratio(mine, other, STATISTICS[name]) for name in COMPARED}
+        found[quantity] = {name: _told(of) for name, of in ratios.items()}
+    return found
+
+
+def _class(level: Level, arm: str, name: str) -> dict[str, Any]:
+    """Without intervals, as on the page."""
+    told: dict[str, Any] = {"requests": level.classes.count(name)}
+    for quantity in QUANTITIES:
+        values = level.values(arm, quantity, name)
+        told[quantity] = {each: plain(values, of) for each, of in STATISTICS.items()}
+    return told
+
+
+def _events(of: Events) -> dict[str, Any]:
+    return {
+        "prefills": of.count,
+        "ttft": _told(of.seconds),
+        "running": of.running,
+        "tpot_outside": of.outside_s,
+        "tpot_within": of.within_s,
+        "lost_tokens": _told(of.lost_tokens),
+        "lost": _told(of.stalled_s),
+        "share_lost": of.share,
+    }
+
+
+def _told(of: Interval) -> list[float]:
+    return [of.value, of.low, of.high]

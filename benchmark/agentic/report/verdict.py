@@ -1,0 +1,130 @@
+"""Sentences from numbers. A difference is one where its interval leaves 1 out, over at least three
+rounds; nothing else is called better or worse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmark.agentic.load.outcome import client
+from benchmark.agentic.report.numbers import NAMES, Interval, Level
+from benchmark.agentic.studies.record import Run
+
+ROUNDS = 3
+"""Fewer give no verdict: what lies between two runs of one arm is not known then."""
+SHARE = 0.9
+"""Of requests that must meet the SLO for an arm to hold a load."""
+
+
+def answer(run: Run, levels: Sequence[Level]) -> str:
+    """Which arm is best at each load, and by how much."""
+    if min((level.rounds for level in levels), default=0) < ROUNDS:
+        rounds = min((level.rounds for level in levels), default=0)
+        return (
+            f"**No verdict: {rounds} round{'s' * (rounds != 1)} cannot tell a difference from "
+            f"noise; {ROUNDS} can.**"
+        )
+    return " ".join(_best(run, level) for level in levels)
+
+
+def _best(run: Run, level: Level) -> str:
+    """A sentence or two about one load."""
+    by, of, titles = run.study.by, run.study.of, run.titles
+    values = {arm: level.values(arm, by, of) for arm in level.cells}
+    means = {arm: level.interval(each) for arm, each in values.items()}
+    order = sorted(means, key=lambda arm: means[arm].value)
+    best, others = order[0], order[1:]
+    at = f"At {level.load:g} {run.unit}"
+    what = f"mean {NAMES[by]}{f' of {of} requests' if of else ''}"
+    if not others:
+        return f"{at}, {titles[best]} has a {what} of {seconds(means[best])}."
+    ratios = {arm: level.ratio(values[best], values[arm]) for arm in others}
+    tied = [arm for arm in others if not ratios[arm].high < 1]
+    beaten = [arm for arm in others if arm not in tied]
+    over = ", ".join(f"{share(ratios[arm])} of {titles[arm]}'s" for arm in beaten)
+    if not tied:
+        return f"{at}, **{titles[best]} is best**: its {what} is {seconds(means[best])}, {over}."
+    names = ", ".join(f"{titles[arm]} ({share(ratios[arm])})" for arm in tied)
+    text = f"{at}, **no verdict between {titles[best]} and {names}**, by {what}"
+    return f"{text}; {titles[best]} takes {over}." if beaten else f"{text}."
+
+
+def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:
+    """Up to which load each arm holds the SLO, and what fails beyond."""
+    slo = run.study.slo
+    what = f"TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s * 1e3:g} ms"
+    for arm, title in run.titles.items():
+        there = [level for level in levels if arm in level.cells]
+        shares = [(level, level.interval(level.values(arm, "slo"))) for level in there]
+        held = [level for level, of in shares if of.value >= SHARE and not level.failed(arm)]
+        lost = next(((level, of) for level, of in shares if level not in held), None)
+        text = f"**{title}** "
+        if lost is None:
+            text += f"holds {what} for {SHARE:.0%} of requests at every load measured"
+        else:
+            level, of = lost
+            before = [each for each in held if each.load < level.load]
+            if before:
+                text += f"holds {what} up to {before[-1].load:g} {run.unit}; "
+            else:
+                text += f"breaks {what} from the first load; "
+            text += f"at {level.load:g}, {percent(of)} of requests meet them"
+            if failed := level.failed(arm):
+                text += f" and {failed} of {len(level.outcomes(arm))} fail"
+        used = max((u for level in there for u in level.gauges(arm, "usage")), default=None)
+        yield text + (f"; its pool was at most {used:.0%} full." if used is not None else ".")
+
+
+def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
+    """What a reader has to know before believing a number."""
+    late = []
+    for level in levels:
+        for arm in level.cells:
+            of = client(level.outcomes(arm))
+            if of.was_the_bottleneck:
+                times = f"{of.late_p99_s * 1e3:,.0f} and {of.loop_lag_p99_s * 1e3:,.0f} ms"
+                late.append(f"{run.titles[arm]} at {level.load:g} ({times})")
+    if late:
+        yield (
+            "**The client was a bottleneck**: it sent requests late, or read late what had come "
+            f"(p99 of both), in {', '.join(late)}. Times there hold that lag."
+        )
+    unflushed = {text for cell in run.cells for text in cell.unflushed}
+    if unflushed:
+        count = len({text.partition(": ")[0] for text in unflushed})
+        reasons = ", ".join(sorted({text.rpartition(": ")[2] for text in unflushed}))
+        yield (
+            f"**{count} server{'s' * (count > 1)} did not empty the cache between loads** "
+            f"({reasons}): later loads and rounds found what earlier ones had left."
+        )
+    counts = {arm: sum(of.values()) for arm, of in run.servers.items()}
+    if len(set(counts.values()) - {0}) > 1:
+        of_each = ", ".join(f"{run.titles[arm]}: {n or 'unknown'}" for arm, n in counts.items())
+        yield (
+            f"**The arms have different numbers of servers** ({of_each}): a difference between "
+            "them is also one of hardware."
+        )
+    if run.missing:
+        yield f"Arms of the study that this fleet does not have: {', '.join(run.missing)}."
+    for level in levels:
+        for arm, cells in level.cells.items():
+            errors: dict[str, int] = {}
+            for o in (o for cell in cells for o in cell.outcomes if o.error):
+                errors[str(o.error)] = errors.get(str(o.error), 0) + 1
+            if errors:
+                kinds = ", ".join(f"{n} {kind}" for kind, n in errors.items())
+                yield f"**{run.titles[arm]} at {level.load:g} {run.unit}: {kinds}.**"
+
+
+def seconds(of: Interval) -> str:
+    """A time with its interval."""
+    scale, unit, digits = (1e3, "ms", 0) if of.value < 10 else (1.0, "s", 1)
+    value, low, high = (f"{x * scale:,.{digits}f}" for x in (of.value, of.low, of.high))
+    return f"{value} {unit} [{low}, {high}]"
+
+
+def share(of: Interval) -> str:
+    return f"{of.value:.2f} [{of.low:.2f}, {of.high:.2f}]"
+
+
+def percent(of: Interval) -> str:
+    return f"{of.value:.0%} [{of.low:.0%}, {of.high:.0%}]"

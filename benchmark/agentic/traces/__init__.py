@@ -1,0 +1,1 @@
+"""What a trace holds, and a smaller trace that holds the same."""
