@@ -29,8 +29,7 @@ from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
 ENGINES = ("prefill", "decode", "aggregated")
-GAUGES = {"usage": "sglang:token_usage", "running": "sglang:num_running_reqs"}
-_GAUGES = {name: rf"^{metric}(?:\{{.*\}})? (\S+)" for name, metric in GAUGES.items()}
+_USAGE = re.compile(r"^sglang:token_usage(?:\{.*\})? (\S+)", re.MULTILINE)
 SAMPLE_S = 1.0
 ROUTED = "our router"
 OURS = {"sglang-router: cache_aware": "linear", "none": "round_robin"}
@@ -90,8 +89,8 @@ class Servers:
 
     @contextmanager
     def sampled(self) -> Iterator[list[dict[str, float]]]:
-        """Rows of gauges, one a decoding server and second while the context lasts: ``at`` (s),
-        ``server`` (its number), ``usage`` of the KV pool (0 to 1) and ``running`` requests."""
+        """A row a decoding server and second while the context lasts: ``at`` (s), ``server`` (its
+        number), and ``usage`` of the KV pool (0 to 1)."""
         rows: list[dict[str, float]] = []
         over = threading.Event()
         decoding = [url for url, role in self.setup.engines.items() if role != "prefill"]
@@ -105,7 +104,7 @@ class Servers:
                     except (OSError, ValueError):
                         continue
                     at = {"at": round(time.monotonic() - began, 2), "server": float(number)}
-                    rows.append({**at, **gauges(text)})
+                    rows.append({**at, **usage(text)})
                 if over.wait(SAMPLE_S):
                     return
 
@@ -213,11 +212,11 @@ def direct(setup: Setup) -> Target | None:
     return None
 
 
-def gauges(text: str) -> dict[str, float]:
-    """Those of ``GAUGES`` in a metrics page. Parsing all of it would take the interpreter from the
-    client for tens of milliseconds."""
-    found = {name: re.findall(pattern, text, re.MULTILINE) for name, pattern in _GAUGES.items()}
-    return {name: sum(map(float, values)) for name, values in found.items() if values}
+def usage(text: str) -> dict[str, float]:
+    """That of the KV pool in a metrics page, if it is there. Parsing all of the page would take the
+    interpreter from the client for tens of milliseconds."""
+    values = _USAGE.findall(text)
+    return {"usage": sum(map(float, values))} if values else {}
 
 
 def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -113,9 +113,9 @@ class Level:
                     found[row, o.index] = self._value(o, quantity)
         return found
 
-    def means(self, arm: str, quantity: str, of: str | None = None) -> list[float]:
+    def means(self, arm: str, quantity: str) -> list[float]:
         """Of each round."""
-        return [plain(row) for row in self.values(arm, quantity, of)]
+        return [plain(row) for row in self.values(arm, quantity)]
 
     def _value(self, o: Outcome, quantity: str) -> float:
         if quantity == "slo":
@@ -186,12 +186,13 @@ class Level:
         summed = [total(gained.get(role, {}) for gained in of) for role in ("prefill", "decode")]
         return traffic(*({k: v / len(of) for k, v in each.items()} for each in summed))
 
-    def gauges(self, arm: str, name: str) -> list[float]:
-        return [row[name] for cell in self.cells[arm] for row in cell.samples if name in row]
+    def usage(self, arm: str) -> list[float]:
+        """Of KV pools, all samples."""
+        return [row["usage"] for cell in self.cells[arm] for row in cell.samples if "usage" in row]
 
     def pool(self, arm: str) -> tuple[float, float] | None:
         """KV pools in use: the median of the samples, and the most; None where none were taken."""
-        usage = sorted(self.gauges(arm, "usage"))
+        usage = sorted(self.usage(arm))
         return (usage[len(usage) // 2], usage[-1]) if usage else None
 
     def open(self, arm: str) -> tuple[float, int]:

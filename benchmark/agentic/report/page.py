@@ -212,7 +212,7 @@ def _rounds(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
             of = client(level.outcomes(arm))
             late = (f"{x * 1e3:.1f} ms" for x in (of.late_p99_s, of.loop_lag_p99_s))
             means = ", ".join(
-                f"{x * 1e3:,.0f}" for x in level.means(arm, run.study.by, run.study.of)
+                f"{x * 1e3:,.0f}" for x in level.means(arm, run.study.by)
             )
             yield [f"{level.load:g}", run.titles[arm], cells[0].via, *late, f"{means} ms"]
 

@@ -38,7 +38,7 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
         for axis, quantity in zip(axes, ("ttft", "tpot"), strict=True):
             _by_class(axis, run, last, quantity, colors)
         axes[1].sharey(axes[0])
-    if any(level.gauges(arm, "usage") for level in levels for arm in level.cells):
+    if any(level.usage(arm) for level in levels for arm in level.cells):
         with figure(f"KV pools over time {at}", "pools.png", 1, (9, 3.4)) as (axis,):
             for arm, color in colors.items():
                 for cell in last.cells.get(arm, [])[:1]:

@@ -61,7 +61,7 @@ def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
         "goodput_per_s": level.goodput(arm),
         "slo": _told(level.interval(level.values(arm, "slo"))),
         "hit_rate": level.hit_rate(arm),
-        "rounds": level.means(arm, run.study.by, run.study.of),
+        "rounds": level.means(arm, run.study.by),
         **{quantity: _times(level, arm, quantity) for quantity in QUANTITIES},
         "of_first_arm": None if arm == base else _ratios(level, arm, base),
         "classes": {name: _class(level, arm, name) for name in CLASSES if name in level.classes},

@@ -28,13 +28,13 @@ def answer(run: Run, levels: Sequence[Level]) -> str:
 
 def _best(run: Run, level: Level) -> str:
     """A sentence or two about one load."""
-    by, of, titles = run.study.by, run.study.of, run.titles
-    values = {arm: level.values(arm, by, of) for arm in level.cells}
+    by, titles = run.study.by, run.titles
+    values = {arm: level.values(arm, by) for arm in level.cells}
     means = {arm: level.interval(each) for arm, each in values.items()}
     order = sorted(means, key=lambda arm: means[arm].value)
     best, others = order[0], order[1:]
     at = f"At {level.load:g} {run.unit}"
-    what = f"mean {NAMES[by]}{f' of {of} requests' if of else ''}"
+    what = f"mean {NAMES[by]}"
     if not others:
         return f"{at}, {titles[best]} has a {what} of {seconds(means[best])}."
     ratios = {arm: level.ratio(values[best], values[arm]) for arm in others}
@@ -70,7 +70,7 @@ def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:
             text += f"at {level.load:g}, {percent(of)} of requests meet them"
             if failed := level.failed(arm):
                 text += f" and {failed} of {len(level.outcomes(arm))} fail"
-        used = max((u for level in there for u in level.gauges(arm, "usage")), default=None)
+        used = max((u for level in there for u in level.usage(arm)), default=None)
         yield text + (f"; its pool was at most {used:.0%} full." if used is not None else ".")
 
 

@@ -90,8 +90,6 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of all arms, in turn. Fewer than three give no verdict."""
     by: Quantity = "e2e"
     """The quantity whose mean says which arm is best."""
-    of: str | None = None
-    """The class (WARM, MEDIUM, HEAVY) whose requests it is taken over; None: all."""
     slo: Slo = Slo()
     pool_tokens: int | None = None
     """On the rig, instead of the fleet file's."""

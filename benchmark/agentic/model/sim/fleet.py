@@ -85,7 +85,7 @@ class Fleet:
         size, call = config.block_tokens, self._events.call
         prefill, decode = config.prefill, config.decode
         self._to_prefill = Routing(
-            config.prefill_policy, config.prefill_workers, prefill.pool, size, prefill.radix
+            config.prefill_policy, config.prefill_workers, prefill.pool, size, cache=True
         )
         self._to_decode = Routing(
             config.decode_policy, config.decode_workers, decode.pool, size, decode.radix

@@ -18,7 +18,6 @@ class PrefillConfig:
     pool: int
     chunk: int = 8192
     """New tokens of a batch, at most."""
-    radix: bool = True
 
     def __post_init__(self) -> None:
         if min(self.pool, self.chunk) < 1:
@@ -80,9 +79,7 @@ class PrefillWorker:
     def _begin(self, job: Job) -> bool:
         """Lock what the cache has and take memory for the rest; the last token is always new."""
         size = self.pool.block_tokens
-        found = 0
-        if self.config.radix:
-            found = min(self.pool.match(job.blocks), (job.prompt - 1) // size)
+        found = min(self.pool.match(job.blocks), (job.prompt - 1) // size)
         self.pool.lock(job.blocks[:found])
         if not self.pool.allocate(job.prompt - found * size):
             self.pool.unlock(job.blocks[:found])
@@ -97,11 +94,10 @@ class PrefillWorker:
         for job, take in batch:
             job.position += take
             last = job.position == job.prompt
-            if self.config.radix:
-                new = job.blocks[job.prefill_locked : job.position // size]
-                self.pool.commit(new)
-                job.prefill_locked += len(new)
-                job.prefill_private -= len(new) * size
+            new = job.blocks[job.prefill_locked : job.position // size]
+            self.pool.commit(new)
+            job.prefill_locked += len(new)
+            job.prefill_private -= len(new) * size
             if last:
                 self.queue.popleft()
                 job.prefilled = now

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.fleet import rig, spec
-from benchmark.agentic.fleet.servers import gauges
+from benchmark.agentic.fleet.servers import usage
 from benchmark.agentic.fleet.spec import FleetFile, counted
 from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
 
@@ -138,11 +138,11 @@ def test_arms_whose_servers_read_the_same_are_told_apart() -> None:
     assert list(titles(study.arms).values())[:2] == ["4 aggregated", "2P 2D, stock"]
 
 
-def test_gauges_are_read_off_a_metrics_page() -> None:
+def test_usage_is_read_off_a_metrics_page() -> None:
     text = (
         "# HELP sglang:token_usage x\n"
         'sglang:token_usage{model_name="m",tp_rank="0"} 0.25\n'
         'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_running_reqs_offline_batch 9\n'
     )
-    assert gauges(text) == {"usage": 0.25, "running": 3.0}
-    assert gauges("vllm:num 1\n") == {}
+    assert usage(text) == {"usage": 0.25}
+    assert usage("vllm:num 1\n") == {}
