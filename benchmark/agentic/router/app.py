@@ -12,12 +12,11 @@ from aiohttp import web
 
 from benchmark.agentic.router import health
 from benchmark.agentic.router.body import PATHS
-from benchmark.agentic.router.decisions import DecisionLog
+from benchmark.agentic.router.health import UPSTREAM_ERRORS, reason
 from benchmark.agentic.router.proxy import Proxy, failure
-from benchmark.agentic.router.schedule import Scheduler
+from benchmark.agentic.router.schedule import DecisionLog, Scheduler
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import PREFILL, Worker
-from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, reason
 
 _PASSED_ON = ("/v1/models", "/model_info", "/get_model_info")
 _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=60)
@@ -46,7 +45,9 @@ class Router:
         """The life of what a running router has: connections, health checks, the log."""
         settings = self.settings
         log = DecisionLog(self._decisions) if self._decisions is not None else None
-        async with aiohttp.ClientSession() as session:
+        # Less than SGLang's 5 s: a request must not meet a connection that is just being closed.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             self._session = session
             self._proxy = Proxy(self.scheduler, session, log)
             watches = [

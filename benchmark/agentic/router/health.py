@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import Worker
-from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, reason
 
 logger = logging.getLogger(__name__)
+
+UPSTREAM_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""What a worker that is not there, or goes away, raises."""
 
 
 async def watch(worker: Worker, session: aiohttp.ClientSession, settings: Settings) -> None:
@@ -46,6 +49,24 @@ def failed(worker: Worker, why: str, *, gone: bool = False) -> None:
     """A check, or a request's connection, failed."""
     if worker.check_failed(gone=gone):
         logger.warning("%s worker %s is out: %s", worker.role, worker.url, why)
+
+
+async def reach(url: str, timeout: float) -> None:
+    """Raises ``UPSTREAM_ERRORS`` where nobody takes a connection within ``timeout`` seconds."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    connecting = asyncio.open_connection(parts.hostname, port)
+    _, writer = await asyncio.wait_for(connecting, timeout)
+    writer.close()
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, for a client: some errors have no text of their own, or too much."""
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "its answer broke off"
+    if isinstance(error, asyncio.TimeoutError):
+        return f"timed out {error}".rstrip()
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 async def _pool_tokens(

@@ -11,16 +11,13 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from aiohttp.http import RawResponseMessage
 
 from benchmark.agentic.router import health
-from benchmark.agentic.router.answer import Answer
 from benchmark.agentic.router.body import Ask, BadRequest, read
-from benchmark.agentic.router.decisions import DecisionLog
-from benchmark.agentic.router.half import Failed, Half, Unreached
-from benchmark.agentic.router.schedule import NoWorker, Route, Scheduler
+from benchmark.agentic.router.half import Answer, Failed, Half, Unreached
+from benchmark.agentic.router.health import UPSTREAM_ERRORS, reason
+from benchmark.agentic.router.schedule import DecisionLog, NoWorker, Route, Scheduler
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL
-from benchmark.agentic.router.upstream import UPSTREAM_ERRORS, Pool, reason
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +44,6 @@ class Proxy:
         log: DecisionLog | None,
     ) -> None:
         self._scheduler, self._session = scheduler, session
-        self._pool = Pool(scheduler.settings.connect_timeout)
         self._log = log
         self._tasks: set[asyncio.Task[Any]] = set()
         """What outlives its request: prefill's drains, aborts."""
@@ -55,7 +51,6 @@ class Proxy:
     async def close(self) -> None:
         """Ends what is left."""
         await _cancel(*self._tasks)
-        self._pool.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Routes a request; tries another worker only while nothing was sent."""
@@ -95,22 +90,24 @@ class Proxy:
         return route
 
     async def _serve(self, request: web.Request, ask: Ask, route: Route) -> web.StreamResponse:
-        """First all connections, then the request: see ``upstream``."""
+        """First every worker has to take a connection, then the request is sent: it may still go
+        anywhere while nothing of it was."""
         halves = {role: Half(route, role) for role in route.charges}
         headers = {_WORKER_HEADERS[role]: half.worker.url for role, half in halves.items()}
         sent = False
         try:
             for half in halves.values():
-                await self._connect(half)
+                await self._reach(half)
             bootstrap = None
             if PREFILL in halves:
                 worker = halves[PREFILL].worker
                 bootstrap = (worker.bootstrap_host, worker.bootstrap_port)
             payload = ask.payload(bootstrap)
             limit = self._scheduler.settings.request_timeout
+            authorization = request.headers.get("Authorization")
             sent = True
             for half in halves.values():
-                half.post(request.path, payload, request.headers.get("Authorization"), limit)
+                half.post(self._session, request.path, payload, authorization, limit)
             if COLOCATED in halves:
                 return await self._relay(request, ask, halves[COLOCATED], headers)
             return await self._pair(request, ask, halves[PREFILL], halves[DECODE], headers)
@@ -124,9 +121,9 @@ class Proxy:
                     if half.outcome in ("lost", "client_gone", "given_up"):
                         self._keep(asyncio.create_task(self._abort(half, ask.rid)))
 
-    async def _connect(self, half: Half) -> None:
+    async def _reach(self, half: Half) -> None:
         try:
-            half.connection = await self._pool.connect(half.worker.url)
+            await health.reach(half.worker.url, self._scheduler.settings.connect_timeout)
         except UPSTREAM_ERRORS as error:
             gone = isinstance(error, ConnectionRefusedError)
             health.failed(half.worker, reason(error), gone=gone)
@@ -152,44 +149,42 @@ class Proxy:
     async def _drain(self, ask: Ask, half: Half, other: Half) -> None:
         """Prefill's half, whose answer nobody wants. What goes wrong there ends decode's too,
         unless that has begun to answer: then it has all that it needs of prefill."""
-        assert half.connection is not None and other.connection is not None
         try:
-            got, content = await half.connection.answer()
-            data = await content.read()
+            got = await half.response()
+            data = await got.read()
         except UPSTREAM_ERRORS as error:
             failed = self._lost(half, error)
         else:
             half.begin()
             _take(half.answer, got, data)
-            if got.code == 200 and not half.answer.error:
+            if got.status == 200 and not half.answer.got.error:
                 self._learn(half, ask, ask.prompt.hashes)
                 half.end("ok")
                 return
             half.end("error")
-            why = half.answer.error or data[:500].decode(errors="replace")
+            why = half.answer.got.error or data[:500].decode(errors="replace")
             failed = Failed(
-                half, f"answered {got.code}: {why}", got.code if got.code != 200 else 502
+                half, f"answered {got.status}: {why}", got.status if got.status != 200 else 502
             )
         if other.outcome is None and not other.begun:
-            other.connection.abandon(failed)
+            other.abandon(failed)
 
     async def _relay(
         self, request: web.Request, ask: Ask, half: Half, headers: dict[str, str]
     ) -> web.StreamResponse:
         """The half whose answer the client gets."""
-        assert half.connection is not None
         out: web.StreamResponse | None = None
         tail = b""
         try:
-            got, content = await half.connection.answer()
+            got = await half.response()
             headers["Content-Type"] = got.headers.get("Content-Type", "application/json")
-            if got.code != 200 or not _is_stream(got):
-                data = await content.read()
+            if got.status != 200 or not _is_stream(got):
+                data = await got.read()
                 half.begin()
                 _take(half.answer, got, data)
-                self._finish(half, ask, got.code)
-                return web.Response(body=data, status=got.code, headers=headers)
-            async for chunk in content.iter_any():
+                self._finish(half, ask, got.status)
+                return web.Response(body=data, status=got.status, headers=headers)
+            async for chunk in got.content.iter_any():
                 first = out is None
                 if out is None:
                     half.begin()
@@ -219,8 +214,7 @@ class Proxy:
 
     def _lost(self, half: Half, error: BaseException) -> Failed:
         """A worker did not finish what it was sent."""
-        assert half.connection is not None
-        cause = half.connection.cause(error)
+        cause = half.cause(error)
         if isinstance(cause, Failed):
             half.end("given_up")
             return cause
@@ -230,11 +224,11 @@ class Proxy:
 
     def _finish(self, half: Half, ask: Ask, status: int) -> None:
         """The answer has come to its end, good or not."""
-        if status != 200 or half.answer.error:
+        if status != 200 or half.answer.got.error:
             half.end("error")
             return
         if half.outcome is None:
-            answer = half.answer
+            answer = half.answer.got
             self._learn(half, ask, ask.prompt.answered(answer.output_ids, answer.text))
         half.end("ok")
 
@@ -279,15 +273,15 @@ async def _write(out: web.StreamResponse, data: bytes | None) -> None:
         raise ClientGone from error
 
 
-def _is_stream(got: RawResponseMessage) -> bool:
+def _is_stream(got: aiohttp.ClientResponse) -> bool:
     return got.headers.get("Content-Type", "").startswith("text/event-stream")
 
 
-def _take(answer: Answer, got: RawResponseMessage, data: bytes) -> None:
+def _take(answer: Answer, got: aiohttp.ClientResponse, data: bytes) -> None:
     """An answer that came as a whole."""
     if _is_stream(got):
         answer.take_stream(data)
-    elif got.code == 200:
+    elif got.status == 200:
         answer.take(data)
 
 

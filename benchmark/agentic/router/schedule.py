@@ -1,10 +1,13 @@
-"""Where one request goes: candidates, selective offload, session pins, charges."""
+"""Where one request goes: candidates, selective offload, session pins, charges; and its log."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 from benchmark.agentic.router.body import Ask
 from benchmark.agentic.router.policies import Choice, View, choose
@@ -186,3 +189,43 @@ class Scheduler:
         ]
         tried = f" (tried {', '.join(exclude)})" if exclude else ""
         return f"no {' and no '.join(lacking)} is available{tried}"
+
+
+class DecisionLog:
+    """A JSON line a decision, with every term of every candidate's score; written at once, so that
+    a crash loses none."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, ask: Ask, route: Route, attempt: int, at: float) -> None:
+        """``at``: seconds since the epoch. ``attempt``: 0, or how often it was sent elsewhere."""
+        line = {
+            "at": at,
+            "rid": ask.rid,
+            "session": ask.session,
+            "path": ask.path,
+            "tokens": ask.work.tokens,
+            "reserve_tokens": ask.work.reserve_tokens,
+            "attempt": attempt,
+            "offload": route.offload,
+            "taken": list(route.charges),
+            "pools": {role: _told(pick) for role, pick in route.picks.items()},
+        }
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _told(pick: Pick) -> dict[str, object]:
+    candidates = [view._asdict() for view in pick.views]
+    for candidate, terms in zip(candidates, pick.choice.terms, strict=False):
+        candidate |= {"score": terms.score, "terms": terms.parts}
+    return {
+        "policy": pick.policy,
+        "reason": pick.choice.reason,
+        "chosen": pick.worker.url,
+        "candidates": candidates,
+    }

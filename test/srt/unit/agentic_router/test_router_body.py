@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmark.agentic.router.answer import Answer
 from benchmark.agentic.router.body import CHAT, COMPLETIONS, GENERATE, Ask, BadRequest, read
+from benchmark.agentic.router.half import Answer
 
 
 def ask(body: object, path: str = GENERATE, session: str | None = None) -> Ask:
@@ -166,10 +166,10 @@ def test_output_ids_of_either_stream_mode(cumulative: bool) -> None:
     answer = Answer()
     for made, (some, text) in enumerate(zip(ids, texts, strict=True), 1):
         answer.take_stream(stream(generated(some, made, text)))
-    assert (answer.output_ids, answer.text, answer.held_share) == ([4, 5, 6], "abc", 0.25)
+    assert (answer.got.output_ids, answer.got.text, answer.held_share) == ([4, 5, 6], "abc", 0.25)
     assert not answer.done
     answer.take_stream(b"data: [DONE]\n\n")
-    assert answer.done and answer.error is None
+    assert answer.done and answer.got.error is None
 
 
 def test_chat_pieces_and_usage() -> None:
@@ -180,7 +180,7 @@ def test_chat_pieces_and_usage() -> None:
     streamed.take_stream(stream({"choices": [{"delta": {"content": "b"}}]}, {"usage": usage}))
     whole.take(json.dumps({"choices": [{"message": {"content": "ab"}}], "usage": usage}).encode())
     for answer in (streamed, whole):
-        assert (answer.text, answer.held_share) == ("ab", 0.5)
+        assert (answer.got.text, answer.held_share) == ("ab", 0.5)
 
 
 def test_errors_in_a_stream_are_seen() -> None:
@@ -190,5 +190,5 @@ def test_errors_in_a_stream_are_seen() -> None:
     aborted.take_stream(stream(generated([], 0, finish_reason=reason)))
     failed.take_stream(stream({"error": {"message": "m"}}))
     odd.take_stream(b'data: {"choices": 7}\n\n')
-    assert aborted.error == "no memory" and "m" in (failed.error or "")
-    assert odd.error is None
+    assert aborted.got.error == "no memory" and "m" in (failed.got.error or "")
+    assert odd.got.error is None
