@@ -20,24 +20,21 @@ from benchmark.agentic.report.numbers import DRAWS, Interval, Level, Values, spa
 
 @dataclass(frozen=True)
 class Events:
-    """Of an arm at a load; means of an event, with intervals from draws of events."""
+    """Of an arm at a load; means of an event, with intervals from draws of events. Seconds."""
 
-    count: int
-    seconds: Interval
-    """Until the new prompt's first token."""
+    prefills: int
+    ttft: Interval
+    """Of the new prompt."""
     running: float
     """Answers that ran meanwhile."""
-    outside_s: float
+    tpot_outside: float
     """TPOT while nothing of a cold client was under way."""
-    within_s: float
+    tpot_within: float
     lost_tokens: Interval
-    stalled_s: Interval
+    lost: Interval
     """Answer time lost, of all running answers together."""
-
-    @property
-    def share(self) -> float:
-        """Of the running answers' seconds, those that were lost."""
-        return 1 - self.outside_s / self.within_s
+    share_lost: float
+    """Of the running answers' seconds, those that were lost."""
 
 
 def events(level: Level, arm: str) -> Events | None:
@@ -60,14 +57,16 @@ def events(level: Level, arm: str) -> Events | None:
     def interval(values: Values) -> Interval:
         return spanned(float(values.mean()), draws @ values / len(rows))
 
+    within = float(ran.sum() / got.sum()) if got.sum() else float("nan")
     return Events(
         len(rows),
         interval(seconds),
         float(ran.sum() / seconds.sum()),
         1 / rate,
-        float(ran.sum() / got.sum()) if got.sum() else float("nan"),
+        within,
         interval(ran * rate - got),
         interval(ran - got / rate),
+        1 - 1 / rate / within,
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +67,7 @@ def plain(values: Values, statistic: Statistic = mean) -> float:
     return float(statistic(there, np.ones((1, len(there))))[0]) if len(there) else float("nan")
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A value, and where 95 % of the bootstrap's draws lie."""
 
     value: float

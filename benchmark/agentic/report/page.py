@@ -1,59 +1,71 @@
-"""The page: Markdown, and HTML of it. Every number on it comes from the run."""
+"""The page: Markdown, and HTML of it. Its numbers are those of the run's summary."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from benchmark.agentic.fleet.spec import counted
-from benchmark.agentic.load.outcome import NAMES as CLASSES
-from benchmark.agentic.load.outcome import client
-from benchmark.agentic.report.events import Events, events
 from benchmark.agentic.report.numbers import (
     COMPARED,
     NAMES,
     QUANTITIES,
     STAGES,
     STATISTICS,
-    Level,
-    Values,
-    plain,
+    Interval,
 )
-from benchmark.agentic.report.verdict import (
-    ROUNDS,
-    answer,
-    breaks,
-    percent,
-    seconds,
-    share,
-    warnings,
-)
+from benchmark.agentic.report.verdict import ROUNDS, percent, seconds, share
 from benchmark.agentic.studies.record import Run
 from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
 
 _TIMES = tuple(f"{NAMES[q]}: {' / '.join(STATISTICS)}" for q in QUANTITIES)
 
+Json = Mapping[str, Any]
 
-def page(run: Run, levels: Sequence[Level], figures: Mapping[str, str]) -> str:
-    """``figures``: title to file, relative to the page."""
-    of = run.environment
-    base = next(iter(run.titles.values()))
-    notes = list(warnings(run, levels))
+
+def page(run: Run, told: Json, figures: Mapping[str, str]) -> str:
+    """``told``: its ``summary``. ``figures``: title to file, relative to the page."""
+
+    def table(columns: Sequence[str], cells: Callable[[Json], Iterable[Sequence[str]]]) -> str:
+        """The rows of each arm at each load; nothing where none has any."""
+        rows = [
+            [load, run.titles[arm], *row]
+            for load, arms in told["loads"].items()
+            for arm, numbers in arms.items()
+            for row in cells(numbers)
+        ]
+        return markdown(["load", "arm", *columns], rows) if rows else ""
+
     parts = [
         f"# {run.study.title}",
-        answer(run, levels),
-        f"*{run.study.question}* Measured on {of['date']}: {_where(run)}; all arms in turn, "
-        f"{run.study.rounds} times. Written by `{run.command}`.",
+        told["answer"],
+        f"*{run.study.question}* Measured on {run.environment['date']}: {_where(run)}; all arms in "
+        f"turn, {run.study.rounds} times. Written by `{run.command}`.",
         "## Where each breaks",
-        "\n".join(f"- {text}" for text in breaks(run, levels)),
-        *(["## Before believing a number", "\n".join(f"- {text}" for text in notes)] * bool(notes)),
-        *_levels(run, levels, base),
+        "\n".join(f"- {text}" for text in told["breaks"]),
+        "## Before believing a number" if told["warnings"] else "",
+        "\n".join(f"- {text}" for text in told["warnings"]),
+        *_levels(run, told),
         "## By class",
         f"{run.trace['classes']}. New tokens are those that an endless cache, shared by all, would "
         "not hold.",
-        markdown(["load", "arm", "class", "requests", *_TIMES], list(_by_class(run, levels))),
-        *_details(run, levels),
+        table(["class", "requests", *_TIMES], _by_class),
+        *_events(run, told),
+        *_titled(
+            "By worker",
+            "Busiest first, the mean of the rounds: share of the prompt tokens, and what its cache "
+            "held of them. Imbalance is the busiest worker's share over an even one.",
+            table(["prompt tokens", "hit rate", "imbalance"], _by_worker),
+        ),
+        *_titled(
+            "Stages of a transfer",
+            "Of a chunk to one decode server, means: from submission until a worker takes it up, "
+            "making its descriptors, the transport's calls that start it, and from then until it "
+            "was seen to be over. The stock release counts none.",
+            table(["transfers", *STAGES], _stages),
+        ),
         "## Figures" if figures else "",
         *(f"![{title}]({file})" for title, file in figures.items()),
         "## The load",
@@ -61,12 +73,14 @@ def page(run: Run, levels: Sequence[Level], figures: Mapping[str, str]) -> str:
         "## The client, and each round",
         "How late requests were sent, and how late this program was in reading (p99); and the mean "
         f"{NAMES[run.study.by]} of each round.",
-        markdown(
-            ["load", "arm", "reached", "sent late", "read late", "rounds"],
-            list(_rounds(run, levels)),
-        ),
+        table(["reached", "sent late", "read late", "rounds"], _rounds),
     ]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
+
+
+def _titled(title: str, text: str, table: str) -> Iterator[str]:
+    if table:
+        yield from (f"## {title}", text, table)
 
 
 def html(text: str, title: str) -> str:
@@ -152,154 +166,110 @@ def _largest(run: Run) -> str:
     return text + (f" ({largest / pool:.0%} of a pool)" if pool else "")
 
 
-def _levels(run: Run, levels: Sequence[Level], base: str) -> Iterator[str]:
-    for level in levels:
-        yield f"## {level.load:g} {run.unit}"
-        columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "hit rate"]
-        columns += ["at once, mean / most", "pool p50 / max", "KV moved", "computed by decode"]
-        yield markdown(columns, [_row(run, level, arm) for arm in level.cells])
-        if len(level.cells) > 1:
+def _levels(run: Run, told: Json) -> Iterator[str]:
+    columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "hit rate"]
+    columns += ["at once, mean / most", "pool p50 / max", "KV moved", "computed by decode"]
+    for load, arms in told["loads"].items():
+        yield f"## {load} {run.unit}"
+        yield markdown(columns, [[run.titles[arm], *_row(of)] for arm, of in arms.items()])
+        base, *others = arms
+        if others:
             yield (
-                f"Of {base}'s, with 95 % intervals (bootstrap over rounds and sessions); a "
-                "difference is in bold."
+                f"Of {run.titles[base]}'s, with 95 % intervals (bootstrap over rounds and "
+                "sessions); a difference is in bold."
             )
             head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in COMPARED)]
-            yield markdown(head, list(_ratios(run, level)))
+            yield markdown(head, [[run.titles[arm], *_ratios(arms[arm])] for arm in others])
 
 
-def _row(run: Run, level: Level, arm: str) -> list[str]:
-    row = [run.titles[arm], f"{level.per_s(arm, lambda o: o.error is None):.2f}"]
-    row += [str(level.failed(arm)), percent(level.interval(level.values(arm, "slo")))]
-    row += [f"{level.goodput(arm):.2f}"]
-    row += [spread(level.values(arm, quantity)) for quantity in QUANTITIES]
-    hit = level.hit_rate(arm)
-    at_once, most = level.open(arm)
-    row += ["-" if math.isnan(hit) else f"{hit:.1%}", f"{at_once:.1f} / {most}"]
-    pool = level.pool(arm)
-    row += ["-" if pool is None else f"{pool[0]:.0%} / {pool[1]:.0%}"]
-    moved = level.moved(arm)
-    row += ["-" if moved is None else f"{moved.bytes_moved / 1e6:,.1f} MB"]
-    row += ["-" if moved is None else f"{moved.local_tokens:,.0f} tokens"]
-    return row
+def _row(of: Json) -> Iterator[str]:
+    yield f"{of['requests_per_s']:.2f}"
+    yield str(of["failed"])
+    yield percent(of["slo"])
+    yield f"{of['goodput_per_s']:.2f}"
+    for quantity in QUANTITIES:
+        yield _times(interval.value for interval in of[quantity].values())
+    yield "-" if math.isnan(of["hit_rate"]) else f"{of['hit_rate']:.1%}"
+    yield "{mean:.1f} / {most}".format(**of["at_once"])
+    yield "-" if of["pool"] is None else "{p50:.0%} / {max:.0%}".format(**of["pool"])
+    moved = of["bytes_moved"]
+    yield "-" if moved is None else f"{moved / 1e6:,.1f} MB"
+    yield "-" if moved is None else f"{of['local_tokens']:,.0f} tokens"
 
 
-def _ratios(run: Run, level: Level) -> Iterator[list[str]]:
-    base, *others = level.cells
-    told = level.rounds >= ROUNDS
-    for arm in others:
-        row = [run.titles[arm]]
-        for quantity in QUANTITIES:
-            mine, other = level.values(arm, quantity), level.values(base, quantity)
-            for name in COMPARED:
-                of = level.ratio(mine, other, STATISTICS[name])
-                bold = "**" if told and of.excludes_one else ""
-                row.append(f"{bold}{share(of)}{bold}")
-        yield row
+def _ratios(of: Json) -> Iterator[str]:
+    for quantity in QUANTITIES:
+        for ratio in of["of_first_arm"][quantity].values():
+            bold = "**" if len(of["rounds"]) >= ROUNDS and ratio.excludes_one else ""
+            yield f"{bold}{share(ratio)}{bold}"
 
 
-def _by_class(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
-    for level in levels:
-        for arm in level.cells:
-            for name in CLASSES:
-                if count := level.classes.count(name):
-                    times = (spread(level.values(arm, quantity, name)) for quantity in QUANTITIES)
-                    yield [f"{level.load:g}", run.titles[arm], name, str(count), *times]
+def _by_class(of: Json) -> Iterator[list[str]]:
+    for name, found in of["classes"].items():
+        times = (_times(found[quantity].values()) for quantity in QUANTITIES)
+        yield [name, str(found["requests"]), *times]
 
 
-def _rounds(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
-    for level in levels:
-        for arm, cells in level.cells.items():
-            of = client(level.outcomes(arm))
-            late = (f"{x * 1e3:.1f} ms" for x in (of.late_p99_s, of.loop_lag_p99_s))
-            means = ", ".join(
-                f"{x * 1e3:,.0f}" for x in level.means(arm, run.study.by)
-            )
-            yield [f"{level.load:g}", run.titles[arm], cells[0].via, *late, f"{means} ms"]
+def _by_worker(of: Json) -> Iterator[list[str]]:
+    if len(workers := of["by_worker"]) > 1:
+        shares, hits = ([each[name] for each in workers] for name in ("prompt_tokens", "hit_rate"))
+        cells = (" / ".join(f"{x:.0%}" for x in each) for each in (shares, hits))
+        yield [*cells, f"{shares[0] * len(shares):.2f}"]
 
 
-def spread(values: Values) -> str:
+def _stages(of: Json) -> Iterator[list[str]]:
+    if stages := of["stages"]:
+        yield [f"{of['transfers']:,.0f}", *(f"{mean * 1e3:.2f} ms" for mean in stages.values())]
+
+
+def _rounds(of: Json) -> Iterator[list[str]]:
+    late = (f"{of['client'][name] * 1e3:.1f} ms" for name in ("late_p99", "read_late_p99"))
+    means = ", ".join(f"{x * 1e3:,.0f}" for x in of["rounds"])
+    yield [of["reached"], *late, f"{means} ms"]
+
+
+def _times(of: Iterable[float]) -> str:
     """Mean and percentiles, ms."""
-    found = [plain(values, of) * 1e3 for of in STATISTICS.values()]
+    found = [value * 1e3 for value in of]
     if math.isnan(found[0]):
         return "-"
     digits = 1 if found[0] < 100 else 0
     return " / ".join(f"{x:,.{digits}f}" for x in found) + " ms"
 
 
-def _details(run: Run, levels: Sequence[Level]) -> Iterator[str]:
-    """Sections that only some runs have: prefill events, by worker, a transfer's stages."""
-    if rows := list(_event_rows(run, levels)):
-        yield "## Per prefill of the cold client"
-        yield (
-            "A prompt that nobody has seen, from its sending to its first token; the answers that "
-            "ran meanwhile, what they lacked of their rate outside of such events, and as answer "
-            "time of all of them together. 95 % intervals from draws of events. *Gained / paid*: "
-            f"of that time, what the arm loses less than {next(iter(run.titles.values()))}, over "
-            "what its new prompt takes longer. *Of their seconds*: the share of answers times "
-            "seconds that was lost."
-        )
-        columns = ["load", "arm", "prefills", "new prompt's TTFT", "answers running"]
-        columns += ["their TPOT outside / within", "tokens lost", "answer time lost"]
-        yield markdown([*columns, "of their seconds", "gained / paid"], rows)
-    if rows := list(_workers(run, levels)):
-        yield "## By worker"
-        yield (
-            "Busiest first, the mean of the rounds: share of the prompt tokens, and what its cache "
-            "held of them. Imbalance is the busiest worker's share over an even one."
-        )
-        yield markdown(["load", "arm", "prompt tokens", "hit rate", "imbalance"], rows)
-    if rows := list(_stages(run, levels)):
-        yield "## Stages of a transfer"
-        yield (
-            "Of a chunk to one decode server, means: from submission until a worker takes it up, "
-            "making its descriptors, the transport's calls that start it, and from then until it "
-            "was seen to be over. The stock release counts none."
-        )
-        yield markdown(["load", "arm", "transfers", *STAGES], rows)
-
-
-def _event_rows(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
-    for level in levels:
-        found = {arm: of for arm in level.cells if (of := events(level, arm)) is not None}
+def _events(run: Run, told: Json) -> Iterator[str]:
+    """What a prompt that nobody has seen costs the answers beside it, where any was sent."""
+    rows = []
+    for load, arms in told["loads"].items():
+        found = {arm: of["prefill_events"] for arm, of in arms.items() if of["prefill_events"]}
         base = next(iter(found.values()), None)
         for arm, of in found.items():
-            yield [
-                f"{level.load:g}",
-                run.titles[arm],
-                str(of.count),
-                seconds(of.seconds),
-                f"{of.running:.1f}",
-                f"{of.outside_s * 1e3:,.1f} / {of.within_s * 1e3:,.1f} ms",
-                f"{of.lost_tokens.value:.1f} [{of.lost_tokens.low:.1f}, {of.lost_tokens.high:.1f}]",
-                seconds(of.stalled_s),
-                f"{of.share:.2f}",
-                "-" if base is None or of is base else _against(of, base),
-            ]
-
-
-def _against(of: Events, base: Events) -> str:
-    gained = base.stalled_s.value - of.stalled_s.value
-    paid = of.seconds.value - base.seconds.value
-    return f"{gained * 1e3:,.0f} / {paid * 1e3:,.0f} ms"
-
-
-def _workers(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
-    for level in levels:
-        for arm in level.cells:
-            if len(of := level.by_worker(arm)) > 1:
-                shares, hits = zip(*of, strict=True)
-                yield [
-                    f"{level.load:g}",
+            gained, paid = (of[name].value - base[name].value for name in ("lost", "ttft"))
+            tokens: Interval = of["lost_tokens"]
+            rows.append(
+                [
+                    load,
                     run.titles[arm],
-                    " / ".join(f"{share:.0%}" for share in shares),
-                    " / ".join(f"{hit:.0%}" for hit in hits),
-                    f"{shares[0] * len(shares):.2f}",
+                    str(of["prefills"]),
+                    seconds(of["ttft"]),
+                    f"{of['running']:.1f}",
+                    f"{of['tpot_outside'] * 1e3:,.1f} / {of['tpot_within'] * 1e3:,.1f} ms",
+                    f"{tokens.value:.1f} [{tokens.low:.1f}, {tokens.high:.1f}]",
+                    seconds(of["lost"]),
+                    f"{of['share_lost']:.2f}",
+                    "-" if of is base else f"{-gained * 1e3:,.0f} / {paid * 1e3:,.0f} ms",
                 ]
-
-
-def _stages(run: Run, levels: Sequence[Level]) -> Iterator[list[str]]:
-    for level in levels:
-        for arm in level.cells:
-            if (of := level.stages(arm)) is not None:
-                means = (f"{mean * 1e3:.2f} ms" for mean in of.values())
-                yield [f"{level.load:g}", run.titles[arm], f"{level.transfers(arm):,.0f}", *means]
+            )
+    columns = ["load", "arm", "prefills", "new prompt's TTFT", "answers running"]
+    columns += ["their TPOT outside / within", "tokens lost", "answer time lost"]
+    columns += ["of their seconds", "gained / paid"]
+    return _titled(
+        "Per prefill of the cold client",
+        "A prompt that nobody has seen, from its sending to its first token; the answers that "
+        "ran meanwhile, what they lacked of their rate outside of such events, and as answer "
+        "time of all of them together. 95 % intervals from draws of events. *Gained / paid*: "
+        f"of that time, what the arm loses less than {next(iter(run.titles.values()))}, over "
+        "what its new prompt takes longer. *Of their seconds*: the share of answers times "
+        "seconds that was lost.",
+        markdown(columns, rows) if rows else "",
+    )

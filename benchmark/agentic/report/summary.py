@@ -10,15 +10,8 @@ import msgspec
 
 from benchmark.agentic.load.outcome import NAMES as CLASSES
 from benchmark.agentic.load.outcome import client
-from benchmark.agentic.report.events import Events, events
-from benchmark.agentic.report.numbers import (
-    COMPARED,
-    QUANTITIES,
-    STATISTICS,
-    Interval,
-    Level,
-    plain,
-)
+from benchmark.agentic.report.events import events
+from benchmark.agentic.report.numbers import COMPARED, QUANTITIES, STATISTICS, Level, plain
 from benchmark.agentic.report.verdict import answer, breaks, warnings
 from benchmark.agentic.studies.record import Run
 
@@ -54,16 +47,28 @@ def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
     base = next(iter(level.cells))
     at_once, most = level.open(arm)
     moved, pool, sender = level.moved(arm), level.pool(arm), client(level.outcomes(arm))
+    values = {quantity: level.values(arm, quantity) for quantity in QUANTITIES}
     return {
         "requests": len(level.outcomes(arm)),
         "failed": level.failed(arm),
         "requests_per_s": level.per_s(arm, lambda o: o.error is None),
         "goodput_per_s": level.goodput(arm),
-        "slo": _told(level.interval(level.values(arm, "slo"))),
+        "slo": level.interval(level.values(arm, "slo")),
         "hit_rate": level.hit_rate(arm),
         "rounds": level.means(arm, run.study.by),
-        **{quantity: _times(level, arm, quantity) for quantity in QUANTITIES},
-        "of_first_arm": None if arm == base else _ratios(level, arm, base),
+        **{
+            quantity: {name: level.interval(mine, of) for name, of in STATISTICS.items()}
+            for quantity, mine in values.items()
+        },
+        "of_first_arm": None
+        if arm == base
+        else {
+            quantity: {
+                name: level.ratio(mine, level.values(base, quantity), STATISTICS[name])
+                for name in COMPARED
+            }
+            for quantity, mine in values.items()
+        },
         "classes": {name: _class(level, arm, name) for name in CLASSES if name in level.classes},
         "at_once": {"mean": at_once, "most": most},
         "pool": None if pool is None else {"p50": pool[0], "max": pool[1]},
@@ -74,24 +79,10 @@ def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
         ],
         "transfers": level.transfers(arm),
         "stages": level.stages(arm),
-        "prefill_events": None if (of := events(level, arm)) is None else _events(of),
+        "prefill_events": None if (of := events(level, arm)) is None else vars(of),
         "reached": level.cells[arm][0].via,
         "client": {"late_p99": sender.late_p99_s, "read_late_p99": sender.loop_lag_p99_s},
     }
-
-
-def _times(level: Level, arm: str, quantity: str) -> dict[str, list[float]]:
-    values = level.values(arm, quantity)
-    return {name: _told(level.interval(values, of)) for name, of in STATISTICS.items()}
-
-
-def _ratios(level: Level, arm: str, base: str) -> dict[str, dict[str, list[float]]]:
-    found: dict[str, dict[str, list[float]]] = {}
-    for quantity in QUANTITIES:
-        mine, other = level.values(arm, quantity), level.values(base, quantity)
-        ratios = {name: level.ratio(mine, other, STATISTICS[name]) for name in COMPARED}
-        found[quantity] = {name: _told(of) for name, of in ratios.items()}
-    return found
 
 
 def _class(level: Level, arm: str, name: str) -> dict[str, Any]:
@@ -101,20 +92,3 @@ def _class(level: Level, arm: str, name: str) -> dict[str, Any]:
         values = level.values(arm, quantity, name)
         told[quantity] = {each: plain(values, of) for each, of in STATISTICS.items()}
     return told
-
-
-def _events(of: Events) -> dict[str, Any]:
-    return {
-        "prefills": of.count,
-        "ttft": _told(of.seconds),
-        "running": of.running,
-        "tpot_outside": of.outside_s,
-        "tpot_within": of.within_s,
-        "lost_tokens": _told(of.lost_tokens),
-        "lost": _told(of.stalled_s),
-        "share_lost": of.share,
-    }
-
-
-def _told(of: Interval) -> list[float]:
-    return [of.value, of.low, of.high]

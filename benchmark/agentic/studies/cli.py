@@ -21,7 +21,6 @@ from benchmark.agentic.report.numbers import levels
 from benchmark.agentic.report.page import html, page
 from benchmark.agentic.report.plots import draw
 from benchmark.agentic.report.summary import summary
-from benchmark.agentic.report.verdict import answer
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace, prepare
 from benchmark.agentic.studies.record import Cell, Run
@@ -224,11 +223,12 @@ def _described(trace: Trace) -> dict[str, Any]:
 def write(run: Run, folder: Path, console: Console) -> None:
     """Page, figures and numbers of a run."""
     found = levels(run)
-    text = page(run, found, draw(run, found, folder))
+    told = summary(run, found)
+    text = page(run, told, draw(run, found, folder))
     (folder / "page.md").write_text(text)
     (folder / "page.html").write_text(html(text, run.study.title))
-    write_summary(folder / "summary.json", summary(run, found))
-    console.print(escape(answer(run, found).replace("**", "")))
+    write_summary(folder / "summary.json", told)
+    console.print(escape(told["answer"].replace("**", "")))
     console.print(str(folder / "page.md"))
 
 

@@ -92,6 +92,10 @@ def run(*of: list[Cell], rounds: int = 3) -> Run:
     return Run(study, titles, [], fleet, environment, "the command", trace, all_cells)
 
 
+def shown(made: Run, figures: dict[str, str]) -> str:
+    return page(made, summary(made, levels(made)), figures)
+
+
 def test_a_difference_is_one_beyond_its_interval() -> None:
     """Guards against a page that names a winner of noise, or none where there is one: requests vary
     sevenfold, which paired draws take out."""
@@ -107,7 +111,7 @@ def test_a_difference_is_one_beyond_its_interval() -> None:
 def test_fewer_than_three_rounds_give_no_verdict() -> None:
     made = run(cells("a", 1.0, rounds=2), cells("b", 0.1, rounds=2), rounds=2)
     assert answer(made, levels(made)).startswith("**No verdict: 2 rounds")
-    table = page(made, levels(made), {}).split("95 % intervals")[1].split("## By class")[0]
+    table = shown(made, {}).split("95 % intervals")[1].split("## By class")[0]
     assert "**0." not in table
 
 
@@ -160,10 +164,10 @@ def test_a_page_by_address_says_who_sent_and_how_many_servers_there_were() -> No
     """Guards against numbers of nobody's commit, the sender's machine in the servers' place, and
     one server against two with no word about it."""
     made = run(cells("a", 1.0), cells("b", 0.8))
-    assert "a machine; SGLang 1, commit c0; fresh servers" in page(made, levels(made), {})
+    assert "a machine; SGLang 1, commit c0; fresh servers" in shown(made, {})
     assert summary(made, [])["machine"] == "a machine"
     made.fleet = {**made.fleet, "rig": False}
-    text = page(made, levels(made), {})
+    text = shown(made, {})
     assert "a fleet by address, generate endpoint" in text  # of an earlier version
     assert "sent from a machine, commit c0 of this project; the servers' own" in text
     about = summary(made, [])
@@ -173,15 +177,15 @@ def test_a_page_by_address_says_who_sent_and_how_many_servers_there_were() -> No
     one = {"aggregated": 1, "prefill": 0, "decode": 0}
     pair = {"aggregated": 0, "prefill": 1, "decode": 1}
     made.servers = {"a": one, "b": one}
-    assert "by address (1 aggregated in every arm; the question" in page(made, levels(made), {})
+    assert "by address (1 aggregated in every arm; the question" in shown(made, {})
     assert not list(warnings(made, levels(made)))
     made.servers, made.titles = {"a": one, "b": pair}, {"a": "1 aggregated", "b": "pd"}
-    text = page(made, levels(made), {})
+    text = shown(made, {})
     assert "by address (1 aggregated, pd: 1P 1D; the question counts the rig's)" in text
     assert "different numbers of servers** (1 aggregated: 1, pd: 2)" in text
     assert summary(made, [])["servers"] == made.servers
     made.servers["b"] = dict.fromkeys(pair, 0)
-    assert "pd: behind a router" in page(made, levels(made), {})
+    assert "pd: behind a router" in shown(made, {})
     assert not list(warnings(made, levels(made)))
 
 
@@ -194,18 +198,18 @@ def test_the_summary_holds_what_the_page_shows(tmp_path: Path) -> None:
     found = levels(made)
     write_summary(tmp_path / "summary.json", summary(made, found))
     told = json.loads((tmp_path / "summary.json").read_text())["loads"]["4"]["b"]
-    rows = [line.strip("| ").split(" | ") for line in page(made, found, {}).splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in shown(made, {}).splitlines()]
 
-    def shown(columns: int) -> list[str]:
+    def row_of(columns: int) -> list[str]:
         """The arm's row in the table of so many columns."""
         (row,) = (row for row in rows if row[0] == "b" and len(row) == columns)
         return row
 
-    at_once, pool = shown(13)[9:11]
+    at_once, pool = row_of(13)[9:11]
     assert at_once == "{mean:.1f} / {most}".format(**told["at_once"])
     assert pool == "{p50:.0%} / {max:.0%}".format(**told["pool"]) == "50% / 75%"
     ratios = [told["of_first_arm"][q][s] for q in ("ttft", "tpot", "e2e") for s in ("mean", "p90")]
-    for text, (value, low, high) in zip(shown(7)[1:], ratios, strict=True):
+    for text, (value, low, high) in zip(row_of(7)[1:], ratios, strict=True):
         assert text.strip("*") == f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
     rows = [row[2:] for row in rows if row[:2] == ["4", "b"]]
@@ -237,14 +241,14 @@ def test_the_summary_holds_what_the_page_shows(tmp_path: Path) -> None:
 def test_the_page_is_well_formed() -> None:
     """Each table's rows have as many cells as its head, else it is not shown as one."""
     made = run(cells("a", 1.0), cells("b", 0.8))
-    text = page(made, levels(made), {"A figure": "figure.png"})
+    text = shown(made, {"A figure": "figure.png"})
     assert text.split("\n\n")[1] == answer(made, levels(made))
     tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
     assert len(tables) == 4
     assert html(text, "t").count("<table>") == 4 and "figure.png" in html(text, "t")
     for cell in made.cells:
         more(cell)
-    text = page(made, levels(made), {})
+    text = shown(made, {})
     tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
     assert len(tables) == 7
     for table in tables:
@@ -286,13 +290,13 @@ def test_an_event_costs_what_running_answers_lack_of_their_rate() -> None:
     cell.cold = [cold, failed]
     (level,) = levels(run([cell]))
     found = events(level, "a")
-    assert found is not None and found.count == 1 and found.running == pytest.approx(2)
-    assert found.seconds.value == pytest.approx(0.2)
-    assert found.outside_s == pytest.approx(0.01, rel=0.02)
+    assert found is not None and found.prefills == 1 and found.running == pytest.approx(2)
+    assert found.ttft.value == pytest.approx(0.2)
+    assert found.tpot_outside == pytest.approx(0.01, rel=0.02)
     assert found.lost_tokens.value == pytest.approx(20, abs=1)
-    assert found.stalled_s.value == pytest.approx(0.2, abs=0.01)
-    assert found.within_s == pytest.approx(0.02, rel=0.05)
-    assert found.share == pytest.approx(0.5, abs=0.03)
+    assert found.lost.value == pytest.approx(0.2, abs=0.01)
+    assert found.tpot_within == pytest.approx(0.02, rel=0.05)
+    assert found.share_lost == pytest.approx(0.5, abs=0.03)
     cell.cold = [failed]
     assert events(level, "a") is None
 
