@@ -113,17 +113,23 @@ def test_only_a_whole_event_is_passed_on_before_an_error() -> None:
             out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await out.prepare(request)
             await out.write(b'data: {"text": "a"}\n\ndata: {"te')
+            await self.hold(1).wait()
             request.transport.close()
             return out
 
+    worker = Torn()
+
     async def test(rig: Rig) -> None:
-        answer = await rig.ask()
+        request, state = rig.ask(), rig.router.scheduler.workers[0]
+        await until(lambda: state.requests and not state.pending_tokens)  # its answer has begun
+        worker.hold(1).set()
+        answer = await request
         assert answer.events[0] == {"text": "a"} and len(answer.errors) == 1
         assert len(answer.events) == 3 and answer.errors[0].endswith(
             "was lost: its answer broke off"
         )
 
-    run(test, [Torn()])
+    run(test, [worker])
 
 
 @pytest.mark.parametrize("dead", ["prefill", "decode", "colocated"])
