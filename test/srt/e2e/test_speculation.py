@@ -29,6 +29,7 @@ from e2e.support import (
     settle,
     take_turns,
 )
+from e2e.test_local_turns import local_config, turns
 from models import heads, untied
 
 POOL = 30_000
@@ -40,8 +41,14 @@ TURNS = 5
 
 def speculative_pair(model: Path, logs: Path, steps: int, **changes: Any) -> PairConfig:
     """A pair with a draft model on both servers."""
-    config = pair_config(model, logs, **changes)
-    args = drafting(model, steps)
+    return with_drafts(pair_config(model, logs, **changes), model, steps)
+
+
+def with_drafts(
+    config: PairConfig, draft: Path, steps: int, algorithm: str = "EAGLE"
+) -> PairConfig:
+    """The same with a draft model on both servers."""
+    args = drafting(draft, steps, algorithm)
     return dataclasses.replace(
         config,
         prefill_args=(*config.prefill_args, *args),
@@ -116,9 +123,58 @@ def test_conversations_on_a_pool_that_evicts(
         assert "#retracted_reqs: " in pair.processes["decode"].log_text()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"backend": "mooncake", "env": V2}, id="mooncake"),
+        pytest.param({"decode_env": V2}, id="decode"),
+        pytest.param({"prefill_env": V2}, id="prefill"),
+        pytest.param({"env": V2, "prefill_tp": 2, "decode_tp": 2}, id="ranks"),
+    ],
+)
+def test_spec_v2(model: Path, reference: Reference, logs: Path, changes: dict[str, Any]) -> None:
+    """Over another transport, on one server of the pair, and on several ranks: metadata that one
+    version sends in another form, or ranks that step at different times."""
+    tokens = prompt_maker(model, seed=31)
+    config = speculative_pair(model, logs, 3, page_size=16, decode_tokens=4096, **changes)
+    with Pair(config, logs) as pair:
+        prompts = [tokens(200 + 37 * i) for i in range(4)]
+        take_turns(pair, reference, prompts, 3, 16, lambda: tokens(19))
+        settle(pair)
+        assert pair.metrics()[1][HIT_TOKENS] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("env", VERSIONS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_turns_that_decode_computes(
+    model: Path, reference: Reference, logs: Path, page_size: int, env: dict[str, str]
+) -> None:
+    """A chunk that leaves the draft model out, lengths that are one off where it goes on from a
+    shared prefix, or a first step that drafts from nothing: on a pool that evicts, with requests
+    that are retracted all the time."""
+    tokens = prompt_maker(model, seed=29)
+    retracts = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    sizes: dict[str, Any] = {"page_size": page_size, "decode_tokens": 4096}
+    config = local_config(model, logs, env=env, decode_env=retracts, **sizes)
+    with Pair(with_drafts(config, model, 3), logs) as pair:
+        prompts = [tokens(270 + 37 * i) for i in range(6)]
+        take_turns(pair, reference, prompts, 4, 24, lambda: tokens(61))
+        settle(pair)
+        counted = turns(pair)
+        assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
+        assert "#retracted_reqs: " in pair.processes["decode"].log_text()
+
+
 def rates(arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
     """Of later turns, of their prompts once more, and of the same where nothing is a hit."""
-    config = speculative_pair(arithmetic, logs, 1, page_size=16, decode_tokens=POOL, **changes)
+    sizes: dict[str, Any] = {"page_size": 16, "decode_tokens": POOL}
+    return rates_of(speculative_pair(arithmetic, logs, 1, **sizes, **changes), arithmetic, logs)
+
+
+def rates_of(config: PairConfig, arithmetic: Path, logs: Path) -> drafts.Rates:
+    """The same of any pair with drafts of one step."""
     with Pair(config, logs) as pair:
         found = drafts.rates(pair, arithmetic)
         settle(pair)
@@ -134,6 +190,19 @@ def test_drafts_on_hits_are_as_good_as_on_misses(
     """Draft KV that is missing, another text's, or one token aside behind a prefix hit: no answer
     would show it, and drafts would be rejected."""
     found = rates(arithmetic, logs, env=env)
+    assert found.misses > 0.9
+    assert min(found.turns, found.again) >= 0.98 * found.misses
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("env", VERSIONS)
+def test_drafts_of_turns_that_decode_computes(
+    arithmetic: Path, logs: Path, env: dict[str, str]
+) -> None:
+    """Draft KV of a chunk that is missing, or one token aside: no answer would show it."""
+    sizes: dict[str, Any] = {"page_size": 16, "decode_tokens": POOL}
+    config = with_drafts(local_config(arithmetic, logs, env=env, **sizes), arithmetic, 1)
+    found = rates_of(config, arithmetic, logs)
     assert found.misses > 0.9
     assert min(found.turns, found.again) >= 0.98 * found.misses
 
@@ -185,8 +254,9 @@ def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> Non
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("env", VERSIONS)
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
-def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str) -> None:
+def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str, env: dict[str, str]) -> None:
     """An EAGLE3 head and an MTP head, whose KV has fewer buffers than the target's: one that is
     taken for the target's would change the answers. Turns hit the ones before."""
     if algorithm == "EAGLE3":
@@ -194,15 +264,10 @@ def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str) -> None:
     else:
         target = head = heads.mtp(logs / "mtp")
     tokens = prompt_maker(target, seed=17)
-    config = pair_config(target, logs, page_size=16)
-    config = dataclasses.replace(
-        config,
-        prefill_args=(*config.prefill_args, *drafting(head, 3, algorithm)),
-        decode_args=(*config.decode_args, *drafting(head, 3, algorithm)),
-    )
+    config = with_drafts(pair_config(target, logs, page_size=16, env=env), head, 3, algorithm)
     sizes = Sizes(pool_tokens=POOL)
-    env = {START_METHOD: "fork"}
-    plain = Aggregated(target, logs / "plain", sizes, extra_args=DOZE, env=env)
+    start = {START_METHOD: "fork"}
+    plain = Aggregated(target, logs / "plain", sizes, extra_args=DOZE, env=start)
     with plain, Pair(config, logs) as pair:
         prompts = [tokens(120 + 37 * i) for i in range(5)]
         take_turns(pair, Reference(plain), prompts, 3, 24, lambda: tokens(19))

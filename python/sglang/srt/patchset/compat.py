@@ -178,11 +178,6 @@ def check_local_turns(args: Any) -> None:
             "it splits decode steps, and a chunk of a prompt between them is not split alike",
         ),
         (
-            "--speculative-algorithm",
-            args.speculative_algorithm is not None,
-            "a chunk of a prompt does not go through the draft model here",
-        ),
-        (
             "--enable-pdmux",
             args.enable_pdmux,
             "it has a scheduler loop of its own",

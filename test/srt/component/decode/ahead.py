@@ -71,7 +71,13 @@ class Ahead(Overlapped):
     def launch(self, batch: ScheduleBatch) -> Any:
         """Put a step onto the stream; what SGLang's ``run_batch`` leaves behind."""
         self.forward_ct += 1
+        if batch.forward_mode.is_extend():
+            return self._launch_chunk(batch)
         reqs = list(batch.reqs)
+        # In its first step a request drafts from what came with its prompt.
+        starts = self.future_map.hidden_states_buf[batch.spec_info.future_indices.indices]
+        for req, start in zip(reqs, starts[:, 0].tolist(), strict=True):
+            assert start == (0 if req.rid in self._texts else req.bootstrap_room)
         known = {req.rid: self._texts.get(req.rid, _ids(req)) for req in reqs}
         self._texts = {rid: list(text) for rid, text in known.items()}
         rows, lens = batch.req_pool_indices.clone(), batch.seq_lens.clone()
@@ -101,6 +107,25 @@ class Ahead(Overlapped):
             num_accepted_tokens=0,
             delay_sample_func=None,
         )
+
+    def _launch_chunk(self, batch: ScheduleBatch) -> Any:
+        """The same of a chunk of local turns: of one that goes on the target says anything."""
+        tokens = [self.said(req, 0) for req in batch.reqs]
+        chunk = self.chunk_writes(batch)
+        drafts = drafting.extend(batch, tokens)
+
+        def compute() -> None:
+            for pool, writes in ((self.pool, chunk), (self.draft_pool, drafts)):
+                for slots, values in writes:
+                    kv.write(pool, slots, values)
+
+        start, result = batch.spec_info, self.chunk_result(tokens)
+        result.copy_done, result.next_draft_input = Event(self.stream, compute), start
+        future = self.future_map.alloc_future_indices(len(tokens))
+        self.future_map.store_to_map_for_new_batch(future, start)
+        start.future_indices = future
+        batch.seq_lens, batch.output_ids = start.new_seq_lens, -future.indices
+        return result
 
 
 class _Step:

@@ -92,7 +92,8 @@ class Expected(NamedTuple):
     name: str
     slots: torch.Tensor
     values: list[int]
-    drafts: list[int]
+    #: None where it is computed once more before anybody reads it.
+    drafts: list[int | None]
 
 
 def _content(decoder: Any, held: list[Any]) -> list[str]:
@@ -115,10 +116,13 @@ def _content(decoder: Any, held: list[Any]) -> list[str]:
     return problems
 
 
-def _drafts_fit(decoder: Any, found: list[int], right: list[int]) -> bool:
+def _drafts_fit(decoder: Any, found: list[int], right: list[int | None]) -> bool:
     """A guess of the draft model's is enough where an answer ended."""
     pairs = zip(found, right, strict=True)
-    return all(value == tag or (value == -tag and tag in decoder.guessed) for value, tag in pairs)
+    return all(
+        tag is None or value == tag or (value == -tag and tag in decoder.guessed)
+        for value, tag in pairs
+    )
 
 
 def _of_tree(tree: Any) -> Iterator[Expected]:
@@ -141,9 +145,11 @@ def _of_tree(tree: Any) -> Iterator[Expected]:
 
 def computed_tokens(turns: Any, req: Any, otherwise: int) -> int:
     """How many tokens of ``req`` have KV, or ``otherwise`` if it is no turn under way here."""
-    launched = (turn for _, some in turns._launched for turn in some)
-    under_way = (turn for turn in (*launched, *turns._queue) if turn.req is req)
-    return next((turn.done for turn in under_way), otherwise)
+    for batch, some in turns._launched:
+        for turn, start in zip(some, batch.prefix_lens, strict=True):
+            if turn.req is req:
+                return int(start)  # the rest is in flight
+    return next((turn.done for turn in turns._queue if turn.req is req), otherwise)
 
 
 def _of_request(decoder: Any, req: Any) -> Expected:
@@ -152,10 +158,13 @@ def _of_request(decoder: Any, req: Any) -> Expected:
     if decoder.local_turns is not None:
         arrived = computed_tokens(decoder.local_turns, req, arrived)
     visible = 0 if is_fake(req) else arrived
+    # The draft model has not seen which token is behind a chunk that is not the last one.
+    goes_on = req.cache_protected_len < visible < req.kv_committed_len
     ids = req.origin_input_ids + req.output_ids
     tags = kv.tags(ids[: visible + 1], req.extra_key, weights=record_of(req).generation)
     row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx, :visible]
-    return Expected(f"request {req.rid}", row, tags[:visible], tags[1 : visible + 1])
+    drafts: list[int | None] = [*tags[1 : visible + 1 - goes_on], *[None] * goes_on]
+    return Expected(f"request {req.rid}", row, tags[:visible], drafts)
 
 
 def _announcement(decoder: Any, entry: Any) -> list[str]:

@@ -362,9 +362,13 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
 
     def _run_chunk(self, batch: Any, next_token: Any) -> None:
         """The KV of a chunk, and its result."""
+        tokens = [next_token(req) for req in batch.reqs]
         for slots, values in self.chunk_writes(batch):
             kv.write(self.pool, slots, values)
-        result = self.chunk_result([next_token(req) for req in batch.reqs])
+        if self.steps:
+            for slots, values in drafting.extend(batch, tokens):
+                kv.write(self.draft_pool, slots, values)
+        result = self.chunk_result(tokens)
         reqs = list(batch.reqs)
         self.process_batch_result(batch, result)
         self.cur_batch = self.last_batch = None

@@ -96,6 +96,33 @@ def step(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> Any:
     )
 
 
+def extend(batch: Any, tokens: list[int]) -> list[tuple[torch.Tensor, list[int]]]:
+    """The draft model over a chunk of a prompt, as ``EAGLEWorker`` and ``EAGLEWorkerV2`` run it:
+    the token behind the chunk is what the target says, ``tokens``, also where the prompt goes on.
+
+    Leaves the start of the first draft in the batch; returns which draft slots get what.
+    """
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    rooms = [[float(req.bootstrap_room)] for req in batch.reqs]
+    start = EagleDraftInput(
+        topk_p=torch.ones(len(tokens), 1),
+        topk_index=torch.tensor(rooms).to(torch.int64),
+        hidden_states=torch.tensor(rooms),
+        verified_id=torch.tensor(tokens),
+        new_seq_lens=batch.seq_lens,
+    )
+    start.prepare_for_extend(batch)
+    batch.spec_info = start
+    writes, at = [], 0
+    for req, begin, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        ids = [*req.origin_input_ids[: begin + 1], *batch.input_ids[at : at + length].tolist()]
+        slots = batch.out_cache_loc[at : at + length].clone()
+        writes.append((slots, _tags(req, ids)[begin + 1 :]))
+        at += length
+    return writes
+
+
 def _draft(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> tuple[Any, torch.Tensor]:
     """The verify input, and what the target will say for each of its rows."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode

@@ -35,11 +35,13 @@ NEW = list(range(50))
 CHUNK = 32
 
 
-@pytest.fixture(params=[1, 16])
+@pytest.fixture(params=[(1, 0), (16, 0), (1, 3), (16, 3)], ids=["1", "16", "1-drafts", "16-drafts"])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    """It holds the history."""
-    decoder = Decoder(request.param, 1024, local=200, chunk=CHUNK)
-    decoder.submit(HISTORY, new=1)
+    """It holds the history; with and without a draft model."""
+    page, steps = request.param
+    decoder = Decoder(page, 1024, local=200, chunk=CHUNK, steps=steps)
+    # With a draft model the slot of a text's last token is shared only with the token behind it.
+    decoder.submit(HISTORY + NEW[: bool(steps)], new=1)
     decoder.drain()
     check_idle(decoder)
     return decoder
@@ -62,7 +64,8 @@ def test_a_turn_is_computed_here(decoder: Decoder) -> None:
     check_idle(decoder)
     again = decoder.submit(req.origin_input_ids + req.output_ids)
     decoder.tick_queues()
-    held = len(HISTORY + NEW) + 7  # the last token of an answer has no KV
+    # The last token of an answer has no KV, and the one before no draft KV that others could use.
+    held = len(HISTORY + NEW) + 7 - bool(decoder.steps)
     assert again.cache_protected_len == held // decoder.page_size * decoder.page_size
 
 
@@ -168,7 +171,7 @@ def test_decode_steps_between_two_chunks(decoder: Decoder, share: float, steps: 
         kinds.append(len(running.output_ids) - had)
         had = len(running.output_ids)
     chunks = [at for at, grown in enumerate(kinds) if grown == 0]
-    assert len(chunks) == 5  # of 32 tokens
+    assert len(chunks) == 5 + (decoder.page_size == 16 and bool(decoder.steps))  # of 32 tokens
     assert {later - at for at, later in zip(chunks, chunks[1:], strict=False)} == {steps + 1}
     decoder.drain()
     check_idle(decoder)
@@ -198,7 +201,7 @@ def bring_to(decoder: Decoder, point: str) -> Any:
     decoder.tick_queues()
     if point == "queued":
         return req
-    while computed_tokens(decoder.local_turns, req, 0) == len(HISTORY):
+    while computed_tokens(decoder.local_turns, req, 0) == req.cache_protected_len:
         decoder.tick_batch()
     if point == "between_chunks":
         return req
@@ -355,11 +358,14 @@ class LocalLife(Life):
         self._abort(self.decoder.local, number)
 
 
-@pytest.mark.parametrize(("page", "tokens", "seed"), [(1, 600, 1), (16, 1024, 2), (64, 2048, 3)])
-def test_random_life(no_prefix_wait: None, page: int, tokens: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("page", "tokens", "seed", "steps"),
+    [(1, 600, 1, 0), (16, 1024, 2, 0), (64, 2048, 3, 0), (1, 600, 4, 3), (16, 1024, 5, 1)],
+)
+def test_random_life(no_prefix_wait: None, page: int, tokens: int, seed: int, steps: int) -> None:
     """Guards against any order of arrivals, chunks, evictions, retractions, failures and aborts
     that leaks a page or a lock, or lets a request read another one's KV."""
-    life = LocalLife(Decoder(page, tokens, local=60, chunk=24), seed)
+    life = LocalLife(Decoder(page, tokens, local=60, chunk=24, steps=steps), seed)
     life.run(1200, seed)
     turns = life.decoder.local_turns.metrics.turns
     assert turns["local", "always"] > 50 and turns["remote", "long"] > 10
@@ -369,8 +375,8 @@ class LocalServer(DecodeServer):
     """Any order of events, of which turns that are computed here are some."""
 
     def build(self, page: int, tokens: int, steps: int) -> list[Any]:
-        # ``steps`` of a draft model: local turns are refused with one.
-        return [LocalLife(Decoder(page, tokens, rows=6, local=60, lost=100, chunk=24))]
+        decoder = Decoder(page, tokens, rows=6, local=60, lost=100, chunk=24, steps=steps)
+        return [LocalLife(decoder)]
 
     @precondition(lambda self: self.decoder.local)
     @rule(number=NUMBERS, action=st.sampled_from(["batch", "abort_local", "pause_and_update"]))
@@ -408,12 +414,13 @@ class LocalRankLife(RankLife):
     abort_local = LocalLife.abort_local
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_two_ranks(no_prefix_wait: None, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "steps"), [(1, 0), (2, 0), (3, 3)])
+def test_two_ranks(no_prefix_wait: None, seed: int, steps: int) -> None:
     """Guards against ranks that choose by what each has measured, and then run other batches."""
 
     def build(rank: int, group: RankGroup) -> LocalRankLife:
-        decoder = Decoder(16, 640, policy=("lru", "mru")[rank], group=group)
+        policy = ("lru", "mru")[rank]
+        decoder = Decoder(16, 640, policy=policy, group=group, steps=steps)
         limits = Limits(tokens=60, chunk=24, share=0.3)
         decoder.__dict__["local_turns"] = turns = LocalTurns(decoder, limits)
         # One rank is slower than the other, and each has a clock of its own.

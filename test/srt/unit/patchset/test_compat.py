@@ -238,15 +238,6 @@ LOCAL_TURNS = {
         ({"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}, "--deepep-mode low_latency"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        (
-            {
-                "disaggregation_decode_local_tokens": 0,
-                "disaggregation_decode_local_tokens_when_lost": 9,
-                "speculative_algorithm": "EAGLE",
-            },
-            "--speculative-algorithm",
-        ),
         ({"enable_lora_overlap_loading": True}, "--enable-lora-overlap-loading"),
         ({"disaggregation_decode_local_tokens": -1}, "not -1"),
         ({"disaggregation_decode_local_tokens_when_lost": -1}, "not -1"),
@@ -274,6 +265,7 @@ def test_local_turns_refused(changes, named):
     "changes",
     [
         {},
+        {"speculative_algorithm": "EAGLE"},
         {"moe_a2a_backend": "deepep", "deepep_mode": "normal"},
         {"disaggregation_decode_local_share": 1.0},
         {

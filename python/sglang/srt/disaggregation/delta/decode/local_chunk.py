@@ -26,11 +26,24 @@ class Turn:
     decision: Decision
     at: float
     done: int
+    #: Whether a draft model goes over it too.
+    drafts: bool = False
 
     @property
     def left(self) -> int:
         """Tokens that no chunk has taken yet."""
         return len(self.req.origin_input_ids) - self.done
+
+    @property
+    def start(self) -> int:
+        """The token that the next chunk begins with.
+
+        A draft slot holds what follows from its token and the next. SGLang takes what the target
+        says for the one behind a chunk, and not what the prompt goes on with: so the last token of
+        a chunk is computed once more, in the next one.
+        """
+        is_first = self.done == self.req.cache_protected_len  # the tree's KV is the text's
+        return self.done - (self.drafts and not is_first)
 
 
 class _OwnPages:
@@ -41,7 +54,7 @@ class _OwnPages:
         self._rows, self.page_size = rows, page
         self._slots = torch.cat(
             [
-                rows.req_to_token[turn.req.req_pool_idx, turn.done : len(turn.req.fill_ids)]
+                rows.req_to_token[turn.req.req_pool_idx, turn.start : len(turn.req.fill_ids)]
                 for turn in turns
             ]
         ).to(torch.int64)
@@ -92,9 +105,10 @@ def chunk_batch(
 
     rows, reqs = scheduler.req_to_token_pool, [turn.req for turn in turns]
     for turn in turns:
-        req = turn.req
-        req.prefix_indices = rows.req_to_token[req.req_pool_idx, : turn.done].to(torch.int64)
-        req.set_extend_input_len(len(req.fill_ids) - turn.done)
+        req, start = turn.req, turn.start
+        req.prefix_indices = rows.req_to_token[req.req_pool_idx, :start].to(torch.int64)
+        req.set_extend_input_len(len(req.fill_ids) - start)
+        req.already_computed = min(req.already_computed, start)  # nothing is cached less by that
     set_time_batch(reqs, "set_forward_entry_time")
     own = _OwnPages(rows, scheduler.page_size, turns)
     batch = ScheduleBatch.init_new(

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.delta.decode.adapters import adapters_fit
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.local_chunk import Turn, chunk_batch
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts, place_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     NEVER,
     UNKNOWN,
@@ -187,7 +188,9 @@ class LocalTurns:
         req.time_stats.set_wait_queue_entry_time()
         STATS.add("decode_prefix_prompt_tokens", len(req.origin_input_ids))
         STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
-        self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len))
+        record_of(req).hit_tokens = req.cache_protected_len
+        drafts = not self._scheduler.spec_algorithm.is_none()
+        self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len, drafts))
         self._made(req, decision)
 
     def announced(self, entry: QueueEntry, decision: Decision) -> None:
@@ -282,12 +285,12 @@ class LocalTurns:
 
     def _launch(self, turns: list[Turn], unfinished: Turn | None) -> ScheduleBatch:
         scheduler = self._scheduler
+        STATS.add("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
         batch = chunk_batch(scheduler, turns, unfinished)
         self._queue = self._queue[len(turns) - bool(unfinished) :]
         self._launched.append((batch, turns))
         self.pace.chunk(batch.extend_num_tokens, len(scheduler.running_batch.reqs))
         self.times.launched(batch.extend_num_tokens, self._clock())
-        STATS.add("decode_local_tokens", batch.extend_num_tokens)
         return batch
 
     def before_result(self) -> None:
@@ -300,6 +303,8 @@ class LocalTurns:
         """It was processed: those that have their first token wait for a place in the batch."""
         batch, turns = self._launched.popleft()
         now = self._clock()
+        if batch.spec_info is not None:
+            batch.spec_info.future_indices = None  # so that what it has itself is filtered
         batch.filter_batch(chunked_req_to_exclude=batch.chunked_req)
         for turn in turns:
             if turn.req is not batch.chunked_req:
@@ -308,6 +313,8 @@ class LocalTurns:
         if not batch.is_empty():
             tokens = [req.output_ids[-1] for req in batch.reqs]
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
+            if batch.spec_info is not None:
+                own_first_drafts(batch)
             self._computed.append(batch)
 
     def join(self) -> None:
@@ -317,6 +324,8 @@ class LocalTurns:
             batch, running = self._computed.pop(0), scheduler.running_batch
             for req in batch.reqs:
                 scheduler.tree_cache.claims.started(req)
+            if batch.is_spec_v2:
+                place_first_drafts(batch, scheduler.future_map)
             if running.is_empty():
                 scheduler.running_batch = batch
             else:
@@ -335,7 +344,8 @@ class LocalTurns:
             )
 
         if not fit():
-            running.filter_batch()  # those that have ended need no place
+            # Those that have ended need no place. Spec v1 has taken them out of the draft input.
+            running.filter_batch(v1_spec_info_filtered=True)
         return fit()
 
     # ---- aborts ----

@@ -81,7 +81,7 @@ class DecodeRecord:
     refused_for: set[str] = field(default_factory=set)
     #: The KV that its transfer brings, where others wait for it.
     arriving: PrefixKey | None = None
-    #: Tokens of the prefix that it was announced with.
+    #: Tokens of the prefix that the tree held when it was admitted.
     hit_tokens: int = 0
     #: What was decided about where its new tokens are computed, if prefill computes them.
     turn: Announced | None = None

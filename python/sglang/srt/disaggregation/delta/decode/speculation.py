@@ -19,6 +19,8 @@ from sglang.srt.patchset.compat import FLAG
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
 
@@ -76,6 +78,29 @@ def own_draft_state(req: Req) -> None:
     req.output_topk_p = req.output_topk_p.clone()
     req.output_topk_index = req.output_topk_index.clone()
     req.hidden_states_tensor = req.hidden_states_tensor.clone()
+
+
+# ---- turns that are computed here ----
+
+
+def own_first_drafts(batch: ScheduleBatch) -> None:
+    """Note what the first draft of each request of a computed ``batch`` starts from on the request,
+    as prefill's metadata would: it starts from there again when it resumes."""
+    start = batch.spec_info
+    for at, req in enumerate(batch.reqs):
+        req.output_topk_p, req.output_topk_index = start.topk_p[at], start.topk_index[at]
+        req.hidden_states_tensor = start.hidden_states[at]
+        own_draft_state(req)
+
+
+def place_first_drafts(batch: ScheduleBatch, future_map: FutureMap) -> None:
+    """Put what a computed ``batch`` drafts from where the next step of spec v2 looks it up.
+
+    Its chunk did so too, but those places may be another step's: the batch may have waited."""
+    start = batch.spec_info
+    start.new_seq_lens = batch.seq_lens
+    start.future_indices = future_map.alloc_future_indices(len(batch.reqs))
+    future_map.store_to_map_for_new_batch(start.future_indices, start)
 
 
 # ---- keys ----
