@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.allocator import (
     TokenToKVPoolAllocator,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -44,12 +44,18 @@ def set_arguments(page: int, **changes: Any) -> Any:
 
 
 def build_pool(
-    tokens: int, page: int, dtype: Any, layers: int, *, latent: bool = False
+    tokens: int, page: int, dtype: Any, layers: int, *, latent: bool = False, sparse: bool = False
 ) -> tuple[Any, Any]:
-    """A pool with one head of one element a token, or as small a one of an MLA model (``latent``),
-    and its allocator, on the CPU."""
-    kind = MLATokenToKVPool if latent else MHATokenToKVPool  # widths: latent and rope, or heads
-    pool = kind(tokens, page, dtype, 1, 1, layers, "cpu", enable_memory_saver=False)
+    """A pool with one head of one element a token and its allocator, on the CPU; or as small a one
+    of an MLA model (``latent``), or that with an index of sparse attention in pages of 64
+    (``sparse``)."""
+    off: dict[str, Any] = {"enable_memory_saver": False}
+    if sparse:
+        off |= {"index_head_dim": 128, "kv_cache_dim": 2}
+        pool = NSATokenToKVPool(tokens, page, 1, dtype, 1, layers, "cpu", **off)
+    else:
+        kind = MLATokenToKVPool if latent else MHATokenToKVPool  # widths: latent and rope, or heads
+        pool = kind(tokens, page, dtype, 1, 1, layers, "cpu", **off)
     if page == 1:
         return pool, TokenToKVPoolAllocator(tokens, dtype, "cpu", pool, True)
     return pool, PagedTokenToKVPoolAllocator(tokens, page, dtype, "cpu", pool, True)

@@ -59,7 +59,7 @@ class DisaggArgs(_Base):
     def _handle_model_specific_adjustments(self) -> None:
         # The first handler that has the model's configuration at hand.
         if self.disaggregation_decode_enable_radix_cache:
-            compat.check_decode_radix_model(self.get_model_config())
+            compat.check_decode_radix_model(self.get_model_config(), self.speculative_algorithm)
         if compat_buffer_only.wanted(self):
             compat_buffer_only.check_model(self.get_model_config())
         super()._handle_model_specific_adjustments()

@@ -127,13 +127,20 @@ def warn_drafts_behind_hicache(args: Any) -> None:
         )
 
 
-def check_decode_radix_model(config: Any) -> None:
-    """Raise ``ValueError`` for a model whose KV is not one plain pool of pages."""
+def check_decode_radix_model(config: Any, algorithm: str | None = None) -> None:
+    """Raise ``ValueError`` for a model whose KV is not one plain pool of pages; ``algorithm``: the
+    speculation that is to run with it."""
     kind = _unsupported_kind(config)
     if kind:
         raise ValueError(
             f"{FLAG} does not support {kind}, given with --model-path "
             f"{getattr(config, 'model_path', '')}. Remove {FLAG} to serve it."
+        )
+    if algorithm is not None and _has_sparse_index(config):
+        raise ValueError(
+            f"{FLAG} cannot be combined with --speculative-algorithm {algorithm} for a model with "
+            "sparse attention (DSA): SGLang sends the index of the target only, so the draft model "
+            "would select by that of another text. Remove one of them."
         )
 
 
@@ -270,15 +277,18 @@ def special_layers(config: Any) -> str:
 
 
 def _unsupported_kind(config: Any) -> str:
-    """What is special about the model's KV; empty for plain multi-head and latent attention."""
+    """What is special about the model's KV; empty for multi-head and latent attention, the latter
+    also with a sparse index, whose pages are the KV's."""
     special = special_layers(config)
     if special:
         return special
-    if any(getattr(c, "index_topk", None) is not None for c in _hf_configs(config)):
-        return "models with sparse attention (NSA)"
     if getattr(config, "is_multimodal", False) and _on_transformers(config):
         return "multimodal models with --model-impl transformers (SGLang turns their tree off)"
     return ""
+
+
+def _has_sparse_index(config: Any) -> bool:
+    return any(getattr(c, "index_topk", None) is not None for c in _hf_configs(config))
 
 
 def _hf_configs(config: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.decode import (
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.disaggregation.delta.sparse_index import index_buffers
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -73,15 +74,18 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         lost: int = 0,
         chunk: int = 16,
         latent: bool = False,
+        sparse: bool = False,
     ) -> None:
         """``local``: every turn of so many new tokens is computed here, in chunks of ``chunk``;
-        ``lost``: of so many if prefill is lost; ``latent``: the pools are those of MLA models."""
+        ``lost``: of so many if prefill is lost; ``latent``: the pools are those of MLA models,
+        ``sparse``: with an index, in pages of 64."""
         self.steps = steps
         self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
         self.server_args = without_engine.set_arguments(page, **drafting.arguments(steps))
         self.server_args.disaggregation_decode_enable_radix_cache = True
         self.page_size, self.max_total_num_tokens = page, tokens
-        self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page, latent=latent)
+        kind = {"latent": latent, "sparse": sparse}
+        self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page, **kind)
         self.draft_pool = kv.build_pool(tokens, page, latent=latent)[0] if steps else None
         #: Tags whose draft KV may be a guess: nobody computed it again when the answer had ended.
         self.guessed: set[int] = set()
@@ -95,7 +99,8 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         )
         self.tree_cache.evictable_leaves = OrderedSet()
         self.tree_cache.serve_decode(self.draft_pool)
-        self.kv_manager = Manager([16 * page, 16 * page])
+        state = [132 * page] * len(index_buffers(self.pool))
+        self.kv_manager = Manager([16 * page, 16 * page], state)
         self.send_to_tokenizer = self.mailbox = Mailbox()
         self.submitted: list[Any] = []
         self.rooms: list[Room] = []
@@ -281,7 +286,10 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
             values = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)[prefix:]
             slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
             slots = slots.to(torch.int64)[: len(values)]
-            kv.write(self.pool, slots, values)
+            kv.write(self.pool, slots, values, index=False)
+            if room.state_pages is not None:
+                assert room.state_pages.tolist() == room.pages.tolist()
+                kv.write_index(self.pool, slots, values)
             if self.draft_pool is not None:
                 whole = [*req.origin_input_ids, room.first_token]
                 drafts = kv.tags(whole, req.extra_key, weights=weights)[prefix + 1 :]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmark.harness import without_engine
+from sglang.srt.disaggregation.delta.sparse_index import index_buffers
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 _MODULUS = 2**61 - 1
@@ -29,18 +30,32 @@ def tags(
     return found
 
 
-def build_pool(tokens: int, page: int, *, latent: bool = False) -> tuple[Any, Any]:
-    """A pool for ``tokens`` tokens and its allocator, on the CPU; ``latent``: of an MLA model."""
-    pool, allocator = without_engine.build_pool(tokens, page, torch.int64, layers=2, latent=latent)
+def build_pool(
+    tokens: int, page: int, *, latent: bool = False, sparse: bool = False
+) -> tuple[Any, Any]:
+    """A pool for ``tokens`` tokens and its allocator, on the CPU; ``latent``: of an MLA model,
+    ``sparse``: of one with an index."""
+    pool, allocator = without_engine.build_pool(
+        tokens, page, torch.int64, layers=2, latent=latent, sparse=sparse
+    )
     pool.cpu_offloading_chunk_size = 24  # small, and no multiple of the page: many borders
     return pool, allocator
 
 
-def write(pool: Any, slots: torch.Tensor, values: list[int]) -> None:
-    """Put tags into slots, in every layer."""
+def write(pool: Any, slots: torch.Tensor, values: list[int], *, index: bool = True) -> None:
+    """Put tags into slots, in every layer; ``index``: also into the index, if there is one."""
     content = torch.tensor(values, dtype=torch.int64)
     for layer, (first, second) in enumerate(_halves(pool)):
         first[slots], second[slots] = content + layer, -content - layer
+    if index:
+        write_index(pool, slots, values)
+
+
+def write_index(pool: Any, slots: torch.Tensor, values: list[int]) -> None:
+    """Put tags into the index of slots alone."""
+    content = torch.tensor(values, dtype=torch.int64)
+    for layer, part in enumerate(_index(pool)):
+        part[slots // pool.page_size, slots % pool.page_size] = content + layer
 
 
 def read(pool: Any, slots: torch.Tensor) -> list[int]:
@@ -51,6 +66,8 @@ def read(pool: Any, slots: torch.Tensor) -> list[int]:
     ]
     keys, values = (torch.stack(half) for half in zip(*both, strict=True))
     same = (keys == keys[0]).all(0) & (values == keys[0]).all(0)
+    for layer, part in enumerate(_index(pool)):
+        same &= part[slots // pool.page_size, slots % pool.page_size] - layer == keys[0]
     return torch.where(same, keys[0], GARBAGE).tolist()
 
 
@@ -60,3 +77,13 @@ def _halves(pool: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(buffer[:, 0, 0], buffer[:, 0, 1]) for buffer in pool.kv_buffer]
     pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
     return [(keys[:, 0, 0], values[:, 0, 0]) for keys, values in pairs]
+
+
+def _index(pool: Any) -> list[torch.Tensor]:
+    """Of each layer a number a token (pages, tokens of a page), in the first of a token's bytes; no
+    layers where the pool has no index."""
+    parts = []
+    for buffer in index_buffers(pool):
+        tokens = buffer[:, : pool.page_size * pool.index_head_dim]
+        parts.append(tokens.view(torch.int64).view(len(buffer), pool.page_size, -1)[:, :, 0])
+    return parts

@@ -24,6 +24,8 @@ class Room:
         self.conclude_state: int | None = None
         self.failure = ""
         self.pages: np.ndarray | None = None
+        #: Those of an index, where they were announced.
+        self.state_pages: np.ndarray | None = None
         self.prefix_len = 0
         self.metadata_index = -1
         #: Whether the prefix was announced, or only stock's message sent.
@@ -43,14 +45,16 @@ class Room:
 
     def send_metadata(self, pages: np.ndarray, index: int, state_indices: Any = None) -> None:
         assert self.pages is None, "announced twice"
-        assert state_indices is None and pages.dtype == np.int32
-        self.pages, self.metadata_index = pages, index
+        assert pages.dtype == np.int32
+        self.pages, self.metadata_index, self.state_pages = pages, index, state_indices
         self.state = KVPoll.Transferring
         self.writing = True
 
-    def announce(self, pages: np.ndarray, index: int, prefix_len: int) -> None:
+    def announce(
+        self, pages: np.ndarray, index: int, prefix_len: int, state_indices: Any = None
+    ) -> None:
         self.announced, self.prefix_len = True, prefix_len
-        self.send_metadata(pages, index)
+        self.send_metadata(pages, index, state_indices)
 
     # ---- what a deferred free asks of a backend and of the prefill servers ----
 
@@ -104,11 +108,13 @@ class Manager:
     """The part of a transfer manager that admission asks."""
 
     item_lens: list[int]
+    #: Of an index.
+    state_lens: list[int] = field(default_factory=list)
     #: Prefill servers that do not understand a prefix.
     stock_peers: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens)
+        self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens, state_item_lens=self.state_lens)
         self.waiting_timeout = 300
         self.servers = SimpleNamespace(is_asking=lambda address: True)
 

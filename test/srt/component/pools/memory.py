@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from sglang.srt.disaggregation.delta.pages import heads_of
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.disaggregation.delta.sparse_index import index_buffers
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 PAGES = 40
 LAYERS = 3
@@ -40,14 +41,26 @@ def mla(page: int, dtype: torch.dtype) -> Any:
     return MLATokenToKVPool((PAGES - 1) * page, page, dtype, 16, 4, LAYERS, "cpu", False)
 
 
+def nsa(page: int) -> Any:
+    """The same beside an index of sparse attention, which SGLang has for pages of 64 alone."""
+    size, width = (PAGES - 1) * page, {"index_head_dim": 128, "kv_cache_dim": 20}
+    return NSATokenToKVPool(
+        size, page, 16, torch.bfloat16, 4, LAYERS, "cpu", enable_memory_saver=False, **width
+    )
+
+
 #: Pools of both servers, by name; each is built from a page size.
 POOLS: dict[str, Callable[[int], Any]] = {
     "mla_bfloat16": lambda page: mla(page, torch.bfloat16),
     "mla_fp8_e4m3": lambda page: mla(page, torch.float8_e4m3fn),
     "mha_fp8_e4m3": lambda page: mha(page, torch.float8_e4m3fn),
     "mha_fp8_e5m2": lambda page: mha(page, torch.float8_e5m2),
+    "nsa_bfloat16": nsa,
     "mha_short_values": lambda page: mha(page, torch.float16, v_dim=HEAD_DIM // 2),
 }
+
+#: Each of them with the page sizes that it is tried with.
+CASES = [(name, page) for name in POOLS for page in ((64,) if name.startswith("nsa") else (1, 16))]
 
 
 def is_mla(pool: Any) -> bool:
@@ -58,6 +71,7 @@ def is_mla(pool: Any) -> bool:
 def as_bytes(pool: Any) -> list[np.ndarray]:
     """Every buffer of a pool as (page, bytes of it): views, in the order of registration."""
     tensors = pool.kv_buffer if is_mla(pool) else [*pool.k_buffer, *pool.v_buffer]
+    tensors = [*tensors, *index_buffers(pool)]
     return [tensor.view(torch.uint8).reshape(PAGES, -1).numpy() for tensor in tensors]
 
 
@@ -94,6 +108,9 @@ def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
         "kv_head_num": heads,
         "total_kv_head_num": heads,
     }
+    if index_buffers(pool):
+        names = "state_data_ptrs", "state_data_lens", "state_item_lens"
+        found |= dict(zip(names, pool.get_state_buf_infos(), strict=True))
     return found | changes
 
 

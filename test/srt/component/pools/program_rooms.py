@@ -14,6 +14,7 @@ from typing import Any
 
 from component import programs
 from component.pools.memory import (
+    CASES,
     POOLS,
     assert_arrived,
     fill,
@@ -23,6 +24,7 @@ from component.pools.memory import (
     snapshot,
 )
 from component.transfer.pair import DONE, pages
+from sglang.srt.disaggregation.delta.sparse_index import index_buffers
 
 PROMPT, PREFIX = 11, 4
 """Pages of a prompt, and those of them that decode holds."""
@@ -49,13 +51,14 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
         """A room whose decode server holds ``prefix`` pages; in two chunks where there are two."""
         source, target = scattered(seed, PROMPT)
         before, sent = snapshot(self.decode.pool), self.sent()
+        has_index = bool(index_buffers(self.decode.pool)) and prefix < PROMPT
         sender, receiver = self.ready_room(
-            *target[prefix:], prefix=prefix * self.page, prompt=PROMPT
+            *target[prefix:], prefix=prefix * self.page, prompt=PROMPT, index=has_index
         )
         middle = (prefix + PROMPT) // 2
         if middle > prefix:
             sender.send(pages(*source[prefix:middle]))
-        sender.send(pages(*source[middle:]))
+        sender.send(pages(*source[middle:]), pages(*source[prefix:]) if has_index else None)
         assert self.finish(sender, receiver) == DONE
         assert_arrived(
             before, self.decode.pool, self.prefill.pool, source[prefix:], target[prefix:]
@@ -75,6 +78,4 @@ def run(name: str, page: int) -> None:
 
 
 if __name__ == "__main__":
-    programs.run_scenarios(
-        {f"{name}_{page}": partial(run, name, page) for name in POOLS for page in (1, 16)}
-    )
+    programs.run_scenarios({f"{name}_{page}": partial(run, name, page) for name, page in CASES})

@@ -83,6 +83,7 @@ def bare(backend: str, mode: Any) -> Any:
         aux_data_ptrs=[manager.aux.ctypes.data],
         aux_data_lens=[manager.aux.nbytes],
         aux_item_lens=[ITEM],
+        state_type="none",
     )
     manager.start_delta(mode, manager.server_args)
     (manager.decode_ranks or manager.servers)._sockets = Sockets()

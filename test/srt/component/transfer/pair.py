@@ -52,7 +52,15 @@ class Side:
         """``manager`` is one without an engine, with its library's agent or engine."""
         self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
         self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
+        #: What SGLang calls state: an index, in pages with the numbers of the KV's.
+        self.index = [torch.zeros(PAGES, 24) for _ in range(LAYERS)]
         manager.kv_args = buffers(self.kv, self.aux, PAGE)
+        manager.kv_args.__dict__.update(
+            state_data_ptrs=[layer.data_ptr() for layer in self.index],
+            state_data_lens=[layer.nbytes for layer in self.index],
+            state_item_lens=[layer[0].nbytes for layer in self.index],
+            state_type="nsa",
+        )
         manager.__dict__.update(
             disaggregation_mode=mode,
             local_ip="127.0.0.1",
@@ -107,7 +115,7 @@ class Pair:
         self.prefill = self.side("prefill", DisaggregationMode.PREFILL)
         self.decode = self.side("decode", DisaggregationMode.DECODE)
         # Each page of prefill's pool has content of its own.
-        for layer, tensor in enumerate(self.prefill.kv):
+        for layer, tensor in enumerate([*self.prefill.kv, *self.prefill.index]):
             tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
         self.start()
         servers = self.decode.manager.servers
@@ -215,11 +223,14 @@ class Pair:
         prompt: int | None = None,
         slot: int = 5,
         number: int | None = None,
+        index: bool = False,
     ) -> tuple[Any, Any]:
         """A room whose ``targets`` decode has announced behind ``prefix`` tokens, and whose sender
-        waits for the KV of ``prompt`` pages; metadata go from slot 3 to ``slot``."""
+        waits for the KV of ``prompt`` pages; metadata go from slot 3 to ``slot``. ``index``: pages
+        of an index were listed too."""
         sender, receiver = self.room(number)
-        receiver.announce(pages(*targets), slot, prefix_len=prefix)
+        state = pages(*targets) if index else None
+        receiver.announce(pages(*targets), slot, prefix_len=prefix, state_indices=state)
         self.announced(sender)
         sender.init(len(targets) if prompt is None else prompt, 3)
         return sender, receiver
@@ -273,15 +284,22 @@ class Pair:
 
     def wipe(self) -> None:
         """Empty decode's memory, to see what arrives."""
-        for layer in self.decode.kv:
+        for layer in (*self.decode.kv, *self.decode.index):
             layer.zero_()
         self.decode.aux.zero_()
 
-    def arrived(self, source: list[int], target: list[int]) -> bool:
-        """Whether decode's memory holds exactly ``source`` pages at ``target``, nothing else."""
-        for ours, theirs in zip(self.decode.kv, self.prefill.kv, strict=True):
+    def arrived(self, source: list[int], target: list[int], *, index: bool = False) -> bool:
+        """Whether decode's memory holds exactly ``source`` pages at ``target``, nothing else; with
+        their ``index``, or none of it."""
+        pairs = zip(
+            [*self.decode.kv, *self.decode.index],
+            [*self.prefill.kv, *self.prefill.index],
+            strict=True,
+        )
+        for number, (ours, theirs) in enumerate(pairs):
             expected = torch.zeros_like(ours)
-            expected[target] = theirs[source]
+            if number < len(self.decode.kv) or index:
+                expected[target] = theirs[source]
             if not torch.equal(ours, expected):
                 return False
         return True

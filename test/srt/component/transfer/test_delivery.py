@@ -101,6 +101,29 @@ def test_full_prefix_hit_is_complete_with_its_metadata(pair: Pair) -> None:
     full_hit(pair)
 
 
+def test_index_pages_go_where_the_kv_goes(pair: Pair) -> None:
+    """Guards against an index of sparse attention that is not sent, or not behind the prefix only:
+    decode would select by that of another text. It goes with the last chunk, and is that of all."""
+    sender, receiver = pair.ready_room(20, 9, 11, prefix=8, prompt=5, index=True)
+    sender.send(pages(30, 31))
+    sender.send(pages(2), pages(30, 31, 2))
+    assert pair.finish(sender, receiver) == DONE
+    assert pair.arrived([30, 31, 2], [20, 9, 11], index=True)
+    sender.clear()
+    receiver.clear()
+
+
+@pytest.mark.hazard("lists-cut-to-fit")
+def test_another_number_of_index_pages_fails_the_room(pair: Pair) -> None:
+    """Guards against index pages that are paired with others': neither list is cut to fit."""
+    sender, receiver = pair.ready_room(20, 9, 11, prefix=8, prompt=5, index=True)
+    sender.send(pages(30, 31, 2), pages(28, 29, 30, 31, 2))
+    assert pair.finish(sender, receiver) == LOST
+    for text in (pair.reason(sender), pair.reason(receiver)):
+        assert "5 " in text and "listed 3" in text, text
+    assert all(not layer.any() for layer in pair.decode.index)
+
+
 def test_stock_decode_is_sent_the_whole_prompt(pair: Pair) -> None:
     """Guards against an unpatched decode server that is not served any more."""
     sender, receiver = pair.room()

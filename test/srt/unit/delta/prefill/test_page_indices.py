@@ -110,6 +110,33 @@ def test_state_goes_sglangs_own_way() -> None:
     assert prefill.stock_calls == [(request, True, 9)] and len(prefill.sent) == 1
 
 
+@pytest.mark.parametrize(
+    ("prefix", "state"), [(0, [7, 3, 5]), (4, [3, 5]), (8, [5])], ids=["miss", "4", "8"]
+)
+def test_an_index_goes_along_behind_the_prefix(prefix: int, state: list[int]) -> None:
+    """Guards against pages of an index that decode did not list, or that are not those of the KV;
+    they go with the last chunk, whatever went with the others."""
+    prefill = Prefill(SimpleNamespace(index_k_with_scale_buffer=["layer"]))
+    request = prefill.request(6)
+    request.disagg_kv_sender.decode_prefix_len = prefix
+    prefill.send_kv_chunk(request, last_chunk=False, end_idx=None)
+    prefill.send_kv_chunk(request, last_chunk=True, end_idx=11)
+    pages, found = prefill.sent[-1]
+    assert found.tolist() == state and pages == state[-len(pages) :]
+    assert [sent for _, sent in prefill.sent[:-1]] == [None] * (prefix == 0)
+    assert prefill.stock_calls == []
+
+
+def test_of_a_full_hit_no_index_goes() -> None:
+    """Guards against a list of no pages, for which decode would wait."""
+    prefill = Prefill(SimpleNamespace(index_k_with_scale_buffer=["layer"]))
+    request = prefill.request(8)
+    request.origin_input_ids = [0] * 8
+    request.disagg_kv_sender.decode_prefix_len = 8
+    prefill.send_kv_chunk(request, last_chunk=True)
+    assert prefill.sent == [([], None)]
+
+
 @pytest.mark.parametrize("sender", [SimpleNamespace(), SimpleNamespace(decode_prefix_len=None)])
 def test_senders_of_other_backends_are_left_alone(sender: Any) -> None:
     """Guards against a change of a backend that moves no delta, or whose group is not attached."""

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.record import may_insert, may_match, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import key_pairs, release_pairs
 from sglang.srt.disaggregation.delta.pages import page_floor
+from sglang.srt.disaggregation.delta.sparse_index import copy_index, index_buffers
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
@@ -329,15 +330,21 @@ class DecodeRadixTree(RadixCache):
             rows = self.req_to_token_pool.req_to_token
             own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
             record_of(req).slots_at_end = own.to(torch.int64, copy=True)
-            if self.draft_pool is not None and hasattr(req, "kv_cache_cpu"):
-                # It is being retracted: SGLang has copied the target's KV, and of the draft's
-                # knows nothing.
-                slots = rows[req.req_pool_idx, : req.kv_committed_len]
-                record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
+            if hasattr(req, "kv_cache_cpu"):  # it is being retracted
+                self._copy_beside_kv(req)
         if self.serves_decode and self.is_eagle:
             release_pairs(self, req, is_insert)
         else:
             super().cache_finished_req(req, is_insert)
+
+    def _copy_beside_kv(self, req: Req) -> None:
+        """SGLang has copied the target's KV; of the draft's, and of an index, it knows nothing."""
+        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if self.draft_pool is not None:
+            record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
+        if index_buffers(pool):
+            record_of(req).index_copy = copy_index(pool, slots)
 
 
 class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):

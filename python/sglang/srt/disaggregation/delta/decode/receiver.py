@@ -196,11 +196,13 @@ class DeltaReceiver(CommonKVReceiver):
         kv_indices: npt.NDArray[np.int32],
         aux_index: int,
         prefix_len: int,
+        state_indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Send the transfer metadata of a room: ``kv_indices`` are the *delta's* destination pages.
 
-        ``prefix_len`` is in tokens. The frame is added where the stock code gets its socket, so the
-        stock message and its order of frames stay SGLang's.
+        ``prefix_len`` is in tokens; ``state_indices``: the delta's pages of an index cache. The
+        frame is added where the stock code gets its socket, so the stock message and its order of
+        frames stay SGLang's.
         """
         connect = self._connect_to_bootstrap_server
         ours = self.kv_mgr.kv_args
@@ -227,7 +229,7 @@ class DeltaReceiver(CommonKVReceiver):
         self._connect_to_bootstrap_server = connect_with_frame
         self.announced = True
         try:
-            self.send_metadata(kv_indices, aux_index, None)
+            self.send_metadata(kv_indices, aux_index, state_indices)
         except Exception as error:  # no request may raise out of the scheduler's loop
             self._fail(
                 Reason.TRANSPORT,

@@ -97,8 +97,14 @@ class DecodeRecord:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
     draft_copy: list[list[Any]] | None = None
+    #: Likewise the index of sparse attention, in the form of ``sparse_index.copy_index``.
+    index_copy: list[torch.Tensor] | None = None
     #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
     slots_at_end: torch.Tensor | None = None
+
+    def drop_copies(self) -> None:
+        """It is not retracted any more."""
+        self.draft_copy = self.index_copy = None
 
 
 def record_of(req: Req) -> DecodeRecord:

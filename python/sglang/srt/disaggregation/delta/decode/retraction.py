@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any  # Any: a chunk of KV, a tensor or a pair 
 import torch
 
 from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.sparse_index import load_index
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req
@@ -40,19 +41,20 @@ def restore_private(
     req: Req, slots: torch.Tensor, allocator: PageAllocator, draft_pool: KVCache | None = None
 ) -> None:
     """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
-    draft model also its KV, which has the same slots.
+    draft model also its KV, which has the same slots, and with sparse attention the index.
 
     Shared pages are never written: other requests read them, and their content is the same.
     """
-    chunk = allocator.get_kvcache().cpu_offloading_chunk_size
-    _load(req.kv_cache_cpu, chunk, req.cache_protected_len, slots, allocator.load_cpu_copy)
+    pool, record, shared = allocator.get_kvcache(), record_of(req), req.cache_protected_len
+    _load(req.kv_cache_cpu, pool.cpu_offloading_chunk_size, shared, slots, allocator.load_cpu_copy)
     del req.kv_cache_cpu
     if draft_pool is not None:
-        record = record_of(req)
         assert record.draft_copy is not None, "it was retracted"
         chunk = draft_pool.cpu_offloading_chunk_size
-        _load(record.draft_copy, chunk, req.cache_protected_len, slots, draft_pool.load_cpu_copy)
-        record.draft_copy = None
+        _load(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
+    if record.index_copy is not None:
+        load_index(pool, record.index_copy, slots, shared)
+    record.drop_copies()
 
 
 def _load(

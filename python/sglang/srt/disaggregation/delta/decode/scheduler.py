@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool,
 from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUGES, METRICS
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.disaggregation.delta.sparse_index import has_other_state
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.compat import FLAG
 
@@ -54,7 +55,7 @@ def end_streaming(scheduler: DisaggScheduler, recv_req: AbortReq) -> None:
     queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
     for req in retracted:
         req.__dict__.pop("kv_cache_cpu", None)
-        record_of(req).draft_copy = None
+        record_of(req).drop_copies()
     gone = {id(req) for req in resumed}
     scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in gone]
     for req in resumed:
@@ -211,11 +212,10 @@ class DisaggScheduler(DecodeFlush):
         if not self._radix_on_decode:
             return
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        if hasattr(pool, "get_state_buf_infos"):
+        if has_other_state(pool):
             raise ValueError(
                 f"{FLAG} does not support models whose KV pool has per-request state "
-                f"({type(pool).__name__}: sliding window, state space, sparse index); "
-                "remove the flag."
+                f"({type(pool).__name__}: sliding window, state space); remove the flag."
             )
         if not hasattr(self.tree_cache, "serve_decode"):
             raise ValueError(

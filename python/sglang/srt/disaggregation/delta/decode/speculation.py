@@ -55,7 +55,7 @@ def draft_pool(scheduler: Scheduler) -> KVCache | None:
 
 def check_draft_pool(target: KVCache, draft: KVCache) -> None:
     """Raise ``ValueError`` where the slots of ``draft`` are not those of ``target``, one by one."""
-    if hasattr(draft, "get_state_buf_infos"):
+    if hasattr(draft, "get_state_buf_infos"):  # an index too: SGLang sends none of a draft model
         raise ValueError(
             f"{FLAG} does not support draft models whose KV pool has per-request state "
             f"({type(draft).__name__}: sliding window, state space, sparse index); remove the "

@@ -147,18 +147,22 @@ def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) 
     page: int = queue.token_to_kv_pool_allocator.page_size
     pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
     req.time_stats.set_decode_transfer_queue_entry_time()
+    # The only state that such a server has is an index, whose pages are the KV's. None are listed
+    # of a full hit: prefill sends none, and would be waited for.
+    ours = manager.kv_args
+    state = pages if len(pages) and ours.state_item_lens else None
 
     def tell() -> None:
         if entry.req.finished_reason is not None:
             return  # given up meanwhile: prefill was told that no announcement comes
         at = now()  # prefill may have logged that it knows before the next line is over
         if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
-            entry.kv_receiver.send_metadata(pages, index, None)
+            entry.kv_receiver.send_metadata(pages, index, state)
         else:
-            entry.kv_receiver.announce(pages, index, req.cache_protected_len)
+            entry.kv_receiver.announce(pages, index, req.cache_protected_len, state)
         record_of(req).hit_tokens = req.cache_protected_len
         if not is_fake(req):
-            _count(req, pages, sum(manager.kv_args.kv_item_lens), at)
+            _count(req, pages, sum(ours.kv_item_lens), at)
 
     queue.step_writes.after(pages, tell)
 

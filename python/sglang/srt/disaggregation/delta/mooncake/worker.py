@@ -15,7 +15,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar  # Any: of whatever is submitted
 
 from sglang.srt.disaggregation.delta.manager import is_failed
@@ -219,6 +219,7 @@ class ChunkWorker:
         if not chunk.is_last_chunk or self._is_stopped(info.room):
             return
         if chunk.state_indices is not None:
+            self._check_index(info, chunk.state_indices)
             status = manager.maybe_send_extra(
                 info, chunk.state_indices, target.dst_state_data_ptrs, self._executor, target
             )
@@ -227,6 +228,16 @@ class ChunkWorker:
                 return
         status = manager.send_aux(info, chunk.prefill_aux_index, target.dst_aux_ptrs)
         self._check(status, "metadata", info)
+
+    def _check_index(self, info: MooncakeTransferInfo, pages: Sequence[int]) -> None:
+        """SGLang would write the first of them, or others', where two numbers of pages differ."""
+        if self._manager.kv_args.state_type != "nsa" or len(pages) == len(info.dst_state_indices):
+            return
+        raise ChunkError(
+            Reason.MISMATCH,
+            f"room {info.room}: {len(pages)} pages of state, and decode rank "
+            f"{info.mooncake_session_id} listed {len(info.dst_state_indices)}",
+        )
 
     def _is_stopped(self, room: int) -> bool:
         return self._manager.rooms.stopped(room) is not None

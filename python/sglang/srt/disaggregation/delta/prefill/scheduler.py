@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import sparse_index, wire
 from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
@@ -106,7 +106,10 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     ) -> None:
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
-        if prefix is None or (last_chunk and self._has_state):
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        has_index = hasattr(pool, sparse_index.ATTRIBUTE)
+        has_state = hasattr(pool, "get_state_buf_infos") and not has_index
+        if prefix is None or (last_chunk and has_state):
             # The backend is SGLang's own; or the model has state, of which SGLang says what goes
             # along. Such models never have a prefix on decode.
             super().send_kv_chunk(req, last_chunk, end_idx)
@@ -124,7 +127,10 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             return
         req.start_send_idx = max(start, end)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-        sender.send(page_indices(row, start, end, page), None)
+        # An index goes with the last chunk, as in SGLang: its pages are those of all the KV sent.
+        goes_along = has_index and last_chunk and end > prefix
+        index = page_indices(row, prefix, end, page) if goes_along else None
+        sender.send(page_indices(row, start, end, page), index)
 
     @override
     def process_batch_result_disagg_prefill(self, batch: ScheduleBatch, result: Any) -> None:
@@ -168,11 +174,6 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
                 return []  # nothing to do for SGLang's, which would reduce once more
         done: list[Request] = super().process_disagg_prefill_inflight_queue(rids_to_check)
         return done
-
-    @property
-    def _has_state(self) -> bool:
-        """Whether this model has state beside its KV that goes with the last chunk."""
-        return hasattr(self.token_to_kv_pool_allocator.get_kvcache(), "get_state_buf_infos")
 
 
 def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
