@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.decode import (
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
-from sglang.srt.disaggregation.delta.sparse_index import index_buffers
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -99,8 +98,7 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         )
         self.tree_cache.evictable_leaves = OrderedSet()
         self.tree_cache.serve_decode(self.draft_pool)
-        state = [132 * page] * len(index_buffers(self.pool))
-        self.kv_manager = Manager([16 * page, 16 * page], state)
+        self.kv_manager = Manager([16 * page, 16 * page], [132 * page] if sparse else [])
         self.send_to_tokenizer = self.mailbox = Mailbox()
         self.submitted: list[Any] = []
         self.rooms: list[Room] = []

@@ -20,6 +20,7 @@ from component.decode.test_speculation import Texts
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 pytestmark = pytest.mark.usefixtures("no_prefix_wait")
@@ -75,6 +76,31 @@ def test_retractions_change_no_answer(page: int) -> None:
         return [req.output_ids for req in reqs]
 
     assert answers(retract=True) == answers(retract=False)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_place_of_one_that_has_ended(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a draft input that is cut twice: spec v1 takes who has ended out of it when
+    it verifies, and SGLang's loop takes them out of the batch in its next turn."""
+    decoder = Decoder(page, 1024, local=200, chunk=64, steps=3)
+    decoder.max_running_requests = 3
+    first, second = (decoder.submit(ids(number, 20), new=9 * number) for number in (1, 2))
+    while not second.output_ids:
+        turn(decoder)
+    late = decoder.submit(ids(3, 20), new=9)
+    while not late.output_ids:
+        turn(decoder)
+    decoder.max_running_requests = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(ScheduleBatch, "filter_batch", lambda *_, **__: None)
+        while not first.finished():
+            decoder.tick_batch()
+    assert decoder.running_batch.reqs == [first, second] and decoder.local == [late]
+    turn(decoder)
+    assert decoder.running_batch.reqs == [second, late]
+    decoder.drain()
+    assert [len(req.output_ids) for req in (first, second, late)] == [9, 18, 9]
+    check_idle(decoder)
 
 
 # ---- spec v2 ----

@@ -12,6 +12,7 @@ SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 ``capability``      how decode learns that a prefill server understands the frame
 ``peer_messages``   reads and checks what peers send, for both backends
 ``pages``           arithmetic of pages and KV heads, the send cursor, the delta plan: pure
+``sparse_index``    the index cache of sparse attention, which lies beside the KV
 ``rank_agreement``  what the ranks of one server agree on before a step, in one reduction
 ``manager``         the thin overrides of SGLang's manager and bootstrap server
 ``metrics``         every counter, gauge and histogram, declared once; why rooms fail
