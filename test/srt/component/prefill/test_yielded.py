@@ -100,6 +100,17 @@ def test_the_client_is_answered_at_once(options: dict[str, Any]) -> None:
     assert tokenizer.sent == [state.obj, other.obj, EndYielded(rid=state.obj.rid)]
 
 
+def test_a_server_with_a_draft_model() -> None:
+    """Guards against an answer of which SGLang cannot count the drafts: the error ends the server,
+    with all that its other clients wait for."""
+    tokenizer = Tokenizer()
+    tokenizer.server_args.speculative_algorithm = "EAGLE"
+    tokenizer.server_args.speculative_num_draft_tokens = 4
+    state = tokenizer.arrive(ROOM)
+    tokenizer.take_yielded(RoomYielded(ROOM))
+    assert "spec_accept_rate" not in answer_of(state)["meta_info"]
+
+
 @pytest.mark.parametrize("is_here", [False, True])
 def test_decode_is_faster(is_here: bool) -> None:
     """Guards against a request that is ended on the schedulers before they have it, and that waits

@@ -148,7 +148,7 @@ def empty_answer(rid: str) -> BatchStrOutput:
     required = [each.name for each in fields(BatchStrOutput) if each.default is MISSING]
     lists: dict[str, object] = {name: [[]] for name in required}
     for name in required:
-        if name.endswith("_tokens") or name == "retraction_counts":
+        if name.endswith("_tokens") or name in ("retraction_counts", "spec_verify_ct"):
             lists[name] = [0]
     lists.update(
         rids=[rid],
