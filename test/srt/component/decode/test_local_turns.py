@@ -35,7 +35,10 @@ NEW = list(range(50))
 CHUNK = 32
 
 
-@pytest.fixture(params=[(1, 0), (16, 0), (1, 3), (16, 3)], ids=["1", "16", "1-drafts", "16-drafts"])
+@pytest.fixture(
+    params=[(1, 0), (16, 0), (16, 3), pytest.param((1, 3), marks=pytest.mark.nightly)],
+    ids=["1", "16", "16-drafts", "1-drafts"],
+)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     """It holds the history; with and without a draft model."""
     page, steps = request.param
