@@ -50,8 +50,6 @@ class Fleet:
         self._log_folder = Path(log_folder)
         self._timeout_s = start_timeout_s
         self.processes: dict[str, ServerProcess] = {}
-        self.startup_s: dict[str, float] = {}
-        """Seconds from start to ready, by name."""
 
     def __enter__(self) -> Self:
         try:
@@ -76,10 +74,10 @@ class Fleet:
         if not started:
             return
         with ThreadPoolExecutor(len(started)) as pool:
-            waits = {n: pool.submit(self.processes[n].wait_ready, self._timeout_s) for n in started}
+            waits = [pool.submit(self.processes[n].wait_ready, self._timeout_s) for n in started]
             try:
-                for name, wait in waits.items():
-                    self.startup_s[name] = wait.result()
+                for wait in waits:
+                    wait.result()
             except BaseException:
                 self.stop()  # ends the other waits too
                 raise

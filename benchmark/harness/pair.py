@@ -140,13 +140,6 @@ class Pair(Served):
         """The counters of prefill and of decode, now."""
         return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
 
-    def peak_running(self) -> int:
-        """The largest decode batch so far, from the decode server's log.
-
-        The log has a line for each batch only with ``--decode-log-interval 1``.
-        """
-        return peak_running(self.processes["decode"].log_text())
-
 
 def peak_running(decode_log: str) -> int:
     """The largest ``#running-req`` in the log of a decode server."""

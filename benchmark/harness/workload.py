@@ -12,15 +12,6 @@ from benchmark.harness.client import Request
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt of a shared-prefix load and the group whose prefix it starts with."""
-
-    label: str
-    group: int
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Conversation:
     """The user's side of a conversation: the token ids of each turn, in order."""
 
@@ -41,36 +32,14 @@ def kv_bytes_per_token(model: Path | str, bytes_per_value: int = 4) -> int:
     return int(config["num_hidden_layers"] * 2 * heads * bytes_per_value)
 
 
-def shared_prefix(
-    vocabulary: range,
-    *,
-    groups: int,
-    requests: int,
-    prefix_tokens: int,
-    suffix_tokens: int,
-    seed: int = 0,
-) -> list[Prompt]:
-    """``requests`` prompts over ``groups`` prefixes, in turn: group 0, 1, ..., 0, 1, ...
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Prompts over ``groups`` prefixes in turn: group 0, 1, ..., 0, 1, ..., all sent for
+    ``generated_tokens``.
 
     Two prompts of a group share their prefix and not one token more, and prompts of different
     groups share nothing, so that what a cache can save is known exactly.
     """
-    rng = random.Random(seed)
-    prefix_starts = rng.sample(vocabulary, groups)
-    prefixes = [_ids(rng, vocabulary, start, prefix_tokens) for start in prefix_starts]
-    members = -(-requests // groups)
-    suffix_starts = [rng.sample(vocabulary, members) for _ in range(groups)]
-    prompts = []
-    for i in range(requests):
-        member, group = divmod(i, groups)
-        suffix = _ids(rng, vocabulary, suffix_starts[group][member], suffix_tokens)
-        prompts.append(Prompt(f"g{group}-{member}", group, prefixes[group] + suffix))
-    return prompts
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """A load of such prompts, all sent for ``generated_tokens``."""
 
     requests: int
     groups: int
@@ -80,16 +49,19 @@ class SharedPrefixes:
     seed: int = 0
 
     def sent(self, vocabulary: range) -> list[Request]:
-        """Its requests, labelled as their prompts."""
-        prompts = shared_prefix(
-            vocabulary,
-            groups=self.groups,
-            requests=self.requests,
-            prefix_tokens=self.prefix_tokens,
-            suffix_tokens=self.suffix_tokens,
-            seed=self.seed,
-        )
-        return [Request(p.ids, self.generated_tokens, label=p.label) for p in prompts]
+        """Labelled ``gGROUP-MEMBER``."""
+        rng = random.Random(self.seed)
+        starts = rng.sample(vocabulary, self.groups)
+        prefixes = [_ids(rng, vocabulary, start, self.prefix_tokens) for start in starts]
+        members = -(-self.requests // self.groups)
+        suffix_starts = [rng.sample(vocabulary, members) for _ in range(self.groups)]
+        requests = []
+        for i in range(self.requests):
+            member, group = divmod(i, self.groups)
+            suffix = _ids(rng, vocabulary, suffix_starts[group][member], self.suffix_tokens)
+            prompt, label = prefixes[group] + suffix, f"g{group}-{member}"
+            requests.append(Request(prompt, self.generated_tokens, label=label))
+        return requests
 
 
 def multi_turn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,6 +16,7 @@ from benchmark.harness.variants import VARIANTS
 from benchmark.traces.record import BLOCK_TOKENS
 
 T = TypeVar("T")
+Positive = Annotated[int, msgspec.Meta(gt=0)]
 RIG = Path(__file__).with_name("rig.yaml")
 SGLANG, NONE = "sglang-router", "none"
 SERVERS = "{servers}"
@@ -39,8 +40,8 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _url(self.url)
 
 
-class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Servers that answer requests together."""
+class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Addresses of servers."""
 
     aggregated: tuple[str, ...] = ()
     prefill: tuple[Prefill, ...] = ()
@@ -55,6 +56,13 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _url(url)
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("`prefill` and `decode` need each other")
+
+
+class Setup(Roles, frozen=True):
+    """Servers that answer requests together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.aggregated or self.decode or self.router):
             raise ValueError("a setup needs `aggregated`, `prefill` and `decode`, or `router`")
 
@@ -139,14 +147,9 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the random model; see ``benchmark.harness.models.random_qwen3``."""
 
 
-class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FleetFile(Roles, frozen=True):
     """The file. Roles at its top are the setups ``aggregated``, ``pd`` and ``router``."""
 
-    aggregated: tuple[str, ...] = ()
-    prefill: tuple[Prefill, ...] = ()
-    decode: tuple[str, ...] = ()
-    router: str | None = None
-    store: str | None = None
     setups: dict[str, Setup] = {}
     """More of them, or all, by name: an arm of a study that has the name is measured there."""
     rig: Rig | None = None
@@ -160,15 +163,15 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     headers: dict[str, str] = {}
     vocabulary: tuple[int, int] = (1000, 30000)
     """Token ids that prompts are drawn from: from, and up to."""
-    block_tokens: int = BLOCK_TOKENS
+    block_tokens: Positive = BLOCK_TOKENS
     """A block of the trace's 512 tokens becomes so many."""
-    answers: float | None = None
+    answers: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Share of the recorded answers' tokens; None: scaled as the blocks are."""
-    max_answer_tokens: int | None = None
+    max_answer_tokens: Positive | None = None
     """Longer answers are cut to it."""
-    max_request_tokens: int | None = None
+    max_request_tokens: Positive | None = None
     """Longer requests are left out, and counted."""
-    pool_tokens: int | None = None
+    pool_tokens: Positive | None = None
     """KV pool of a server that decodes, for the page; on the rig it is the rig's."""
     slo: Slo | None = None
     """Instead of the study's."""
@@ -178,8 +181,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests to each setup before its first load."""
 
     def __post_init__(self) -> None:
-        if bool(self.prefill) != bool(self.decode):
-            raise ValueError("`prefill` and `decode` need each other")
+        super().__post_init__()
         names = self.named()
         if self.rig is None and not names:
             raise ValueError("no servers: give `aggregated`, `prefill` and `decode`, or `router`")
@@ -187,17 +189,6 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`rig` starts its own servers: leave the addresses out")
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ValueError(f"`api_key_env`: the environment has no {self.api_key_env}")
-        sizes = (
-            "block_tokens",
-            "max_request_tokens",
-            "max_answer_tokens",
-            "pool_tokens",
-            "answers",
-        )
-        for name in sizes:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` must be more than 0")
 
     def named(self) -> dict[str, Setup]:
         """All setups by name."""

@@ -7,13 +7,14 @@ import asyncio
 import gc
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from benchmark.agentic.router.app import Router
-from benchmark.agentic.router.policies import KNOBS, POLICIES, Knobs
+from benchmark.agentic.router.policies import POLICIES, Knobs
 from benchmark.agentic.router.settings import Settings
 
 
@@ -30,32 +31,28 @@ def parser() -> argparse.ArgumentParser:
         "--prefill", action="append", default=[], nargs=2, metavar=("URL", "BOOTSTRAP_PORT")
     )
     made.add_argument("--decode", action="append", default=[], metavar="URL")
-    for name, default, text in _options():
+    for each in _options():
         made.add_argument(
-            "--" + name.replace("_", "-"),
-            default=default,
-            type=type(default),
-            choices=POLICIES if name.endswith("policy") else None,
-            help=text,
+            "--" + each.name.replace("_", "-"),
+            default=each.default,
+            type=type(each.default),
+            choices=POLICIES if each.name.endswith("policy") else None,
+            help=each.metadata["help"],
         )
     made.add_argument("--decisions", type=Path, metavar="FILE", help="log of JSON lines")
     made.add_argument("--log-level", default="INFO")
     return made
 
 
-def _options() -> Iterator[tuple[str, object, str]]:
-    """Name, default and help of all that is not an address."""
-    for each in fields(Settings):
-        if "help" in each.metadata:
-            yield each.name, each.default, each.metadata["help"]
-    for name, text in KNOBS.items():
-        yield name, getattr(Knobs, name), text
+def _options() -> Iterator[Field[Any]]:
+    """All that is not an address."""
+    return (each for each in (*fields(Settings), *fields(Knobs)) if "help" in each.metadata)
 
 
 def settings(args: argparse.Namespace) -> Settings:
     """Raises ``ValueError`` for workers that make no sense together."""
-    given = {name: getattr(args, name) for name, _, _ in _options()}
-    knobs = Knobs(**{name: given.pop(name) for name in KNOBS})
+    given = {each.name: getattr(args, each.name) for each in _options()}
+    knobs = Knobs(**{each.name: given.pop(each.name) for each in fields(Knobs)})
     pairs = tuple((url, int(port)) for url, port in args.prefill)
     return Settings(tuple(args.worker), pairs, tuple(args.decode), knobs, **given)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random as _random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SMALL_BATCH = 4
 """Requests below which a batch is taken to cost little: chosen, not measured."""
@@ -43,25 +43,24 @@ class Work(NamedTuple):
     """Answer tokens to keep room for."""
 
 
+def option(default: Any, text: str) -> Any:
+    """A field with what ``--help`` says of it."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class Knobs:
     """Weights of the policies."""
 
-    alpha: float = 1.0
-    overload_factor: float = 2.0
-    batch_weight: float = 1.0
-    migrate_turns: int = 0
-    seed: int = 0
-
-
-KNOBS = {
-    "alpha": "linear: ongoing tokens that a cached one outweighs",
-    "overload_factor": "linear: load against the others' mean above which a session leaves",
-    "batch_weight": "delta_kv: price of a full batch, in prompts to move",
-    "migrate_turns": "linear: requests after which a session leaves its worker; 0: never",
-    "seed": "random",
-}
-"""What each of them says."""
+    alpha: float = option(1.0, "linear: ongoing tokens that a cached one outweighs")
+    overload_factor: float = option(
+        2.0, "linear: load against the others' mean above which a session leaves"
+    )
+    batch_weight: float = option(1.0, "delta_kv: price of a full batch, in prompts to move")
+    migrate_turns: int = option(
+        0, "linear: requests after which a session leaves its worker; 0: never"
+    )
+    seed: int = option(0, "random")
 
 
 class Terms(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -291,14 +291,10 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def failure(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+def failure(status: int, message: str) -> web.Response:
     """An error of the router's own, in the form that SGLang gives its errors."""
-    return web.Response(
-        body=_error(status, message),
-        status=status,
-        headers=headers,
-        content_type="application/json",
-    )
+    body = _error(status, message)
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _error(status: int, message: str) -> bytes:

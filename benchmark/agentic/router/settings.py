@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from benchmark.agentic.router.policies import Knobs
-
-
-def option(default: Any, text: str) -> Any:
-    """A field with what ``--help`` says of it."""
-    return field(default=default, metadata={"help": text})
+from benchmark.agentic.router.policies import Knobs, option
 
 
 @dataclass(frozen=True)

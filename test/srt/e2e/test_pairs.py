@@ -16,17 +16,8 @@ from e2e.support import Reference, pair_config, prompt_maker, settle
 def test_burst_with_shared_prefixes_over_tcp(model: Path, reference: Reference, logs: Path) -> None:
     """48 requests at once over 4 new prefixes: each prefix may cross the wire once, although none
     of the requests hits while the first of its group is still in transfer."""
-    prompts = [
-        list(prompt.ids)
-        for prompt in workload.shared_prefix(
-            workload.token_range(model),
-            groups=4,
-            requests=48,
-            prefix_tokens=1500,
-            suffix_tokens=130,
-            seed=3,
-        )
-    ]
+    load = workload.SharedPrefixes(48, 4, 1500, 130, 4, seed=3)
+    prompts = [list(request.prompt) for request in load.sent(workload.token_range(model))]
     config = pair_config(
         model,
         logs,

@@ -23,7 +23,7 @@ from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
         ("model: m", "no servers"),
         ("router: http://r\napi_key_env: NOT_SET_ANYWHERE", "NOT_SET_ANYWHERE"),
         ("router: http://r\nrig: {}", "leave the addresses out"),
-        ("router: http://r\nblock_tokens: 0", "`block_tokens`"),
+        ("router: http://r\nblock_tokens: 0", r"\$.block_tokens"),
         ("router: http://r\nendpoint: grpc", r"\$.endpoint"),
         ("setups: {a: {store: http://s}}", r"setups\[...\]"),
         ("router: [", "fleet.yaml"),

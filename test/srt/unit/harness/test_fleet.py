@@ -43,7 +43,7 @@ def test_all_start_and_all_end(tmp_path: Path) -> None:
     """Guards against servers left behind, and against one log for two servers."""
     layout = [dummy(role, tmp_path) for role in ("decode", "decode", "router")]
     with Fleet(layout, tmp_path / "logs") as fleet:
-        assert set(fleet.startup_s) == {"decode-0", "decode-1", "router"}
+        assert set(fleet.processes) == {"decode-0", "decode-1", "router"}
         assert fleet.urls("decode") == [layout[0].url, layout[1].url]
         assert all(process.alive for process in fleet.processes.values())
     assert not any(process.alive for process in fleet.processes.values())

@@ -2,21 +2,25 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark.harness import workload
+from benchmark.harness.client import Request
 
 VOCABULARY = range(16, 688)
 
 
-def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def common(a: Sequence[object], b: Sequence[object]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
-def load(seed: int = 0) -> list[workload.Prompt]:
-    return workload.shared_prefix(
-        VOCABULARY, groups=4, requests=48, prefix_tokens=150, suffix_tokens=13, seed=seed
-    )
+def load(seed: int = 0) -> list[Request]:
+    return workload.SharedPrefixes(48, 4, 150, 13, 8, seed).sent(VOCABULARY)
+
+
+def group(request: Request) -> str:
+    return request.label.partition("-")[0]
 
 
 def test_same_seed_same_prompts() -> None:
@@ -28,15 +32,15 @@ def test_same_seed_same_prompts() -> None:
 def test_prompts_share_exactly_their_groups_prefix() -> None:
     """Guards against a hit that is longer than meant, by chance, and spoils exact byte counts."""
     for a, b in itertools.combinations(load(), 2):
-        assert common(a.ids, b.ids) == (150 if a.group == b.group else 0)
+        assert common(a.prompt, b.prompt) == (150 if group(a) == group(b) else 0)
 
 
 def test_groups_take_turns_and_lengths_are_exact() -> None:
     """Guards against a load in which one group's requests come first and hide contention."""
     prompts = load()
-    assert [p.group for p in prompts[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert {len(p.ids) for p in prompts} == {163}
-    assert all(token in VOCABULARY for p in prompts for token in p.ids)
+    assert [group(p) for p in prompts[:8]] == ["g0", "g1", "g2", "g3"] * 2
+    assert {len(p.prompt) for p in prompts} == {163}
+    assert all(token in VOCABULARY for p in prompts for token in p.prompt)
     assert len({p.label for p in prompts}) == 48
 
 
