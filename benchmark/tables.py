@@ -139,33 +139,12 @@ def wire() -> str:
 def speculation() -> str:
     """docs/: hits, bytes and accept lengths with a draft model; drafts accepted on hits."""
     summary = _read(_RADIX / "speculation.summary.json")
-    arms, load = summary["arms"], summary["load"]
-
-    def length(arm: Json, name: str) -> str:
-        return "" if arm[name] is None else f"{arm[name]:.2f}"
-
-    rows = [
-        [f"hit tokens of {arms['plain']['prompt_tokens']:,}"]
-        + [f"{arm['hit_tokens']:,.0f}" for arm in arms.values()],
-        ["KV moved", *(_megabytes(arm["moved_bytes"]) for arm in arms.values())],
-        ["tokens a step, over all requests"]
-        + [length(arm, "accept_length") for arm in arms.values()],
-        ["`sglang:spec_accept_length`, as last reported"]
-        + [length(arm, "accept_length_gauge") for arm in arms.values()],
-    ]
     same = "the same" if summary["outputs_identical"] else "NOT the same"
-    titles = {"plain": "without speculation", "EAGLE": f"EAGLE, {load['steps']} steps"}
-    head = ["", *(titles[name] for name in arms)]
     command = "python -m benchmark.decode_radix_cache speculation"
-    whose = {"kept": "as it is", "zeroed": "zeroed in each shared prefix, a control"}
-    rates = [
-        [whose[name], *(f"{of[each] * 100:.1f} %" for each in ("turns", "again", "misses"))]
-        for name, of in summary["accept_rates"].items()
-    ]
-    heads = ["draft KV", "later turns", "their prompts again", "the same without hits"]
     return (
-        f"{made(summary, command)}{markdown(head, rows)}\nBoth answer {same}. Drafts accepted with "
-        f"one step, of prompts with equal answers:\n\n{markdown(heads, rates)}"
+        f"{made(summary, command)}{markdown(*radix_page.speculation(summary))}\nBoth answer "
+        f"{same}. Drafts accepted with one step, of prompts with equal answers:\n\n"
+        f"{markdown(*radix_page.accepted(summary))}"
     )
 
 

@@ -82,3 +82,32 @@ def wire(summary: Json) -> Table:
         "ratio": lambda arm: f"{arm['ratio']:.3f}",
     }
     return ["", *arms], [[name, *map(cell, arms.values())] for name, cell in cells.items()]
+
+
+def speculation(summary: Json) -> Table:
+    """Hits, bytes and accept lengths with a draft model and without one."""
+    arms = summary["arms"]
+
+    def length(name: str) -> Cell:
+        return lambda arm: "" if arm[name] is None else f"{arm[name]:.2f}"
+
+    cells: dict[str, Cell] = {
+        f"hit tokens of {arms['plain']['prompt_tokens']:,}": lambda a: f"{a['hit_tokens']:,.0f}",
+        "KV moved": lambda arm: megabytes(arm["moved_bytes"]),
+        "tokens a step, over all requests": length("accept_length"),
+        "`sglang:spec_accept_length`, as last reported": length("accept_length_gauge"),
+    }
+    steps = summary["load"]["steps"]
+    titles = {"plain": "without speculation", "EAGLE": f"EAGLE, {steps} steps"}
+    head = ["", *(titles[name] for name in arms)]
+    return head, [[name, *map(cell, arms.values())] for name, cell in cells.items()]
+
+
+def accepted(summary: Json) -> Table:
+    """Drafts accepted with one step, of prompts with equal answers."""
+    whose = {"kept": "as it is", "zeroed": "zeroed in each shared prefix, a control"}
+    rows = [
+        [whose[name], *(f"{of[each] * 100:.1f} %" for each in ("turns", "again", "misses"))]
+        for name, of in summary["accept_rates"].items()
+    ]
+    return ["draft KV", "later turns", "their prompts again", "the same without hits"], rows

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from benchmark.decode_radix_cache import page
 from benchmark.decode_radix_cache.conversations import Conversations
 from benchmark.decode_radix_cache.drafts import Rates, rates, zeroing
 from benchmark.harness import metrics, report
@@ -81,38 +81,19 @@ def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
         report.write_requests(raw, name, results)
     drafts = {name: _rates(out, model, load, env, console) for name, env in _RATED.items()}
     same = report.same_answers(answers)
-    report.print_table(
-        f"{load.agents} agents of {load.turns} turns, pages of {load.page_size} tokens",
-        ["", *arms],
-        [
-            ["prompt tokens", *(f"{arm.prompt_tokens:,}" for arm in arms.values())],
-            ["hit tokens", *(f"{arm.hit_tokens:,.0f}" for arm in arms.values())],
-            ["moved", *(report.megabytes(arm.moved_bytes) for arm in arms.values())],
-            ["accept length", *(_length(arm.accept_length) for arm in arms.values())],
-            [ACCEPT_LENGTH, *(_length(arm.accept_length_gauge) for arm in arms.values())],
-            ["outputs identical", *["yes" if same else "NO"] * len(arms)],
-        ],
-        console,
-    )
-    report.print_table(
-        "drafts accepted, one step",
-        ["", "later turns", "asked again", "without hits"],
-        [
-            [name, *(f"{rate:.1%}" for rate in dataclasses.astuple(found))]
-            for name, found in drafts.items()
-        ],
-        console,
-    )
-    report.write_summary(
-        out / "speculation.summary.json",
-        {
-            **describe(),
-            "load": dataclasses.asdict(load),
-            "outputs_identical": same,
-            "arms": {name: dataclasses.asdict(arm) for name, arm in arms.items()},
-            "accept_rates": {name: dataclasses.asdict(found) for name, found in drafts.items()},
-        },
-    )
+    content = {
+        **describe(),
+        "load": load,
+        "outputs_identical": same,
+        "arms": arms,
+        "accept_rates": drafts,
+    }
+    summary = report.plain(content)
+    title = f"{load.agents} agents of {load.turns} turns, pages of {load.page_size} tokens"
+    report.print_table(title, *page.speculation(summary), console)
+    report.print_table("drafts accepted, one step", *page.accepted(summary), console)
+    report.write_summary(out / "speculation.summary.json", content)
+    console.print("Outputs are identical." if same else "[red]Outputs differ, or one failed.[/]")
     return 0 if same else 1
 
 
@@ -174,7 +155,3 @@ def count(
         accept_length_gauge=decode.get(ACCEPT_LENGTH) if verified else None,
         accept_length=1 + accepted / verified if verified else None,
     )
-
-
-def _length(value: Any) -> str:
-    return "" if value is None else f"{value:.2f}"

@@ -15,7 +15,7 @@ growth per turn         how much longer a prompt is than that of the turn before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,48 +104,41 @@ def _growth(columns: Columns) -> float:
     return float(np.diff(columns.input_tokens[order])[same].mean()) if same.any() else 0.0
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
+def _lengths(of: str, mean: str = ",.0f") -> str:
+    tail = " / ".join(f"{{0.{of}.{p}:,.0f}}" for p in ("p50", "p90", "p99"))
+    return f"{{0.{of}.mean:{mean}}} / {tail}"
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _lengths(value: Spread, mean: str = ",.0f") -> str:
-    tail = " / ".join(_whole(each) for each in (value.p50, value.p90, value.p99))
-    return f"{value.mean:{mean}} / {tail}"
-
-
-ROWS: dict[str, Callable[[Description], str]] = {
-    "requests": lambda d: _whole(d.requests),
-    "sessions": lambda d: _whole(d.sessions),
-    "of several turns, sessions": lambda d: _share(d.multi_turn_sessions),
-    "of several turns, requests": lambda d: _share(d.multi_turn_requests),
-    "turns (mean / p50 / p90 / p99)": lambda d: _lengths(d.turns, ".2f"),
-    "turns, most": lambda d: _whole(d.longest_session),
-    "growth per turn, tokens": lambda d: _whole(d.growth_per_turn),
-    "input tokens (mean / p50 / p90 / p99)": lambda d: _lengths(d.input_tokens),
-    "output tokens (mean / p50 / p90 / p99)": lambda d: _lengths(d.output_tokens),
-    "prefill share of tokens": lambda d: _share(d.prefill_share),
-    "span, s": lambda d: _whole(d.span_s),
-    "requests/s, mean": lambda d: f"{d.mean_rate:.2f}",
-    "requests/s, peak": lambda d: f"{d.peak_rate:.2f} over {d.bucket_s:g} s",
-    "block occurrences": lambda d: _whole(d.blocks),
-    "blocks, distinct": lambda d: _whole(d.distinct_blocks),
-    "shared by sessions": lambda d: _share(d.cross_session_share),
-    "repeated at all": lambda d: _share(d.repeated_share),
-    "hit of an infinite cache, tokens": lambda d: _share(d.hit),
-    "  within sessions": lambda d: _share(d.hit_within),
-    "  across sessions": lambda d: _share(d.hit_across),
-    "  within, of all hits": lambda d: _share(d.within_share_of_hits),
+ROWS = {
+    "requests": "{0.requests:,}",
+    "sessions": "{0.sessions:,}",
+    "of several turns, sessions": "{0.multi_turn_sessions:.1%}",
+    "of several turns, requests": "{0.multi_turn_requests:.1%}",
+    "turns (mean / p50 / p90 / p99)": _lengths("turns", ".2f"),
+    "turns, most": "{0.longest_session:,}",
+    "growth per turn, tokens": "{0.growth_per_turn:,.0f}",
+    "input tokens (mean / p50 / p90 / p99)": _lengths("input_tokens"),
+    "output tokens (mean / p50 / p90 / p99)": _lengths("output_tokens"),
+    "prefill share of tokens": "{0.prefill_share:.1%}",
+    "span, s": "{0.span_s:,.0f}",
+    "requests/s, mean": "{0.mean_rate:.2f}",
+    "requests/s, peak": "{0.peak_rate:.2f} over {0.bucket_s:g} s",
+    "block occurrences": "{0.blocks:,}",
+    "blocks, distinct": "{0.distinct_blocks:,}",
+    "shared by sessions": "{0.cross_session_share:.1%}",
+    "repeated at all": "{0.repeated_share:.1%}",
+    "hit of an infinite cache, tokens": "{0.hit:.1%}",
+    "  within sessions": "{0.hit_within:.1%}",
+    "  across sessions": "{0.hit_across:.1%}",
+    "  within, of all hits": "{0.within_share_of_hits:.1%}",
 }
+"""Of a ``Description``."""
 
 
 def print_table(traces: Mapping[str, Description]) -> None:
     """A column a trace; warns of traces whose ids do not stand for whole prefixes."""
     console = Console(width=None if Console().is_terminal else 120)
-    rows = [[name, *map(cell, traces.values())] for name, cell in ROWS.items()]
+    rows = [[name, *map(cells.format, traces.values())] for name, cells in ROWS.items()]
     report.print_table("", ["", *traces], rows, console)
     for name, d in traces.items():
         if d.inconsistent_blocks:

@@ -126,7 +126,7 @@ def test_a_cold_client_is_timed_on_the_loads_clock(
     """Guards what a prefill costs the answers beside it: both must have one clock."""
     file = fleet(tmp_path, f"aggregated: [{urls[0]}]\n")
     out = tmp_path / "run"
-    words = ["interference", "--fleet", file, "--trace", trace, "--requests", "8", "--rounds", "1"]
+    words = ["interference", "--fleet", file, "--trace", trace, "--requests", "40", "--rounds", "1"]
     assert cli.run([*words, "--sessions", "2", "--arms", "beside", "--out", str(out)]) == 0
     (cell,) = record.load(out).cells
     ends = [o.finished_s for o in cell.outcomes]
