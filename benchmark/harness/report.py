@@ -40,6 +40,17 @@ class Summary:
     latency_s: Spread
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A bound and whether it held."""
+
+    text: str
+    holds: bool
+
+    def __str__(self) -> str:
+        return f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.text}"
+
+
 def percentile(values: Sequence[float], p: float) -> float:
     """The ``p``-th percentile (0-100), interpolated between neighbours; NaN of nothing."""
     if not len(values):
@@ -56,6 +67,20 @@ def spread(values: Iterable[float | None]) -> Spread:
     known = sorted(float(value) for value in values if value is not None)
     mean = sum(known) / len(known) if known else math.nan
     return Spread(len(known), mean, *(percentile(known, p) for p in (50, 90, 99)))
+
+
+def solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """A factor for each column of ``rows``, none below zero, so that rows come near to ``times``.
+
+    Least squares of the relative error, as times differ by orders of magnitude.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    matrix = np.asarray(rows, dtype=float) / np.asarray(times, dtype=float)[:, None]
+    scale = np.abs(matrix).max(axis=0)
+    solution, _ = nnls(matrix / scale, np.ones(len(rows)))
+    return [float(value) for value in solution / scale]
 
 
 def summarize(results: Sequence[Result]) -> Summary:

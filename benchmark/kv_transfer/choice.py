@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmark.harness.fit import solve
-from benchmark.harness.report import markdown, print_table
+from benchmark.harness.report import markdown, print_table, solve
 from benchmark.kv_transfer.bare_nixl import memory
 from benchmark.kv_transfer.cases import Options
 from benchmark.kv_transfer.fleet import Fleet

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmark.harness.report import Spread, markdown, number, print_table, spread
+from benchmark.harness.report import Spread, Verdict, markdown, number, print_table, spread
 from benchmark.kv_transfer.cases import Case, Measured, Options, arm_of, run_case, run_cases
 from benchmark.kv_transfer.summary import (
     Summary,
@@ -19,17 +19,6 @@ from benchmark.kv_transfer.summary import (
     thread_groups,
     totals,
 )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A bound and whether it held."""
-
-    text: str
-    holds: bool
-
-    def __str__(self) -> str:
-        return f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.text}"
 
 
 @dataclass(frozen=True)

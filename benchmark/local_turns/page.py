@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmark.harness import plot
+from benchmark.harness.report import Verdict, megabytes
 
 Json = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def table(summary: Json, clients: int) -> tuple[list[str], list[list[str]]]:
         ["end to end: p50", *times("latency_s", "p50")],
         ["computed by prefill, tokens", *count("prefill_tokens")],
         ["computed by decode, tokens", *count("local_tokens")],
-        ["KV moved", *(f"{m['bytes_moved'] / 1e6:,.1f} MB" for m in arms.values())],
+        ["KV moved", *(megabytes(m["bytes_moved"]) for m in arms.values())],
         ["failed requests", *count("failed")],
     ]
     if clients:
@@ -102,29 +102,14 @@ def short(summary: Json, *loads: int) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-@dataclass(frozen=True)
-class Claim:
+def _claim(text: str, measured: float, bound: float, *, at_least: bool = False) -> Verdict:
     """A bound on a ratio, and what was measured."""
-
-    text: str
-    measured: float
-    bound: float
-    at_least: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether this run shows it."""
-        return self.measured >= self.bound if self.at_least else self.measured <= self.bound
-
-    def __str__(self) -> str:
-        word = "at least" if self.at_least else "at most"
-        return (
-            f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.text}: {self.measured:.2f} times "
-            f"({word} {self.bound:g})"
-        )
+    holds = measured >= bound if at_least else measured <= bound
+    word = "at least" if at_least else "at most"
+    return Verdict(f"{text}: {measured:.2f} times ({word} {bound:g})", holds)
 
 
-def claims(summary: Json) -> list[Claim]:
+def claims(summary: Json) -> list[Verdict]:
     """What is claimed of the choice, in the busiest load and in the quiet one, as far as the arms
     for it were measured."""
     load, arms = summary["load"], summary["runs"].keys()
@@ -148,21 +133,22 @@ def claims(summary: Json) -> list[Claim]:
     first = load["talks"] * load["first_tokens"]
     better = "the better of remote and always local"
     found = [
-        Claim(f"busy, {later}: remote over chosen", ttft(remote) / ttft(chosen), 4, True),
-        Claim("busy, requests/s: chosen over remote", rate(chosen) / rate(remote), 1.8, True),
-        Claim("busy, gap p99: chosen over remote", gap(chosen) / gap(remote), 2, False),
-        Claim(f"quiet, {later}: chosen over {better}", ttft(quiet[CHOSEN]) / least, 1.1, False),
-        Claim(f"quiet, requests/s: {better} over chosen", most / rate(quiet[CHOSEN]), 1.1, False),
-        Claim(
+        _claim(f"busy, {later}: remote over chosen", ttft(remote) / ttft(chosen), 4, at_least=True),
+        _claim(
+            "busy, requests/s: chosen over remote", rate(chosen) / rate(remote), 1.8, at_least=True
+        ),
+        _claim("busy, gap p99: chosen over remote", gap(chosen) / gap(remote), 2),
+        _claim(f"quiet, {later}: chosen over {better}", ttft(quiet[CHOSEN]) / least, 1.1),
+        _claim(f"quiet, requests/s: {better} over chosen", most / rate(quiet[CHOSEN]), 1.1),
+        _claim(
             "quiet, always local: tokens that prefill computed over those of first turns",
             computed / first,
             1,
-            False,
         ),
     ]
     if AGGREGATED in arms:
         over = gap(busy[AGGREGATED]) / gap(chosen)
-        found.append(Claim("busy, gap p99: two aggregated over chosen", over, 10, True))
+        found.append(_claim("busy, gap p99: two aggregated over chosen", over, 10, at_least=True))
     return found
 
 

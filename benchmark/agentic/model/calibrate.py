@@ -23,7 +23,7 @@ import yaml
 
 from benchmark.harness.command import reported
 from benchmark.harness.environment import describe
-from benchmark.harness.fit import solve
+from benchmark.harness.report import solve
 from benchmark.kv_transfer import shapes
 
 #: Observations that a fit of three numbers needs, at least.
