@@ -35,11 +35,10 @@ from benchmark.hicache_buffer_only.fleet import FleetConfig, WorkersAndStore
 from benchmark.hicache_buffer_only.memory import Memory, Split
 from benchmark.hicache_buffer_only.replay import replay
 from benchmark.hicache_buffer_only.tiers import Hits
-from benchmark.traces import generate
+from benchmark.traces import generate, scale
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.read import read
 from benchmark.traces.record import Record
-from benchmark.traces.scale import Fitting, Scale
 from benchmark.traces.sharing import endless_hit_rate
 
 CACHE, SMALL, BUFFER_ONLY, ALWAYS = ARMS = (
@@ -249,7 +248,8 @@ def finished(path: Path, load: Load) -> list[Run]:
 
 def fitting(name: str, path: Path | None, load: Load) -> list[Record]:
     """The requests of a trace that fit into the device pool."""
-    return list(Fitting(load.device_tokens // 2)(scaled(name, path, load)))
+    half = load.device_tokens // 2
+    return [record for record in scaled(name, path, load) if scale.fits(record, half)]
 
 
 def scaled(name: str, path: Path | None, load: Load) -> Iterator[Record]:
@@ -258,8 +258,8 @@ def scaled(name: str, path: Path | None, load: Load) -> Iterator[Record]:
         records: Iterator[Record] = iter(read(path))
     else:
         records = generate.generate(load.requests, load.seed, SHAPES[name])
-    scale = Scale(block_tokens=load.block_tokens, speed=load.speed)
-    return map(scale.apply, islice(records, load.requests))
+    some = islice(records, load.requests)
+    return (scale.scaled(record, load.block_tokens, load.speed) for record in some)
 
 
 def configurations(model: Path, load: Load) -> dict[str, FleetConfig]:

@@ -32,11 +32,11 @@ class Classes(msgspec.Struct, frozen=True):
                 f"classes need 0 < medium <= heavy, these are {self.medium} and {self.heavy}"
             )
 
-    def scaled(self, block_tokens: int, from_tokens: int = BLOCK_TOKENS) -> Classes:
+    def scaled(self, block_tokens: int) -> Classes:
         """For a trace whose blocks were made smaller: its requests keep their classes."""
         return Classes(
-            max(1, round(self.medium * block_tokens / from_tokens)),
-            max(1, round(self.heavy * block_tokens / from_tokens)),
+            max(1, round(self.medium * block_tokens / BLOCK_TOKENS)),
+            max(1, round(self.heavy * block_tokens / BLOCK_TOKENS)),
         )
 
     def of(self, new: int) -> str:

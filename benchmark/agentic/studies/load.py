@@ -18,7 +18,7 @@ from benchmark.agentic.traces.survey import survey
 from benchmark.traces.generate import AGENTIC, at_rate, generate
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
-from benchmark.traces.scale import Fitting, Scale
+from benchmark.traces.scale import fits, scaled
 from benchmark.traces.sessions import annotate
 
 COLD_PROMPTS = 300
@@ -61,14 +61,13 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     if not whole:
         raise ValueError(f"{source} holds no request")
     sampled, ratio = sample(whole, spec, spec.requests) if spec.requests else (whole, 1.0)
-    scale = Scale(fleet.block_tokens)
-    fitting = Fitting(limit(fleet))
-    records = list(fitting(_answered(scale.apply(record), record, fleet) for record in sampled))
+    sized, most = [_sized(record, fleet) for record in sampled], limit(fleet)
+    records = [record for record in sized if fits(record, most)]
     if not records:
-        raise ValueError(f"no request of {source} has at most {fitting.max_tokens} tokens")
+        raise ValueError(f"no request of {source} has at most {most} tokens")
     described = describe(survey(sampled, BLOCK_TOKENS))
     classes = Classes().scaled(fleet.block_tokens)
-    return Trace(source, records, described, ratio, fitting.left_out, classes)
+    return Trace(source, records, described, ratio, len(sized) - len(records), classes)
 
 
 def generated(spec: TraceSpec) -> Iterator[Record]:
@@ -126,9 +125,11 @@ def cold(spec: TraceSpec, fleet: FleetFile, client: int) -> list[Record]:
     ]
 
 
-def _answered(scaled: Record, record: Record, fleet: FleetFile) -> Record:
-    tokens = scaled.output_length
+def _sized(record: Record, fleet: FleetFile) -> Record:
+    """As the fleet file says."""
+    found = scaled(record, fleet.block_tokens)
+    tokens = found.output_length
     if fleet.answers is not None:
         tokens = max(1, round(record.output_length * fleet.answers))
     tokens = min(tokens, fleet.max_answer_tokens or tokens)
-    return msgspec.structs.replace(scaled, output_length=tokens)
+    return msgspec.structs.replace(found, output_length=tokens)

@@ -7,36 +7,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark.traces.record import Record, blocks, check
-from benchmark.traces.scale import Fitting, Scale
+from benchmark.traces.scale import fits, scaled
 
 
 @given(tokens=st.integers(1, 200_000), block=st.integers(1, 2048), answer=st.integers(1, 4000))
 def test_every_block_stays_one(tokens: int, block: int, answer: int) -> None:
     """A prompt whose number of blocks changed would no longer match its ids."""
     record = Record(1000.0, tokens, answer, tuple(range(blocks(tokens))))
-    scaled = Scale(block_tokens=block, speed=4.0).apply(record)
-    check(scaled, block)
-    assert scaled.hash_ids == record.hash_ids
-    assert scaled.timestamp == 250.0
-    assert abs(scaled.input_length - tokens * block / 512) < 1
-    assert abs(scaled.output_length - answer * block / 512) <= 1
+    found = scaled(record, block, speed=4.0)
+    check(found, block)
+    assert found.hash_ids == record.hash_ids
+    assert found.timestamp == 250.0
+    assert abs(found.input_length - tokens * block / 512) < 1
+    assert abs(found.output_length - answer * block / 512) <= 1
 
 
 def test_scale_of_one_changes_nothing() -> None:
     """Guards against rounding where nothing is to be rounded."""
     record = Record(7.0, 700, 3, (0, 7))
-    assert Scale().apply(record) == record
+    assert scaled(record, 512) == record
 
 
 def test_wrong_scales() -> None:
     """A speed of zero would never send the second request."""
     with pytest.raises(ValueError, match="speed"):
-        Scale(speed=0)
+        scaled(Record(7.0, 700, 3, (0, 7)), 512, speed=0)
 
 
-def test_requests_that_do_not_fit_are_counted() -> None:
-    """What a server cannot take is left out whole, and said; cutting it would break its sharing."""
-    fitting = Fitting(max_tokens=100)
+def test_requests_that_do_not_fit() -> None:
+    """What a server cannot take is left out whole; cutting it would break its sharing."""
     records = [Record(0, 90, 10, (0,)), Record(0, 91, 10, (1,)), Record(0, 5, 5, (2,))]
-    assert [r.hash_ids for r in fitting(records)] == [(0,), (2,)]
-    assert fitting.left_out == 1
+    assert [r.hash_ids for r in records if fits(r, 100)] == [(0,), (2,)]
