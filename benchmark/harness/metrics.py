@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -68,6 +69,14 @@ def page(url: str, timeout_s: float = 30.0) -> str:
 def gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """What each sample gained; one that appeared in between counts from zero."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Counters of several servers, summed by name."""
+    summed: Counter[str] = Counter()
+    for values in servers:
+        summed.update(values)
+    return dict(summed)
 
 
 def loopback_bytes() -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from benchmark.harness import report
+from benchmark.harness import metrics, report
 from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.command import RunFailed
 from benchmark.harness.environment import describe
@@ -34,7 +34,6 @@ from benchmark.hicache_buffer_only import page
 from benchmark.hicache_buffer_only.fleet import FleetConfig, WorkersAndStore
 from benchmark.hicache_buffer_only.memory import Memory, Split
 from benchmark.hicache_buffer_only.replay import replay
-from benchmark.hicache_buffer_only.tiers import Hits
 from benchmark.traces import generate, scale
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.read import read
@@ -122,7 +121,7 @@ class Run:
     arm: str
     round: int
     memory: Memory
-    hits: Hits
+    hits: Mapping[str, float]
     late_s: float
     """The longest that a request was sent after its time."""
     store: Mapping[str, float]
@@ -163,7 +162,7 @@ class Arm:
 
     rounds: int
     memory: Memory
-    hits: Hits
+    hits: Mapping[str, float]
     """Summed over the rounds."""
     times: ArmTimes
     ttft_mean_of_rounds_s: tuple[float, ...]
@@ -181,7 +180,7 @@ class Arm:
         return cls(
             len(runs),
             runs[0].memory,
-            sum((run.hits for run in runs), Hits()),
+            metrics.total(run.hits for run in runs),
             ArmTimes.of(outcomes),
             tuple(spread(one.ttft_s for one in run.outcomes).mean for run in runs),
             sum(not each.answer for each in outcomes),
@@ -217,7 +216,7 @@ def compare(
         with (out / "runs.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(run) + b"\n")
         done.append(run)
-        console.print(f"  {run.hits.rate(run.hits.cached):.1%} of prompt tokens cached")
+        console.print(f"  {page.cached(run.hits):.1%} of prompt tokens cached")
     return write(out, traces, records, done, console, load)
 
 
@@ -318,7 +317,7 @@ def measure(
             arm,
             round_,
             config.memory,
-            fleet.hits().since(before),
+            metrics.gained(before, fleet.hits()),
             replayed.late_s,
             fleet.master.usage(),
             _sum_of_ours(fleet.counters()),
@@ -338,11 +337,10 @@ def _warm_up(fleet: WorkersAndStore) -> None:
 
 
 def _sum_of_ours(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = {name for now in workers for name in now if name.startswith("sglang:hicache_buffer_")}
     return {
-        name: sum(now.get(name, 0.0) for now in workers)
-        for name in sorted(names)
-        if not name.endswith("_created") and "_bucket" not in name
+        name: value
+        for name, value in sorted(metrics.total(workers).items())
+        if name.startswith("sglang:hicache_buffer_") and not name.endswith("_created")
     }
 
 

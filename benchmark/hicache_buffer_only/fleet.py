@@ -17,9 +17,9 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import ServerConfig, Sizes, aggregated
 from benchmark.hicache_buffer_only.master import CAPACITY, Master
 from benchmark.hicache_buffer_only.memory import Memory
-from benchmark.hicache_buffer_only.tiers import Hits, total
 
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
+CACHED, PROMPT = "sglang:cached_tokens_total", "sglang:prompt_tokens_total"
 STAGE_IN_USE = tuple(f"sglang:hicache_buffer_{name}_pages" for name in ("read", "write"))
 METRICS_S = 1.5
 """A little more than the time between two updates of these metrics."""
@@ -104,9 +104,9 @@ class WorkersAndStore(Fleet):
         """URLs."""
         return self.urls("aggregated")
 
-    def hits(self) -> Hits:
+    def hits(self) -> dict[str, float]:
         """Cached tokens of all workers so far, by tier."""
-        return total(metrics.page(url) for url in self.workers)
+        return metrics.total(hits(metrics.page(url)) for url in self.workers)
 
     def counters(self) -> list[Mapping[str, float]]:
         """All metrics of each worker."""
@@ -150,3 +150,23 @@ class WorkersAndStore(Fleet):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{used:.0f} staging pages are in use on idle workers")
             time.sleep(0.2)
+
+
+def hits(page: str) -> dict[str, float]:
+    """Of a server's metrics page: prompt tokens of finished requests (``prompt``), and those of
+    them found on the ``device``, on the ``host`` and in ``storage``.
+
+    SGLang adds a request's cached-token details to a counter, with the source as a label, when the
+    request has finished.
+
+    Raises:
+        ValueError: the server counts cached tokens without their source.
+    """
+    found = {"prompt": metrics.parse(page).get(PROMPT, 0.0)}
+    found |= dict.fromkeys(("device", "host", "storage"), 0.0)
+    for (source,), tokens in metrics.by_labels(page, CACHED, "cache_source").items():
+        tier = "storage" if source.startswith("storage_") else source  # the backend's name follows
+        if tier not in found:
+            raise ValueError(f"{CACHED} has tokens of an unknown source: {source}")
+        found[tier] += tokens
+    return found

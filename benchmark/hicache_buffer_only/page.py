@@ -21,11 +21,15 @@ def table(trace: Json) -> tuple[list[str], list[list[str]]]:
     return head, [[title, *(column[title] for column in columns)] for title in columns[0]]
 
 
+def cached(hits: Mapping[str, float]) -> float:
+    """Share of the prompt tokens; 0 of none."""
+    return sum(hits[tier] for tier in TIERS) / (hits["prompt"] or 1.0)
+
+
 def _column(arm: Json) -> dict[str, str]:
     """An arm's cells, by the titles of their rows."""
     hits, times, memory = arm["hits"], arm["times"], arm["memory"]
-    cached = sum(hits[tier] for tier in TIERS)
-    cells = {"prompt tokens found in a cache": f"{cached / hits['prompt']:.1%}"}
+    cells = {"prompt tokens found in a cache": f"{cached(hits):.1%}"}
     for tier, place in TIERS.items():
         cells[f"from {place}"] = f"{hits[tier] / hits['prompt']:.1%}"
     for of, title in (("ttft_s", "TTFT"), ("latency_s", "E2E"), ("itl_s", "gap between tokens")):

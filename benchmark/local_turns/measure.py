@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.agentic.fleet.rig import layout
-from benchmark.agentic.fleet.servers import ENGINES, total, warm_up
+from benchmark.agentic.fleet.servers import ENGINES, warm_up
 from benchmark.agentic.fleet.spec import Arm
 from benchmark.agentic.load.prepare import PromptSource
 from benchmark.harness import checks, metrics
@@ -136,11 +136,11 @@ def _counters(fleet: Fleet) -> dict[str, dict[str, float]]:
         role: sum(metrics.by_labels(page, name, label).get((mode,), 0.0) for page in of)
         for role, of in pages.items()
     }
-    turns = total(
+    turns = metrics.total(
         {" ".join(key): n for key, n in metrics.by_labels(page, TURNS, "where", "reason").items()}
         for page in pages["decode"]
     )
-    times = total(
+    times = metrics.total(
         {
             f"{kind} {side} {part}": seconds
             for kind in ("expected", "actual")
@@ -151,7 +151,7 @@ def _counters(fleet: Fleet) -> dict[str, dict[str, float]]:
         }
         for page in pages["decode"]
     )
-    by_role = {role: total(map(metrics.parse, of)) for role, of in pages.items()}
+    by_role = {role: metrics.total(map(metrics.parse, of)) for role, of in pages.items()}
     return {**by_role, "computed": computed, "turns": turns, "times": times}
 
 

@@ -9,8 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,7 +84,7 @@ class Servers:
                 found.setdefault(role, []).append(self._scrape(url))
             except (OSError, ValueError):
                 continue
-        return {role: total(values) for role, values in found.items()}
+        return {role: metrics.total(values) for role, values in found.items()}
 
     @contextmanager
     def sampled(self) -> Iterator[list[dict[str, float]]]:
@@ -217,11 +216,3 @@ def usage(text: str) -> dict[str, float]:
     interpreter from the client for tens of milliseconds."""
     values = _USAGE.findall(text)
     return {"usage": sum(map(float, values))} if values else {}
-
-
-def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Counters of several servers, summed by name."""
-    summed: Counter[str] = Counter()
-    for values in servers:
-        summed.update(values)
-    return dict(summed)

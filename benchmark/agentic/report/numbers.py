@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.agentic.fleet.servers import total
 from benchmark.agentic.fleet.spec import Slo
 from benchmark.agentic.load.outcome import Outcome, most_open
 from benchmark.agentic.studies.record import Cell, Run
+from benchmark.harness import metrics
 from benchmark.harness.arm import Traffic, traffic
 
 Values = npt.NDArray[np.float64]
@@ -182,7 +182,9 @@ class Level:
         of = [cell.gained for cell in self.cells[arm] if "prefill" in cell.gained]
         if not of:
             return None
-        summed = [total(gained.get(role, {}) for gained in of) for role in ("prefill", "decode")]
+        summed = [
+            metrics.total(gained.get(role, {}) for gained in of) for role in ("prefill", "decode")
+        ]
         return traffic(*({k: v / len(of) for k, v in each.items()} for each in summed))
 
     def usage(self, arm: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from benchmark.harness import checks
+from benchmark.harness import checks, metrics
 from benchmark.harness.client import Target, send_all
-from benchmark.hicache_buffer_only.tiers import Hits, hits
+from benchmark.hicache_buffer_only.fleet import hits
 from e2e import hicache
 from e2e.hicache import Backend, Server
 from e2e.test_accuracy import MODEL, PAGE, Graded, grade, held_out
@@ -31,9 +30,8 @@ def score(server: Server) -> Graded:
     return found
 
 
-def tiers(server: Server) -> Hits:
-    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
-        return hits(answer.read().decode())
+def tiers(server: Server) -> dict[str, float]:
+    return hits(metrics.page(server.url))
 
 
 def both(ask: Callable[[Server], T], *servers: Server) -> list[T]:
@@ -58,7 +56,7 @@ def test_both_modes_score_the_same(logs: Path) -> None:
         before = both(tiers, cache, staged)
         assert both(score, cache, staged) == [expected, expected]
         after = both(tiers, cache, staged)
-        gained = [now.since(then) for now, then in zip(after, before, strict=True)]
-        assert all(hits.storage > hits.prompt / 4 for hits in gained)
-        assert gained[1].host == 0
+        gained = [metrics.gained(then, now) for now, then in zip(after, before, strict=True)]
+        assert all(each["storage"] > each["prompt"] / 4 for each in gained)
+        assert gained[1]["host"] == 0
         staged.drained()

@@ -37,7 +37,6 @@ from benchmark.hicache_buffer_only.compare import (
 )
 from benchmark.hicache_buffer_only.master import ALLOCATED, CAPACITY, EVICTED, Master
 from benchmark.hicache_buffer_only.memory import Memory
-from benchmark.hicache_buffer_only.tiers import Hits
 from benchmark.traces.read import write
 from benchmark.traces.record import Record, check
 
@@ -96,7 +95,7 @@ def run(arm: str, round_: int, storage: float, ttft_s: float = 0.5, answer: str 
         arm=arm,
         round=round_,
         memory=Memory(10, 20, 1_000_000, 2),
-        hits=Hits(1000, 100, 0, storage),
+        hits={"prompt": 1000, "device": 100, "host": 0, "storage": storage},
         late_s=0.1 * round_,
         store={ALLOCATED: 1e6 * round_, CAPACITY: 4e7, EVICTED: 0.0},
         buffer={},
@@ -140,7 +139,8 @@ def test_traces_that_were_compared_before_stay(tmp_path: Path) -> None:
 def test_rounds_add_up() -> None:
     """All requests of all rounds count once, those that failed not at all."""
     arm = Arm.of([run(CACHE, 1, 50, 0.5), run(CACHE, 3, 100, 1.5), run(CACHE, 2, 0, 9, "")])
-    assert arm.hits == Hits(3000, 300, 0, 150) and arm.failed == 2
+    assert arm.hits == {"prompt": 3000, "device": 300, "host": 0, "storage": 150}
+    assert arm.failed == 2
     assert arm.times.ttft_s.mean == (0.5 + 1.0 + 1.5 + 3.0) / 4
     assert arm.times.ttft_by_class["store"].count == 2
     assert arm.times.itl_s.count == 2 and arm.late_s == pytest.approx(0.3)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmark.hicache_buffer_only.tiers import Hits, hits, total
+from benchmark.harness import metrics
+from benchmark.hicache_buffer_only.fleet import hits
+from benchmark.hicache_buffer_only.page import cached
 
 PAGE = """\
 # TYPE sglang:prompt_tokens_total counter
@@ -20,14 +22,15 @@ sglang:cached_tokens_total_created{model_name="m",cache_source="device"} 1.7e9
 def test_each_source_is_a_tier() -> None:
     """Tiers that were mixed up would turn host hits into hits of the store."""
     found = hits(PAGE)
-    assert found == Hits(1000, 100, 20, 30)
-    assert found.rate(found.cached) == 0.15
+    assert found == {"prompt": 1000, "device": 100, "host": 20, "storage": 30}
+    assert cached(found) == 0.15
 
 
 def test_servers_add_up_and_warm_up_is_taken_off() -> None:
     """Both workers count; what was there before the load does not."""
-    assert total([PAGE, PAGE]).since(hits(PAGE)) == hits(PAGE)
-    assert Hits().rate(0) == 0
+    both = metrics.total([hits(PAGE), hits(PAGE)])
+    assert metrics.gained(hits(PAGE), both) == hits(PAGE)
+    assert cached(dict.fromkeys(hits(PAGE), 0.0)) == 0
 
 
 def test_tokens_without_a_source_are_refused() -> None:
