@@ -27,7 +27,7 @@ from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.command import RunFailed
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
-from benchmark.harness.report import Spread, spread
+from benchmark.harness.report import spread
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token, token_range
 from benchmark.hicache_buffer_only import page
@@ -132,62 +132,37 @@ class Run:
     """In the order of the trace."""
 
 
-@dataclass(frozen=True)
-class ArmTimes:
-    """All requests of all rounds of one arm that were answered."""
+def of_arm(runs: Sequence[Run]) -> dict[str, Any]:
+    """All rounds of one arm on one trace, as the summary has it: hits summed over the rounds, times
+    of all requests that were answered, store and buffer the mean of the rounds."""
+    outcomes = [each for run in runs for each in run.outcomes]
+    good = [each for each in outcomes if each.answer]
+    classes = {name: [each for each in good if each.found == name] for name in CLASSES}
 
-    ttft_s: Spread
-    latency_s: Spread
-    itl_s: Spread
-    ttft_by_class: dict[str, Spread]
-    latency_by_class: dict[str, Spread]
+    def mean(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: value / len(rounds) for name, value in metrics.total(rounds).items()}
 
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> ArmTimes:
-        """Over ``outcomes``, failed ones left out."""
-        good = [each for each in outcomes if each.answer]
-        classes = {name: [each for each in good if each.found == name] for name in CLASSES}
-        return cls(
-            spread(each.ttft_s for each in good),
-            spread(each.latency_s for each in good),
-            spread(each.itl_s for each in good),
-            {name: spread(one.ttft_s for one in some) for name, some in classes.items()},
-            {name: spread(one.latency_s for one in some) for name, some in classes.items()},
-        )
-
-
-@dataclass(frozen=True)
-class Arm:
-    """All rounds of one arm on one trace."""
-
-    rounds: int
-    memory: Memory
-    hits: Mapping[str, float]
-    """Summed over the rounds."""
-    times: ArmTimes
-    ttft_mean_of_rounds_s: tuple[float, ...]
-    failed: int
-    late_s: float
-    store: Mapping[str, float]
-    """Mean over the rounds."""
-    buffer: Mapping[str, float]
-    """The same."""
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> Arm:
-        """Over all ``runs`` of one arm."""
-        outcomes = [each for run in runs for each in run.outcomes]
-        return cls(
-            len(runs),
-            runs[0].memory,
-            metrics.total(run.hits for run in runs),
-            ArmTimes.of(outcomes),
-            tuple(spread(one.ttft_s for one in run.outcomes).mean for run in runs),
-            sum(not each.answer for each in outcomes),
-            max(run.late_s for run in runs),
-            _means([run.store for run in runs]),
-            _means([run.buffer for run in runs]),
-        )
+    return {
+        "rounds": len(runs),
+        "memory": runs[0].memory,
+        "hits": metrics.total(run.hits for run in runs),
+        "times": {
+            "ttft_s": spread(each.ttft_s for each in good),
+            "latency_s": spread(each.latency_s for each in good),
+            "itl_s": spread(each.itl_s for each in good),
+            "ttft_by_class": {
+                name: spread(one.ttft_s for one in some) for name, some in classes.items()
+            },
+            "latency_by_class": {
+                name: spread(one.latency_s for one in some) for name, some in classes.items()
+            },
+        },
+        "ttft_mean_of_rounds_s": [spread(one.ttft_s for one in run.outcomes).mean for run in runs],
+        "failed": len(outcomes) - len(good),
+        "late_s": max(run.late_s for run in runs),
+        "store": mean([run.store for run in runs]),
+        "buffer": mean([run.buffer for run in runs]),
+    }
 
 
 def compare(
@@ -344,10 +319,6 @@ def _sum_of_ours(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _means(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(run.get(name, 0.0) for run in runs) / len(runs) for name in runs[0]}
-
-
 # ---- results ----
 
 
@@ -368,7 +339,7 @@ def write(
     for trace, path in traces.items():
         of_trace = [run for run in runs if run.trace == trace]
         arms = {
-            name: Arm.of([run for run in of_trace if run.arm == name])
+            name: of_arm([run for run in of_trace if run.arm == name])
             for name in ARMS
             if any(run.arm == name for run in of_trace)
         }

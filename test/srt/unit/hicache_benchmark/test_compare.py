@@ -23,7 +23,6 @@ from benchmark.hicache_buffer_only.compare import (
     CACHE,
     SMALL,
     TRACES,
-    Arm,
     Load,
     Outcome,
     Run,
@@ -31,6 +30,7 @@ from benchmark.hicache_buffer_only.compare import (
     finished,
     found_in,
     kept,
+    of_arm,
     order,
     same_answers,
     scaled,
@@ -138,13 +138,13 @@ def test_traces_that_were_compared_before_stay(tmp_path: Path) -> None:
 
 def test_rounds_add_up() -> None:
     """All requests of all rounds count once, those that failed not at all."""
-    arm = Arm.of([run(CACHE, 1, 50, 0.5), run(CACHE, 3, 100, 1.5), run(CACHE, 2, 0, 9, "")])
-    assert arm.hits == {"prompt": 3000, "device": 300, "host": 0, "storage": 150}
-    assert arm.failed == 2
-    assert arm.times.ttft_s.mean == (0.5 + 1.0 + 1.5 + 3.0) / 4
-    assert arm.times.ttft_by_class["store"].count == 2
-    assert arm.times.itl_s.count == 2 and arm.late_s == pytest.approx(0.3)
-    assert arm.store[ALLOCATED] == 2e6
+    arm = of_arm([run(CACHE, 1, 50, 0.5), run(CACHE, 3, 100, 1.5), run(CACHE, 2, 0, 9, "")])
+    assert arm["hits"] == {"prompt": 3000, "device": 300, "host": 0, "storage": 150}
+    assert arm["failed"] == 2
+    assert arm["times"]["ttft_s"].mean == (0.5 + 1.0 + 1.5 + 3.0) / 4
+    assert arm["times"]["ttft_by_class"]["store"].count == 2
+    assert arm["times"]["itl_s"].count == 2 and arm["late_s"] == pytest.approx(0.3)
+    assert arm["store"][ALLOCATED] == 2e6
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_answers_are_compared_over_all_runs() -> None:
 
 def test_table_and_plot(tmp_path: Path) -> None:
     """The numbers of each arm stand in its own column, and an arm without answers draws too."""
-    arms = {name: Arm.of([run(name, 0, hits)]) for name, hits in ((CACHE, 0), (BUFFER_ONLY, 200))}
+    arms = {name: of_arm([run(name, 0, hits)]) for name, hits in ((CACHE, 0), (BUFFER_ONLY, 200))}
     head, rows = page.table(plain({"arms": arms}))
     table = {row[0]: row[1:] for row in rows}
     assert head == ["", "stock, cache", "buffer_only"]
@@ -182,7 +182,7 @@ def test_table_and_plot(tmp_path: Path) -> None:
     assert table["from the store"] == ["0.0%", "20.0%"]
     assert table["TTFT: mean, p50, p90, p99, ms"][0] == "750, 750, 950, 995"
     assert table["TTFT mean of requests with a store hit, ms (requests)"] == ["-", "500 (1)"]
-    arms["none"] = Arm.of([run(CACHE, 0, 0, answer="")])
+    arms["none"] = of_arm([run(CACHE, 0, 0, answer="")])
     page.draw(tmp_path / "plot.png", plain({"arms": arms}))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
