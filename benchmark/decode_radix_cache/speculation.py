@@ -42,19 +42,6 @@ class Load:
     """Of the draft model, with a chain of so many drafts."""
 
 
-@dataclass(frozen=True)
-class Counted:
-    """One arm. Tokens and bytes of all its requests."""
-
-    prompt_tokens: int
-    hit_tokens: float
-    moved_bytes: float
-    accept_length_gauge: float | None
-    """The gauge as decode last reported it, of its latest steps."""
-    accept_length: float | None
-    """Tokens a step, over all steps of all requests."""
-
-
 def drafting(model: Path, steps: int, algorithm: str = "EAGLE") -> tuple[str, ...]:
     """Arguments of a server whose draft model, of a chain of ``steps`` drafts, is ``model``."""
     return (
@@ -69,7 +56,7 @@ def run(out: Path, console: Console, load: Load = Load()) -> int:  # noqa: B008
     model = own_draft(out / "model-own-draft")
     raw = out / "speculation.requests.jsonl"
     raw.unlink(missing_ok=True)
-    arms: dict[str, Counted] = {}
+    arms: dict[str, dict[str, float | None]] = {}
     answers: list[list[Result]] = []
     for name, steps in (("plain", 0), ("EAGLE", load.steps)):
         console.print(f"[bold]{name}[/]: starting fresh servers")
@@ -144,14 +131,15 @@ def _talk(pair: Pair, model: Path, load: Load) -> list[Result]:
 
 def count(
     results: Sequence[Result], prefill: Mapping[str, float], decode: Mapping[str, float]
-) -> Counted:
-    """From the answers and the counters of fresh servers; SGLang's warm-up moves nothing."""
+) -> dict[str, float | None]:
+    """An arm, from the answers and the counters of fresh servers; SGLang's warm-up moves nothing.
+    Accept lengths are tokens a step: as decode last reported it, and over all steps."""
     verified = sum(result.verify_steps for result in results)
     accepted = sum(result.accepted_tokens for result in results)
-    return Counted(
-        prompt_tokens=sum(result.prompt_tokens for result in results),
-        hit_tokens=decode[metrics.HIT_TOKENS],
-        moved_bytes=prefill[metrics.SENT_BYTES],
-        accept_length_gauge=decode.get(ACCEPT_LENGTH) if verified else None,
-        accept_length=1 + accepted / verified if verified else None,
-    )
+    return {
+        "prompt_tokens": sum(result.prompt_tokens for result in results),
+        "hit_tokens": decode[metrics.HIT_TOKENS],
+        "moved_bytes": prefill[metrics.SENT_BYTES],
+        "accept_length_gauge": decode.get(ACCEPT_LENGTH) if verified else None,
+        "accept_length": 1 + accepted / verified if verified else None,
+    }
