@@ -71,8 +71,6 @@ class DecodeWorker:
         self.arriving = 0
         self.link_free = 0.0
         self.peak_running = 0
-        self.running_seconds = 0.0
-        """Integral of the batch over time."""
         self._arriving_blocks: dict[int, int] = {}
         self._entering = 0  # outputs of requests that hold pages and do not run, capped
         self._steps = 0
@@ -127,11 +125,9 @@ class DecodeWorker:
         if steps <= 0:
             return
         batch = len(self.running)
-        seconds = self.costs.steps_s(steps, batch, self._context)
-        self._at += seconds
+        self._at += self.costs.steps_s(steps, batch, self._context)
         self._steps += steps
         self._context += steps * batch
-        self.running_seconds += seconds * batch
         if not self.pool.allocate(steps * batch):
             raise RuntimeError(f"decode worker {self.number} grew beyond its pool")
 

@@ -46,8 +46,6 @@ class Sample:
 
     at: float
     running: int
-    queued: int
-    """Wait for pages of a decode worker."""
     in_use: float
     """Share of the decode pools, idle blocks not counted."""
 
@@ -220,7 +218,6 @@ class Fleet:
             Sample(
                 self._events.now,
                 sum(len(w.running) for w in self.decode),
-                sum(len(w.queue) for w in self.decode),
                 sum(w.pool.in_use for w in self.decode) / pool,
             )
         )

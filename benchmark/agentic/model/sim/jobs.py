@@ -60,10 +60,6 @@ class Job:
     prefill_private: int = 0
     prefill_locked: int = 0
 
-    @property
-    def done(self) -> bool:
-        return self.finished >= 0 or self.rejected
-
 
 def from_trace(records: Iterable[Record], block_tokens: int = BLOCK_TOKENS) -> Iterator[Job]:
     """A trace's requests, by time. A last block that is not full is nobody else's.

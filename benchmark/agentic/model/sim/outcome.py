@@ -21,7 +21,6 @@ class Outcome:
     """Do not fit into an empty pool."""
     duration_s: float
     requests_per_s: float
-    output_tokens_per_s: float
     ttft: Spread
     itl: Spread
     """A request's mean gap between tokens."""
@@ -31,10 +30,8 @@ class Outcome:
     and on it (``stalled``: of that, waiting), for the batch."""
     peak_running: int
     """Of the fullest decode worker."""
-    mean_running: float
-    """Of a decode worker, over the run."""
     middle_running: float
-    """The same over the middle half of the run; NaN without samples."""
+    """Of a decode worker, in the middle half of the run; NaN without samples."""
     middle_in_use: float
     """Share of the decode pools then that requests hold."""
     decode_hit: float
@@ -64,7 +61,6 @@ def outcome(run: Run, timeout_s: float = 600.0) -> Outcome:
         rejected=len(run.jobs) - len(good),
         duration_s=run.duration_s,
         requests_per_s=len(good) / seconds,
-        output_tokens_per_s=sum(job.output for job in good) / seconds,
         ttft=spread([job.first_token - job.arrival for job in good]),
         itl=spread(
             [(job.finished - job.first_token) / (job.output - 1) for job in good if job.output > 1]
@@ -78,7 +74,6 @@ def outcome(run: Run, timeout_s: float = 600.0) -> Outcome:
             "batch": spread(job.first_token - job.landed for job in good),
         },
         peak_running=max(w.peak_running for w in run.decode),
-        mean_running=sum(w.running_seconds for w in run.decode) / seconds / decoders,
         middle_running=_mean([s.running / decoders for s in middle]),
         middle_in_use=_mean([s.in_use for s in middle]),
         decode_hit=sum(job.decode_hit for job in good) / prompts,

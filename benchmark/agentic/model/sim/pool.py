@@ -21,8 +21,6 @@ class Pool:
         self.capacity = capacity
         self.block_tokens = block_tokens
         self.private = 0
-        self.peak = 0
-        """Most tokens in use at once, idle blocks not counted."""
         self._locked: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._index = {} if index is None else index
@@ -60,7 +58,6 @@ class Pool:
             else:
                 del idle[block]
                 locked[block] = 1
-        self.peak = max(self.peak, self.in_use)
 
     def unlock(self, blocks: Sequence[int]) -> None:
         """Undo one ``lock`` or ``commit`` of the same blocks."""
@@ -82,7 +79,6 @@ class Pool:
             self._forget(block)
             missing -= self.block_tokens
         self.private += tokens
-        self.peak = max(self.peak, self.in_use)
         return True
 
     def release(self, tokens: int) -> None:
