@@ -63,24 +63,6 @@ def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def wait_empty(server: ServerProcess, url: str, timeout_s: float = 60.0) -> Load:
-    """As ``wait_idle``, and waits for pages that nobody asks for any more: returns what is held.
-
-    Tokens are those that are neither free nor evictable, so that an idle server that goes on
-    holding some after ``timeout_s`` has leaked them. Pages of a transfer that ended early are held
-    for a while without a request.
-
-    Raises:
-        ServerFailed: it died.
-        TimeoutError: requests are left after ``timeout_s``.
-    """
-    deadline = time.monotonic() + timeout_s
-    wait_idle(server, url, timeout_s)
-    while (held := load(url)).tokens and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return held
-
-
 def flush(url: str, timeout_s: float = 30.0, wait_s: float = 0.0) -> None:
     """Empties an idle server's cache, which the server may put off for ``wait_s``: one with
     buffer-only HiCache lets its store have what is still to be written.

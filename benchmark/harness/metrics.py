@@ -16,19 +16,6 @@ REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
 SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 FAILED_ROOMS = "sglang:kv_transfer_failed_total"
-STUCK_WORKERS = "sglang:kv_transfer_stuck_workers_total"
-#: What our transfer workers report: histograms, and gauges of their queues.
-TRANSFERS = (
-    *(
-        f"sglang:kv_transfer_{name}_{part}"
-        for name in (
-            *("queue_seconds", "build_seconds", "post_seconds", "wire_seconds"),
-            *("transport_seconds", "descriptors", "bytes"),
-        )
-        for part in ("sum", "count")
-    ),
-    *(f"sglang:kv_transfer_{name}" for name in ("waiting", "in_flight", "overdue")),
-)
 STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
 """What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
 

@@ -191,7 +191,10 @@ class Servers:
         return [one for one in self.incarnations if one.killed_at is None and not one.process.alive]
 
     def settle(self, timeout_s: float) -> dict[str, checks.Load]:
-        """Waits until both are idle; returns what each still holds then, by role.
+        """Waits until both are idle, and for pages that nobody asks for any more: returns what each
+        still holds then, by role. Tokens are neither free nor evictable: an idle server that goes
+        on holding some has leaked them. Pages of a transfer that ended early are held for a while
+        without a request.
 
         Raises:
             ServerFailed: a server died, as it does when SGLang's memory check or ours fails.
@@ -200,7 +203,11 @@ class Servers:
         held = {}
         for role in ("decode", "prefill"):
             process = self.current(role).process
-            held[role] = checks.wait_empty(process, self.addresses.url(role), timeout_s)
+            url, deadline = self.addresses.url(role), time.monotonic() + timeout_s
+            checks.wait_idle(process, url, timeout_s)
+            while (load := checks.load(url)).tokens and time.monotonic() < deadline:
+                time.sleep(0.2)
+            held[role] = load
             checks.assert_healthy(process)
         return held
 
