@@ -102,7 +102,7 @@ def _arm(
 
     task = progress.add_task(does("starting prefill, decode, load balancer"), total=None)
     with Pair(configure(model, variant), logs) as pair:
-        warm_up(pair, token_range(model))
+        warm_up(pair)
         what = does(f"chat: {len(conversations)} conversations, {turns} turns")
         progress.update(task, description=what, total=turns + 1)
         chatted = measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,16 +99,14 @@ def on_fresh_pair(
         ServerFailed: a server did not start, died or failed SGLang's memory check.
     """
     with Pair(config, logs) as pair:
-        warm_up(pair, token_range(config.model))
+        warm_up(pair)
         return measure(pair, lambda: load(pair))
 
 
-def warm_up(pair: Pair, vocabulary: range, tokens: int = 32) -> float:
-    """One request outside the load; returns its seconds.
+def warm_up(pair: Pair) -> None:
+    """One request outside the load.
 
     The first transfer of a pair pays for the connections between its NIXL agents (seconds over
     UCX), which no later one does. Its prompt counts down, which no seeded load does.
     """
-    began = time.monotonic()
-    pair.generate([vocabulary[: -tokens - 1 : -1]], max_new_tokens=4)
-    return time.monotonic() - began
+    pair.generate([token_range(pair.config.model)[:-33:-1]], max_new_tokens=4)
