@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -53,18 +54,12 @@ class Verdict:
 
 def percentile(values: Sequence[float], p: float) -> float:
     """The ``p``-th percentile (0-100), interpolated between neighbours; NaN of nothing."""
-    if not len(values):
-        return math.nan
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * p / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(np.percentile(values, p)) if len(values) else math.nan
 
 
 def spread(values: Iterable[float | None]) -> Spread:
     """Of the values that there are."""
-    known = sorted(float(value) for value in values if value is not None)
+    known = [float(value) for value in values if value is not None]
     mean = sum(known) / len(known) if known else math.nan
     return Spread(len(known), mean, *(percentile(known, p) for p in (50, 90, 99)))
 
@@ -74,7 +69,6 @@ def solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float
 
     Least squares of the relative error, as times differ by orders of magnitude.
     """
-    import numpy as np
     from scipy.optimize import nnls
 
     matrix = np.asarray(rows, dtype=float) / np.asarray(times, dtype=float)[:, None]
