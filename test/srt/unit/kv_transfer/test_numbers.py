@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -90,13 +91,17 @@ def test_thread_groups() -> None:
     )
 
 
-def test_cpu_time_of_a_thread_with_spaces_in_its_name() -> None:
-    """Fields counted from the wrong place."""
-    fields = ["S"] + ["0"] * 10 + ["150", "50"] + ["0"] * 30
-    stat = f"42 (tricky) name) {' '.join(fields)}"
-    ticks = 200
-    assert threads.cpu_of(stat) == pytest.approx(ticks * threads.TICK_S)
-    assert threads.native_name(stat) == "tricky) name"
+def test_threads_are_told_by_name() -> None:
+    """A worker's time charged to nobody: Python's own name is what groups go by."""
+    over = Event()
+    thread = Thread(target=over.wait, name="kv-transfer-7")
+    thread.start()
+    try:
+        uses = {use.name: use.cpu_s for use in threads.use_over(0.01)}
+    finally:
+        over.set()
+        thread.join()
+    assert {"MainThread", "kv-transfer-7"} <= set(uses) and uses["kv-transfer-7"] == 0
 
 
 def costs(ranges_each: float, shared: float) -> choice.Table:
