@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 from benchmark.harness.ports import is_free
 
@@ -23,12 +24,6 @@ def problems(port: int | None, model: Path) -> Iterable[str]:
         yield f"the model is missing: no config.json in {model}"
     if port is not None and not is_free(port):
         yield f"port {port} is taken: choose another with --port"
-    available = available_gb(Path("/proc/meminfo").read_text())
+    available = psutil.virtual_memory().available / 1e9
     if available < NEEDED_GB:
         yield f"memory is short: {available:.1f} GB available, about {NEEDED_GB:.0f} GB needed"
-
-
-def available_gb(meminfo: str) -> float:
-    """Memory that can be had without swapping, 10^9 bytes, from the text of /proc/meminfo."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
-    return int(found.group(1)) * 1024 / 1e9 if found else 0.0

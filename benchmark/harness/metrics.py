@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -68,8 +67,6 @@ def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def loopback_bytes() -> int:
     """Bytes that the kernel has carried over the loopback interface since boot (Linux)."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[0])
-    raise OSError("/proc/net/dev names no loopback interface")
+    import psutil
+
+    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_recv)

@@ -21,12 +21,6 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     assert any("model is missing" in p for p in preflight.problems(None, tmp_path))
 
 
-def test_available_memory() -> None:
-    """Guards against reading free memory, which leaves out what the page cache can give back."""
-    text = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable:   5000000 kB\n"
-    assert preflight.available_gb(text) == 5.12
-
-
 def test_conversations_need_what_was_said_before() -> None:
     """Guards against a chat in which a lost turn would go unnoticed."""
     conversations = chat.load_conversations()
