@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -17,15 +17,16 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from benchmark.agentic.model import costs as cost_files
 from benchmark.agentic.model.sim.decode import DecodeConfig
 from benchmark.agentic.model.sim.fleet import Fleet, FleetConfig
-from benchmark.agentic.model.sim.jobs import Job, SharedPrefixes, from_trace
+from benchmark.agentic.model.sim.jobs import SharedPrefixes, from_trace
 from benchmark.agentic.model.sim.outcome import Outcome, outcome
 from benchmark.agentic.model.sim.prefill import PrefillConfig
 from benchmark.agentic.model.sim.routing import POLICIES
 from benchmark.harness import plot, report
-from benchmark.harness.command import reported
+from benchmark.harness.command import add_fields, replaced, reported
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record
 
+LOOP = SharedPrefixes()
 Rows = list[tuple[FleetConfig, Outcome]]
 
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
             task = progress.add_task(_name(arm), total=len(records) or args.requests)
             began = time.perf_counter()
             ended = Fleet(arm, costs).run(
-                _jobs(args, records),
+                from_trace(records) if records else replaced(LOOP, args).jobs(args.seed),
                 concurrency=None if records else args.concurrency,
                 sample_s=args.sample_s,
                 on_end=lambda job, task=task: progress.advance(task),  # type: ignore[misc]
@@ -71,21 +72,6 @@ def _records(args: argparse.Namespace) -> list[Record]:
     seconds = (records[-1].timestamp - records[0].timestamp) / 1000
     stretch = len(records) / seconds / args.rate
     return [msgspec.structs.replace(r, timestamp=r.timestamp * stretch) for r in records]
-
-
-def _jobs(args: argparse.Namespace, records: Sequence[Record]) -> Iterator[Job]:
-    if records:
-        return from_trace(records)
-    return SharedPrefixes(
-        args.requests,
-        args.prefixes,
-        args.prefix,
-        args.suffix,
-        args.output,
-        args.suffix_spread,
-        args.output_spread,
-        args.block,
-    ).jobs(args.seed)
 
 
 def _arms(args: argparse.Namespace) -> Iterator[FleetConfig]:
@@ -163,15 +149,19 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--trace", type=Path, help="Mooncake format; a closed loop without it")
     add("--limit", type=int, help="only the trace's first requests")
     add("--rate", type=float, help="requests/s: the trace stretched")
-    add("--requests", type=int, default=1000, help="closed loop: in all")
     add("--concurrency", type=int, default=128, help="closed loop: at once")
-    add("--prefixes", type=int, default=20, help="closed loop: distinct ones")
-    add("--prefix", type=int, default=50_000, help="tokens")
-    add("--suffix", type=int, default=4500, help="tokens")
-    add("--suffix-spread", type=float, default=500, help="standard deviation")
-    add("--output", type=float, default=355.4, help="tokens")
-    add("--output-spread", type=float, default=100, help="standard deviation")
-    add("--block", type=int, default=500, help="closed loop: tokens of a block")
+    add_fields(
+        parser,
+        LOOP,
+        requests="closed loop: in all",
+        prefixes="closed loop: distinct ones",
+        prefix="tokens",
+        suffix="tokens",
+        suffix_spread="standard deviation",
+        output="tokens",
+        output_spread="standard deviation",
+        block="closed loop: tokens of a block",
+    )
     add("--costs", default="qwen3-coder-30b-h20", help="a name, or a YAML file")
     add("--workers", type=int, default=8, help="of the fleet, both roles")
     add("--split", type=int, nargs="+", metavar="P", help="prefill workers; one arm each")

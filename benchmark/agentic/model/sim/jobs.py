@@ -82,38 +82,37 @@ def from_trace(records: Iterable[Record], block_tokens: int = BLOCK_TOKENS) -> I
 class SharedPrefixes:
     """A closed loop's requests: a prefix of a few, a suffix of its own. Lengths in tokens."""
 
-    requests: int
-    prefixes: int
-    prefix_tokens: int
-    suffix_tokens: int
-    output_tokens: float
-    suffix_spread: float = 0.0
+    requests: int = 1000
+    prefixes: int = 20
+    prefix: int = 50_000
+    suffix: int = 4500
+    output: float = 355.4
+    suffix_spread: float = 500.0
     """Standard deviation, normal."""
-    output_spread: float = 0.0
-    block_tokens: int = 100
+    output_spread: float = 100.0
+    block: int = 500
     """Unit of the caches; a prefix is whole blocks."""
 
     def __post_init__(self) -> None:
-        if self.prefix_tokens % self.block_tokens:
+        if self.prefix % self.block:
             raise ValueError(
-                f"a prefix of {self.prefix_tokens} tokens is no whole number of blocks of "
-                f"{self.block_tokens}"
+                f"a prefix of {self.prefix} tokens is no whole number of blocks of {self.block}"
             )
 
     def jobs(self, seed: int = 0) -> Iterator[Job]:
         """All at time 0; the closed loop holds them back. The same seed gives the same."""
         rng = random.Random(seed)
-        shared = self.prefix_tokens // self.block_tokens
+        shared = self.prefix // self.block
         prefixes = [tuple(range(p * shared, (p + 1) * shared)) for p in range(self.prefixes)]
         next_id = self.prefixes * shared
         for number in range(self.requests):
             prefix = rng.randrange(self.prefixes)
-            suffix = _normal(rng, self.suffix_tokens, self.suffix_spread)
-            output = _normal(rng, self.output_tokens, self.output_spread)
-            own = suffix // self.block_tokens
+            suffix = _normal(rng, self.suffix, self.suffix_spread)
+            output = _normal(rng, self.output, self.output_spread)
+            own = suffix // self.block
             blocks = (*prefixes[prefix], *range(next_id, next_id + own))
             next_id += own
-            yield Job(number, 0.0, self.prefix_tokens + suffix, output, blocks)
+            yield Job(number, 0.0, self.prefix + suffix, output, blocks)
 
 
 def _normal(rng: random.Random, mean: float, spread: float) -> int:

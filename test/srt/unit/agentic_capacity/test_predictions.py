@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 def test_the_pull_requests_benchmark_from_its_stock_arm() -> None:
     """sgl-project/sglang#19746: 3P1D, 20 prefixes, 128 at once. Prefill and steps were scaled to
     the published rate and ITL of the stock arm; its batch, and the radix arm, follow from them."""
-    load = SharedPrefixes(1000, 20, 50_000, 4500, 355.4, 500, 100, block_tokens=500)
+    load = SharedPrefixes(1000, 20, 50_000, 4500, 355.4, 500, 100, block=500)
     pool = round(37 * (54_500 + 355.4 / 2) / 0.99)  # 37 requests with half of their answers
     roofline = cost_files.load("qwen3-32b-b200-roofline")
     scales = {

@@ -169,7 +169,7 @@ def test_the_same_jobs_give_the_same_run() -> None:
     """Ties in time must not be broken by anything but the order of events."""
     first, second = (outcome(fleet().run(jobs(3, 60), sample_s=0.01)) for _ in range(2))
     assert dataclasses.asdict(first) == dataclasses.asdict(second)
-    workload = SharedPrefixes(50, 3, 16, 8, 20, 3, 5, block_tokens=8)
+    workload = SharedPrefixes(50, 3, 16, 8, 20, 3, 5, block=8)
     closed = [outcome(fleet().run(workload.jobs(7), 9, sample_s=0.01)) for _ in range(2)]
     assert closed[0] == closed[1]
     assert closed[0] != outcome(fleet().run(workload.jobs(8), concurrency=9))
@@ -303,4 +303,4 @@ def test_bad_settings_name_themselves() -> None:
     with pytest.raises(ValueError, match="--decode-policy fastest"):
         fleet(decode_policy="fastest")
     with pytest.raises(ValueError, match="no whole number of blocks"):
-        SharedPrefixes(1, 1, 10, 1, 1, block_tokens=3)
+        SharedPrefixes(1, 1, 10, 1, 1, block=3)
