@@ -130,10 +130,10 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
-def wide_console(least: int = 230) -> Console:
+def wide_console() -> Console:
     """For tables of many columns: cut ones say nothing."""
     console = Console()
-    return console if console.width >= least else Console(width=least)
+    return console if console.width >= 230 else Console(width=230)
 
 
 def print_table(

@@ -83,12 +83,11 @@ class Interval(NamedTuple):
 class Level:
     """All arms at one load. Arrays have a row a round, and a column a request of the trace."""
 
-    def __init__(self, run: Run, load: float, slo: Slo, seed: int = 0) -> None:
+    def __init__(self, run: Run, load: float, slo: Slo) -> None:
         self.load, self._slo = load, slo
         self.timeout_s = run.study.load.timeout_s
         self.cells: dict[str, list[Cell]] = {arm: run.at(arm, load) for arm in run.titles}
         self.cells = {arm: cells for arm, cells in self.cells.items() if cells}
-        self._seed = seed
         first = next(iter(self.cells.values()))[0].outcomes
         self.requests = max((o.index for o in first), default=-1) + 1
         self._sessions: dict[str, list[int]] = {}
@@ -127,7 +126,7 @@ class Level:
     @cached_property
     def _weights(self) -> Values:
         """How often each draw has each request of each round: a row a draw."""
-        rng = np.random.default_rng(self._seed)
+        rng = np.random.default_rng(0)
         session_of = np.zeros(self.requests, dtype=np.intp)
         for number, turns in enumerate(self._sessions.values()):
             session_of[turns] = number

@@ -61,14 +61,14 @@ class Job:
     prefill_locked: int = 0
 
 
-def from_trace(records: Iterable[Record], block_tokens: int = BLOCK_TOKENS) -> Iterator[Job]:
+def from_trace(records: Iterable[Record]) -> Iterator[Job]:
     """A trace's requests, by time. A last block that is not full is nobody else's.
 
     Answers are no part of the ids of a trace until a later prompt holds them, so what a
     conversation's next turn could find of the last answer is not counted as held.
     """
     for number, record in enumerate(records):
-        full = record.input_length // block_tokens
+        full = record.input_length // BLOCK_TOKENS
         yield Job(
             number,
             record.timestamp / 1000,
