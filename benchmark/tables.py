@@ -399,17 +399,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **{f"variables-{group}": partial(variables, group) for group in environment.GROUPS},
 }
 
-FILES = (
-    REPOSITORY / "README.md",
-    _BENCHMARK / "demo" / "README.md",
-    _BENCHMARK / "decode_radix_cache" / "README.md",
-    _BENCHMARK / "hicache_buffer_only" / "README.md",
-    _BENCHMARK / "local_turns" / "README.md",
-    _BENCHMARK / "kv_transfer" / "README.md",
-    *(
-        REPOSITORY / "docs/advanced_features" / f"{name}.md"
-        for name in ("pd_decode_radix_cache", "pd_async_nixl", "hicache_buffer_only")
-    ),
+FILES = tuple(
+    path
+    for folder in (REPOSITORY, _BENCHMARK, REPOSITORY / "docs")
+    for path in sorted(folder.glob("*.md" if folder == REPOSITORY else "**/*.md"))
+    if "<!-- table:" in path.read_text()
 )
 
 

@@ -65,8 +65,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens that an endless cache would not hold; see ``classes``."""
     cached_tokens: int | None = None
     """As the server reported."""
-    new_tokens: int | None = None
-    """Prompt tokens minus cached tokens."""
     output_tokens: int = 0
     request_class: str = msgspec.field(name="class")
 

@@ -177,7 +177,6 @@ def outcome(
     """The line of the output file."""
     cached = answer.cached_tokens if answer.cached_told else None
     prompt = answer.prompt_tokens or job.record.input_length
-    new = None if cached is None else prompt - cached
     started, finished = clock.of(answer.started_at), clock.of(answer.finished_at)
     sent = None if answer.sent_at is None else clock.of(answer.sent_at)
     first = clock.of(answer.token_times[0]) if answer.token_times else None
@@ -190,7 +189,6 @@ def outcome(
         wanted_tokens=job.record.output_length,
         trace_new_tokens=job.trace_new_tokens,
         cached_tokens=cached,
-        new_tokens=new,
         output_tokens=answer.completion_tokens,
         request_class=classes.of(job.trace_new_tokens),
         scheduled_s=round(due, 6),

@@ -14,7 +14,6 @@ def outcome(index: int, **more: Any) -> Outcome:
         "wanted_tokens": 3,
         "trace_new_tokens": 50,
         "cached_tokens": 40,
-        "new_tokens": 60,
         "output_tokens": 3,
         "request_class": "WARM",
         "scheduled_s": float(index),

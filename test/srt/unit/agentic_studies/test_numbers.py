@@ -40,7 +40,6 @@ def outcome(index: int, e2e_s: float, *, failed: bool = False, late_s: float = 0
         wanted_tokens=5,
         trace_new_tokens=100,
         cached_tokens=50,
-        new_tokens=50,
         output_tokens=5,
         request_class=("WARM", "HEAVY")[index % 2],
         scheduled_s=float(index),
