@@ -2,7 +2,8 @@
 
 Decode's loop is ``LocalTurns``' in short: requests are admitted between two steps, chunks alternate
 with decode steps as ``Pace`` has them. Prefill computes all that waits in one step. A router gives
-the client an answer when both servers' halves are there, as SGLang's Rust router does.
+the client an answer when prefill's half has ended and decode's has begun, as SGLang's Rust router
+does.
 """
 
 from __future__ import annotations
