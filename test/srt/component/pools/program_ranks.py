@@ -30,8 +30,8 @@ from component.pools.memory import (
 from component.transfer.managers import without_engine
 from component.transfer.pair import until
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
-from sglang.srt.disaggregation.delta.nixl.backend import ChunkPayload, Destination, NixlBackend
-from sglang.srt.disaggregation.delta.nixl.descriptors import Costs, Form
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Costs, Destination, Form
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats

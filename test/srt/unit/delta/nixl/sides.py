@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.disaggregation.delta.nixl.backend import ChunkPayload, Destination, NixlBackend
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats

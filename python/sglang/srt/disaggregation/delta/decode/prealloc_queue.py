@@ -23,12 +23,7 @@ from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limit
 from sglang.srt.disaggregation.delta.decode.candidates import AgreedSteps, Candidate
 from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr
-from sglang.srt.disaggregation.delta.decode.record import (
-    PrefixKey,
-    Refusal,
-    Wait,
-    record_of,
-)
+from sglang.srt.disaggregation.delta.decode.record import PrefixKey, Refusal, Wait, record_of
 from sglang.srt.disaggregation.delta.decode.retraction import restore_private
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
@@ -401,7 +396,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
         now = self.clock()
         for req in reqs:
             wait = record_of(req).wait
-            if wait.since is None or wait.logged or now - wait.since < limits.log_after:
-                continue
-            wait.logged = True
-            waiting.log_wait(req, now - wait.since, self.what_is_missing(req))
+            if wait.since is not None and now - wait.since >= limits.log_after and not wait.logged:
+                wait.logged = True
+                waiting.log_wait(req, now - wait.since, self.what_is_missing(req))

@@ -1,8 +1,6 @@
 """How NIXL moves a chunk: the backend of a prefill rank's transfer pool.
 
-``cut_chunk`` makes a chunk, what of a room goes from where to where, out of the announcements of
-its decode ranks; ``NixlBackend`` describes it to NIXL, posts it, and tells the ranks when it is
-there.
+It describes the chunk to NIXL, posts it, and tells decode's ranks when it is there.
 """
 
 from __future__ import annotations
@@ -10,18 +8,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 
-import msgspec
 import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.manager import metadata_in_host_memory
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.nixl.descriptors import Form, Rows
+from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination, Form
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
@@ -29,7 +26,7 @@ from sglang.srt.disaggregation.delta.observability import (
     count_moved,
     count_sent,
 )
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
+from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
     State,
@@ -37,99 +34,13 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.nixl.prefill import NixlTransferInfo
     from sglang.srt.disaggregation.delta.peer_messages import KVArgs
 
 logger = logging.getLogger(__name__)
 
 _STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
-
-
 #: (address, length): a copy of that host memory of this process.
 read_memory: Callable[[int, int], bytes] = ctypes.string_at
-
-
-# ---- what of a room is one chunk ----
-
-
-class Destination(msgspec.Struct, frozen=True, eq=False):
-    """Where a chunk goes at one decode rank."""
-
-    pages: Pages
-    #: Pages of the state that goes with the last chunk.
-    state_pages: tuple[int, ...]
-    metadata_slot: int
-    #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
-    pool_pages: int | None
-    metadata_slots: int | None
-    #: It takes the metadata in the note that completes the room, and its slot is not written to.
-    takes_metadata: bool = False
-
-
-class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
-    """The payload of a ``transfer_backend.Chunk``: what goes from where to where, nothing live."""
-
-    chunk_id: int
-    pages: Pages
-    #: With the last chunk only.
-    metadata_slot: int | None
-    state_pages: tuple[int, ...]
-    #: By the name of the peer.
-    destinations: dict[str, Destination]
-
-
-def cut_chunk(
-    room: int,
-    announcements: Iterable[NixlTransferInfo],
-    pages: Pages,
-    index_slice: slice,
-    chunk_id: int,
-    metadata_slot: int | None,
-    state_pages: Sequence[Any] | None,
-) -> ChunkPayload:
-    """Cut one chunk out of what the decode ranks of ``room`` announced.
-
-    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
-    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
-
-    Raises:
-        DeltaMismatch: a rank listed another number of pages there.
-    """
-    own = np.array(pages, dtype=np.int32)
-    own.setflags(write=False)
-    destinations = {}
-    for info in announcements:
-        if info.is_dummy():
-            continue
-        listed = info.dst_kv_indices[index_slice]
-        if len(listed) != len(own):
-            raise DeltaMismatch(
-                f"room {room}: chunk {chunk_id} has {len(own)} pages, and decode rank "
-                f"{info.agent_name} listed {len(listed)} for it"
-            )
-        frame = info.delta
-        destinations[info.agent_name] = Destination(
-            pages=listed,
-            state_pages=_numbers(info.dst_state_indices),
-            metadata_slot=info.dst_aux_index,
-            pool_pages=(frame.pool_pages or None) if frame else None,
-            metadata_slots=(frame.metadata_slots or None) if frame else None,
-            takes_metadata=bool(frame and frame.takes_metadata),
-        )
-    return ChunkPayload(
-        chunk_id=chunk_id,
-        pages=own,
-        metadata_slot=metadata_slot,
-        state_pages=_numbers(state_pages),
-        destinations=destinations,
-    )
-
-
-def _numbers(pages: Sequence[Any] | None) -> tuple[int, ...]:
-    """SGLang gives lists of numbers, arrays, and lists of arrays."""
-    if pages is None or not len(pages):
-        return ()
-    return tuple(np.asarray(pages, np.int64).reshape(-1).tolist())
 
 
 def metadata_bytes(ours: KVArgs, slot: int) -> list[bytes]:
@@ -140,9 +51,6 @@ def metadata_bytes(ours: KVArgs, slot: int) -> list[bytes]:
         read_memory(base + slot * length, length)
         for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
     ]
-
-
-# ---- how it is moved ----
 
 
 @dataclass(eq=False)
@@ -362,7 +270,9 @@ class NixlBackend:
         transfer.bytes += slots * sum(pair.source.item_lens)
         if form is Form.RANGES:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
-            yield from self._ranges(*rows, memory, peer, transfer, began)
+            sides = [self._agent.get_xfer_descs(side, memory) for side in rows]
+            handle = self._agent.initialize_xfer("WRITE", *sides, peer.name)
+            yield from self._start(handle, peer, transfer, began, ())
             return
         handle = self._agent.make_prepped_xfer(
             "WRITE",
@@ -372,18 +282,6 @@ class NixlBackend:
             descriptors.select(pair.destination, destination),
         )
         yield from self._start(handle, peer, transfer, began, (ours, theirs))
-
-    def _ranges(
-        self, ours: Rows, theirs: Rows, memory: str, peer: Peer, transfer: _Transfer, began: float
-    ) -> Iterator[_Posted]:
-        agent = self._agent
-        handle = agent.initialize_xfer(
-            "WRITE",
-            agent.get_xfer_descs(ours, memory),
-            agent.get_xfer_descs(theirs, memory),
-            peer.name,
-        )
-        yield from self._start(handle, peer, transfer, began, ())
 
     def _start(
         self, handle: Any, peer: Peer, transfer: _Transfer, began: float, lists: tuple[Any, ...]

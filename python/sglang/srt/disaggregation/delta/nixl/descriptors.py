@@ -1,29 +1,36 @@
-"""What is moved, as arrays: merged ranges of memory, or indices into lists that were prepared.
+"""What is moved: a chunk of a room, and its memory as arrays.
 
-Both ways say the same: the pages of a chunk, in every buffer of a rank, to the peer's pages. Ranges
-are built for each chunk, one for each run of pages that are neighbours on both sides. Prepared
-lists describe a whole pool once, one slot (page) of one buffer an entry, and a chunk only selects;
-nothing is merged, so that a chunk of neighbouring pages costs more than it has to.
+``cut_chunk`` takes a chunk, which pages go where, out of what the decode ranks announced. NIXL is
+told of it in merged ranges of memory, or in indices into lists that were prepared. Both ways say
+the same: the pages of a chunk, in every buffer of a rank, to the peer's pages. Ranges are built for
+each chunk, one for each run of pages that are neighbours on both sides. Prepared lists describe a
+whole pool once, one slot (page) of one buffer an entry, and a chunk only selects; nothing is
+merged, so that a chunk of neighbouring pages costs more than it has to.
 
 Between ranks of different tensor parallel sizes a slot is a part of a token: some of its heads.
 Such slots are never neighbours, so there is a range for each of them.
 
-Pure functions over numbers: nothing here knows NIXL, but the arrays are what it takes: rows of
-(address, length, device) in uint64, and selectors in int32.
+Nothing here knows NIXL, but the arrays are what it takes: rows of (address, length, device) in
+uint64, and selectors in int32.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any  # Any: page indices in each of SGLang's forms
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.patchset import environment
 
-#: Page indices into a pool, 1-D, any integer type.
-Pages = npt.NDArray[np.integer]
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.nixl.prefill import NixlTransferInfo
+
 #: Rows of numbers, unsigned since an address may be 2**63 or more.
 Rows = npt.NDArray[np.uint64]
 #: Indices into a prepared list, 1-D.
@@ -31,6 +38,92 @@ Selectors = npt.NDArray[np.int32]
 
 _MOST_SELECTORS = 2**31
 _ADDRESSES = 2**64
+
+
+# ---- what of a room is one chunk ----
+
+
+class Destination(msgspec.Struct, frozen=True, eq=False):
+    """Where a chunk goes at one decode rank."""
+
+    pages: Pages
+    #: Pages of the state that goes with the last chunk.
+    state_pages: tuple[int, ...]
+    metadata_slot: int
+    #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
+    pool_pages: int | None
+    metadata_slots: int | None
+    #: It takes the metadata in the note that completes the room, and its slot is not written to.
+    takes_metadata: bool = False
+
+
+class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
+    """The payload of a ``transfer_backend.Chunk``: what goes from where to where, nothing live."""
+
+    chunk_id: int
+    pages: Pages
+    #: With the last chunk only.
+    metadata_slot: int | None
+    state_pages: tuple[int, ...]
+    #: By the name of the peer.
+    destinations: dict[str, Destination]
+
+
+def cut_chunk(
+    room: int,
+    announcements: Iterable[NixlTransferInfo],
+    pages: Pages,
+    index_slice: slice,
+    chunk_id: int,
+    metadata_slot: int | None,
+    state_pages: Sequence[Any] | None,
+) -> ChunkPayload:
+    """Cut one chunk out of what the decode ranks of ``room`` announced.
+
+    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
+    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
+
+    Raises:
+        DeltaMismatch: a rank listed another number of pages there.
+    """
+    own = np.array(pages, dtype=np.int32)
+    own.setflags(write=False)
+    destinations = {}
+    for info in announcements:
+        if info.is_dummy():
+            continue
+        listed = info.dst_kv_indices[index_slice]
+        if len(listed) != len(own):
+            raise DeltaMismatch(
+                f"room {room}: chunk {chunk_id} has {len(own)} pages, and decode rank "
+                f"{info.agent_name} listed {len(listed)} for it"
+            )
+        frame = info.delta
+        destinations[info.agent_name] = Destination(
+            pages=listed,
+            state_pages=_numbers(info.dst_state_indices),
+            metadata_slot=info.dst_aux_index,
+            pool_pages=(frame.pool_pages or None) if frame else None,
+            metadata_slots=(frame.metadata_slots or None) if frame else None,
+            takes_metadata=bool(frame and frame.takes_metadata),
+        )
+    return ChunkPayload(
+        chunk_id=chunk_id,
+        pages=own,
+        metadata_slot=metadata_slot,
+        state_pages=_numbers(state_pages),
+        destinations=destinations,
+    )
+
+
+def _numbers(pages: Sequence[Any] | None) -> tuple[int, ...]:
+    """SGLang gives lists of numbers, arrays, and lists of arrays."""
+    if pages is None or not len(pages):
+        return ()
+    return tuple(np.asarray(pages, np.int64).reshape(-1).tolist())
+
+
+# ---- the memory of both sides ----
 
 
 class SelectorOverflow(ValueError):

@@ -20,7 +20,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend, cut_chunk
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.descriptors import cut_chunk
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
