@@ -53,7 +53,7 @@ def slots(*pages: int, page: int = PAGE) -> torch.Tensor:
 
 def content(pool: Any, page: int) -> bytes:
     """All bytes of a page, of all its parts."""
-    (value,) = page_parts.packed(page_parts.describe(pool))
+    value = page_parts.Value("", page_parts.describe(pool))
     found: bytes = value.gather(page).numpy().tobytes()
     return found
 

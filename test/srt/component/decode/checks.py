@@ -12,7 +12,7 @@ from component.decode.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
-from sglang.srt.disaggregation.delta.pages import page_count
+from sglang.srt.disaggregation.delta.pages import page_ceil
 
 
 def holders(decoder: Any) -> list[Any]:
@@ -178,7 +178,7 @@ def _announcement(decoder: Any, entry: Any) -> list[str]:
     wrong = (
         prefix % page
         or prefix != req.cache_protected_len
-        or len(expected) != page_count(length, page) - prefix // page
+        or len(expected) != (page_ceil(length, page) - prefix) // page
         or room.pages.tolist() != expected
     )
     return [f"request {req.rid}: announced {room.pages}, not {expected}"] if wrong else []

@@ -13,7 +13,7 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from effort import tries
-from sglang.srt.disaggregation.delta.pages import page_count, page_floor
+from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 
@@ -77,7 +77,7 @@ class Outcome:
 def play(scenario: Scenario) -> Outcome:
     """Run the real sender over one prompt, chunk by chunk."""
     page, prompt = scenario.page, scenario.prompt
-    pages = page_count(prompt, page)
+    pages = page_ceil(prompt, page) // page
     sender = RecordingSender(scenario.prefix, pages - scenario.prefix // page)
     outcome = Outcome(sender.calls)
 
@@ -124,7 +124,8 @@ def wrong(scenario: Scenario) -> list[str]:
     """What is wrong with the outcome of a scenario."""
     outcome = play(scenario)
     first = FIRST_PAGE + scenario.prefix // scenario.page
-    expected = list(range(first, FIRST_PAGE + page_count(scenario.prompt, scenario.page)))
+    pages = page_ceil(scenario.prompt, scenario.page) // scenario.page
+    expected = list(range(first, FIRST_PAGE + pages))
     problems = []
     if [page for pages, _ in outcome.calls for page in pages] != expected:
         problems.append("the pages sent are not those that decode lacks")
@@ -189,7 +190,8 @@ def test_nothing_is_sent_before_it_is_there(scenario: Scenario) -> None:
     for (pages, is_last), computed, had_metadata in zip(
         outcome.calls, outcome.computed, outcome.had_metadata, strict=True
     ):
-        whole = page_count(computed, scenario.page) if is_last else computed // scenario.page
+        round_to = page_ceil if is_last else page_floor
+        whole = round_to(computed, scenario.page) // scenario.page
         assert max(pages, default=0) < FIRST_PAGE + whole
         assert had_metadata == is_last
 

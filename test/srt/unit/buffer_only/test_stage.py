@@ -23,7 +23,7 @@ def test_a_lease_ends_once():
     first.release()
     second = pages.allocate(Direction.PREFETCH, 4)
     first.release()
-    assert second.live and not first.live and pages.used() == 4 and pages.problems() == []
+    assert pages.used() == 4 == len(second.pages) and pages.problems() == []
 
 
 def test_what_is_split_off_ends_by_itself():

@@ -1,8 +1,8 @@
 """Arithmetic of pages and KV heads: pure functions over numbers, no engine and no transport.
 
-Pages: a prompt of ``length`` tokens lies in ``page_count(length)`` pages, of which only the last
-may be partly filled. The decode server holds the first ``prefix`` tokens, a whole number of pages,
-so that both sides cut the prompt at the same place; the *delta* is every page after it.
+Pages: of those that a prompt lies in only the last may be partly filled. The decode server holds
+the first ``prefix`` tokens, a whole number of pages, so that both sides cut the prompt at the same
+place; the *delta* is every page after it.
 
 Heads: a rank keeps ``total // size`` KV heads of every token, or one where there are fewer heads
 than ranks: then several ranks hold a replica of the same head. SGLang connects each decode rank to
@@ -33,11 +33,6 @@ def page_floor(tokens: int, page: int) -> int:
 def page_ceil(tokens: int, page: int) -> int:
     """``tokens`` rounded up to whole pages, in tokens."""
     return -(-tokens // page) * page
-
-
-def page_count(tokens: int, page: int) -> int:
-    """How many pages ``tokens`` touch."""
-    return -(-tokens // page)
 
 
 def chunk_end(computed: int, page: int, last: bool) -> int:

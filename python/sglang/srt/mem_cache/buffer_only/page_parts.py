@@ -163,11 +163,6 @@ def together(parts: Sequence[Part]) -> tuple[Value, ...]:
     return (flat, *apart([part for part in parts if part.extra]))
 
 
-def packed(parts: Sequence[Part]) -> tuple[Value, ...]:
-    """All parts under one key, with an empty label."""
-    return (Value("", tuple(parts)),)
-
-
 # ---- lists ----
 
 

@@ -47,11 +47,6 @@ class StagingPages:
             self._stranded = True
             self._stage._count_stranded(self, 1)
 
-    @property
-    def live(self) -> bool:
-        """Whether the pages have not been given back."""
-        return self._stage is not None
-
     def split(self, pages: int) -> StagingPages:
         """Keep the first ``pages`` pages; the result has the rest."""
         if self._stage is None or self._stranded or not 0 < pages < len(self.pages):

@@ -191,7 +191,6 @@ class TransferPool:
         *,
         prepare_thread: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        name: str = "kv-transfer",
     ) -> None:
         """``prepare_thread`` is called first on every thread: it sets the CUDA device."""
         self.backend = backend
@@ -202,7 +201,7 @@ class TransferPool:
         self._threads = [
             _Thread(
                 Worker(backend, rooms, settings, stats, index, clock),
-                f"{name}-{index}",
+                f"kv-transfer-{index}",
                 prepare_thread,
                 clock,
             )
