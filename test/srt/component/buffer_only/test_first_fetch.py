@@ -259,6 +259,19 @@ def test_nobody_waits_for_an_answer_where_the_server_is_full():
     leave(cache, "r1", "r2", "r3")
 
 
+def test_nobody_waits_for_an_answer_where_no_place_is_free():
+    """By the server's own count: with nobody else in line nothing shows it, and the step would take
+    longer for a request that does not get in."""
+    cache = prompt_store(0)
+    for full in (True, False):
+        cache.want(f"r{full}", prompt(full, 5))
+        cache.buffer.prefetches.in_line(["rTrue", "rFalse"], full)
+        cache.now += 0.1
+        cache.step(work=False)
+        assert waits(cache) == ([] if full else [MOST_S])
+    leave(cache, "rTrue", "rFalse")
+
+
 def test_what_is_asked_again_is_not_waited_for():
     """Its request is ready, and the answer may be another miss."""
     cache = prompt_store(0)

@@ -42,6 +42,8 @@ class PrefetchLine(PrefetchStates):
         super().__init__(context)
         self.load_backs = LoadBacks(context)
         self.patience = Patience()
+        #: Whether nobody is admitted in this step.
+        self._full = False
         #: What was known when the line was last gone through to its end, or to where nobody behind
         #: gets more.
         self._gone_through: object = None
@@ -63,9 +65,10 @@ class PrefetchLine(PrefetchStates):
             self.line.add(prefetch)
             self._to_ask[prefetch] = None
 
-    def in_line(self, rids: Iterable[str]) -> None:
+    def in_line(self, rids: Iterable[str], full: bool = False) -> None:
         """The requests that wait, first in line first; told in each step. Who is not among them is
-        gone."""
+        gone. ``full``: none of them is admitted in this step, whoever it is."""
+        self._full = full
         if not len(self.line):
             return
         gone, moved = self.line.arrange(list(rids))
@@ -185,11 +188,11 @@ class PrefetchLine(PrefetchStates):
         return self.queries.close(timeout) and self.fetches.close(timeout)
 
     def _just_asked(self) -> list[Query]:
-        """Queries of this step, on a server of one rank. None where somebody in line could have
-        been admitted in an earlier one: then the server is full, and nobody gets in for an
-        answer. None with ``best_effort``: there nobody waits for an answer."""
+        """Queries of this step, on a server of one rank. None where the server is full, by its own
+        count or since somebody in line could have been admitted in an earlier step: nobody gets in
+        for an answer. None with ``best_effort``: there nobody waits for an answer."""
         context, new = self._context, []
-        if context.alone and context.settings.policy != "best_effort":
+        if context.alone and context.settings.policy != "best_effort" and not self._full:
             new = [
                 query
                 for query in self.queries.under_way
@@ -198,8 +201,8 @@ class PrefetchLine(PrefetchStates):
                 and query.owner.since_ms == context.now_ms
             ]
         done = (State.STAGED, State.MISSED)
-        full = new and any(one.state in done and one.since_ms < context.now_ms for one in self.line)
-        return [] if full else new
+        kept = new and any(one.state in done and one.since_ms < context.now_ms for one in self.line)
+        return [] if kept else new
 
     def _take_answers(self, outcomes: Sequence[int]) -> None:
         """Act on what the store has answered to queries."""
