@@ -69,6 +69,8 @@ def _render_group(state: GroupState, inert: bool) -> list[str]:
         lines.append(f"  {mark:8} {item.row.target}")
         lines.append(f"           with {item.row.mixin}")
         lines.append(f"           for  {item.row.why}")
+        if item.row.when:
+            lines.append(f"           when {item.row.when}")
         if item.reason:
             lines.append(f"           {item.reason}")
     for each in group.exchanges:

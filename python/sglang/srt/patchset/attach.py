@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any  # Any: a loader whose method is exchanged
+from typing import Any  # Any: loaders; what a name stands for; arguments of a server
 
 from sglang.srt.patchset import environment, status, switches
 from sglang.srt.patchset.base_version import installed_version, why_inert
@@ -57,6 +57,8 @@ class Attachment:
             self._modules.setdefault(row.module, []).append(row)
         #: (base, bound class) of every row that is bound, innermost first.
         self.bound: dict[Replacement, tuple[type, type]] = {}
+        #: The mixins of rows with a ``when``, if they fit.
+        self.optional: dict[Replacement, type] = {}
         self._stock: dict[str, tuple[GroupStatus, str]] = {}
         self._failed: dict[Replacement, str] = {}
         self._examined: set[str] = set()
@@ -110,8 +112,7 @@ class Attachment:
                 self._fail(row, f"{type(error).__name__}: {error}")
 
     def _bind(self, row: Replacement, module: ModuleType) -> None:
-        mixin_module, _, mixin_name = row.mixin.partition(":")
-        mixin = getattr(importlib.import_module(mixin_module), mixin_name)
+        mixin = _named(row.mixin)
         base = getattr(module, row.name)
         problems = mismatches(base, mixin)
         if problems:
@@ -119,9 +120,19 @@ class Attachment:
             return
         if self._rows[row].name in self._stock:
             return  # importing the mixin led to a row that does not fit
+        if row.when:
+            self.optional[row] = mixin
+            return
         bound = combine(base, mixin)
         setattr(module, row.name, bound)
         self.bound[row] = (base, bound)
+
+    def equip(self, target: str, made: object, server_args: Any) -> None:
+        """Put on ``made``, an object of the class ``target`` ("module:Name") that is just being
+        made, the mixins that a server with these arguments needs."""
+        for row, mixin in self.optional.items():
+            if row.target == target and _named(row.when)(server_args):
+                made.__class__ = combine(type(made), mixin)
 
     def _rebind_late(self, module: ModuleType) -> None:
         self.rebind(module)
@@ -171,6 +182,8 @@ class Attachment:
         for row in reversed(list(self.bound)):
             if self._rows[row].name in self._stock:
                 separate(*self.bound.pop(row))
+        for row in [row for row in self.optional if self._rows[row].name in self._stock]:
+            del self.optional[row]
         also = f" So do {', '.join(dependents)}, which need it." if dependents else ""
         if how is GroupStatus.STOCK or dependents:
             _report(group.name, f"feature group {group.name} stays stock: {reason}.{also}")
@@ -186,15 +199,20 @@ class Attachment:
     def _row_state(self, row: Replacement, is_stock: bool) -> RowState:
         if row in self._failed:
             return RowState(row, RowStatus.FAILED, self._failed[row])
-        if row in self.bound:
+        if row in self.bound or row in self.optional:
             return RowState(row, RowStatus.BOUND)
         return RowState(row, RowStatus.STOCK if is_stock else RowStatus.PENDING)
 
 
+def _named(path: str) -> Any:
+    """What "package.module:name" stands for."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _ask(obstacle: str) -> str:
-    module, _, name = obstacle.partition(":")
     try:
-        return str(getattr(importlib.import_module(module), name)())
+        return str(_named(obstacle)())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

@@ -144,6 +144,15 @@ def check_decode_radix_model(config: Any, algorithm: str | None = None) -> None:
         )
 
 
+def computes_turns(args: Any) -> bool:
+    """Whether a server with these arguments computes turns itself, be it where prefill is lost."""
+    tokens = (
+        args.disaggregation_decode_local_tokens,
+        args.disaggregation_decode_local_tokens_when_lost,
+    )
+    return args.disaggregation_mode == "decode" and any(tokens)
+
+
 def check_local_turns(args: Any) -> None:
     """Raise ``ValueError`` where a decode server with these arguments cannot compute turns itself.
 

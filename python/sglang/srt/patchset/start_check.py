@@ -1,7 +1,7 @@
-"""The check where a scheduler starts: whatever its flags need is wholly attached.
+"""Where a scheduler starts: whatever its flags need is wholly attached, and is put on it.
 
-It has a row of its own, in a group that is always attached, so that a row which does not fit cannot
-take the check along with it.
+This has a row of its own, in a group that is always attached, so that a row which does not fit
+cannot take the check along with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, handed on
 
-from sglang.srt.patchset import compat, compat_buffer_only
+from sglang.srt.patchset import compat, compat_buffer_only, status
 from sglang.srt.patchset.status import require_active
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 else:
     Scheduler = object
+
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 
 def check(server_args: ServerArgs) -> None:
@@ -27,10 +29,18 @@ def check(server_args: ServerArgs) -> None:
         require_active(compat_buffer_only.ON, compat_buffer_only.GROUP, load=True)
 
 
+def equip(scheduler: Scheduler, server_args: ServerArgs) -> None:
+    """Put on a scheduler that is just being made the mixins that these arguments ask for."""
+    if status.attachment is not None:
+        status.attachment.equip(SCHEDULER, scheduler, server_args)
+
+
 class CheckedScheduler(Scheduler):
-    """Checks before anything is built. Whatever the arguments are, they are passed on."""
+    """Checks before anything is built, and is equipped for its flags. Whatever the arguments are,
+    they are passed on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         check(given["server_args"])
+        equip(self, given["server_args"])
         super().__init__(*args, **kwargs)

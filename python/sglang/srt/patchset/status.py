@@ -26,7 +26,7 @@ class RowStatus(enum.Enum):
     """How far a row of the table has come in this process."""
 
     PENDING = "pending"  # the target module is not imported yet
-    BOUND = "bound"
+    BOUND = "bound"  # with a ``when``: it fits, and is put on the objects of servers that need it
     FAILED = "failed"  # it does not fit, or stock copies of the class are about
     STOCK = "stock"  # its group is not attached
 

@@ -31,12 +31,19 @@ BASE_VERSION = "0.5.10.post1"
 
 @dataclass(frozen=True)
 class Replacement:
-    """One row: in ``module``, ``name`` becomes ``mixin`` ("package.module:Class") on top of it."""
+    """One row: in ``module``, ``name`` becomes ``mixin`` ("package.module:Class") on top of it.
+
+    ``when``: "package.module:function" that says whether a server with given arguments needs the
+    mixin. It is then no part of the class, and is put on the objects of such servers alone, when
+    they are made (``Attachment.equip``); it has no ``__init__``. For SGLang's scheduler, which asks
+    in :mod:`sglang.srt.patchset.start_check`.
+    """
 
     module: str
     name: str
     mixin: str
     why: str
+    when: str = ""
 
     @property
     def target(self) -> str:
@@ -221,6 +228,7 @@ _DECODE_RADIX = (
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.local_scheduler:LocalTurnsScheduler",
         why="computes turns of few new tokens itself, in chunks between decode steps",
+        when="sglang.srt.patchset.compat:computes_turns",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",
@@ -289,6 +297,7 @@ _BUFFER_ONLY = (
         name="Scheduler",
         mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",
         why="prefetch, idle predicate, namespaces and storage hits of a buffer-only cache",
+        when="sglang.srt.patchset.compat_buffer_only:wanted",
     ),
 )
 

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.patchset import start_check
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCABULARY = 64
@@ -58,6 +59,9 @@ class OrderedSet(dict[Any, None]):
 
 class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
     """One rank of a decode server. ``steps``: of the draft model a decode step, 0 for none."""
+
+    #: What it computes itself; None on a server that is not told to.
+    local_turns: Any = None
 
     def __init__(
         self,
@@ -106,6 +110,9 @@ class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
         self.finished_texts: list[list[int]] = []
         self._set_plain_state()
         if local or lost:
+            self.server_args.disaggregation_decode_local_tokens = local
+            self.server_args.disaggregation_decode_local_tokens_when_lost = lost
+            start_check.equip(self, self.server_args)
             limits = Limits(local, chunk, always=True, when_lost=lost)
             self.__dict__["local_turns"] = turns = LocalTurns(self, limits)
             turns.measured.votes = lambda: list(COSTS)

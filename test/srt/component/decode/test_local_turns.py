@@ -423,7 +423,7 @@ def test_two_ranks(no_prefix_wait: None, seed: int, steps: int) -> None:
 
     def build(rank: int, group: RankGroup) -> LocalRankLife:
         policy = ("lru", "mru")[rank]
-        decoder = Decoder(16, 640, policy=policy, group=group, steps=steps)
+        decoder = Decoder(16, 640, policy=policy, group=group, steps=steps, local=60)
         limits = Limits(tokens=60, chunk=24, share=0.3)
         decoder.__dict__["local_turns"] = turns = LocalTurns(decoder, limits)
         # One rank is slower than the other, and each has a clock of its own.

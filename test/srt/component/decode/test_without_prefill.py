@@ -269,7 +269,7 @@ def test_two_ranks(no_prefix_wait: None, seed: int) -> None:
     loss before the other does."""
 
     def build(rank: int, group: RankGroup) -> LossyRankLife:
-        decoder = Decoder(16, 640, policy=("lru", "mru")[rank], group=group)
+        decoder = Decoder(16, 640, policy=("lru", "mru")[rank], group=group, local=20, lost=60)
         limits = Limits(tokens=20, chunk=24, always=True, when_lost=60)
         decoder.__dict__["local_turns"] = LocalTurns(decoder, limits)
         return LossyRankLife(decoder, rank, seed)

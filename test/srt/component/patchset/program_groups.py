@@ -57,13 +57,18 @@ def spoil(table: Any, misfits: dict[str, str]) -> None:
 
 
 def mixed_in(table: Any) -> dict[str, list[str]]:
-    """For each group, the targets whose classes have its mixins in them."""
+    """For each group, the targets whose classes have its mixins, or whose objects may get them."""
+    from sglang.srt.patchset import status
+
+    assert status.attachment is not None
     found: dict[str, list[str]] = {}
     for group in table.GROUPS:
         for row in group.rows:
             cls = getattr(importlib.import_module(row.module), row.name)
             mixin_module, _, mixin = row.mixin.partition(":")
-            if issubclass(cls, getattr(importlib.import_module(mixin_module), mixin)):
+            is_in = issubclass(cls, getattr(importlib.import_module(mixin_module), mixin))
+            assert not (is_in and row.when)
+            if is_in or row in status.attachment.optional:
                 found.setdefault(group.name, []).append(row.target)
     return found
 
@@ -73,11 +78,12 @@ class StartedError(Exception):
 
 
 def start(server_args: Any) -> str:
-    """How the start of a scheduler ends."""
+    """How the start of a scheduler ends; "StartedError: " with the optional mixins that it got."""
     from sglang.srt.managers.scheduler import Scheduler
 
     def stock(self: Any, server_args: Any) -> None:
-        raise StartedError
+        names = [mixin.__name__ for mixin in optional() if isinstance(self, mixin)]
+        raise StartedError(" ".join(names))
 
     bottom = [cls for cls in Scheduler.__mro__ if cls.__name__ == "Scheduler"][-1]
     original, bottom.__init__ = bottom.__init__, stock
@@ -88,6 +94,14 @@ def start(server_args: Any) -> str:
     finally:
         bottom.__init__ = original
     return "nothing happened"
+
+
+def optional() -> list[type]:
+    """The mixins of the real table that are put on single schedulers."""
+    from sglang.srt.disaggregation.delta.decode.local_scheduler import LocalTurnsScheduler
+    from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
+
+    return [LocalTurnsScheduler, BufferOnlyScheduler]
 
 
 def parse(model: str, arguments: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def main() -> None:
     for row, (base, bound) in attachment.bound.items():
         for finding in holders(base, row.module, bound):
             print(f"{row.target}: {finding}")
-    print(f"{len(attachment.bound)} rows")
+    print(f"{len(attachment.bound) + len(attachment.optional)} rows")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,12 @@ class Stock:
         self.calls: Counter[str] = Counter()
         self.batch = None
         self.waiting_queue: list[object] = []
+        self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
+        self.chunked_req: object = None
+        self.enable_priority_preemption = False
+
+    def get_num_allocatable_reqs(self, running: int) -> int:
+        return 2 - running
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         return True
@@ -71,9 +77,6 @@ class Stock:
     def process_batch_result(self, batch: object, result: object) -> None:
         self.calls["result"] += 1
 
-    def _prefetch_kvcache(self, req: object) -> None:
-        self.calls["stock prefetch"] += 1
-
     def handle_generate_request(self, recv_req: SimpleNamespace) -> None:
         self.req = SimpleNamespace(lora_id=recv_req.lora_id, extra_key=recv_req.lora_id)
         self.init_req_max_new_tokens(self.req)
@@ -86,14 +89,14 @@ class Scheduler(BufferOnlyScheduler, Stock):
     pass
 
 
-def scheduler(mode: str = "buffer_only", busy: bool = False) -> Scheduler:
+def scheduler(busy: bool = False) -> Scheduler:
     found = Scheduler()
-    found.server_args = SimpleNamespace(hicache_host_memory_mode=mode, enable_dp_attention=False)
+    found.server_args = SimpleNamespace(enable_dp_attention=False)
     found.offload_tags = set()
     hits = {"r": 8}
     found.said = []
     prefetches = SimpleNamespace(
-        in_line=lambda rids: found.said.append(list(rids)), cancel=found.said.append
+        in_line=lambda *line: found.said.append(line), cancel=found.said.append
     )
     found.tree_cache = SimpleNamespace(
         buffer=SimpleNamespace(busy=busy, prefetches=prefetches, context=SimpleNamespace(now_ms=7)),
@@ -203,10 +206,9 @@ def test_new_weights_have_keys_of_their_own(update, monkeypatch):
 )
 def test_namespaces_reach_the_request(extra_key, lora_id, expected):
     """This release drops the tenant's key when it builds its request: tenants would share KV."""
-    mine, stock = scheduler(), scheduler(mode="cache")
-    for one in (mine, stock):
-        one.handle_generate_request(SimpleNamespace(extra_key=extra_key, lora_id=lora_id))
-    assert mine.req.extra_key == expected and stock.req.extra_key == lora_id
+    mine = scheduler()
+    mine.handle_generate_request(SimpleNamespace(extra_key=extra_key, lora_id=lora_id))
+    assert mine.req.extra_key == expected
     # The next request has none, whatever the one before had.
     mine.handle_generate_request(SimpleNamespace(extra_key=None, lora_id=None))
     assert mine.req.extra_key is None
@@ -253,7 +255,27 @@ def test_prefetches_know_the_line_and_who_runs():
     found.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[request(rid="c")])
     found.batch = SimpleNamespace(reqs=[request(rid="b")])
     found.get_new_batch_prefill()
-    assert found.said == [["b", "a"], ["b", "a", "c"], "b"]
+    assert found.said == [(["b", "a"], False), (["b", "a", "c"], False), "b"]
+
+
+@pytest.mark.parametrize(
+    ("running", "changes", "full"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (1, {"chunked_req": "a place of its own"}, True),
+        (0, {"running_batch": SimpleNamespace(reqs=[], batch_is_full=True)}, True),
+        (2, {"enable_priority_preemption": True}, False),
+    ],
+)
+def test_prefetches_know_whether_somebody_can_be_admitted(running, changes, full):
+    """A step that gives the store time for a request that does not get in takes longer for
+    nothing."""
+    found = scheduler()
+    found.running_batch.reqs = [request()] * running
+    found.__dict__.update(changes)
+    found.get_new_batch_prefill()
+    assert found.said == [([], full)]
 
 
 def batch(tokens: int, extend: bool = True) -> SimpleNamespace:
@@ -305,15 +327,3 @@ def test_slots_that_a_draft_model_writes_are_not_known():
     found.spec_algorithm = SimpleNamespace(is_none=lambda: False)
     found.run_batch(batch(1))
     assert found.tree_cache.written is None
-
-
-def test_the_stock_mode_is_stock():
-    """With SGLang's host cache nothing of this happens."""
-    found = scheduler(mode="cache", busy=True)
-    req = request()
-    found.batch = SimpleNamespace(reqs=[req])
-    found.get_new_batch_prefill()
-    found._prefetch_kvcache(req)
-    found.maybe_sleep_on_idle()
-    assert found.is_fully_idle() and req.cached_tokens_storage == 0
-    assert found.calls["stock prefetch"] == 1 and found.calls["sleep"] == 1

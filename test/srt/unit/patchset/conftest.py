@@ -69,9 +69,8 @@ class MoreOptions:
         super().__post_init__()
         self.checked.append("mixin")
 """
-ROW = 'Replacement("sglang.srt.{module}", "{name}", "sglang.srt.mixins:{mixin}", "test"), '
-#: (class of sglang.srt.engine, or "module.Class"; mixin) each.
-Rows = tuple[tuple[str, str], ...]
+#: (class of sglang.srt.engine, or "module.Class"; mixin; ``when``, if any) each.
+Rows = tuple[tuple[str, ...], ...]
 LOUD = (("Engine", "Loud"), ("Options", "MoreOptions"))
 
 
@@ -135,11 +134,12 @@ class FakeSglang:
 
 def _rows(rows: Rows) -> str:
     """The rows as they stand in the table's source."""
-    names = [(name if "." in name else f"engine.{name}").split(".") for name, _ in rows]
-    return "".join(
-        ROW.format(module=module, name=name, mixin=mixin)
-        for (module, name), (_, mixin) in zip(names, rows, strict=True)
-    )
+    text = ""
+    for target, mixin, *when in rows:
+        module, name = (target if "." in target else f"engine.{target}").split(".")
+        arguments = f"sglang.srt.{module}", name, f"sglang.srt.mixins:{mixin}", "test", *when
+        text += f"Replacement{arguments!r}, "
+    return text
 
 
 def clean_environment(**env: str) -> dict[str, str]:

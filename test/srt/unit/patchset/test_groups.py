@@ -97,6 +97,40 @@ def test_other_groups_on_the_same_class_stay(fake_sglang):
     ]
 
 
+EQUIP = """
+from sglang.srt.consumer import Engine
+from sglang.srt.patchset import state, status
+class Turbo(Engine):
+    def run(self, steps=1): return super().run(steps) + ["turbo"]
+plain, loud, turbo = Engine(), Engine(), Turbo()
+import sglang.srt.motor
+for made in (plain, loud, turbo):
+    status.attachment.equip("sglang.srt.engine:Engine", made, made is not plain)
+    status.attachment.equip("sglang.srt.motor:Motor", made, True)
+print(plain.run(), loud.run(), turbo.run(), Engine().run(), isinstance(turbo, Turbo))
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "on", "states"),
+    [
+        ("Eager", ", 'louder'", "('attached', ['bound', 'bound'])"),
+        ("Drifted", "", "('stock', ['stock', 'failed'])"),
+    ],
+)
+def test_an_optional_mixin_is_put_on_who_needs_it(fake_sglang, late, on, states):
+    """A feature that is off must be on nobody's path; one that is taken back neither."""
+    fake_sglang.write("sglang/srt/flags.py", "def loud(args):\n    return args\n")
+    rows = (("Engine", "Louder", "sglang.srt.flags:loud"), ("motor.Motor", late))
+    fake_sglang.set_groups({"plain": (("Engine", "Loud"),), "feature": rows})
+    result = fake_sglang.run(EQUIP + STATES)
+    plain = "['stock', 'loud']"
+    loud, turbo = f"['stock', 'loud'{on}]", f"['stock', 'loud', 'turbo'{on}]"
+    ours, state = result.stdout.splitlines()
+    assert ours == f"{plain} {loud} {turbo} {plain} True"
+    assert state == f"{{'plain': ('attached', ['bound']), 'feature': {states}}}"
+
+
 FEATURES = {
     "base": (("Options", "MoreOptions"),),
     "wire": (("Engine", "Loud"),),

@@ -1,4 +1,7 @@
-"""The scheduler over a buffer-only cache: start check, prefetch, idle, what a response reports."""
+"""The scheduler over a buffer-only cache: start check, prefetch, idle, what a response reports.
+
+No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,13 @@ NAP_S = 0.0005
 
 
 class BufferOnlyScheduler(NamingScheduler):
-    """Stock unless the server was started with ``--hicache-host-memory-mode buffer_only``."""
+    """Drives the pipelines of the tree in the scheduler's steps."""
 
     _request_namespace: str | None = None
-
     _store_ignored: bool = False
     #: When a flush that waits is made all the same; agreed milliseconds.
     _flush_due_ms: int | None = None
     _last_result: float = 0.0
-
-    @property
-    def _buffer_only(self) -> bool:  # type: ignore[override]
-        return getattr(self.server_args, "hicache_host_memory_mode", "cache") == "buffer_only"
 
     @cached_property
     def _launched(self) -> deque[float]:
@@ -46,8 +44,6 @@ class BufferOnlyScheduler(NamingScheduler):
     @override
     def init_cache_with_memory_pool(self) -> None:
         super().init_cache_with_memory_pool()
-        if not self._buffer_only:
-            return
         if getattr(self.tree_cache, "buffer", None) is None:
             raise ValueError(
                 f"{MODE_FLAG} buffer_only needs SGLang's HiRadixCache, but this server built a "
@@ -58,20 +54,19 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def run_event_loop(self) -> None:
-        if self._buffer_only:
-            # Made after the cache: what is written to the store must have been computed on it.
-            self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
-            self.tree_cache.admission_room = self._admission_room
-            if self._bootstrap_queue is not None:
-                # There a request waits for its decode server, and not for the store alone.
-                self.tree_cache.buffer.prefetches.patience.most_s = 0.0
+        # Made after the cache: what is written to the store must have been computed on it.
+        self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
+        self.tree_cache.admission_room = self._admission_room
+        if self._bootstrap_queue is not None:
+            # There a request waits for its decode server, and not for the store alone.
+            self.tree_cache.buffer.prefetches.patience.most_s = 0.0
         super().run_event_loop()
 
     @override
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         # This release drops ``extra_key`` and ``cache_salt`` when it builds its Req. A store that
         # is shared by servers and tenants must keep such namespaces apart.
-        self._request_namespace = recv_req.extra_key if self._buffer_only else None
+        self._request_namespace = recv_req.extra_key
         try:
             super().handle_generate_request(recv_req)
         finally:
@@ -85,9 +80,6 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def _prefetch_kvcache(self, req: Request) -> None:
-        if not self._buffer_only:
-            super()._prefetch_kvcache(req)
-            return
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         tokens = [*req.origin_input_ids, *req.output_ids]
@@ -95,16 +87,23 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
-        if not self._buffer_only:
-            return super().get_new_batch_prefill()
         prefetches = self.tree_cache.buffer.prefetches
-        prefetches.in_line([req.rid for req in self._waiting()])
+        prefetches.in_line([req.rid for req in self._waiting()], self._is_full)
         batch = super().get_new_batch_prefill()
         if batch is not None:
             for req in batch.reqs:
                 prefetches.cancel(req.rid)  # it runs
                 report_storage_hit(req, self.tree_cache.take_storage_hit(req.rid))
         return batch
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether SGLang admits nobody in this step, by its count of requests or since it refused
+        one for want of room."""
+        running = self.running_batch
+        places = self.get_num_allocatable_reqs(len(running.reqs)) - (self.chunked_req is not None)
+        is_full = running.batch_is_full or places <= 0
+        return bool(is_full and not self.enable_priority_preemption)
 
     def _admission_room(self) -> int:
         """Tokens that a request could take which is admitted now, by SGLang's own count: with what
@@ -138,17 +137,16 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @override
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
-        if self._buffer_only:
-            self._launched.append(time.monotonic())
-            # A draft model's verification writes to more than these.
-            plain = self.spec_algorithm.is_none()
-            self.tree_cache.written = batch.out_cache_loc if plain else None
+        self._launched.append(time.monotonic())
+        # A draft model's verification writes to more than these.
+        plain = self.spec_algorithm.is_none()
+        self.tree_cache.written = batch.out_cache_loc if plain else None
         return super().run_batch(batch, pp_proxy_tensors)
 
     @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         super().process_batch_result(batch, result)
-        if self._buffer_only and self._launched:
+        if self._launched:
             # A batch that was launched under another one begins when that has ended.
             now, began = time.monotonic(), max(self._launched.popleft(), self._last_result)
             self._last_result = now
@@ -159,7 +157,7 @@ class BufferOnlyScheduler(NamingScheduler):
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         idle = bool(super().is_fully_idle(for_health_check))
-        if idle and self._buffer_only and not (for_health_check or self._store_ignored):
+        if idle and not (for_health_check or self._store_ignored):
             return not self.tree_cache.buffer.busy
         return idle
 
@@ -183,7 +181,7 @@ class BufferOnlyScheduler(NamingScheduler):
         # One that may wait does so for what is still to be written, but is not refused for it. Its
         # time is over in the same step on all ranks: a rank that forgot its tree a step before the
         # others would start other transfers than they do.
-        if self._pending_flush is None or not self._buffer_only:
+        if self._pending_flush is None:
             self._flush_due_ms = None
             super()._check_pending_flush()
             return
@@ -202,13 +200,13 @@ class BufferOnlyScheduler(NamingScheduler):
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
         with self._without_the_store():
-            if self._buffer_only and (not recv_req.tags or "kv_cache" in recv_req.tags):
+            if not recv_req.tags or "kv_cache" in recv_req.tags:
                 self.flush_cache()  # ends the copies before their memory is taken away
             return super().release_memory_occupation(recv_req)
 
     @override
     def maybe_sleep_on_idle(self) -> None:
-        if self._buffer_only and self.tree_cache.buffer.busy:
+        if self.tree_cache.buffer.busy:
             # A sleeping scheduler would not see that a copy or the store has ended; one that looks
             # all the time would keep their threads from the interpreter.
             time.sleep(NAP_S)

@@ -27,13 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class NamingScheduler(Scheduler):
-    """Base of ``scheduler.BufferOnlyScheduler``; stock unless the mode is buffer_only."""
+    """Base of ``scheduler.BufferOnlyScheduler``."""
 
     #: Whether the weights in memory may be others than those that the keys name.
     _weights_changed: bool = False
-
-    #: Whether the mode is buffer_only.
-    _buffer_only: bool
 
     def name_keys(self) -> None:
         """Name the keys by the weights that are in memory now; on all ranks at the same time."""
@@ -85,8 +82,6 @@ class NamingScheduler(Scheduler):
         return flushed
 
     def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        if not self._buffer_only:
-            return update(recv_req)
         self._weights_changed = True  # also by one that fails: it may have written some of them
         answer = update(recv_req)
         if self._weights_changed and recv_req.flush_cache:

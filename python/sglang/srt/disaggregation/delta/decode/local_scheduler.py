@@ -1,4 +1,7 @@
-"""The scheduler of a decode server that computes turns itself, between its decode steps."""
+"""The scheduler of a decode server that computes turns itself, between its decode steps.
+
+No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+"""
 
 from __future__ import annotations
 
@@ -42,41 +45,34 @@ def limits(args: ServerArgs) -> Limits:
 
 
 class LocalTurnsScheduler(Scheduler):
-    """Runs local turns between decode steps. Stock behaviour without the flag."""
+    """Runs local turns between decode steps."""
 
     # Owned by the upstream class; named for the type checker.
     last_batch: ScheduleBatch | None
     waiting_queue: list[Req]
 
     @cached_property
-    def local_turns(self) -> LocalTurns | None:
-        """The local turns of a decode server that computes some; else None."""
-        args = self.server_args
-        names = "disaggregation_decode_local_tokens", "disaggregation_decode_local_tokens_when_lost"
-        if args.disaggregation_mode != "decode" or not any(getattr(args, n, 0) for n in names):
-            return None
-        return LocalTurns(self, limits(args))
+    def local_turns(self) -> LocalTurns:
+        """The turns that this server computes itself."""
+        return LocalTurns(self, limits(self.server_args))
 
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
         turns = self.local_turns
-        if turns is not None:
-            if self.current_scheduler_metrics_enabled:
-                turns.metrics.bind(self.metrics_collector.labels)
-            logger.info(
-                "turns of up to %d new tokens may be computed here, and of %d where their prefill "
-                "server is lost, in chunks of %d",
-                turns.choice.limits.tokens,
-                turns.choice.limits.when_lost,
-                turns.choice.limits.chunk,
-            )
+        if self.current_scheduler_metrics_enabled:
+            turns.metrics.bind(self.metrics_collector.labels)
+        logger.info(
+            "turns of up to %d new tokens may be computed here, and of %d where their prefill "
+            "server is lost, in chunks of %d",
+            turns.choice.limits.tokens,
+            turns.choice.limits.when_lost,
+            turns.choice.limits.chunk,
+        )
 
     @override
     def get_next_disagg_decode_batch_to_run(self) -> ScheduleBatch | None:
         turns = self.local_turns
-        if turns is None:
-            return super().get_next_disagg_decode_batch_to_run()
         turns.times.hook(time.monotonic())
         turns.join()
         batch = turns.next_batch()
@@ -103,15 +99,11 @@ class LocalTurnsScheduler(Scheduler):
     def process_batch_result_prebuilt(self, batch: ScheduleBatch) -> None:
         reqs = list(batch.reqs)
         super().process_batch_result_prebuilt(batch)
-        if self.local_turns is not None:
-            self.local_turns.shown(reqs)
+        self.local_turns.shown(reqs)
 
     @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         turns = self.local_turns
-        if turns is None:
-            super().process_batch_result(batch, result)
-            return
         turns.times.hook(time.monotonic())
         if getattr(result, "copy_done", None) is not None:
             result.copy_done.synchronize()  # as what follows would
@@ -131,39 +123,34 @@ class LocalTurnsScheduler(Scheduler):
         def wanted(req: Req) -> bool:
             return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
-        turns = self.local_turns
-        if turns is not None:
-            queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
-            for entry in (*queues[0].queue, *queues[1].queue):
-                if wanted(entry.req):
-                    record_of(entry.req).unwanted = True
+        queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
+        for entry in (*queues[0].queue, *queues[1].queue):
+            if wanted(entry.req):
+                record_of(entry.req).unwanted = True
         super().abort_request(recv_req)
-        if turns is not None:
-            turns.abort(wanted)
+        self.local_turns.abort(wanted)
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        turns = self.local_turns
         idle: bool = super().is_fully_idle(for_health_check)
         # Turns that a pause holds run nothing that would answer for a health check.
         held = for_health_check and self._is_paused and self._waiting_release is None
-        return idle and (turns is None or held or not turns.is_busy)
+        return idle and (held or not self.local_turns.is_busy)
 
     @override
     def self_check_during_idle(self) -> None:
         # Paused, or in the step in which the last running request leaves the batch, the loop finds
         # nothing to run while turns hold pages and rows that SGLang's check would call leaked.
-        if self.local_turns is None or not self.local_turns.is_busy:
+        if not self.local_turns.is_busy:
             super().self_check_during_idle()
 
     @override
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> Any:
-        turns = self.local_turns
-        if turns is not None and recv_req.mode != "in_place":
+        if recv_req.mode != "in_place":
             # SGLang would put the requests of a chunk into the running batch, computed or not.
             if self.last_batch and self.last_batch.forward_mode.is_extend():
                 if self.enable_overlap:
                     self.process_batch_result(*self.result_queue.popleft())
                 self.last_batch = None
-            turns.join()
+            self.local_turns.join()
         return super().pause_generation(recv_req)
