@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.buffer_only.backup_queue import BackupQueue
 from sglang.srt.mem_cache.buffer_only.settings import shares
 from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
-from sglang.srt.mem_cache.buffer_only.times import Times
 from unit.buffer_only.nodes import chain
 
 LABELS = {"tp_rank": 0, "storage_backend": "unit test"}
@@ -31,7 +30,7 @@ def test_gauges_and_counters():
     stage = Stage(16, *shares(16))
     queue = BackupQueue(10)
     counters: Counter[str] = Counter()
-    times = Times()
+    times = metrics.Times()
     client = SimpleNamespace(up=True, under_way=2, overdue=1, faults=Counter())
     store = SimpleNamespace(client=client)
     buffer = SimpleNamespace(

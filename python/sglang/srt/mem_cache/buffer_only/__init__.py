@@ -24,14 +24,12 @@ leaves the device leaves the tree.
 ``prefetch_states``  from state to state, and out
 ``prefetch_line``  all of them, in that order: store to stage, state by state
 ``query``       what the store has of a prompt
-``fetch``       pages on their way from the store into the stage
-``first_fetch``  the one that follows a query at once, where one rank decides
+``fetch``       pages on their way from the store into the stage; the first follows its query
 ``patience``    how long a step gives answers to come, there
 ``worth``       load or recompute (pure); ``chooser``: with what a rank has measured
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
-``times``       how long a request was in which state
-``metrics``     what is reported
+``metrics``     what is reported; how long a request was in which state
 ``host_pool``, ``tree``, ``scheduler``, ``weight_updates``  the mixins for SGLang's classes
 ``upstream``    what is used of SGLang's classes, for the type checker
 """

@@ -149,6 +149,11 @@ class _StagePool(_Pool):
     used_pages: Callable[[], int] | None = None
 
     @override
+    def init_kv_buffer(self) -> Any:
+        _check(self)
+        return super().init_kv_buffer()
+
+    @override
     def available_size(self) -> int:
         if self.used_pages is None:
             return int(super().available_size())
@@ -169,11 +174,6 @@ class StagePoolMHA(_StagePool):
         )  # fmt: skip
         _finish(self, device_pool)
 
-    @override
-    def init_kv_buffer(self) -> Any:
-        _check(self)
-        return super().init_kv_buffer()
-
 
 class StagePoolNSA(StagePoolMHA):
     """For ``NSATokenToKVPoolHost``, which has the same arguments."""
@@ -193,11 +193,6 @@ class StagePoolMLA(_StagePool):
             pin_memory, device, allocator_type, override_kv_cache_dim,
         )  # fmt: skip
         _finish(self, device_pool)
-
-    @override
-    def init_kv_buffer(self) -> Any:
-        _check(self)
-        return super().init_kv_buffer()
 
 
 class StageController(HiCacheController):

@@ -1,19 +1,25 @@
-"""What the buffer-only mode reports to Prometheus, under SGLang's storage labels."""
+"""What the buffer-only mode reports to Prometheus, under SGLang's storage labels; where the time of
+a request with a prefetch went."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter as Counts
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any  # Any: prometheus_client has no types
 
+from sglang.srt.disaggregation.delta.event_log import Prefetched, now
+from sglang.srt.disaggregation.delta.observability import log_prefetched
+from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
+    from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
 PREFIX = "sglang:hicache_buffer_"
@@ -63,6 +69,16 @@ HISTOGRAMS = {
     "load_back_seconds": "From the admission until the copy to the device was seen to have ended",
 }
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+#: Histogram of a state, beside WAITING, which counts as part of the query.
+STATES = {
+    State.QUERYING: "prefetch_query_seconds",
+    State.FOUND: "prefetch_wait_seconds",
+    State.FETCHING: "prefetch_fetch_seconds",
+    State.STAGED: "prefetch_staged_seconds",
+}
+LOAD = "load_back_seconds"
+#: Durations that are kept until the metrics take them; where there are none, the oldest go.
+MOST_KEPT = 4096
 #: Seconds between two updates.
 EVERY_S = 1.0
 
@@ -104,10 +120,10 @@ class BufferMetrics:
         """Called in every step; does something once in ``EVERY_S``."""
         if self._labels is None:
             return
-        now = self._clock()
-        if self._updated_at is not None and now - self._updated_at < EVERY_S:
+        at = self._clock()
+        if self._updated_at is not None and at - self._updated_at < EVERY_S:
             return
-        self._updated_at = now
+        self._updated_at = at
         gauges, counters, histograms = _prometheus(tuple(self._labels))
         for name, seconds in buffer.context.times.take():
             histograms[name].labels(**self._labels).observe(seconds)
@@ -120,6 +136,45 @@ class BufferMetrics:
             counter = counters[name].labels(**self._labels, **({label: key} if label else {}))
             counter.inc(total - self._seen[name, key])
             self._seen[name, key] = total
+
+
+class Times:
+    """Durations of one rank, in the order in which they ended; seconds."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[str, float]] = deque(maxlen=MOST_KEPT)
+
+    def take(self) -> list[tuple[str, float]]:
+        """Name of the histogram and seconds of all that ended since the last call."""
+        found = list(self._kept)
+        self._kept.clear()
+        return found
+
+    def loaded(self, milliseconds: int) -> None:
+        """A copy to the device has ended."""
+        self._kept.append((LOAD, milliseconds / 1000))
+
+    def ended(self, prefetch: Prefetch) -> None:
+        """A request runs, or is gone. A state that it was never in does not count."""
+        spent = dict(prefetch.spent_ms)
+        spent[State.QUERYING] = spent.get(State.QUERYING, 0) + spent.pop(State.WAITING, 0)
+        for state, name in STATES.items():
+            if state in spent:
+                self._kept.append((name, spent[state] / 1000))
+        log_prefetched(
+            lambda: Prefetched(
+                at=now(),
+                rid=prefetch.rid,
+                prompt_tokens=len(prefetch.key),
+                hit_pages=len(prefetch.keys),
+                loaded_tokens=prefetch.loaded,
+                choice=None if prefetch.choice is None else prefetch.choice.value,
+                query_ms=spent[State.QUERYING],
+                wait_ms=spent.get(State.FOUND, 0),
+                fetch_ms=spent.get(State.FETCHING, 0),
+                staged_ms=spent.get(State.STAGED, 0),
+            )
+        )
 
 
 def totals(buffer: Pipelines) -> dict[tuple[str, str, str], int]:

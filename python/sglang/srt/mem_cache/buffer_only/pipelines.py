@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum, Reduce, TransferVote, agree
 from sglang.srt.mem_cache.buffer_only.backup import Backups
+from sglang.srt.mem_cache.buffer_only.metrics import Times
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, PageStore
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
-from sglang.srt.mem_cache.buffer_only.times import Times
 from sglang.srt.mem_cache.buffer_only.touch import Touches
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.first_fetch import FirstFetch
+    from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
     from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
     from sglang.srt.mem_cache.buffer_only.upstream import Key

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.buffer_only.page_store import Found, search
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.first_fetch import FirstFetch
+    from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
     from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
 

@@ -36,34 +36,23 @@ def test_silence_is_given_up_after_its_bound(failures: int) -> None:
     assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", False)]
 
 
-def test_a_sign_of_life_starts_the_count_anew() -> None:
-    """Guards against failures of a whole day that add up."""
-    made, lost = heartbeat(scripted(SILENT, ALIVE, SILENT, ALIVE, SILENT))
-    for _ in range(5):
+@pytest.mark.parametrize(
+    ("signs", "gone"),
+    [
+        pytest.param((SILENT, ALIVE) * 3, [], id="a sign of life starts the count anew"),
+        pytest.param((SILENT, SILENT, SILENT, ALIVE), [False], id="so does being given up"),
+        pytest.param((SILENT, GONE), [True], id="nobody runs there"),
+        pytest.param((GONE, SILENT), [False], id="now something answers there again"),
+    ],
+)
+def test_when_a_server_is_given_up(signs: tuple[Probe, ...], gone: list[bool]) -> None:
+    """``gone``, each time that it is: whether nobody runs there, which a refused connection proves.
+    Guards against failures of a whole day that add up, against pages that are held for their whole
+    bound for nobody, and against trusting the last probe less than an earlier one."""
+    made, lost = heartbeat(scripted(*signs))
+    for _ in signs:
         made.beat({"p:1": None})
-    assert lost == []
-
-
-def test_after_it_was_given_up_it_starts_anew() -> None:
-    """Guards against a server that came back and is given up again at its first slow answer."""
-    made, lost = heartbeat(scripted(SILENT, SILENT, SILENT, ALIVE))
-    for _ in range(4):
-        made.beat({"p:1": None})
-    assert len(lost) == 1
-
-
-def test_gone_is_certain() -> None:
-    """A refused connection says that nobody runs there. Guards against pages that are held for
-    their whole bound for a server that does not exist any more; and against trusting the last probe
-    less than an earlier silence."""
-    made, lost = heartbeat(scripted(SILENT, GONE))
-    made.beat({"p:1": None})
-    made.beat({"p:1": None})
-    assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", True)]
-    made, lost = heartbeat(scripted(GONE, SILENT))
-    made.beat({"p:1": None})
-    made.beat({"p:1": None})
-    assert [is_gone for _, is_gone, _ in lost] == [False], "now something answers there again"
+    assert [is_gone for _, is_gone, _ in lost] == gone
 
 
 @pytest.mark.parametrize("liveness", [Liveness.ALIVE, Liveness.SILENT])

@@ -83,9 +83,7 @@ class PrefillRank:
         memories = {name: side.memory for name, side in self.decode.items()}
         self.agent = FakeAgent({"": self.side.memory, **memories})
         patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
-        patch.setattr(
-            prefill, "TransferPool", functools.partial(Steps, clock=self.clock, name="unused")
-        )
+        patch.setattr(prefill, "TransferPool", functools.partial(Steps, clock=self.clock))
         settings = Settings(doubt_s=DOUBT_S, **limits)
         patch.setattr(prefill, "Settings", SimpleNamespace(read=lambda: settings))
         patch.setattr(prefill.atexit, "register", lambda *_: None)
