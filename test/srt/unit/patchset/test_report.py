@@ -97,9 +97,10 @@ def test_require_active_when_inert(fake_sglang):
 
 
 def test_render_shows_the_reason():
-    """What the guard found has to reach whoever runs the command."""
-    row = RowState(TABLE[0], RowStatus.FAILED, "drifted")
+    """What the guard found has to reach whoever runs the command; and on whom a mixin is put."""
+    optional = next(row for row in TABLE if row.when)
+    row = RowState(optional, RowStatus.FAILED, "drifted")
     group = GroupState(GROUPS[0], GroupStatus.STOCK, "it is old", (row,))
     text = render(State("1", "1", "", (group,)))
-    assert "failed" in text and "drifted" in text
+    assert "failed" in text and "drifted" in text and f"when {optional.when}" in text
     assert f"group {GROUPS[0].name}: stock" in text and "it is old" in text
