@@ -221,8 +221,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             awaited = wait.refusal.prefix if wait.refusal is not None else None
             if awaited in arriving and not wait.prefix_timed_out:
                 continue
-            is_alone = record_of(entry.req).is_alone
-            first.append(Candidate(entry, entry.req, is_alone=is_alone))
+            first.append(Candidate(entry, entry.req, is_alone=record_of(entry.req).is_alone))
             if len(first) == line.TRIED:
                 break
         return first
