@@ -54,6 +54,7 @@ class DisaggArgs(_Base):
             compat.check_decode_radix_args(self)
             compat.check_still_enabled(self)
             compat.warn_dp_attention(self)
+            compat.attend_prefixes_whole(self)
 
     @override
     def _handle_model_specific_adjustments(self) -> None:

@@ -153,6 +153,19 @@ def computes_turns(args: Any) -> bool:
     return args.disaggregation_mode == "decode" and any(tokens)
 
 
+#: Attention of latent KV that on a decode server lacks what SGLang's chunked prefix cache calls
+#: (``FlashInferMLAAttnBackend.enable_chunk_kv``, and what inherits it).
+_NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
+
+
+def attend_prefixes_whole(args: Any) -> None:
+    """Turn SGLang's chunked prefix cache off where a local chunk behind a prefix would end the
+    server: its decode servers never run a prompt, and prepare nothing for one."""
+    extends = {args.get_attention_backends()[0], args.speculative_draft_attention_backend}
+    if computes_turns(args) and extends & _NO_PREFIX_CHUNKS:
+        args.disable_chunked_prefix_cache = True
+
+
 def check_local_turns(args: Any) -> None:
     """Raise ``ValueError`` where a decode server with these arguments cannot compute turns itself.
 

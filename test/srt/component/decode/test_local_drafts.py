@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from component.decode.actions import TOKENS
 from component.decode.ahead import Ahead
@@ -17,6 +19,7 @@ from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from component.decode.steps import ids, turn
 from component.decode.test_speculation import Texts
+from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -76,6 +79,33 @@ def test_retractions_change_no_answer(page: int) -> None:
         return [req.output_ids for req in reqs]
 
     assert answers(retract=True) == answers(retract=False)
+
+
+class OnDevice:
+    """A tensor that lies on a GPU, as far as a CPU can tell: only its copy can be read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def cpu(self) -> torch.Tensor:
+        return self._values.clone()
+
+
+def test_what_a_draft_starts_from_lies_on_the_host() -> None:
+    """Guards against requests that resume together, one computed here and one from prefill: SGLang
+    stacks their hidden states where they lie, and those of prefill lie on the host."""
+    reqs = [SimpleNamespace(), SimpleNamespace()]
+    start = {
+        "topk_p": torch.tensor([[0.5], [0.25]]),
+        "topk_index": torch.tensor([[3], [4]]),
+        "hidden_states": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+    }
+    spec_info = SimpleNamespace(**{name: OnDevice(values) for name, values in start.items()})
+    own_first_drafts(SimpleNamespace(reqs=reqs, spec_info=spec_info))
+    for at, req in enumerate(reqs):
+        assert req.output_topk_p.tolist() == start["topk_p"][at].tolist()
+        assert req.output_topk_index.tolist() == start["topk_index"][at].tolist()
+        assert req.hidden_states_tensor.tolist() == start["hidden_states"][at].tolist()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -292,3 +292,31 @@ def test_local_turns_refused(changes, named):
 def test_local_turns_accepted(changes):
     """Guards against a check that refuses servers without the flag."""
     compat.check_local_turns(SimpleNamespace(**LOCAL_TURNS | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "off"),
+    [
+        ({"prefill": "trtllm_mla"}, True),
+        ({"prefill": "flashinfer"}, True),
+        ({"prefill": "fa3"}, False),
+        ({"prefill": "fa3", "speculative_draft_attention_backend": "flashinfer"}, True),
+        ({"prefill": "flashinfer", "disaggregation_decode_local_tokens": 0}, False),
+        ({"prefill": "flashinfer", "disaggregation_mode": "prefill"}, False),
+    ],
+)
+@pytest.mark.hazard("prompts-on-decode")
+def test_prefixes_of_local_turns_are_attended_whole(changes, off):
+    """Guards against a decode server that ends at the first local turn behind a prefix: SGLang's
+    attention of latent KV prepares nothing for chunks of a prefix on a decode server."""
+    changes = dict(changes)
+    backend = changes.pop("prefill")
+    given = {
+        "disaggregation_mode": "decode",
+        "disable_chunked_prefix_cache": False,
+        "speculative_draft_attention_backend": None,
+        "get_attention_backends": lambda: (backend, "fa3"),
+    }
+    args = SimpleNamespace(**LOCAL_TURNS | given | changes)
+    compat.attend_prefixes_whole(args)
+    assert args.disable_chunked_prefix_cache is off

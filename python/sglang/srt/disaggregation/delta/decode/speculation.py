@@ -75,9 +75,10 @@ def own_draft_state(req: Req) -> None:
 
     SGLang hands out views, and the slot is given to another room before the request runs.
     """
-    req.output_topk_p = req.output_topk_p.clone()
-    req.output_topk_index = req.output_topk_index.clone()
-    req.hidden_states_tensor = req.hidden_states_tensor.clone()
+    for name in ("output_topk_p", "output_topk_index", "hidden_states_tensor"):
+        # To the host, whoever computed it: SGLang stacks the hidden states of requests that come
+        # from prefill with those of resumed ones as they lie.
+        setattr(req, name, getattr(req, name).to("cpu", copy=True))
 
 
 # ---- turns that are computed here ----
@@ -87,9 +88,11 @@ def own_first_drafts(batch: ScheduleBatch) -> None:
     """Note what the first draft of each request of a computed ``batch`` starts from on the request,
     as prefill's metadata would: it starts from there again when it resumes."""
     start = batch.spec_info
+    probabilities, tokens = start.topk_p.cpu(), start.topk_index.cpu()
+    hidden_states = start.hidden_states.cpu()
     for at, req in enumerate(batch.reqs):
-        req.output_topk_p, req.output_topk_index = start.topk_p[at], start.topk_index[at]
-        req.hidden_states_tensor = start.hidden_states[at]
+        req.output_topk_p, req.output_topk_index = probabilities[at], tokens[at]
+        req.hidden_states_tensor = hidden_states[at]
         own_draft_state(req)
 
 
