@@ -94,7 +94,7 @@ def test_an_aborted_retracted_request_drops_the_copy() -> None:
     check_idle(decoder)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_random_life(seed: int) -> None:
     """Guards against any order of events after which somebody reads another text's index."""
     life = Life(Decoder(PAGE, 1536, sparse=True), seed)
