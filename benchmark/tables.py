@@ -200,16 +200,10 @@ def local_turns_short() -> str:
 # ---- buffer-only ----
 
 
-def _hicache() -> Json:
-    return _read(_BENCHMARK / "hicache_buffer_only" / "results" / "summary.json")
-
-
 def _hicache_command(summary: Json) -> str:
     load, command = summary["load"], "python -m benchmark.hicache_buffer_only"
-    if "traces" not in summary:
-        command += f" --trace {summary['trace']}"
     for name, option in (("conversation", "--trace"), ("agents", "--agents")):
-        source = summary.get("traces", {}).get(name, {}).get("source", "a generated trace")
+        source = summary["traces"].get(name, {}).get("source", "a generated trace")
         if source != "a generated trace":
             command += f" {option} {source}"
     return f"{command} --requests {load['requests']} --speed {load['speed']:g}"
@@ -217,57 +211,18 @@ def _hicache_command(summary: Json) -> str:
 
 def hicache() -> str:
     """benchmark/hicache_buffer_only: hits, memory and times."""
-    summary = _hicache()
-    if "traces" not in summary:
-        return _hicache_of_one_run(summary)
-    parts = [made(summary, _hicache_command(summary))]
+    summary = _read(_BENCHMARK / "hicache_buffer_only" / "results" / "summary.json")
+    parts = []
     for name, trace in summary["traces"].items():
         same = "identical" if trace["outputs_identical"] else "NOT identical"
         rounds = next(iter(trace["arms"].values()))["rounds"]
         parts.append(
-            f"\n{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
-            f"rounds an arm. Outputs are {same}. An endless cache would hit "
-            f"{trace['endless_hit_rate']:.1%}.\n\n{markdown(*hicache_page.table(trace))}"
+            f"{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
+            f"round{'s' * (rounds > 1)} an arm. Outputs are {same}. An endless cache would hit "
+            f"{trace['endless_hit_rate']:.1%}. {hicache_page.against_stock(trace)}\n\n"
+            f"{markdown(*hicache_page.table(trace))}"
         )
-    return "\n".join(parts)
-
-
-def _hicache_of_one_run(summary: Json) -> str:
-    """Of results that were made before there were rounds."""
-    arms: Mapping[str, Json] = summary["arms"]
-
-    def row(name: str, cell: Cell) -> list[str]:
-        return [name, *map(cell, arms.values())]
-
-    def hits(tier: str) -> Cell:
-        return lambda arm: f"{arm['hits'][tier] / arm['hits']['prompt']:.1%}"
-
-    def times(of: str) -> Cell:
-        return lambda arm: (
-            f"{arm['summary'][of]['p50'] * 1e3:,.0f}, {arm['summary'][of]['p99'] * 1e3:,.0f} ms"
-        )
-
-    rows = [
-        row("prompt tokens found in a cache", lambda arm: f"{arm['hit_rate']:.1%}"),
-        row("from the device", hits("device")),
-        row("from the host pool", hits("host")),
-        row(
-            "from the store",
-            lambda arm: f"{hits('storage')(arm)} ({arm['hits']['storage']:,.0f} tokens)",
-        ),
-        row("host memory pinned by the workers", lambda arm: _megabytes(arm["pinned_bytes"])),
-        row("store", lambda arm: _megabytes(arm["store_bytes"])),
-        row("TTFT p50, p99", times("ttft_s")),
-        row("E2E p50, p99", times("latency_s")),
-        row("failed requests", lambda arm: str(arm["summary"]["failed"])),
-    ]
-    same = "identical" if summary["outputs_identical"] else "NOT identical"
-    note = f"Outputs are {same}. An endless cache would hit {summary['endless_hit_rate']:.1%}.\n"
-    if "cache, patched" not in arms:
-        note += "This run has no arm of HiCache's own mode with the package installed.\n"
-    titles = {"cache": "HiCache, stock", "cache, patched": "HiCache, patched"}
-    head = ["", *(titles.get(name, f"`{name}`") for name in arms)]
-    return f"{made(summary, _hicache_command(summary))}{markdown(head, rows)}\n{note}"
+    return made(summary, _hicache_command(summary)) + "\n".join(parts)
 
 
 # ---- KV transfer ----

@@ -50,6 +50,30 @@ def _column(arm: Json) -> dict[str, str]:
     return cells
 
 
+def against_stock(trace: Json) -> str:
+    """What ``buffer_only`` changes, as a sentence; none where one of the two was not run."""
+    stock, ours = (trace["arms"].get(name) for name in ("cache", "buffer_only"))
+    if stock is None or ours is None:
+        return ""
+
+    def rate(arm: Json) -> float:
+        return sum(arm["hits"][tier] for tier in TIERS) / float(arm["hits"]["prompt"])
+
+    def change(of: str, at: str) -> str:
+        before, after = (arm["times"][of][at] for arm in (stock, ours))
+        return f"{after / before - 1:+.1%}" if before and after else "-"
+
+    hits = ""
+    if rate(stock):
+        hits = f"{rate(ours) / rate(stock):.2f} times as many prompt tokens are found in a cache; "
+    ttft = ", ".join(change("ttft_s", at) for at in ("mean", "p50", "p90"))
+    return (
+        f"`buffer_only` against stock's `cache`: {hits}TTFT {ttft} (mean, p50, p90); "
+        f"E2E {change('latency_s', 'mean')} (mean); gap between tokens {change('itl_s', 'mean')} "
+        "(mean)."
+    )
+
+
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.0f}"
 
