@@ -28,10 +28,10 @@ async def check(worker: Worker, session: aiohttp.ClientSession, settings: Settin
     """Checks it once, and asks a worker that comes back for the size of its pool."""
     timeout = aiohttp.ClientTimeout(total=settings.health_timeout)
     try:
-        async with session.get(worker.url + settings.health_path, timeout=timeout) as answer:
+        async with session.get(worker.url + "/health", timeout=timeout) as answer:
             await answer.read()
             if answer.status != 200:
-                failed(worker, f"{settings.health_path} answered {answer.status}")
+                failed(worker, f"/health answered {answer.status}")
                 return
         if not worker.up and (tokens := await _pool_tokens(worker, session, timeout)):
             worker.set_pool(tokens)

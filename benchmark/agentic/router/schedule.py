@@ -103,7 +103,6 @@ class Scheduler:
             block_tokens=s.block_tokens,
             pool_tokens=s.pool_tokens,
             fall=s.health_fall,
-            rise=s.health_rise,
         )
 
     @property

@@ -40,7 +40,6 @@ class Settings:
     connect_timeout: float = option(5.0, "s")
     request_timeout: float = option(1800.0, "s, for a whole request")
     max_body_bytes: int = option(256 << 20, "of a request")
-    health_path: str = option("/health", "GET of it answers 200")
     health_interval: float = option(5.0, "s between two checks of a worker")
     health_timeout: float = option(
         25.0, "s that one may take; SGLang's own takes 1 to 20, as it waits for its scheduler"
@@ -48,7 +47,6 @@ class Settings:
     health_fall: int = option(
         3, "failed checks, or refused connections, in a row that take a worker out"
     )
-    health_rise: int = option(1, "good ones in a row that bring it back")
 
     def __post_init__(self) -> None:
         if not self.workers and not self.prefills and not self.decodes:

@@ -24,9 +24,8 @@ class Worker:
         block_tokens: int = 16,
         pool_tokens: int = 100_000,
         fall: int = 3,
-        rise: int = 1,
     ) -> None:
-        """``fall`` and ``rise``: checks in a row that take it out and bring it back."""
+        """``fall``: failed checks in a row that take it out."""
         self.role, self.url, self.bootstrap_port = role, url.rstrip("/"), bootstrap_port
         host = urlsplit(self.url).hostname or ""
         self.bootstrap_host = f"[{host}]" if ":" in host else host
@@ -35,8 +34,7 @@ class Worker:
         self.up = False
         self.checked = False
         """Whether a health check has ended, well or not."""
-        self._fall, self._rise = fall, rise
-        self._failed = self._passed = 0
+        self._fall, self._failed = fall, 0
         self.counts: Counter[str] = Counter()
         """Requests by how they ended; tokens that we believed it held, and that it said it held."""
         self.requests = self.pending_tokens = self.ongoing_tokens = self.added_tokens = 0
@@ -82,11 +80,8 @@ class Worker:
     def check_passed(self) -> bool:
         """Returns whether that brought the worker back."""
         self.checked, self._failed = True, 0
-        self._passed += 1
-        if self.up or self._passed < self._rise:
-            return False
-        self.up = True
-        return True
+        came_back, self.up = not self.up, True
+        return came_back
 
     def check_failed(self, *, gone: bool) -> bool:
         """Returns whether that took the worker out.
@@ -94,7 +89,7 @@ class Worker:
         ``gone``: nothing listens there, so the process and its cache are gone; the one that comes
         back, however soon, has an empty one.
         """
-        self.checked, self._passed = True, 0
+        self.checked = True
         self._failed += 1
         if gone:
             self.index.clear()
