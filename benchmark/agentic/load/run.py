@@ -265,22 +265,18 @@ class LoopLag:
             self._lags.append(max(0.0, time.monotonic() - due))
 
 
-class TooFewFiles(OSError):
-    """The operating system's limit is below what the replay asks for."""
-
-
-def raise_open_files(streams: int, sockets: int = 1) -> int:
+def raise_open_files(streams: int) -> int:
     """Raise the soft limit to the hard one; returns it.
 
-    ``streams``: as many may be open at once. ``sockets``: of each stream, 2 for a pair.
+    ``streams``: as many may be open at once, each of two sockets for a pair.
 
     Raises:
-        TooFewFiles: the hard limit is lower than that.
+        OSError: the hard limit is lower than that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = streams * sockets + OTHERS
+    need = 2 * streams + OTHERS
     if hard != resource.RLIM_INFINITY and hard < need:
-        raise TooFewFiles(
+        raise OSError(
             f"{streams} streams need {need} open files, and the hard limit is {hard}: raise it "
             "(ulimit -Hn, LimitNOFILE=), or send fewer sessions at once"
         )

@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     trace = prepare(study.trace, fleet)
     out: Path = args.out or Path("out") / path.stem
     out.mkdir(parents=True, exist_ok=True)
-    raise_open_files(max(study.load.sessions, default=1000), 2)
+    raise_open_files(max(study.load.sessions, default=1000))
     shown = _described(trace)
     public = msgspec.structs.replace(study.trace, file=trace.source if study.trace.file else None)
     done = Run(
