@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import aiohttp
 
@@ -70,7 +69,8 @@ async def replay(
         session = await stack.enter_async_context(
             open_session(settings.timeout_s, reuse=False, headers=settings.headers)
         )
-        lag = await stack.enter_async_context(LoopLag())
+        lag = LoopLag()
+        stack.callback(lag.stop)  # before the session is closed, which lets it end
         replayer = _Replayer(target, settings, bodies, session, lag, ended, prompts.path)
         await replayer.run(chains(jobs(records, prompts.block_tokens)))
     return sorted(outcomes, key=lambda outcome: outcome.index)
@@ -229,26 +229,17 @@ class LoopLag:
     """Wakes up every ``PERIOD_S`` and notes by how much it came too late.
 
     What delays this task delays every other one: the times of tokens that arrive meanwhile, and
-    requests that are due. A context manager.
+    requests that are due.
     """
 
     PERIOD_S = 0.02
 
     def __init__(self) -> None:
         self._lags: list[float] = []
-
-    async def __aenter__(self) -> LoopLag:
         self._task = asyncio.create_task(self._watch())
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
         self._task.cancel()
-        await asyncio.wait({self._task})
 
     def mark(self) -> int:
         """Now, for ``since``."""
