@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmark.kv_transfer.fleet import ArmFailed, Fleet
-from benchmark.kv_transfer.patterns import RoomPlan, pages_of, plan_rooms
+from benchmark.kv_transfer.patterns import RoomPlan, pages_for
 from benchmark.kv_transfer.records import FleetConfig, Round
 from benchmark.kv_transfer.shapes import Shape, pool_bytes
 
@@ -33,7 +33,7 @@ class Case:
     @property
     def pages(self) -> int:
         """Pages of a room."""
-        return pages_of(self.tokens, self.page_size)
+        return -(-self.tokens // self.page_size)
 
     @property
     def rooms_a_peer(self) -> int:
@@ -41,17 +41,20 @@ class Case:
         return -(-self.rooms // self.peers)
 
     def plans(self, seed: int) -> list[RoomPlan]:
-        """A round of it, with numbers that no room had."""
+        """A round of it, with numbers that no room had: rooms are dealt to the peers in turn; those
+        of one peer share no page on either side."""
+        if self.chunks > self.pages:
+            raise ValueError(f"--chunks {self.chunks}: a room has only {self.pages} pages")
         first, *_ = itertools.islice(_rooms, self.rooms)
-        return plan_rooms(
-            first_room=first,
-            rooms=self.rooms,
-            peers=self.peers,
-            pages=self.pages,
-            pattern=self.pattern,
-            chunks=self.chunks,
-            seed=seed,
+        # Another order on each side: neighbours by chance on both sides would be merged.
+        sources, destinations = (
+            pages_for(self.pattern, self.pages, self.rooms_a_peer, seed + side) for side in (0, 1)
         )
+        dealt = [divmod(i, self.peers) for i in range(self.rooms)]
+        return [
+            RoomPlan(first + i, peer, sources[slot], destinations[slot], slot, self.chunks)
+            for i, (slot, peer) in enumerate(dealt)
+        ]
 
 
 @dataclass(frozen=True)

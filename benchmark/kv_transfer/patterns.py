@@ -32,11 +32,6 @@ class RoomPlan:
         return np.array_split(self.source, self.chunks)
 
 
-def pages_of(tokens: int, page_size: int) -> int:
-    """Whole pages that ``tokens`` take."""
-    return -(-tokens // page_size)
-
-
 def pages_for(pattern: str, count: int, rooms: int, seed: int) -> list[Pages]:
     """``count`` pages for each of ``rooms`` rooms, no page twice, never page 0 (SGLang's pools keep
     it for padding). The pool has ``rooms * count + 1`` pages.
@@ -67,36 +62,6 @@ def merged(source: Pages, destination: Pages) -> tuple[Pages, Pages, Pages]:
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lengths = np.diff(starts, append=len(source)).astype(np.int32)
     return source[starts], destination[starts], lengths
-
-
-def plan_rooms(
-    *,
-    first_room: int,
-    rooms: int,
-    peers: int,
-    pages: int,
-    pattern: str,
-    chunks: int,
-    seed: int,
-) -> list[RoomPlan]:
-    """Rooms dealt to the peers in turn; those of one peer share no page on either side."""
-    if chunks > pages:
-        raise ValueError(f"--chunks {chunks}: a room has only {pages} pages")
-    rooms_a_peer = -(-rooms // peers)
-    # Another order on each side: neighbours by chance on both sides would be merged.
-    sources = pages_for(pattern, pages, rooms_a_peer, seed)
-    destinations = pages_for(pattern, pages, rooms_a_peer, seed + 1)
-    return [
-        RoomPlan(
-            room=first_room + i,
-            peer=i % peers,
-            source=sources[i // peers],
-            destination=destinations[i // peers],
-            slot=i // peers,
-            chunks=chunks,
-        )
-        for i in range(rooms)
-    ]
 
 
 def by_peer(plans: Sequence[RoomPlan], peers: int) -> list[list[RoomPlan]]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark.kv_transfer import patterns
+from benchmark.kv_transfer.cases import Case
 
 counts = st.integers(1, 60)
 
@@ -21,12 +22,8 @@ def test_rooms_share_no_page(count: int, rooms: int, pattern: str) -> None:
 
 def test_contiguous_rooms_are_one_run_and_scattered_ones_many() -> None:
     """A "scattered" load whose neighbours the library merges."""
-    (plain,) = patterns.plan_rooms(
-        first_room=1, rooms=1, peers=1, pages=2048, pattern="contiguous", chunks=1, seed=0
-    )
-    (mixed,) = patterns.plan_rooms(
-        first_room=1, rooms=1, peers=1, pages=2048, pattern="scattered", chunks=1, seed=0
-    )
+    (plain,) = Case(2048, page_size=1, pattern="contiguous").plans(0)
+    (mixed,) = Case(2048, page_size=1).plans(0)
     assert len(patterns.merged(plain.source, plain.destination)[0]) == 1
     assert len(patterns.merged(mixed.source, mixed.destination)[0]) >= 2045
 
@@ -47,10 +44,8 @@ def test_merged_runs_cover_every_page(data: st.DataObject, count: int) -> None:
 
 def test_rooms_are_dealt_to_the_peers_in_turn() -> None:
     """A peer with all the rooms, and slots or pages that two rooms of a peer share."""
-    plans = patterns.plan_rooms(
-        first_room=10, rooms=10, peers=4, pages=3, pattern="scattered", chunks=1, seed=0
-    )
-    assert [plan.room for plan in plans] == list(range(10, 20))
+    plans = Case(3, page_size=1, rooms=10, peers=4).plans(0)
+    assert len({plan.room for plan in plans}) == 10
     shares = patterns.by_peer(plans, 4)
     assert [len(share) for share in shares] == [3, 3, 2, 2]
     for share in shares:
@@ -62,15 +57,11 @@ def test_rooms_are_dealt_to_the_peers_in_turn() -> None:
 
 def test_chunks_are_the_whole_room_in_order() -> None:
     """A chunk that is left out, or one without pages."""
-    (plan,) = patterns.plan_rooms(
-        first_room=1, rooms=1, peers=1, pages=10, pattern="scattered", chunks=3, seed=0
-    )
+    (plan,) = Case(10, page_size=1, chunks=3).plans(0)
     parts = plan.parts()
     assert np.array_equal(np.concatenate(parts), plan.source) and all(len(p) for p in parts)
     with pytest.raises(ValueError, match="--chunks 11"):
-        patterns.plan_rooms(
-            first_room=1, rooms=1, peers=1, pages=10, pattern="scattered", chunks=11, seed=0
-        )
+        Case(10, page_size=1, chunks=11).plans(0)
 
 
 @pytest.mark.parametrize("run", [1, 4, 16])
@@ -92,4 +83,4 @@ def test_unknown_pattern() -> None:
 @pytest.mark.parametrize("tokens, page, pages", [(512, 16, 32), (513, 16, 33), (1, 64, 1)])
 def test_whole_pages(tokens: int, page: int, pages: int) -> None:
     """The last tokens of a prompt left behind."""
-    assert patterns.pages_of(tokens, page) == pages
+    assert Case(tokens, page).pages == pages
