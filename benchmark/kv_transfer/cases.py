@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmark.kv_transfer.fleet import ArmFailed, Fleet
 from benchmark.kv_transfer.patterns import RoomPlan, pages_for
 from benchmark.kv_transfer.records import FleetConfig, Round
-from benchmark.kv_transfer.shapes import Shape, pool_bytes
+from benchmark.kv_transfer.shapes import Shape
 
 _rooms = itertools.count(1000)
 
@@ -39,6 +39,12 @@ class Case:
     def rooms_a_peer(self) -> int:
         """The most that one peer gets of a round."""
         return -(-self.rooms // self.peers)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Of all pools: every room under way at a peer has destination pages of its own; prefill's
+        pool is as large as a peer's, since rooms of different peers may send the same pages."""
+        return (self.peers + 1) * self.rooms_a_peer * self.tokens
 
     def plans(self, seed: int) -> list[RoomPlan]:
         """A round of it, with numbers that no room had: rooms are dealt to the peers in turn; those
@@ -88,7 +94,7 @@ class Options:
 
     def bytes_of(self, case: Case) -> int:
         """Of all pools that a case needs."""
-        return pool_bytes(self.shape, case.tokens, case.rooms, case.peers)
+        return case.pool_tokens * self.shape.token_bytes
 
     def check_memory(self, cases: Sequence[Case]) -> None:
         """Raises ValueError where a case needs more than ``max_bytes``."""

@@ -107,13 +107,3 @@ def _bytes(dtype: str) -> int:
     if dtype not in DTYPES:
         raise ValueError(f"KV type {dtype}: choose from {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def pool_bytes(shape: Shape, tokens: int, in_flight: int, peers: int) -> int:
-    """Memory of all pools of a run with ``in_flight`` rooms of ``tokens`` under way in all.
-
-    Every room under way at one peer has destination pages of its own; the prefill pool is as large
-    as one peer's, since rooms of different peers may send the same pages.
-    """
-    rooms_a_peer = -(-in_flight // peers)
-    return (peers + 1) * rooms_a_peer * tokens * shape.token_bytes

@@ -118,30 +118,24 @@ def main(argv: list[str]) -> int:
         isolation(n, costs.request_prefill_s(n), costs.transfer_s(n), args.streams)
         for n in args.prefill_sizes
     ]
-    _print_isolation(events, args.streams, console)
     content["isolation"] = events
+    title = f"a prefill apart from {args.streams} decode streams: what it saves them, its transfer"
+    columns = ["tokens", "prefill", "transfer", "benefit", "transfer / benefit"]
+    cells = [
+        [
+            f"{e.tokens:,}",
+            f"{e.prefill_s:.2f} s",
+            f"{1e3 * e.transfer_s:,.0f} ms",
+            f"{e.benefit_s:,.1f} s",
+            f"{e.ratio:.1%}",
+        ]
+        for e in events
+    ]
+    report.print_table(title, columns, cells, console)
 
     report.write_summary(args.out / "capacity.json", content)
     console.print(f"capacity.json in {args.out}")
     return 0
-
-
-def _print_isolation(events: list[Isolation], streams: int, console: Console) -> None:
-    report.print_table(
-        f"a prefill apart from {streams} decode streams: what it saves them, and its transfer",
-        ["tokens", "prefill", "transfer", "benefit", "transfer / benefit"],
-        [
-            [
-                f"{e.tokens:,}",
-                f"{e.prefill_s:.2f} s",
-                f"{1e3 * e.transfer_s:,.0f} ms",
-                f"{e.benefit_s:,.1f} s",
-                f"{e.ratio:.1%}",
-            ]
-            for e in events
-        ],
-        console,
-    )
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmark.kv_transfer import shapes
+from benchmark.kv_transfer.cases import Case
 
 #: Bytes of a token, and buffers: one of keys and one of values a layer; latent attention has one.
 SIZES = {
@@ -44,6 +45,5 @@ def test_unknown_shape() -> None:
 
 def test_pools_of_all_processes_count() -> None:
     """A cap that forgets the peers, and a machine that runs out of memory."""
-    shape = shapes.Shape("x", layers=1, kv_heads=1, head_dim=1, dtype_bytes=1, mla=True)
-    assert shapes.pool_bytes(shape, 100, in_flight=1, peers=1) == 200
-    assert shapes.pool_bytes(shape, 100, in_flight=5, peers=4) == 5 * 2 * 100
+    assert Case(100).pool_tokens == 200
+    assert Case(100, rooms=5, peers=4).pool_tokens == 5 * 2 * 100
