@@ -11,14 +11,6 @@ from pathlib import Path
 from benchmark.harness.client import Request
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """The user's side of a conversation: the token ids of each turn, in order."""
-
-    label: str
-    turns: tuple[tuple[int, ...], ...]
-
-
 def token_range(model: Path | str, first: int = 16) -> range:
     """Ordinary token ids of a model folder, those below ``first`` left out as likely special."""
     config = json.loads((Path(model) / "config.json").read_text())
@@ -62,42 +54,6 @@ class SharedPrefixes:
             prompt, label = prefixes[group] + suffix, f"g{group}-{member}"
             requests.append(Request(prompt, self.generated_tokens, label=label))
         return requests
-
-
-def multi_turn(
-    vocabulary: range,
-    *,
-    conversations: int,
-    turns: int,
-    first_tokens: int,
-    turn_tokens: int,
-    seed: int = 0,
-) -> list[Conversation]:
-    """Conversations that share nothing: a first turn of ``first_tokens``, then ``turn_tokens``."""
-    rng = random.Random(seed)
-    starts = rng.sample(vocabulary, conversations)
-    return [
-        Conversation(
-            f"c{i}",
-            tuple(
-                _ids(
-                    rng,
-                    vocabulary,
-                    start if turn == 0 else rng.choice(vocabulary),
-                    first_tokens if turn == 0 else turn_tokens,
-                )
-                for turn in range(turns)
-            ),
-        )
-        for i, start in enumerate(starts)
-    ]
-
-
-def next_prompt(
-    prompt: Sequence[int], answer: Sequence[int], user_turn: Sequence[int]
-) -> tuple[int, ...]:
-    """The prompt of the next turn: all that was said, then the user's new turn."""
-    return (*prompt, *answer, *user_turn)
 
 
 def pages_bytes(prompt_lengths: Sequence[int], page_size: int, bytes_per_token: int) -> int:

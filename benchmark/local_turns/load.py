@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from aiohttp import ClientSession
 
 from benchmark.harness.client import Request, Result, Target, open_session, send
-from benchmark.harness.workload import Conversation, multi_turn, next_prompt
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,22 @@ class Load:
     """``--disaggregation-decode-local-tokens`` of the arms that have it."""
     seed: int = 0
 
-    def conversations(self, vocabulary: range, clients: int) -> list[Conversation]:
-        """The users' sides of the talks beside so many cold clients; others for each number."""
-        return multi_turn(
-            vocabulary,
-            conversations=self.talks,
-            turns=self.turns if clients else self.quiet_turns,
-            first_tokens=self.first_tokens,
-            turn_tokens=self.turn_tokens,
-            seed=self.seed + 1000 * clients,
-        )
+    def conversations(self, vocabulary: range, clients: int) -> dict[str, list[tuple[int, ...]]]:
+        """The users' sides of the talks beside so many cold clients, which share nothing: the token
+        ids of each turn by label; others for each number of clients."""
+        rng = random.Random(self.seed + 1000 * clients)
+        turns = self.turns if clients else self.quiet_turns
+
+        def said(first: int, tokens: int) -> tuple[int, ...]:
+            return (first, *rng.choices(vocabulary, k=tokens - 1))
+
+        return {
+            f"c{i}": [
+                said(start, self.first_tokens),
+                *(said(rng.choice(vocabulary), self.turn_tokens) for _ in range(turns - 1)),
+            ]
+            for i, start in enumerate(rng.sample(vocabulary, self.talks))
+        }
 
     def cold_prompt(self, vocabulary: range, label: str) -> tuple[int, ...]:
         """The prompt of a label, which is the same in all arms."""
@@ -90,7 +95,7 @@ async def _play(target: Target, load: Load, vocabulary: range, clients: int) -> 
         began = time.monotonic()
         talks = load.conversations(vocabulary, clients)
         answered = await asyncio.gather(
-            *(_talk(session, target, talk, load.answer_tokens) for talk in talks)
+            *(_talk(session, target, *talk, load.answer_tokens) for talk in talks.items())
         )
         played.seconds = time.monotonic() - began
         done.set()
@@ -100,12 +105,16 @@ async def _play(target: Target, load: Load, vocabulary: range, clients: int) -> 
 
 
 async def _talk(
-    session: ClientSession, target: Target, talk: Conversation, answer_tokens: int
+    session: ClientSession,
+    target: Target,
+    label: str,
+    turns: Sequence[tuple[int, ...]],
+    answer_tokens: int,
 ) -> Sequence[Result]:
     prompt, results = (), []
-    for number, said in enumerate(talk.turns):
+    for number, said in enumerate(turns):
         answer = results[-1].output_ids if results else ()
-        prompt = next_prompt(prompt, answer, said)
-        request = Request(prompt, answer_tokens, label=f"{talk.label}.{number}")
+        prompt = (*prompt, *answer, *said)
+        request = Request(prompt, answer_tokens, label=f"{label}.{number}")
         results.append(await send(session, target, request))
     return results

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmark.harness.pair import Aggregated
 from benchmark.harness.servers import Sizes
-from benchmark.harness.workload import next_prompt, token_range
+from benchmark.harness.workload import token_range
 from e2e.support import START_METHOD
 
 Ids = list[int]
@@ -75,7 +75,7 @@ def make_bank(vocabulary: range, seed: int, ask: Ask, shape: Shape = DEFAULT_SHA
             kept = tuple(answer[: rng.randint(*shape.answer)])
             found[i].append(Question(i * shape.turns + turn, prompts[i], kept))
             words = rng.choices(vocabulary, k=rng.randint(*shape.later))
-            prompts[i] = next_prompt(prompts[i], kept, words)
+            prompts[i] = (*prompts[i], *kept, *words)
     return Bank(tuple(q for thread in found for q in thread), tuple(map(len, found)))
 
 

@@ -48,6 +48,14 @@ def test_arms_differ_in_what_they_are_called() -> None:
     }
 
 
+def test_talks_share_nothing() -> None:
+    """Guards against hits that no talk earned itself, and turns of other lengths."""
+    load = Load(talks=8, turns=5, first_tokens=30, turn_tokens=10)
+    talks = list(load.conversations(VOCABULARY, 2).values())
+    assert len({turns[0][0] for turns in talks}) == 8
+    assert [len(turn) for turn in talks[0]] == [30, 10, 10, 10, 10]
+
+
 @pytest.mark.parametrize("clients", [0, 2])
 def test_turns_hold_all_that_was_said(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
     """Guards against talks whose later turns are new prompts, and cold prompts that somebody has

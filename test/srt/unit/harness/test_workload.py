@@ -49,18 +49,6 @@ def test_whole_prompts_fill_whole_pages() -> None:
     assert workload.pages_bytes([1, 16, 17], page_size=16, bytes_per_token=2) == (1 + 1 + 2) * 32
 
 
-def test_a_turn_starts_with_all_that_was_said() -> None:
-    """Guards against a second turn that does not begin with the first one's prompt and answer."""
-    conversations = workload.multi_turn(
-        VOCABULARY, conversations=8, turns=5, first_tokens=30, turn_tokens=10
-    )
-    assert len({c.turns[0][0] for c in conversations}) == 8  # they share nothing
-    assert [len(turn) for turn in conversations[0].turns] == [30, 10, 10, 10, 10]
-    first, second, *_ = conversations[0].turns
-    prompt = workload.next_prompt(first, [7, 8, 9], second)
-    assert prompt == (*first, 7, 8, 9, *second)
-
-
 def test_sizes_come_from_the_models_configuration(tmp_path: Path) -> None:
     """Guards against byte counts that belong to another model."""
     config = {
