@@ -70,10 +70,6 @@ class Route:
     matched_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks of the prompt that each worker was believed to hold when it was chosen."""
 
-    def release(self) -> None:
-        for charge in self.charges.values():
-            charge.release()
-
 
 class Scheduler:
     """Owns the workers and the sessions' pins."""

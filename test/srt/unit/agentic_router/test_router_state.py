@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 from benchmark.agentic.router.body import GENERATE, Ask, read
 from benchmark.agentic.router.policies import Work
 from benchmark.agentic.router.prefixes import PrefixIndex
-from benchmark.agentic.router.schedule import NoWorker, Pins, Scheduler
+from benchmark.agentic.router.schedule import NoWorker, Pins, Route, Scheduler
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL, Charge, Worker
 from effort import tries
+
+
+def release(route: Route) -> None:
+    for charge in route.charges.values():
+        charge.release()
 
 
 def ask(ids: list[int], session: str | None = None, max_new_tokens: int = 8) -> Ask:
@@ -177,7 +182,7 @@ def test_no_state_grows_with_finished_sessions() -> None:
         route = made.route(fresh)
         worker = route.charges[COLOCATED].worker
         worker.index.learn(tuple(range(base, base + 8)))
-        route.release()
+        release(route)
     assert [len(pins) for pins in made.pins.values()] == [1000, 0, 0]
     for worker in made.workers:
         assert load(worker) == (0, 0, 0, 0)
@@ -216,7 +221,7 @@ def test_prefill_and_decode_are_chosen_apart() -> None:
         route = made.route(request)
         seen.append((route.charges[PREFILL].worker.url, route.charges[DECODE].worker.url))
         assert route.picks[DECODE].matched_tokens == 64
-        route.release()
+        release(route)
     assert seen == [("http://p0", "http://d1"), ("http://p1", "http://d1")]
 
 
@@ -252,7 +257,7 @@ def test_selective_offload(tokens: int, cached: int, inflight: int, outcome: str
     assert route.offload == outcome
     assert set(route.charges) == ({PREFILL, DECODE} if outcome == "offloaded" else {COLOCATED})
     for other in (route, *others):
-        other.release()
+        release(other)
     if outcome == "capped":
         assert made.route(request).offload == "offloaded"
 
