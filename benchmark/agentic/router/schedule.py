@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmark.agentic.router.body import Ask
 from benchmark.agentic.router.policies import Choice, View, choose
 from benchmark.agentic.router.settings import Settings
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL, Charge, Worker
+from benchmark.traces.sessions import Recent
 
 
 class NoWorker(RuntimeError):
@@ -23,8 +23,7 @@ class Pins:
     """Which worker a session last went to, for the most recent sessions."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._workers: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._workers: Recent[str, tuple[str, int]] = Recent(limit)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -37,10 +36,7 @@ class Pins:
         if session is None:
             return
         before, stayed = self.get(session)
-        self._workers[session] = (url, stayed + 1 if before == url else 1)
-        self._workers.move_to_end(session)
-        if len(self._workers) > self._limit:
-            self._workers.popitem(last=False)
+        self._workers.note(session, (url, stayed + 1 if before == url else 1))
 
 
 @dataclass(frozen=True)
