@@ -131,7 +131,8 @@ class Attachment:
         """Put on ``made``, an object of the class ``target`` ("module:Name") that is just being
         made, the mixins that a server with these arguments needs."""
         for row, mixin in self.optional.items():
-            if row.target == target and _named(row.when)(server_args):
+            is_new = row.target == target and not isinstance(made, mixin)
+            if is_new and _named(row.when)(server_args):
                 made.__class__ = combine(type(made), mixin)
 
     def _rebind_late(self, module: ModuleType) -> None:

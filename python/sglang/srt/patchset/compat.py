@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
 
+from sglang.srt.patchset import environment
 from sglang.srt.patchset.environment import sglang_switch
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,16 @@ def check_decode_radix_model(config: Any, algorithm: str | None = None) -> None:
             "sparse attention (DSA): SGLang sends the index of the target only, so the draft model "
             "would select by that of another text. Remove one of them."
         )
+
+
+def wanted(args: Any) -> bool:
+    """Whether the flag is on."""
+    return bool(args.disaggregation_decode_enable_radix_cache)
+
+
+def checks_invariants(args: Any) -> bool:
+    """Whether an idle server looks what it has left behind."""
+    return environment.CHECK_INVARIANTS.read()
 
 
 def computes_turns(args: Any) -> bool:

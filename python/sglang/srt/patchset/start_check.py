@@ -23,9 +23,9 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 def check(server_args: ServerArgs) -> None:
     """Raise :class:`PatchsetError` for a flag whose groups are not attached in this process."""
-    if getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+    if compat.wanted(server_args):
         require_active(compat.FLAG, *compat.groups(server_args), load=True)
-    if getattr(server_args, "hicache_host_memory_mode", "cache") == "buffer_only":
+    if compat_buffer_only.wanted(server_args):
         require_active(compat_buffer_only.ON, compat_buffer_only.GROUP, load=True)
 
 

@@ -145,6 +145,13 @@ _DELTA = (
         mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaScheduler",
         why="an aborted request ends its room; prefill's counters; awake while a room is open",
     ),
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_DISAGG}.delta.decode.invariants:BalancedScheduler",
+        why="an idle server that has left something behind ends",
+        when="sglang.srt.patchset.compat:checks_invariants",
+    ),
 )
 _NIXL_ASYNC = (
     Replacement(
@@ -222,6 +229,7 @@ _DECODE_RADIX = (
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.scheduler:DisaggScheduler",
         why="start-up checks, flushes while pages are held, counters and log fields",
+        when="sglang.srt.patchset.compat:wanted",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",

@@ -14,7 +14,7 @@ import torch
 from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_arguments
 from component.buffer_only.checks import check_idle, nodes
 from component.buffer_only.scripted_store import ScriptedStore
-from sglang.srt.disaggregation.delta.decode import scheduler
+from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
@@ -115,13 +115,13 @@ def test_the_host_pool_says_what_the_stage_uses():
 
 def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.MonkeyPatch):
     """After each change, which it sees by numbers that the trees of both servers have."""
-    monkeypatch.setattr(scheduler.invariants, "idle_rooms", lambda manager: [])
-    monkeypatch.setattr(scheduler.invariants, "idle_problems", lambda server: [])
+    monkeypatch.setattr(invariants, "idle_rooms", lambda manager: [])
+    monkeypatch.setattr(invariants, "idle_problems", lambda server: [])
     server = SimpleNamespace(
         disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=None), tree_cache=Cache().tree,
         _checked=None, _leftover_since=None,
     )  # fmt: skip
-    scheduler.DisaggScheduler._check_invariants(server)
+    invariants.BalancedScheduler.check_invariants(server)
     assert server._checked is not None
 
 

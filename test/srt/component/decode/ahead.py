@@ -66,7 +66,7 @@ class Ahead(Overlapped):
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:  # SGLang's own, below what is attached to it
             patch.setattr(_STOCK, "run_batch", lambda self, batch, *_: self.launch(batch))
-            return Scheduler.run_batch(self, batch)
+            return super(Overlapped, self).run_batch(batch)  # Overlapped's is another device
 
     def launch(self, batch: ScheduleBatch) -> Any:
         """Put a step onto the stream; what SGLang's ``run_batch`` leaves behind."""

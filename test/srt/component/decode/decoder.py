@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.decode import (
 )
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
@@ -31,6 +32,7 @@ from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.patchset import start_check
+from sglang.srt.patchset.combine import combine
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCABULARY = 64
@@ -57,7 +59,7 @@ class OrderedSet(dict[Any, None]):
         del self[item]
 
 
-class Decoder(scheduler_module.Scheduler):  # type: ignore[misc]
+class Decoder(combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ignore[misc]
     """One rank of a decode server. ``steps``: of the draft model a decode step, 0 for none."""
 
     #: What it computes itself; None on a server that is not told to.

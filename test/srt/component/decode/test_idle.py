@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from component.decode.decoder import Decoder
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler import Scheduler
 
 
 class Sleeper:
@@ -38,13 +40,18 @@ def test_an_idle_server_sleeps_and_without_the_flag_none_does() -> None:
 def test_a_prefill_server_is_awake_while_a_handshake_is_under_way() -> None:
     """Guards against up to a second of sleep on a request whose decode server announces its pages
     meanwhile: stock's scheduler does that."""
-    decoder = Decoder(16, 640)
-    decoder.disaggregation_mode = DisaggregationMode.PREFILL
-    decoder.disagg_prefill_inflight_queue = []
-    bootstrap = decoder.disagg_prefill_bootstrap_queue = type("Queue", (), {"queue": []})()
-    assert naps(decoder) == 1
+    prefill = Scheduler.__new__(Scheduler)
+    manager = SimpleNamespace(rooms=object())
+    bootstrap = SimpleNamespace(queue=[], kv_manager=manager)
+    prefill.__dict__.update(
+        vars(Decoder(16, 640)),
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        disagg_prefill_inflight_queue=[],
+        disagg_prefill_bootstrap_queue=bootstrap,
+    )
+    assert naps(prefill) == 1
     bootstrap.queue.append("a request whose room is not announced yet")
-    assert naps(decoder) == 0
+    assert naps(prefill) == 0
 
 
 @pytest.mark.parametrize("where", ["retracted", "held"])

@@ -98,10 +98,12 @@ def start(server_args: Any) -> str:
 
 def optional() -> list[type]:
     """The mixins of the real table that are put on single schedulers."""
+    from sglang.srt.disaggregation.delta.decode.invariants import BalancedScheduler
     from sglang.srt.disaggregation.delta.decode.local_scheduler import LocalTurnsScheduler
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
     from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
 
-    return [LocalTurnsScheduler, BufferOnlyScheduler]
+    return [BalancedScheduler, DisaggScheduler, LocalTurnsScheduler, BufferOnlyScheduler]
 
 
 def parse(model: str, arguments: dict[str, Any]) -> Any:

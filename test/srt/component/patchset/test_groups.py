@@ -36,7 +36,11 @@ FLAGS = {
     "buffer_only": "--hicache-host-memory-mode buffer_only",
 }
 #: What a scheduler of each start has that others have not.
-OPTIONAL = {"mooncake": "LocalTurnsScheduler", "buffer_only": "BufferOnlyScheduler"}
+OPTIONAL = {
+    "nixl": "DisaggScheduler",
+    "mooncake": "DisaggScheduler LocalTurnsScheduler",
+    "buffer_only": "BufferOnlyScheduler",
+}
 DISAGG = "sglang.srt.disaggregation"
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 

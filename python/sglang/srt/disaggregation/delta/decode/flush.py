@@ -27,14 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeFlush(Scheduler):
-    """Stock behaviour without the flag of the decode radix cache."""
+    """Base of ``scheduler.DisaggScheduler``."""
 
     _weights_change = False
     #: A request to release memory that waits until nothing owns any.
     _waiting_release: Any = None
 
-    #: Whether this is a decode server with the flag.
-    _radix_on_decode: bool
     #: Requests that were answered, and whose pages prefill may still write to.
     _deferred: Sequence[Req]
 
@@ -42,8 +40,6 @@ class DecodeFlush(Scheduler):
 
     @override
     def flush_cache(self) -> Any:
-        if not self._radix_on_decode:
-            return super().flush_cache()
         idle = self.is_fully_idle()
         if not (self._deferred if idle else self._weights_change):
             return super().flush_cache()
@@ -60,7 +56,7 @@ class DecodeFlush(Scheduler):
     @override
     def flush_cache_wrapped(self, recv_req: Any) -> Any:
         answer = super().flush_cache_wrapped(recv_req)
-        if self._radix_on_decode and answer is not None and not (answer.success or answer.message):
+        if answer is not None and not (answer.success or answer.message):
             answer.message = (
                 f"Not flushed: requests are under way ({self._under_way()}). Wait for them "
                 "(?timeout=SECONDS), or abort them.\n"
@@ -112,8 +108,6 @@ class DecodeFlush(Scheduler):
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        if not self._radix_on_decode:
-            return super().release_memory_occupation(recv_req)
         if self._nobody_owns_anything():
             with self._only_owners():
                 return super().release_memory_occupation(recv_req)

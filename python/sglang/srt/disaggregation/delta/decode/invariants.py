@@ -7,11 +7,14 @@ own strict memory check does.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any  # Any: SGLang's allocator, of any kind
 
 import torch
+from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.admission import (
     Claim,
@@ -20,14 +23,22 @@ from sglang.srt.disaggregation.delta.decode.admission import (
     final_length,
     growth,
 )
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.claims import Claims
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
-    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
     from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+logger = logging.getLogger(__name__)
+
+#: A room may be announced shortly before its request arrives; later than this it is a leak.
+ROOMS_GRACE_S = 5.0
 
 
 class InvariantError(AssertionError):
@@ -169,7 +180,7 @@ def _up(node: TreeNode) -> Iterator[TreeNode]:
         node = node.parent
 
 
-def idle_problems(scheduler: DisaggScheduler) -> list[str]:
+def idle_problems(scheduler: Scheduler) -> list[str]:
     """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     pool = scheduler.req_to_token_pool
@@ -202,3 +213,37 @@ def idle_rooms(manager: DeltaManager) -> list[str]:
         for name, rooms in manager.open_rooms().items()
         if rooms
     ]
+
+
+class BalancedScheduler(Scheduler):
+    """Ends an idle prefill or decode server that has left something behind; on schedulers of
+    servers with the variable alone (``when`` in ``patchset/table.py``)."""
+
+    _checked: tuple[object, ...] | None = None
+    _leftover_since: float | None = None
+
+    @override
+    def self_check_during_idle(self) -> None:
+        super().self_check_during_idle()
+        if self.is_fully_idle() and getattr(self, "_nothing_waits", True):
+            self.check_invariants()
+
+    def check_invariants(self) -> None:
+        """Once after each change: this runs in the idle loop, and walks the whole tree."""
+        queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
+            self, "disagg_prefill_bootstrap_queue", None
+        )
+        if queue is None or not hasattr(self.tree_cache, "inserts"):
+            return
+        state = (*STATS.totals.values(), self.tree_cache.inserts, self.tree_cache.generation)
+        if state == self._checked:
+            return
+        rooms = idle_rooms(queue.kv_manager)
+        since = self._leftover_since = (self._leftover_since or time.monotonic()) if rooms else None
+        if since is not None and time.monotonic() - since < ROOMS_GRACE_S:
+            return
+        problems = rooms + idle_problems(self)
+        if problems:
+            raise InvariantError("; ".join(problems))
+        self._checked = state
+        logger.info("idle and balanced: all invariants hold")

@@ -1,4 +1,7 @@
-"""The decode scheduler: start-up checks, aborts, one idle predicate, metrics and log fields."""
+"""The decode scheduler: start-up checks, aborts, one idle predicate, metrics and log fields.
+
+No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.adapters import first_that_fit
 from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
@@ -21,7 +23,6 @@ from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUG
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state
-from sglang.srt.patchset import environment
 from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
@@ -132,8 +133,6 @@ def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     }
 
 
-#: A room may be announced shortly before its request arrives; later than this it is a leak.
-ROOMS_GRACE_S = 5.0
 STATS_LOGGER = "sglang.srt.observability.scheduler_metrics_mixin"
 
 
@@ -161,8 +160,6 @@ class DecodeLineFields(logging.Filter):
 class DisaggScheduler(DecodeFlush):
     """Attaches the decode tree and the counters to SGLang's scheduler."""
 
-    _checked: tuple[object, ...] | None = None
-    _leftover_since: float | None = None
     _namespace: str | None = None
     # Owned by the upstream class; named for the type checker.
     enable_lora: bool | None
@@ -170,23 +167,15 @@ class DisaggScheduler(DecodeFlush):
     last_batch: ScheduleBatch | None
 
     @property
-    def _radix_on_decode(self) -> bool:  # type: ignore[override]
-        args = self.server_args
-        return bool(
-            args.disaggregation_mode == "decode"
-            and getattr(args, "disaggregation_decode_enable_radix_cache", False)
-        )
-
-    @property
     def _deferred(self) -> Sequence[Req]:  # type: ignore[override]
-        queue = getattr(self, "disagg_decode_transfer_queue", None)
-        return queue.deferred_requests if queue is not None else ()
+        deferred: Sequence[Req] = self.disagg_decode_transfer_queue.deferred_requests
+        return deferred
 
     @override
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         # This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when
         # it builds its Req. A tree that outlives requests must keep such namespaces apart.
-        self._namespace = recv_req.extra_key if self._radix_on_decode else None
+        self._namespace = recv_req.extra_key
         try:
             super().handle_generate_request(recv_req)
         finally:
@@ -197,20 +186,16 @@ class DisaggScheduler(DecodeFlush):
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._namespace:
             req.extra_key = self._namespace + (req.lora_id or "")
-        if self._radix_on_decode:
-            record_of(req).generation = self.tree_cache.generation
+        record_of(req).generation = self.tree_cache.generation
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
-        if self._radix_on_decode:
-            end_streaming(self, recv_req)
+        end_streaming(self, recv_req)
         super().abort_request(recv_req)
 
     @override
     def init_cache_with_memory_pool(self) -> None:
         super().init_cache_with_memory_pool()
-        if not self._radix_on_decode:
-            return
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         if has_other_state(pool):
             raise ValueError(
@@ -246,11 +231,10 @@ class DisaggScheduler(DecodeFlush):
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
-        if self._radix_on_decode:
-            logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
-            if self.current_scheduler_metrics_enabled:
-                STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
-                self.decode_metrics.bind(self.metrics_collector.labels)
+        logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
+        if self.current_scheduler_metrics_enabled:
+            STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
+            self.decode_metrics.bind(self.metrics_collector.labels)
 
     @cached_property
     def decode_metrics(self) -> DecodeMetrics:
@@ -260,8 +244,6 @@ class DisaggScheduler(DecodeFlush):
     @override
     def process_decode_queue(self) -> None:
         super().process_decode_queue()
-        if not self._radix_on_decode:
-            return
         if self.disagg_decode_prealloc_queue.retracted_queue:
             # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
             # missing may be a transfer's, or its free deferred, and comes back only by looking.
@@ -274,7 +256,7 @@ class DisaggScheduler(DecodeFlush):
 
     @override
     def get_new_prebuilt_batch(self) -> ScheduleBatch | None:
-        if not (self._radix_on_decode and self.enable_lora):
+        if not self.enable_lora:
             return super().get_new_prebuilt_batch()
         fit = first_that_fit(self)
         later, self.waiting_queue = self.waiting_queue[fit:], self.waiting_queue[:fit]
@@ -286,20 +268,18 @@ class DisaggScheduler(DecodeFlush):
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         # The tokens that a grammar allows follow from the result of the step before. SGLang waits
         # for it with spec v2, but not in its loop for decode servers.
-        if self._radix_on_decode and self.last_batch and batch.is_spec_v2 and batch.has_grammar:
+        if self.last_batch and batch.is_spec_v2 and batch.has_grammar:
             self.last_batch = None  # the loop looks for no second result in this turn
             self.process_batch_result(*self.result_queue.popleft())
         return super().run_batch(batch, pp_proxy_tensors)
 
     @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        drafts = self._radix_on_decode and self.draft_worker is not None
         # With overlap, who ended in the step before is part of this one too.
-        counted = batch.reqs if drafts else ()
+        counted = batch.reqs if self.draft_worker is not None else ()
         counted = [req for req in counted if not (self.enable_overlap and req.finished())]
         super().process_batch_result(batch, result)
-        if self._radix_on_decode:
-            self.disagg_decode_prealloc_queue.step_writes.result_processed()
+        self.disagg_decode_prealloc_queue.step_writes.result_processed()
         for req in counted:
             if req.finished():
                 self.decode_metrics.speculated(req)
@@ -308,64 +288,32 @@ class DisaggScheduler(DecodeFlush):
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
         # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
-        super()._add_request_to_queue(
-            req, is_retracted or (self._radix_on_decode and bool(req.is_retracted))
-        )
+        super()._add_request_to_queue(req, is_retracted or bool(req.is_retracted))
 
     @override
     def get_load(self, _: Any = None) -> Any:
         load = super().get_load(_)
-        if self._radix_on_decode:
-            # Their pages are in use, and were counted as such already.
-            counted = [*self.waiting_queue, *self.disagg_decode_transfer_queue.queue]
-            load.num_tokens -= sum(entry.seqlen for entry in counted)
+        # Their pages are in use, and were counted as such already.
+        counted = [*self.waiting_queue, *self.disagg_decode_transfer_queue.queue]
+        load.num_tokens -= sum(entry.seqlen for entry in counted)
         return load
 
     @override
     def self_check_during_idle(self) -> None:
-        if self._deferred:
-            return  # their pages are neither free nor in a queue that the stock check knows
-        super().self_check_during_idle()
-        if self._checks_invariants and self._nothing_waits:
-            self._check_invariants()
-
-    @cached_property
-    def _checks_invariants(self) -> bool:
-        return environment.CHECK_INVARIANTS.read()
+        if not self._deferred:  # whose pages are neither free nor in a queue that it knows
+            super().self_check_during_idle()
 
     @override
     def maybe_sleep_on_idle(self) -> None:
         # As on prefill: what ends a deferred free does not wake the sleeper.
-        is_ours = self.idle_sleeper is not None and self._radix_on_decode
-        if not is_ours or self._nothing_waits:
+        if self.idle_sleeper is None or self._nothing_waits:
             super().maybe_sleep_on_idle()
 
     @property
     def _nothing_waits(self) -> bool:
         """Idle, also by what stock does not count: retracted requests and deferred frees."""
-        queue = getattr(self, "disagg_decode_prealloc_queue", None)
-        retracted = self._radix_on_decode and queue is not None and queue.retracted_queue
+        retracted = self.disagg_decode_prealloc_queue.retracted_queue
         return bool(self.is_fully_idle() and not retracted and not self._deferred)
-
-    def _check_invariants(self) -> None:
-        """Once after each change: this runs in the idle loop, and walks the whole tree."""
-        queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
-            self, "disagg_prefill_bootstrap_queue", None
-        )
-        if queue is None or not hasattr(self.tree_cache, "inserts"):
-            return
-        state = (*STATS.totals.values(), self.tree_cache.inserts, self.tree_cache.generation)
-        if state == self._checked:
-            return
-        rooms = invariants.idle_rooms(queue.kv_manager)
-        since = self._leftover_since = (self._leftover_since or time.monotonic()) if rooms else None
-        if since is not None and time.monotonic() - since < ROOMS_GRACE_S:
-            return
-        problems = rooms + invariants.idle_problems(self)
-        if problems:
-            raise invariants.InvariantError("; ".join(problems))
-        self._checked = state
-        logger.info("idle and balanced: all invariants hold")
 
 
 class RadixTokenizer(TokenizerManager):
