@@ -202,6 +202,8 @@ def local_turns_short() -> str:
 
 def _hicache_command(summary: Json) -> str:
     load, command = summary["load"], "python -m benchmark.hicache_buffer_only"
+    if len(summary["traces"]) == 1:
+        command += f" --only {next(iter(summary['traces']))}"
     for name, option in (("conversation", "--trace"), ("agents", "--agents")):
         source = summary["traces"].get(name, {}).get("source", "a generated trace")
         if source != "a generated trace":
