@@ -42,14 +42,13 @@ def _rounds(count: int) -> str:
 def title(summary: Json, clients: int) -> str:
     """What is sent."""
     load = summary["load"]
-    turns = load["turns"] if clients else load["quiet_turns"]
     beside = (
         f"beside {clients} client{'s' * (clients > 1)} with cold prompts of "
         f"{load['cold_tokens']:,} tokens"
         if clients
         else "alone"
     )
-    return f"{load['talks']} talks of {turns} turns {beside}, {_rounds(summary['rounds'])}"
+    return f"{load['talks']} talks of {load['turns']} turns {beside}, {_rounds(summary['rounds'])}"
 
 
 def table(summary: Json, clients: int) -> tuple[list[str], list[list[str]]]:

@@ -18,7 +18,7 @@ from benchmark.local_turns import compare, load, measure, page
 from benchmark.local_turns.load import Load, Played
 
 VOCABULARY = range(100, 400)
-SMALL = Load(talks=2, turns=3, quiet_turns=2, first_tokens=9, turn_tokens=4, cold_tokens=7)
+SMALL = Load(talks=2, turns=3, first_tokens=9, turn_tokens=4, cold_tokens=7)
 
 
 def test_arms_differ_in_what_they_are_called() -> None:
@@ -75,7 +75,7 @@ def test_turns_hold_all_that_was_said(monkeypatch: pytest.MonkeyPatch, clients: 
     monkeypatch.setattr(load, "send", answer)
     monkeypatch.setattr(load.asyncio, "sleep", at_once)
     played = load.play(Target("http://nowhere"), SMALL, VOCABULARY, clients)
-    turns = 3 if clients else 2
+    turns = SMALL.turns
     assert [r.label for r in played.talks] == [f"c{c}.{t}" for c in range(2) for t in range(turns)]
     for talk in range(2):
         for turn in range(1, turns):
