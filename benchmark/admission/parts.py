@@ -82,7 +82,7 @@ class Room:
     def send_metadata(self, pages: Any, index: int, state_indices: Any = None) -> None:
         """Stock's announcement."""
 
-    def announce(self, pages: Any, index: int, prefix_len: int) -> None:
+    def announce(self, pages: Any, index: int, prefix_len: int, state: Any = None) -> None:
         """Ours."""
 
     def clear(self) -> None:

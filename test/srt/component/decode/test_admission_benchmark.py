@@ -1,4 +1,4 @@
-"""``benchmark/admission`` builds queues of its own, and is run by nobody for weeks."""
+"""``benchmark/admission`` builds queues of its own, which nothing else here runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.nightly
 def test_it_runs(tmp_path: Path) -> None:
     """Guards against a stand-in for the scheduler that lacks what admission has come to read."""
     arguments = ["--steps", "8", "--pages", "16", "--running", "8", "--out", str(tmp_path)]
