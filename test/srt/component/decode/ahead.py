@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from component.decode import drafting, kv
+from component.decode.checks import check
 from component.decode.overlapped import Overlapped
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -62,6 +63,10 @@ class Ahead(Overlapped):
 
     def first_token(self, req: Any) -> int:
         return self.said(req, 0)
+
+    def check_now(self) -> None:
+        """What has been processed is right at any time, whatever is in flight."""
+        check(self)
 
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:  # SGLang's own, below what is attached to it

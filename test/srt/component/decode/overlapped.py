@@ -6,6 +6,7 @@ prefill writes as soon as it is told of pages, the earliest it can.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from component.decode import kv
+from component.decode.actions import TOKENS
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -41,6 +43,11 @@ class Overlapped(Decoder):
         self.script = script
         with pytest.raises(Stop):
             self.event_loop_overlap_disagg_decode()
+
+    def check_now(self) -> None:
+        """What must hold between two turns, unless a step is in flight: it has not written yet."""
+        if not self.result_queue:
+            check(self)
 
     def recv_requests(self) -> list[Any]:
         for _ in self.script:
@@ -113,10 +120,26 @@ class Overlapped(Decoder):
 
 
 def until_idle(decoder: Overlapped) -> Iterator[None]:
-    for _ in range(200):
+    for _ in range(2000):
+        decoder.check_now()
         if decoder._nothing_waits and not decoder.result_queue:
             return
         yield
-        if not decoder.result_queue:  # what is in flight is counted, and not there yet
-            check(decoder)
     raise AssertionError("not idle")
+
+
+def random_talks(decoder: Overlapped, seed: int) -> Iterator[None]:
+    """Talks whose turns arrive at any time; some clients leave."""
+    rng = random.Random(seed)
+    talks = [[rng.randrange(TOKENS) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
+    for _ in range(150):
+        if rng.random() < 0.4 and len(decoder.queued) < 4:
+            talk = rng.choice(talks)
+            talk += [rng.randrange(TOKENS) for _ in range(rng.randrange(1, 40))]
+            del talk[160:]
+            decoder.submit(talk, new=rng.choice([1, 2, 9, 20]))
+        if rng.random() < 0.08 and decoder.submitted:
+            decoder.abort(rng.choice(decoder.submitted[-6:]).rid)
+        yield
+        decoder.check_now()
+    yield from until_idle(decoder)

@@ -5,7 +5,6 @@ What is the same with and without one is in ``test_local_turns``.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from component.decode.actions import TOKENS
 from component.decode.ahead import Ahead
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
+from component.decode.overlapped import random_talks, until_idle
 from component.decode.steps import ids, turn
 from component.decode.test_speculation import Texts
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
@@ -136,32 +135,6 @@ def test_the_place_of_one_that_has_ended(page: int, monkeypatch: pytest.MonkeyPa
 # ---- spec v2 ----
 
 
-def script(decoder: Ahead, seed: int) -> Iterator[None]:
-    """Talks whose turns arrive at any time; some clients leave."""
-    rng = random.Random(seed)
-    talks = [[rng.randrange(TOKENS) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
-    for _ in range(150):
-        if rng.random() < 0.4 and len(decoder.queued) < 4:
-            talk = rng.choice(talks)
-            talk += [rng.randrange(TOKENS) for _ in range(rng.randrange(1, 40))]
-            del talk[160:]
-            decoder.submit(talk, new=rng.choice([1, 2, 9, 20]))
-        if rng.random() < 0.08 and decoder.submitted:
-            decoder.abort(rng.choice(decoder.submitted[-6:]).rid)
-        yield
-        check(decoder)
-    yield from until_idle(decoder)
-
-
-def until_idle(decoder: Ahead) -> Iterator[None]:
-    for _ in range(2000):
-        if decoder._nothing_waits and not decoder.result_queue:
-            return
-        yield
-        check(decoder)
-    raise AssertionError("not idle")
-
-
 def answers_are_right(decoder: Ahead) -> None:
     for req in decoder.submitted:
         new = req.sampling_params.max_new_tokens
@@ -180,7 +153,7 @@ def test_overlapped(page: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 7)
     decoder = Ahead(page, 1536, steps=3, local=30, chunk=16)
     decoder.result_queue = deque()
-    decoder.play(script(decoder, seed))
+    decoder.play(random_talks(decoder, seed))
     answers_are_right(decoder)
     check_idle(decoder)
     turns = decoder.local_turns.metrics.turns

@@ -12,6 +12,7 @@ import pytest
 
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
+from component.decode.overlapped import until_idle
 from component.decode.steps import ids, turn
 from component.decode.test_local_turns import HISTORY, NEW, OverlappedTurns, bring_to
 from sglang.srt.disaggregation.delta.decode import local_scheduler
@@ -67,11 +68,7 @@ def endless_arrivals(decoder: OverlappedTurns) -> Any:
         if all(req.finished() for req in two):
             break
         assert number < 48, "the two wait for as long as requests arrive"
-    for _ in range(400):
-        if decoder._nothing_waits and not decoder.result_queue:
-            return
-        yield
-    raise AssertionError("not idle")
+    yield from until_idle(decoder)
 
 
 @PAGES

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from component.decode import kv
-from component.decode.actions import TOKENS, Life
+from component.decode.actions import Life
 from component.decode.checks import check, check_idle, computed_tokens
 from component.decode.decoder import Decoder
-from component.decode.overlapped import Overlapped
+from component.decode.overlapped import Overlapped, random_talks
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.rank_life import RankLife
 from component.decode.steps import turn
@@ -316,28 +316,6 @@ class OverlappedTurns(Overlapped):
         return result
 
 
-def script(decoder: OverlappedTurns, seed: int) -> Any:
-    """Talks whose turns arrive at any time; some clients leave."""
-    rng = random.Random(seed)
-    talks = [[rng.randrange(TOKENS) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
-    for _ in range(150):
-        if rng.random() < 0.4 and len(decoder.queued) < 4:
-            talk = rng.choice(talks)
-            talk += [rng.randrange(TOKENS) for _ in range(rng.randrange(1, 40))]
-            del talk[160:]
-            decoder.submit(talk, new=rng.choice([1, 2, 9, 20]))
-        if rng.random() < 0.08 and decoder.submitted:
-            decoder.abort(rng.choice(decoder.submitted[-6:]).rid)
-        yield
-        if not decoder.result_queue:
-            check(decoder)
-    for _ in range(400):
-        if decoder._nothing_waits and not decoder.result_queue:
-            return
-        yield
-    raise AssertionError("not idle")
-
-
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_overlapped(page: int, seed: int) -> None:
@@ -345,7 +323,7 @@ def test_overlapped(page: int, seed: int) -> None:
     request in two batches at once."""
     decoder = OverlappedTurns(page, 1024, local=30, chunk=16)
     decoder.result_queue = deque()
-    decoder.play(script(decoder, seed))
+    decoder.play(random_talks(decoder, seed))
     check_idle(decoder)
     turns = decoder.local_turns.metrics.turns
     assert turns["local", "always"] > 10 and turns["remote", "long"] > 0

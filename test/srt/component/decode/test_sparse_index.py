@@ -6,13 +6,11 @@ The index of each token is where its KV is, in the tree and in requests, however
 from __future__ import annotations
 
 import pytest
-import torch
 
-from component.decode import kv
 from component.decode.actions import Life
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
-from component.decode.steps import ids, tick, turn
+from component.decode.steps import ids, poison_free_slots, tick, turn
 from component.decode.test_local_turns import LocalLife
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -65,10 +63,7 @@ def test_a_retracted_request_keeps_its_index(evict: bool) -> None:
     (retracted,) = decoder.disagg_decode_prealloc_queue.retracted_queue
     if evict:
         decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
-    free = decoder.token_to_kv_pool_allocator
-    pages = torch.cat([free.free_pages, free.release_pages])
-    slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
-    kv.write(decoder.pool, slots, [-5] * len(slots))
+    poison_free_slots(decoder)
     tick(decoder)
     assert retracted in decoder.waiting_queue
     assert retracted.delta.index_copy is None

@@ -6,14 +6,12 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
-import torch
 
-from component.decode import kv
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, ranks_reduce
 from component.decode.rank_life import RankLife
-from component.decode.steps import ids, tick, turn
+from component.decode.steps import ids, poison_free_slots, tick, turn
 from sglang.srt.disaggregation.delta.decode import speculation
 from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
@@ -121,11 +119,7 @@ def test_a_retracted_request_keeps_its_draft_kv(page: int, evict: bool, latent: 
     (retracted,) = decoder.disagg_decode_prealloc_queue.retracted_queue
     if evict:
         decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
-    for pool in (decoder.pool, decoder.draft_pool):
-        free = decoder.token_to_kv_pool_allocator
-        pages = torch.cat([free.free_pages, free.release_pages])
-        slots = (pages[:, None] * page + torch.arange(page)).flatten()
-        kv.write(pool, slots, [-5] * len(slots))
+    poison_free_slots(decoder)
     tick(decoder)
     assert retracted in decoder.waiting_queue
     decoder.drain()

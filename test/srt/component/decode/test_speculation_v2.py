@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from component.decode.ahead import Ahead
-from component.decode.checks import check, check_idle
+from component.decode.checks import check_idle
+from component.decode.overlapped import until_idle
 from component.decode.steps import ids
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
@@ -23,16 +24,6 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 pytestmark = pytest.mark.usefixtures("no_prefix_wait")
 
 PAGES = [1, 2, 16]
-
-
-def until_idle(decoder: Ahead) -> Iterator[None]:
-    """What has been processed is right at any time, whatever is in flight."""
-    for _ in range(2000):
-        check(decoder)
-        if decoder._nothing_waits and not decoder.result_queue:
-            return
-        yield
-    raise AssertionError("not idle")
 
 
 def answers_are_right(decoder: Ahead) -> None:
