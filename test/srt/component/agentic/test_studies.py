@@ -130,7 +130,8 @@ def test_a_cold_client_is_timed_on_the_loads_clock(
     assert cli.run([*words, "--sessions", "2", "--arms", "beside", "--out", str(out)]) == 0
     (cell,) = record.load(out).cells
     ends = [o.finished_s for o in cell.outcomes]
-    assert cell.cold and all(-5 < o.started_s < max(ends) for o in cell.cold)
+    # Its last request may begin when the load has just ended.
+    assert cell.cold and all(-5 < o.started_s < max(ends) + 5 for o in cell.cold)
     assert "## Per prefill of the cold client" in (out / "page.md").read_text()
 
 
