@@ -167,20 +167,17 @@ def test_second_turn_moves_only_new_pages(
     assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
 
 
-@pytest.mark.hazard("room-number-reused")
-@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
-def test_parallel_sampling_is_refused(served: Served, model: Path, reference: Reference) -> None:
-    """SGLang gives all samples of a request (``n`` above 1) one room number. Guards against a
-    client that waits for ever on either server, or is answered from KV that was never written,
-    against a server that ends, and against a tree that keeps such KV."""
-    pair = served.pair
-    prompt = prompt_maker(model, seed=8)(300)
+def ask_both(
+    pair: Pair, prompt: list[int], room: int, n: int = 1, **wishes: object
+) -> list[tuple[int, str]]:
+    """One request to both servers, at the same time; status and text that each answers."""
     body = {
         "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": 3},
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": n},
         "bootstrap_host": HOST,
         "bootstrap_port": pair.layout[0].bootstrap_port,
-        "bootstrap_room": 4711,
+        "bootstrap_room": room,
+        **wishes,
     }
 
     def ask(url: str) -> tuple[int, str]:
@@ -193,7 +190,36 @@ def test_parallel_sampling_is_refused(served: Served, model: Path, reference: Re
             return error.code, error.read().decode()
 
     with ThreadPoolExecutor(2) as pool:
-        prefill, decode = pool.map(ask, (pair.prefill_url, pair.decode_url))
+        return list(pool.map(ask, (pair.prefill_url, pair.decode_url)))
+
+
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+def test_what_a_pair_cannot_serve_is_refused(
+    served: Served, model: Path, reference: Reference
+) -> None:
+    """Guards against a client whose request ends both servers: that of a session has no room any
+    more when SGLang has built it, and metadata hold 128 top log probabilities."""
+    pair = served.pair
+    prompt = prompt_maker(model, seed=9)(300)
+    session = ask_both(pair, prompt, 4712, session_params={"id": "unknown"})
+    assert [status for status, _ in session] == [400, 400], session
+    logprobs = ask_both(pair, prompt, 4713, return_logprob=True, top_logprobs_num=129)
+    assert [status for status, _ in logprobs] == [400, 400], logprobs
+    assert all("top_logprobs_num" in text for _, text in logprobs)
+    settle(pair)
+    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
+    settle(pair)
+
+
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+def test_parallel_sampling_is_refused(served: Served, model: Path, reference: Reference) -> None:
+    """SGLang gives all samples of a request (``n`` above 1) one room number. Guards against a
+    client that waits for ever on either server, or is answered from KV that was never written,
+    against a server that ends, and against a tree that keeps such KV."""
+    pair = served.pair
+    prompt = prompt_maker(model, seed=8)(300)
+    prefill, decode = ask_both(pair, prompt, 4711, n=3)
     assert prefill[0] == 500 and "n > 1" in prefill[1], prefill
     assert decode[0] == 500 and "n > 1" in decode[1], decode
     settle(pair)

@@ -14,6 +14,7 @@ SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 ``pages``           arithmetic of pages and KV heads, the send cursor, the delta plan: pure
 ``sparse_index``    the index cache of sparse attention, which lies beside the KV
 ``rank_agreement``  what the ranks of one server agree on before a step, in one reduction
+``unserved``        requests that a pair cannot serve, which are answered at once
 ``manager``         the thin overrides of SGLang's manager and bootstrap server
 ``metrics``         every counter, gauge and histogram, declared once; why rooms fail
 ``observability``   counters, durations of transfers, rate-limited log lines; what is best effort

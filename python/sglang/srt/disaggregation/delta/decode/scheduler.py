@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUG
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state
+from sglang.srt.disaggregation.delta.unserved import refuse, why_unserved
 from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
@@ -288,7 +289,12 @@ class DisaggScheduler(DecodeFlush):
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
         # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
-        super()._add_request_to_queue(req, is_retracted or bool(req.is_retracted))
+        is_retracted = is_retracted or bool(req.is_retracted)
+        why = None if is_retracted else why_unserved(req, on_decode=True)
+        if why is not None:
+            refuse(self, req, why)
+            return
+        super()._add_request_to_queue(req, is_retracted)
 
     @override
     def get_load(self, _: Any = None) -> Any:
