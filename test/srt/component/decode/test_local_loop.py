@@ -84,6 +84,48 @@ def test_arrivals_do_not_take_every_place(page: int, no_prefix_wait: None) -> No
 
 
 @PAGES
+def test_who_has_come_from_prefill_waits_for_one_chunk(page: int) -> None:
+    """Guards against requests that prefill has sent and that stand still until a long turn is
+    computed to its end: nothing runs yet that chunks would have to take turns with."""
+    decoder = decoder_of(page)
+    remote = decoder.submit(ids(1, 201))
+    decoder.tick_queues()
+    long = decoder.submit(HISTORY + [9] * 160)  # five chunks
+    turn(decoder)
+    decoder.deliver(remote)
+    turn(decoder)
+    assert remote in decoder.running_batch.reqs and len(remote.output_ids) == 2
+    assert not long.output_ids
+    decoder.drain()
+    check_idle(decoder)
+
+
+@PAGES
+def test_an_aborted_turn_computes_no_further_chunk(page: int) -> None:
+    """Guards against a long turn that is computed to its end although its client left: where
+    nothing runs, each chunk is launched before the result of the one before it is in."""
+    decoder = OverlappedTurns(page, 1024, local=200, chunk=16)
+    decoder.result_queue = deque()
+    launch, sizes = decoder.run_batch, list[int]()
+
+    def run(batch: Any, *arguments: Any) -> Any:
+        sizes.append(batch.extend_num_tokens)
+        return launch(batch, *arguments)
+
+    def leave() -> Any:
+        req = decoder.submit(ids(1, 160))
+        yield
+        decoder.abort(req.rid)
+        for _ in range(12):
+            yield
+
+    decoder.run_batch = run
+    decoder.play(leave())
+    assert sizes == [16]
+    check_idle(decoder)
+
+
+@PAGES
 def test_a_chunk_is_measured_to_its_end(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the time of a launch that is taken for the time of a chunk: without overlap
     scheduling a device still computes when its launch has returned."""
@@ -218,3 +260,24 @@ def test_a_turn_of_another_adapter_waits_for_its_place(page: int) -> None:
     decoder.drain()
     check_idle(decoder)
     assert late.output_ids == [2] * 8
+
+
+@PAGES
+def test_a_turn_that_waits_for_its_place_is_aborted(page: int) -> None:
+    """Guards against pages, a row and a client's answer that wait for the end of others' answers,
+    and against requests from prefill that are held back for the place of one that is gone."""
+    decoder = decoder_of(page, Adapted)
+    running = [decoder.submit(ids(number, 9), new=40, lora_id=f"{number}") for number in (1, 2)]
+    turn(decoder, 3)
+    late = [decoder.submit([*HISTORY, number], lora_id="3") for number in range(2)]
+    while not late[1].output_ids:
+        turn(decoder)
+    for req in late:
+        assert decoder.local_turns.awaits_places
+        decoder.abort(req.rid)
+        check(decoder)
+        assert req.finished() and req not in decoder.local
+    assert not decoder.local_turns.awaits_places and not any(req.finished() for req in running)
+    decoder.drain()
+    check_idle(decoder)
+    assert [req.output_ids for req in late] == [[2]] * 2

@@ -238,12 +238,19 @@ class LocalTurns:
 
     def next_batch(self) -> ScheduleBatch | None:
         """The next chunk as a batch to run, if one may run now."""
-        scheduler = self._scheduler
-        running = len(scheduler.running_batch.reqs)
-        if not self._queue or self._is_paused or not self.pace.may_run(running):
+        if not self._queue or self._is_paused or not self.pace.may_run(self._beside):
             return None
-        turns, unfinished = self._next_chunk(self._free_places(running))
+        if self._queue[0].req.to_finish is not None:
+            return None  # aborted in a chunk that was launched: it goes with that one's result
+        places = self._free_places(len(self._scheduler.running_batch.reqs))
+        turns, unfinished = self._next_chunk(places)
         return self._launch(turns, unfinished) if turns else None
+
+    @property
+    def _beside(self) -> int:
+        """How many requests stand still while a chunk runs: those that run, and those that prefill
+        has sent since."""
+        return len(self._scheduler.running_batch.reqs) + len(self._scheduler.waiting_queue)
 
     @property
     def _is_paused(self) -> bool:
@@ -289,7 +296,7 @@ class LocalTurns:
         batch = chunk_batch(scheduler, turns, unfinished)
         self._queue = self._queue[len(turns) - bool(unfinished) :]
         self._launched.append((batch, turns))
-        self.pace.chunk(batch.extend_num_tokens, len(scheduler.running_batch.reqs))
+        self.pace.chunk(batch.extend_num_tokens, self._beside)
         self.times.launched(batch.extend_num_tokens, self._clock())
         return batch
 
@@ -358,6 +365,7 @@ class LocalTurns:
             if wanted(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
         self.drop_aborted()
+        self._end_computed()
 
     def drop_aborted(self) -> None:
         """Give back what aborted requests hold that no launched chunk uses."""
@@ -372,3 +380,17 @@ class LocalTurns:
         for turn in gone:
             release_kv_cache(turn.req, self._scheduler.tree_cache, is_insert=False)
             self._scheduler.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)
+
+    def _end_computed(self) -> None:
+        """End aborted requests that wait for a place, however long others' answers are. They have
+        sent their first token, so their end goes the same way, behind it."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        for batch in self._computed:
+            gone = [req for req in batch.reqs if req.to_finish is not None]
+            for req in gone:
+                req.check_finished()
+                release_kv_cache(req, self._scheduler.tree_cache)
+                self._scheduler.stream_output([req], req.return_logprob)
+            batch.filter_batch()
+        self._computed = [batch for batch in self._computed if not batch.is_empty()]
