@@ -41,6 +41,11 @@ _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
         "it wraps the tree and keeps pages itself",
     ),
     ("dllm_algorithm", "--dllm-algorithm", "its scheduling loop does not drive the store"),
+    (
+        "enable_pdmux",
+        "--enable-pdmux",
+        "its prefills do not wait for what is loaded from the store",
+    ),
 )
 
 
@@ -176,6 +181,12 @@ def _problems(args: Any) -> Iterator[str]:
     for attribute, written, why in _EXCLUSIVE:
         if getattr(args, attribute, None):
             yield f"{ON} cannot be combined with {written}: {why}. Remove one of them."
+    if args.kv_cache_dtype == "fp4_e2m1":
+        yield (
+            f"{ON} cannot be combined with --kv-cache-dtype fp4_e2m1: SGLang's host pools do not "
+            "know its layout, and keep no scales. Use --kv-cache-dtype auto or fp8_e4m3, or remove "
+            "--enable-hierarchical-cache."
+        )
     if sglang_switch("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
         yield (
             f"{ON} cannot be combined with SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1: it replaces the "

@@ -27,7 +27,9 @@ class Stock:
         self.waiting_queue: list[object] = []
         self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
         self.chunked_req: object = None
-        self.enable_priority_preemption = False
+        self.chunked_prefill_size: int | None = None
+        self.is_mixed_chunk = self.enable_priority_preemption = False
+        self.page_size, self.is_generation = 4, True
 
     def get_num_allocatable_reqs(self, running: int) -> int:
         return 2 - running
@@ -319,6 +321,23 @@ def test_a_prefill_server_of_a_pair_does_not_wait_for_the_store(paired: bool):
     found.run_event_loop()
     patience.batch(1.0)
     assert found.calls["ran"] == 1 and (patience.seconds() == 0) is paired
+
+
+@pytest.mark.hazard("copy-not-ordered")
+@pytest.mark.parametrize(("generates", "told"), [(False, [2, -1]), (True, [])])
+def test_models_that_only_embed_wait_for_what_is_loaded(generates: bool, told: list[int]):
+    """SGLang tells the layers which copy to wait for where a model generates, and nowhere else: an
+    embedding would be that of KV which is not there yet."""
+    found = scheduler()
+    found.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    heard: list[int] = []
+    found.tp_worker = SimpleNamespace(set_hicache_consumer=heard.append)
+    found.is_generation = generates
+    for index in (2, -1):
+        loading = batch(1)
+        loading.hicache_consumer_index = index
+        assert found.run_batch(loading) is loading
+    assert heard == told
 
 
 def test_slots_that_a_draft_model_writes_are_not_known():

@@ -141,6 +141,10 @@ class BufferOnlyScheduler(NamingScheduler):
         # A draft model's verification writes to more than these.
         plain = self.spec_algorithm.is_none()
         self.tree_cache.written = batch.out_cache_loc if plain else None
+        if not self.is_generation:
+            # SGLang does so for models that generate alone: the layers of others would be computed
+            # before what is loaded for them is there.
+            self.tp_worker.set_hicache_consumer(batch.hicache_consumer_index)
         return super().run_batch(batch, pp_proxy_tensors)
 
     @override
