@@ -107,6 +107,37 @@ def test_blocks_of_any_size(block: int, monkeypatch: pytest.MonkeyPatch):
     assert namespaces._sums(torch.empty(0, 3)) == []
 
 
+class Quantized(torch.Tensor):
+    """As torchao's: made of two tensors, and without the operators of a tensor in memory."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.detach.default:
+            raise NotImplementedError(function)
+        return cls(args[0].codes, args[0].scales)
+
+
+def test_weights_that_are_quantized_when_they_are_loaded():
+    """A server with ``--torchao-config`` would end at its start."""
+    found = []
+    for codes, scale in ((1, 1.0), (1, 1.0), (2, 1.0), (1, 2.0)):
+        parts = torch.full((8, 8), codes, dtype=torch.int8), torch.full((8,), scale)
+        quantized = torch.nn.Module()
+        quantized.weight = torch.nn.Parameter(Quantized(*parts), requires_grad=False)
+        found.append(fingerprint(quantized))
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
 def test_scales_of_quantized_kv_count():
     """They are plain attributes of SGLang's attention, and scale what is stored."""
     scaled = model(1)

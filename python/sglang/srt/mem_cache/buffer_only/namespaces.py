@@ -119,13 +119,25 @@ def fingerprint(model: torch.nn.Module) -> str:
     for tensor in model.state_dict().values():
         if not isinstance(tensor, torch.Tensor):
             continue  # a module's extra state
-        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        for block in _sums(tensor):
-            hasher.update(block.to_bytes(8, "little", signed=True))
+        for part in _plain(tensor):
+            hasher.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            for block in _sums(part):
+                hasher.update(block.to_bytes(8, "little", signed=True))
     for module in model.modules():  # of quantized KV, kept as plain attributes
         for name in ("k_scale_float", "v_scale_float"):
             hasher.update(repr(getattr(module, name, None)).encode())
     return hasher.hexdigest()
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """``tensor``, or, of a quantized one with operators of its own (torchao), what it is made
+    of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain(getattr(tensor, name))
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
