@@ -45,7 +45,7 @@ def add(cache: Cache, req: Any, chunk: int | None = None) -> AddReqResult:
     )
     req.init_next_round_input(cache.tree)
     result = adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
-    assert (result is AddReqResult.NO_TOKEN) == (not adder.can_run_list)
+    assert (result is AddReqResult.CONTINUE) == bool(adder.can_run_list)
     return result
 
 
@@ -79,6 +79,25 @@ def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
         cache.step()
         assert cache.state("r") is State.STAGED and cache.tree.protected_size() == 0
     cache.allocator.free(taken)
+    req = request()
+    assert add(cache, req) is AddReqResult.CONTINUE and len(req.prefix_indices) == 8 * PAGE
+    cache.tree.ready_to_load_host_cache()
+    cache.settle()
+    cache.tree.dec_lock_ref(req.last_node)
+    check_idle(cache)
+
+
+def test_a_hit_stays_in_the_stage_while_another_prompt_is_computed_in_chunks(cache: Cache):
+    """SGLang loads it as soon as it looks at the request, for which the chunk has no room: it would
+    wait on the device, where anybody may evict it, and the chunk would wait for its layers."""
+    taken = cache.allocator.available_size()
+    for _ in range(3):
+        cache.buffer.prefetches.in_line(["r"], True)
+        cache.step()
+        assert add(cache, request(), chunk=0) is AddReqResult.OTHER
+        assert cache.tree.ready_to_load_host_cache() == -1
+        assert cache.state("r") is State.STAGED and cache.allocator.available_size() == taken
+    cache.buffer.prefetches.in_line(["r"], False)
     req = request()
     assert add(cache, req) is AddReqResult.CONTINUE and len(req.prefix_indices) == 8 * PAGE
     cache.tree.ready_to_load_host_cache()

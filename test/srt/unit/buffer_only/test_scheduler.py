@@ -280,6 +280,43 @@ def test_prefetches_know_whether_somebody_can_be_admitted(running, changes, full
     assert found.said == [([], full)]
 
 
+@pytest.mark.parametrize("preemption", [False, True])
+@pytest.mark.parametrize(
+    ("left", "mixed", "full"),
+    [(100, False, True), (16, False, True), (13, False, True), (12, False, False),
+     (12, True, True), (11, True, False)],
+)  # fmt: skip
+def test_a_prompt_in_chunks_keeps_others_out(left: int, mixed: bool, full: bool, preemption: bool):
+    """SGLang looks at one request behind it all the same, and would load the hit of that long
+    before it can run: less than a page of this step is left to it."""
+    found = scheduler()
+    found.get_num_allocatable_reqs = lambda running: 9
+    found.running_batch.reqs = [request()]
+    found.chunked_prefill_size, found.is_mixed_chunk = 16, mixed
+    found.enable_priority_preemption = preemption
+    found.chunked_req = request(
+        origin_input_ids=[0] * (left + 19), output_ids=[0], prefix_indices=[0] * 20
+    )
+    found.get_new_batch_prefill()
+    assert found.said == [([], full)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "start", "asked"), [(True, 7, 7), (True, 0, 0), (True, -1, 11), (False, 7, 11)]
+)
+def test_a_request_waits_for_no_hit_that_it_cannot_use(wanted: bool, start: int, asked: int):
+    """With logprobs of its prompt it computes from there on, whatever the store has of that."""
+    found = scheduler()
+    keys = []
+    found.tree_cache.request_prefetch = lambda rid, key: keys.append(key.token_ids)
+    found._prefetch_kvcache(
+        request(origin_input_ids=list(range(10)), output_ids=[10, 11], extra_key=None,
+                return_logprob=wanted, logprob_start_len=start)
+    )  # fmt: skip
+    # The tree leaves the last of them to be computed.
+    assert keys == [list(range(asked + 1))]
+
+
 def batch(tokens: int, extend: bool = True) -> SimpleNamespace:
     return SimpleNamespace(
         forward_mode=SimpleNamespace(is_extend=lambda: extend),

@@ -100,7 +100,7 @@ class PrefetchLine(PrefetchStates):
         """Tokens of the request in the stage that continue the ``held`` tokens that the tree has,
         up to the first ``most`` tokens of the prompt."""
         prefetch, page = self.line.get(rid), self._context.page_size
-        if prefetch is None:
+        if prefetch is None or self._full:  # SGLang loads also for one that then does not fit
             return 0
         return max(0, min(prefetch.staged_from(held // page), (most - held) // page)) * page
 

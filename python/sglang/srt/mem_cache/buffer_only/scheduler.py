@@ -83,6 +83,9 @@ class BufferOnlyScheduler(NamingScheduler):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         tokens = [*req.origin_input_ids, *req.output_ids]
+        if req.return_logprob and req.logprob_start_len >= 0:
+            # SGLang takes no prefix beyond there: the request would wait for what it computes.
+            tokens = tokens[: req.logprob_start_len + 1]
         self.tree_cache.request_prefetch(req.rid, RadixKey(tokens, req.extra_key))
 
     @override
@@ -98,12 +101,19 @@ class BufferOnlyScheduler(NamingScheduler):
 
     @property
     def _is_full(self) -> bool:
-        """Whether SGLang admits nobody in this step, by its count of requests or since it refused
-        one for want of room."""
-        running = self.running_batch
-        places = self.get_num_allocatable_reqs(len(running.reqs)) - (self.chunked_req is not None)
+        """Whether SGLang admits nobody in this step: by its count of requests, since it refused
+        one for want of room, or since a request that is computed in chunks takes all of this
+        one."""
+        running, chunked = self.running_batch, self.chunked_req
+        places = self.get_num_allocatable_reqs(len(running.reqs)) - (chunked is not None)
         is_full = running.batch_is_full or places <= 0
-        return bool(is_full and not self.enable_priority_preemption)
+        if is_full and not self.enable_priority_preemption:
+            return True
+        if chunked is None or self.chunked_prefill_size is None:
+            return False
+        rest = len(chunked.origin_input_ids) + len(chunked.output_ids) - len(chunked.prefix_indices)
+        decoding = len(running.reqs) if self.is_mixed_chunk else 0
+        return bool(self.chunked_prefill_size - decoding - rest < self.page_size)
 
     def _admission_room(self) -> int:
         """Tokens that a request could take which is admitted now, by SGLang's own count: with what

@@ -180,6 +180,8 @@ class Request(Protocol):
     output_ids: list[int]
     extra_key: str | None
     lora_id: str | None
+    return_logprob: bool
+    logprob_start_len: int
     retracted_stain: bool
     host_hit_length: int
     cached_tokens_device: int
