@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from sglang.srt.disaggregation.delta.pages import (
     page_ceil,
     page_floor,
     plan_delta,
+    share_of_chunk,
 )
 
 PAGES = st.sampled_from([1, 4, 16, 64])
@@ -107,6 +109,23 @@ def test_plan_refuses(
 def test_plan_of_a_room_with_dummies_only() -> None:
     """Guards against a rank whose receivers are all dummies and that therefore fails."""
     assert plan_delta(1, [], 5, 16).prefix_len == 0
+
+
+@given(
+    pages=st.lists(st.integers(0, 99), unique=True, max_size=12),
+    size=st.integers(1, 5),
+    start=st.integers(0, 9),
+)
+def test_ranks_share_a_chunk(pages: list[int], size: int, start: int) -> None:
+    """Guards against pages that none of the ranks of a context parallel group sends, whatever their
+    numbers; and against one rank that sends most of them."""
+    chunk, part = np.array(pages, np.int32), slice(start, start + len(pages))
+    shares = [share_of_chunk(chunk, part, rank, size) for rank in range(size)]
+    places = range(9 + 12)
+    sent = [pair for own, at in shares for pair in zip(places[at], own.tolist(), strict=True)]
+    assert sent == list(enumerate(pages, start))
+    lengths = [len(own) for own, _ in shares]
+    assert sum(lengths) == len(pages) and max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.hazard("prefix-rounding")

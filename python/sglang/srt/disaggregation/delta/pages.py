@@ -44,6 +44,20 @@ def chunk_end(computed: int, page: int, last: bool) -> int:
     return computed if last else page_floor(computed, page)
 
 
+def share_of_chunk(pages: Pages, part: slice, rank: int, size: int) -> tuple[Pages, slice]:
+    """What ``rank`` of ``size`` ranks sends of a chunk that each of them has: its pages, and their
+    place among the room's destination pages. ``part``: the place of the whole chunk.
+
+    Shares follow one another and differ by a page at most. SGLang's own function cuts by the
+    numbers of the pages, as if they were neighbours: what lies outside the range that begins with
+    the lowest is sent by nobody.
+    """
+    base, more = divmod(len(pages), size)
+    first = rank * base + min(rank, more)
+    end = first + base + (rank < more)
+    return pages[first:end], slice(part.start + first, part.start + end)
+
+
 class DeltaMismatch(ValueError):
     """What decode announced does not fit the prompt that prefill holds. Fails the room."""
 

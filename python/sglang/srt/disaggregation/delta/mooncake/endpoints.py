@@ -9,6 +9,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.pages import share_of_chunk
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -22,6 +23,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
     """Fails its own room, never the scheduler, and not while a worker is still at it."""
 
     conclude_state: KVPoll | None  # of the upstream class; named for the type checker
+    curr_idx: int
 
     @override
     def send(
@@ -30,11 +32,30 @@ class DeltaMooncakeSender(MooncakeKVSender):
         if self.is_stopped:
             return
         try:
-            super().send(kv_indices, state_indices)
+            if self.kv_mgr.enable_all_cp_ranks_for_transfer:
+                self._send_share(kv_indices, state_indices)
+            else:
+                super().send(kv_indices, state_indices)
         except Exception as error:  # no request may raise out of the scheduler's loop
             self.fail(
                 Reason.TRANSPORT, f"room {self.bootstrap_room} could not be queued: {error!r}"
             )
+
+    def _send_share(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None
+    ) -> None:
+        """A chunk of which each rank of the context parallel group sends a part."""
+        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        self.curr_idx = part.stop
+        is_last = part.stop == self.num_kv_indices
+        manager = self.kv_mgr
+        kv_indices, part = share_of_chunk(
+            kv_indices, part, manager.attn_cp_rank, manager.attn_cp_size
+        )
+        manager.add_transfer_request(
+            self.bootstrap_room, kv_indices, part, is_last,
+            self.aux_index if is_last else None, state_indices if is_last else None,
+        )  # fmt: skip
 
     @override
     def poll(self) -> KVPoll:

@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.delta.nixl.descriptors import cut_chunk
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages, share_of_chunk
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
@@ -235,9 +235,8 @@ class DeltaNixlSender(NixlKVSender):
         self.curr_idx = part.stop
         is_last = part.stop == self.num_kv_indices
         if manager.enable_all_cp_ranks_for_transfer:
-            from sglang.srt.disaggregation.utils import filter_kv_indices_for_cp_rank
-
-            kv_indices, part = filter_kv_indices_for_cp_rank(manager, kv_indices, part)
+            group = manager.attn_cp_rank, manager.attn_cp_size
+            kv_indices, part = share_of_chunk(kv_indices, part, *group)
         elif manager.is_dummy_cp_rank:  # another rank of the context parallel group sends all
             self._is_left_out |= is_last
             self.has_sent |= is_last
