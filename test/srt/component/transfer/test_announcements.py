@@ -80,6 +80,26 @@ def test_a_room_is_ready_when_its_last_rank_announced_it(say: Dialect) -> None:
     assert manager.transfer_infos[8][say.peer].delta.num_pages == 2
 
 
+@both
+def test_a_request_comes_in_the_middle_of_an_announcement(say: Dialect) -> None:
+    """Guards against a request that starts between the two places where an announcement is listed,
+    without what was announced: it would send the whole prompt, and fail by its number of pages."""
+    manager, reader = say.acquainted()
+    announce, started = manager.rooms.announce, []
+
+    def while_the_request_comes(*announcement: Any) -> bool:
+        manager.update_status(7, KVPoll.Bootstrapping)  # as a sender begins
+        assert manager.rooms.claim(7)[1] is None
+        started.append((manager.start_if_announced(7), manager.rooms.destinations(7)))
+        return bool(announce(*announcement))
+
+    manager.rooms.announce = while_the_request_comes
+    reader.handle(say.announcement())
+    assert started == [(False, [])]
+    assert manager.request_status == {7: KVPoll.WaitingForInput}
+    assert len(manager.rooms.destinations(7)) == 1
+
+
 @pytest.mark.hazard("lists-cut-to-fit")
 @pytest.mark.parametrize(("say", "message", "complaint"), REFUSED)
 def test_what_cannot_be_served_is_dropped_by_name(

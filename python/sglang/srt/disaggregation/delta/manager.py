@@ -315,8 +315,11 @@ class DeltaManager(CommonKVManager):
     def start_if_announced(self, room: int) -> bool:
         """A room starts when its request is here and all its decode ranks have announced it,
         whichever comes last; whether the latter have. Prefill only."""
-        infos = list(self.transfer_infos.get(room, {}).values())
-        is_announced = bool(infos) and len(infos) >= infos[-1].required_dst_info_num
+        assert self.rooms is not None
+        # By the table: what a request starts with is what stands there, and the reader thread lists
+        # an announcement in ``transfer_infos`` first.
+        life = self.rooms.life(room)
+        is_announced = life is not None and life.reason is None and life.is_announced
         if is_announced:
             self.advance(room, kv_poll().WaitingForInput)
         return is_announced
