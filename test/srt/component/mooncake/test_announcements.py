@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from component.transfer.messages import MOONCAKE
-from sglang.srt.disaggregation.mooncake.conn import PrefillStagingContext
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender, PrefillStagingContext
 
 PEER = MOONCAKE.peer
 
@@ -50,3 +51,18 @@ def test_messages_of_staging_reach_it() -> None:
     assert (place.offsets[0], place.rounds[0], place.ends[0]) == (128, 1, 256)
     reader.handle([b"STAGING_RSP", b"7", b"9999999999", b"128", b"1", b"256", session])
     assert len(place.offsets) == 1, "a stranger's number is no table length"
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(9, True), (12, True), (8, False), (13, False)])
+def test_a_decode_server_that_lists_tokens(tokens: int, fits: bool) -> None:
+    """Guards against a decode server with ``--enable-hisparse``, whose requests all fail: its pool
+    on the host has pages of one token, and prefill's are larger."""
+    manager, reader = MOONCAKE.listener()
+    manager.kv_args.page_size = 4
+    reader.handle(MOONCAKE.registration(item=16, hisparse=b"1"))
+    reader.handle(MOONCAKE.announcement(pages=tuple(range(20, 20 + tokens)), ours=False))
+    sender = MooncakeKVSender(manager, "10.0.0.1:8998", 7, [0], 0)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.init(3, 0)
+    assert sender.poll() == (KVPoll.WaitingForInput if fits else KVPoll.Failed)
+    assert sender.num_kv_indices == 3

@@ -108,9 +108,10 @@ class Mooncake(Dialect):
         item: bytes,
         *,
         session: bytes = b"10.0.0.2:4001",
+        hisparse: bytes = b"0",
     ) -> list[bytes]:
         frames = [b"None", *_FROM, session, pointers, struct.pack("Q", 9), b""]
-        return [*frames, rank, size, item, b"", b"", b"0", b"", b""]
+        return [*frames, rank, size, item, b"", b"", hisparse, b"", b""]
 
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
         return [room, *_FROM, self.peer.encode(), pages, slot, b"", needed]

@@ -324,6 +324,10 @@ class DeltaManager(CommonKVManager):
             self.advance(room, kv_poll().WaitingForInput)
         return is_announced
 
+    def listed_pages(self, info: Announcement) -> int:
+        """How many pages of this prefill rank's size a decode rank listed."""
+        return len(info.dst_kv_indices)
+
     def take_announcement(self, room: int) -> None:
         """One more decode rank has announced ``room``."""
         if self.start_if_announced(room):

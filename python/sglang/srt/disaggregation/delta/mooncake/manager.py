@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.delta.mooncake.worker import (
     SettlingExecutor,
     serve_staging,
 )
-from sglang.srt.disaggregation.delta.pages import Pages
+from sglang.srt.disaggregation.delta.pages import Pages, page_ceil
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,14 @@ class DeltaMooncakeManager(MooncakeKVManager):
         # As SGLang spreads them: what goes to the same decode ranks waits in the same queue.
         ports = sum(int(session.rpartition(":")[2]) for session in sessions)
         self.transfer_queues[ports % len(self.transfer_queues)].put(chunk)
+
+    @override
+    def listed_pages(self, info: MooncakeTransferInfo) -> int:
+        listed: int = super().listed_pages(info)
+        known = self.decode_kv_args_table.get(info.mooncake_session_id)
+        if known is None or not known.enable_hisparse:
+            return listed
+        return page_ceil(listed, self.kv_args.page_size) // self.kv_args.page_size  # tokens
 
     def fail_room(self, chunk: QueuedChunk, kind: Reason, text: str, *, settled: bool) -> None:
         """Fail the room of a chunk here. Decode ranks of ours are told why when all has settled;

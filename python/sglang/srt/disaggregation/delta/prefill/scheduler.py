@@ -315,7 +315,7 @@ class DeltaSender(CommonKVSender):
             if is_dummy:
                 continue
             prefix = info.delta.decode_prefix_len if info.delta else info.later_prefix_len or 0
-            found.append(_Destination(prefix, len(info.dst_kv_indices)))
+            found.append(_Destination(prefix, self.kv_mgr.listed_pages(info)))
         return found
 
     @property
