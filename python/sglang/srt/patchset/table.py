@@ -136,8 +136,8 @@ _DELTA = (
     Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
-        mixin=f"{_DISAGG}.delta.prefill.scheduler:PrefillStages",
-        why="a pipeline stage's requests end when they have ended on all its ranks",
+        mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",
+        why="pipeline stages take in and end the same requests, those that fail on one too",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",

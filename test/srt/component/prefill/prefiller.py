@@ -66,16 +66,26 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
 
     def prefill(self, room: int, tokens: int, target: list[int], slot: int = 0) -> Any:
         """A request of so many tokens is computed and queued; decode lists the pages ``target``."""
-        prompt = [room] * tokens
+        req = self.request(room, tokens)
+        req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
+        self.rank.announce(room, target, slot=slot)
+        req.disagg_kv_sender.init(-(-tokens // PAGE), req.metadata_buffer_index)
+        self.compute(req)
+        return req
+
+    def request(self, room: int, tokens: int) -> Any:
+        """A request of so many tokens is here."""
         req = Req(
-            f"r{room}", "", prompt, SamplingParams(max_new_tokens=1), bootstrap_room=room,
+            f"r{room}", "", [room] * tokens, SamplingParams(max_new_tokens=1), bootstrap_room=room,
             eos_token_ids=set(), vocab_size=64,
         )  # fmt: skip
         req.sampling_params.normalize(None)
         req.disagg_kv_sender = self.rank.sender(room)
-        req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
-        self.rank.announce(room, target, slot=slot)
-        req.disagg_kv_sender.init(-(-tokens // PAGE), req.metadata_buffer_index)
+        return req
+
+    def compute(self, req: Any) -> None:
+        """A request that its decode ranks have announced is computed in one step, and queued."""
+        tokens = len(req.origin_input_ids)
         req.init_next_round_input(self.tree_cache)
         assert len(req.prefix_indices) == 0
         self.tree_cache.inc_lock_ref(req.last_node)
@@ -87,7 +97,6 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         self.tree_cache.cache_unfinished_req(req)
         self.disagg_prefill_inflight_queue.append(req)
         self.send_kv_chunk(req, last_chunk=True)
-        return req
 
     def expected(self, req: Any, target: list[int], slot: int = 0) -> list[np.ndarray]:
         """Decode's buffers once all of the request is there."""

@@ -50,3 +50,14 @@ def test_pages_stay_until_the_engines_call_returns_on_every_rank() -> None:
         theirs.rooms.leave(ROOM)
         assert turn() == [["r"], ["r"]]
         pair.close()
+
+
+def test_a_stage_takes_in_what_the_one_before_has() -> None:
+    """Guards against a pipeline stage that drops a request which the others run."""
+    sender = request().disagg_kv_sender
+    sender.is_taken_in = True
+    sender.kv_mgr.rooms.leave(ROOM)
+    sender.kv_mgr.rooms.fail(ROOM, Reason.ABORTED, "withdrawn")
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.num_kv_indices = 3  # as its ``init`` sets it
+    assert sender.poll() == KVPoll.Failed

@@ -61,6 +61,8 @@ class DeltaMooncakeSender(MooncakeKVSender):
     def poll(self) -> KVPoll:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
+        if self.is_due:
+            return KVPoll.WaitingForInput
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room

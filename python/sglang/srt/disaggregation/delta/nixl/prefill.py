@@ -257,6 +257,8 @@ class DeltaNixlSender(NixlKVSender):
         room = self._room  # without a lock: the scheduler asks of every request, in every step
         if room.delivered or self._is_left_out:
             return KVPoll.Success  # also if it was stopped after that: decode has it
+        if self.is_due:
+            return KVPoll.WaitingForInput
         if not room.is_stopped:
             if self.has_sent:
                 return KVPoll.WaitingForInput
@@ -265,14 +267,9 @@ class DeltaNixlSender(NixlKVSender):
             # While its pages are read, they must not be freed.
             return KVPoll.Failed if room.is_over else KVPoll.Transferring
         status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Bootstrapping and self._is_initialised:
+        if status == KVPoll.Bootstrapping and self.is_initialised:
             return KVPoll.WaitingForInput
         return status
-
-    @property
-    def _is_initialised(self) -> bool:
-        """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
-        return getattr(self, "num_kv_indices", None) is not None
 
     @override
     def failure_exception(self) -> None:

@@ -40,10 +40,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 else:
     CommonKVSender = SchedulerDisaggregationPrefillMixin = object
-    Scheduler = SchedulerPPMixin = object
+    Scheduler = object
 
 
 class Request(Protocol):
@@ -84,20 +83,6 @@ def ended(requests: Sequence[Request], groups: Sequence[ProcessGroup]) -> list[s
     return found
 
 
-class PrefillStages(SchedulerPPMixin):
-    """Pipeline stages tell each other which requests have ended; each asks all of its ranks."""
-
-    @override
-    def get_rids(
-        self, req_queue: list[Request], is_send: bool, *poll_statuses_group: list[int]
-    ) -> Any:  # a list of ids, or two of them, as SGLang's
-        if is_send and req_queue is self.disagg_prefill_inflight_queue:
-            manager = self.disagg_prefill_bootstrap_queue.kv_manager
-            if getattr(manager, "rooms", None) is not None:
-                return ended(req_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
-        return super().get_rids(req_queue, is_send, *poll_statuses_group)
-
-
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
     in one step."""
@@ -125,6 +110,11 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             # Decode holds all of this chunk, or it fills no page. The cursor never moves back: that
             # would send prefix pages into the delta's destinations.
             return
+        elif getattr(self, "launch_event", None) is not None:
+            # A pipeline stage comes here in the turn after it has launched the chunk. Others have
+            # the stream that copies the slots wait for that, to hand on what the chunk gave; with
+            # --pp-async-batch-depth the last one does not.
+            self.launch_event.synchronize()
         req.start_send_idx = max(start, end)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         # An index goes with the last chunk, as in SGLang: its pages are those of all the KV sent.
@@ -270,6 +260,9 @@ class DeltaSender(CommonKVSender):
 
     #: Tokens that decode holds and that are not sent; None where SGLang's own sender is at work.
     decode_prefix_len: int | None = None
+    #: The pipeline stage before has taken its request in: so does this one, whatever has become of
+    #: the room meanwhile, and ends it in flight like the others.
+    is_taken_in = False
     _room: Room
 
     def __init__(
@@ -322,6 +315,16 @@ class DeltaSender(CommonKVSender):
     def is_stopped(self) -> bool:
         """Failed, aborted or withdrawn: nothing more is to be posted."""
         return self._room.is_stopped
+
+    @property
+    def is_initialised(self) -> bool:
+        """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
+        return getattr(self, "num_kv_indices", None) is not None
+
+    @property
+    def is_due(self) -> bool:
+        """The scheduler takes it from its bootstrap queue now, as the stage before has."""
+        return self.is_taken_in and not self.is_initialised
 
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are told once what was posted has settled."""
