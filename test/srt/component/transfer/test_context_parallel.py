@@ -36,7 +36,9 @@ def test_every_page_is_sent_by_one_rank(say: Dialect) -> None:
         assert sender.poll() == KVPoll.WaitingForInput
         sender.init(7, 3)
 
-        def queue(room: int, pages: Any, part: slice, is_last: bool, *rest: Any) -> None:
+        def queue(
+            room: int, pages: Any, part: slice, is_last: bool, *rest: Any, **more: Any
+        ) -> None:
             sent.extend(zip(range(7)[part], pages.tolist(), strict=True))
             last.append(is_last)
 
