@@ -104,7 +104,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
         known = self.decode_kv_args_table.get(info.mooncake_session_id)
         if known is None or not known.enable_hisparse:
             return listed
-        return page_ceil(listed, self.kv_args.page_size) // self.kv_args.page_size  # tokens
+        page: int = self.kv_args.page_size
+        return page_ceil(listed, page) // page  # it lists tokens
 
     def fail_room(self, chunk: QueuedChunk, kind: Reason, text: str, *, settled: bool) -> None:
         """Fail the room of a chunk here. Decode ranks of ours are told why when all has settled;
