@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 
+#: Where SGLang's pools have it: a list of the layers' buffers. Others lack the attribute.
+ATTRIBUTE = "index_k_with_scale_buffer"
+
+
 def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
     """The index cache of each layer (pages, bytes of a page); none where ``pool`` has no index."""
-    found: Sequence[torch.Tensor] = getattr(pool, "index_k_with_scale_buffer", ())
+    found: Sequence[torch.Tensor] = getattr(pool, ATTRIBUTE, ())
     return found
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import sparse_index, wire
 from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend, end_yielded
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
-from sglang.srt.disaggregation.delta.sparse_index import has_other_state, index_buffers
 from sglang.srt.disaggregation.delta.unserved import refuse, why_unserved
 
 if TYPE_CHECKING:
@@ -94,7 +93,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        if prefix is None or (last_chunk and has_other_state(pool)):
+        has_index = hasattr(pool, sparse_index.ATTRIBUTE)
+        has_state = hasattr(pool, "get_state_buf_infos") and not has_index
+        if prefix is None or (last_chunk and has_state):
             # The backend is SGLang's own; or the model has state, of which SGLang says what goes
             # along. Such models never have a prefix on decode.
             super().send_kv_chunk(req, last_chunk, end_idx)
@@ -118,7 +119,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         req.start_send_idx = max(start, end)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         # An index goes with the last chunk, as in SGLang: its pages are those of all the KV sent.
-        goes_along = index_buffers(pool) and last_chunk and end > prefix
+        goes_along = has_index and last_chunk and end > prefix
         index = page_indices(row, prefix, end, page) if goes_along else None
         sender.send(page_indices(row, start, end, page), index)
 
