@@ -89,7 +89,78 @@ def cut_short() -> None:
         assert len(os.listdir(folder)) == 4
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {"cut_short": cut_short}
+def removed() -> None:
+    """A file that is removed between the look and the read, as by a server that clears the store,
+    is not there; what the memory held before is not its content."""
+    pool = host_pool("mha", "page_first_direct")
+    with tempfile.TemporaryDirectory() as folder:
+        store = backend(pool, folder)
+        assert store.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
+        look = store.has_values
+
+        def look_and_lose(keys: list[str], sizes: list[int]) -> list[bool]:
+            found: list[bool] = look(keys, sizes)
+            for path in Path(folder).iterdir():
+                path.unlink()
+            return found
+
+        store.has_values = look_and_lose
+        assert store.batch_get_v1(hashes(2), slots(3, 4)) == [False, False]
+        assert not os.listdir(folder)
+
+
+def full() -> None:
+    """A page that did not fit is not stored; its files are gone, and it can be written again."""
+    pool = host_pool("mha", "page_first_direct")
+    with tempfile.TemporaryDirectory() as folder:
+        store = backend(pool, folder)
+        transfer = store._transfer
+
+        def half(direction: str, memory: list[Any], paths: list[str]) -> bool:
+            """As NIXL 1.0: done. Later ones raise."""
+            done: bool = transfer(direction, [view[: len(view) // 2] for view in memory], paths)
+            return done
+
+        store._transfer = half
+        assert store.batch_set_v1(hashes(2), slots(1, 2)) == [False, False]
+        store._transfer = transfer
+        assert store.batch_exists(hashes(2)) == 0 and not os.listdir(folder)
+        assert store.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
+        assert store.batch_exists(hashes(2)) == 2
+
+
+def refused() -> None:
+    """A transfer that fails leaves no handle behind."""
+    pool = host_pool("mha", "page_first_direct")
+    with tempfile.TemporaryDirectory() as folder:
+        store = backend(pool, folder)
+        made: list[Any] = []
+        agent = store.agent
+        initialize, release = agent.initialize_xfer, agent.release_xfer_handle
+
+        def raises(handle: Any) -> str:
+            raise RuntimeError("the backend has failed")
+
+        def remember(*arguments: Any) -> Any:
+            made.append(initialize(*arguments))
+            return made[-1]
+
+        def forget(handle: Any) -> None:
+            made.remove(handle)
+            release(handle)
+
+        agent.initialize_xfer, agent.transfer, agent.release_xfer_handle = remember, raises, forget
+        before = open_files()
+        try:
+            store.batch_set_v1(hashes(1), slots(1))
+            raise AssertionError("it says nothing")
+        except RuntimeError:
+            assert not made and open_files() == before and not os.listdir(folder)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "cut_short": cut_short, "removed": removed, "full": full, "refused": refused,
+}  # fmt: skip
 for _layout in LAYOUTS:
     for _kind in KINDS:
         SCENARIOS[f"pages_{_kind}_{_layout}"] = partial(pages, _kind, _layout)

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: NIXL's handles
 
 import torch
 from typing_extensions import override
@@ -141,7 +141,11 @@ class NixlParts(_Nixl):
         there = self.has_values(keys, [view.numel() for view in memory])
         found = [at for at, good in enumerate(there) if good]
         paths, views = self._paths([keys[at] for at in found]), [memory[at] for at in found]
-        if not found or not self._transfer("READ", views, paths):
+        try:
+            done = bool(found) and self._transfer("READ", views, paths)
+        except FileNotFoundError:  # removed since
+            done = False
+        if not done:
             return [0] * len(keys)
         return [view.numel() if good else 0 for view, good in zip(memory, there, strict=True)]
 
@@ -149,15 +153,21 @@ class NixlParts(_Nixl):
         paths = self._paths(keys)
         beside = [f"{path}.{uuid.uuid4().hex}" for path in paths]
         try:
-            done = self._transfer("WRITE", memory, beside)
-            if done:
-                for source, path in zip(beside, paths, strict=True):
+            moved = self._transfer("WRITE", memory, beside)
+            # Of a write that ended early, as on a file system that is full, NIXL 1.0 says that it
+            # is done.
+            done = [
+                moved and _size(source) == view.numel()
+                for source, view in zip(beside, memory, strict=True)
+            ]
+            for good, source, path in zip(done, beside, paths, strict=True):
+                if good:
                     os.replace(source, path)
         finally:
             for source in beside:
                 with contextlib.suppress(OSError):
                     os.unlink(source)
-        return [done] * len(keys)
+        return done
 
     def _paths(self, keys: list[str]) -> list[str]:
         return [self.file_manager.get_file_path(key) for key in keys]
@@ -171,7 +181,7 @@ class NixlParts(_Nixl):
             if not any(address in span for span in self._pool_memory)
         ]
         with contextlib.ExitStack() as stack:
-            files = stack.enter_context(_opened(paths))
+            files = stack.enter_context(_opened(paths, create=direction == "WRITE"))
             remote = [(0, each[1], file) for each, file in zip(local, files, strict=True)]
             named = [(*each, "") for each in remote]
             stack.enter_context(self._registered(named, "FILE"))
@@ -183,14 +193,17 @@ class NixlParts(_Nixl):
                     self.agent.get_xfer_descs(remote, "FILE"),
                     self.agent_name,
                 )
+                stack.callback(self._release, handle)
                 state = self.agent.transfer(handle)
             while state not in ("DONE", "ERR"):
                 time.sleep(_POLL)
                 with self._agent_lock:
-                    state = self.agent.check_xfer_state(handle)
-            with self._agent_lock:
-                self.agent.release_xfer_handle(handle)
+                    state = self.agent.check_xfer_state(handle)  # raises in NIXL 1.5
         return bool(state == "DONE")
+
+    def _release(self, handle: Any) -> None:
+        with self._agent_lock:
+            self.agent.release_xfer_handle(handle)
 
     @contextlib.contextmanager
     def _registered(self, regions: list[tuple[int, int, int, str]], kind: str) -> Iterator[None]:
@@ -207,11 +220,13 @@ class NixlParts(_Nixl):
 
 
 @contextlib.contextmanager
-def _opened(paths: list[str]) -> Iterator[list[int]]:
-    """File descriptors, closed at the end."""
+def _opened(paths: list[str], create: bool) -> Iterator[list[int]]:
+    """File descriptors, closed at the end. What is read is not created: of a read from an empty
+    file NIXL 1.0 says that it is done, and whatever the memory held before would be the page."""
+    flags = os.O_RDWR | (os.O_CREAT if create else 0)
     with contextlib.ExitStack() as stack:
         files = []
         for path in paths:
-            files.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+            files.append(os.open(path, flags, 0o644))
             stack.callback(os.close, files[-1])
         yield files
