@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmark.harness import without_engine
 from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from component.decode.peer import Mailbox
+from sglang.srt.disaggregation.delta.unserved import why_unserved
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
+from sglang.srt.disaggregation.utils import (
+    DisaggregationMode,
+    MetadataBuffers,
+    TransferBackend,
+)
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from unit.delta.nixl.prefill_rank import PrefillRank
@@ -24,10 +31,27 @@ LOGPROBS = {"return_logprob": True, "top_logprobs_num": 129}
 UNSERVED = [
     (SESSION, "has no room"),
     ({"bootstrap_room": -1}, "has no room"),
-    ({"bootstrap_room": 2**64}, "has no room"),
+    ({"bootstrap_room": 2**63}, "has no room"),
     ({"bootstrap_room": [7]}, "has no room"),
     (LOGPROBS, "top_logprobs_num is 129"),
 ]
+
+
+def test_what_metadata_hold() -> None:
+    """Guards against bounds that are not those of SGLang's buffers, where it raises."""
+    buffers = MetadataBuffers(1, 16, torch.float32)
+    most = request(bootstrap_room=2**63 - 1, return_logprob=True, top_logprobs_num=128)
+    most.output_ids, most.metadata_buffer_index = [1], 0
+    most.output_top_logprobs_val, most.output_top_logprobs_idx = [[0.5] * 128], [[1] * 128]
+    most.output_token_logprobs_val, most.output_token_logprobs_idx = [0.5], [1]
+    assert why_unserved(most, on_decode=True) is None
+    buffers.set_buf(most)
+    assert buffers.bootstrap_room[0, 0].item() == 2**63 - 1
+    for name, value in (("bootstrap_room", 2**63), ("output_top_logprobs_val", [[0.5] * 129])):
+        over = copy.copy(most)
+        setattr(over, name, value)
+        with pytest.raises((ValueError, RuntimeError)):
+            buffers.set_buf(over)
 
 
 def request(**fields: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any  # Any: SGLang's scheduler and request, of either side
 
 logger = logging.getLogger(__name__)
 
-#: What SGLang's metadata buffers have for the number of a room, 64 bits without a sign, and for the
-#: top log probabilities of the first token.
-_ROOMS, _MOST_TOP_LOGPROBS = 2**64, 128
+#: What SGLang's metadata buffers take as the number of a room (more raises, although they have 64
+#: bits without a sign), and how many top log probabilities of the first token they hold.
+_ROOMS, _MOST_TOP_LOGPROBS = 2**63, 128
 
 
 def why_unserved(req: Any, *, on_decode: bool = False) -> str | None:
