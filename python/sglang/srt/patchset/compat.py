@@ -254,6 +254,13 @@ def _problems(args: Any) -> Iterator[str]:
         if sglang_switch(name):
             yield _conflict(f"{name}=1", why)
     yield from _speculation_problems(args)
+    if args.kv_cache_dtype == "fp4_e2m1":
+        yield _conflict(
+            "--kv-cache-dtype fp4_e2m1",
+            "SGLang transfers such KV without its scales (of multi-head attention it registers "
+            "buffers that are none of the pool's), and copies a retracted request without them; "
+            "use --kv-cache-dtype auto or fp8_e4m3",
+        )
     if args.pp_size > 1:
         yield _conflict(
             "--pipeline-parallel-size above 1",
