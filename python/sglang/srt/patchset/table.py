@@ -240,6 +240,12 @@ _DECODE_RADIX = (
     ),
     Replacement(
         module=f"{_DISAGG}.decode",
+        name="DecodeRequest",
+        mixin=f"{_DISAGG}.delta.decode.waiting:CountedEntry",
+        why="statistics by priority, which end a stock decode server",
+    ),
+    Replacement(
+        module=f"{_DISAGG}.decode",
         name="DecodePreallocQueue",
         mixin=f"{_DISAGG}.delta.decode.prealloc_queue:RadixPreallocQueue",
         why="match, lock, budget, delta pages, announcement",

@@ -9,6 +9,7 @@ import pytest
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from sglang.srt.disaggregation.delta.decode.scheduler import readings
+from sglang.srt.observability.metrics_collector import QueueCount
 
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 
@@ -79,3 +80,12 @@ def test_a_server_without_the_flag_is_left_alone(decoder: Decoder) -> None:
     queue = decoder.disagg_decode_prealloc_queue
     queue.tree_cache = SimpleNamespace(serves_decode=False)
     assert queue.num_tokens_pre_allocated == 3 * (160 + 32)
+
+
+def test_queues_are_counted_by_priority(decoder: Decoder) -> None:
+    """Guards against statistics that end a server which schedules by priority: SGLang asks the
+    entries of decode's queues for one."""
+    for number, req in enumerate(decoder.in_transfer):
+        req.priority = number % 2
+    counted = QueueCount.from_reqs(decoder.disagg_decode_transfer_queue.queue, True)
+    assert (counted.total, counted.by_priority) == (3, {0: 2, 1: 1})

@@ -16,10 +16,13 @@ from sglang.srt.disaggregation.delta.rank_agreement import State
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.decode.admission import Limits
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+else:
+    DecodeRequest = object
 
 logger = logging.getLogger(__name__)
 
@@ -127,3 +130,13 @@ def fail(queue: RadixPreallocQueue, entry: QueueEntry, what: str) -> None:
     place = f"rank={queue.tp_rank}, bootstrap_room={req.bootstrap_room}"
     message = f"{what} {req.rid} ({place}): {why_failed(queue, entry)}"
     give_up(queue.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+class CountedEntry(DecodeRequest):
+    """A request in a queue, as SGLang's statistics count it."""
+
+    @property
+    def priority(self) -> int | None:
+        """Where SGLang schedules by priority it counts a queue by that, and asks its entries."""
+        priority: int | None = self.req.priority
+        return priority
