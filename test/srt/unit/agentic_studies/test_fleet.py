@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from benchmark.agentic.fleet import rig, spec
 from benchmark.agentic.fleet.servers import usage
@@ -128,14 +129,17 @@ def test_titles_count_the_servers_that_there_are() -> None:
 def test_arms_whose_servers_read_the_same_are_told_apart() -> None:
     """Guards against two arms of one name: setups by address may have equal numbers."""
     study = spec.load(find("capacity_wall"), Study)
+    again = replace(study.arms["pd-stock"], setup="pd-again")
     pair = spec.Setup(prefill=(spec.Prefill("http://p"),), decode=("http://d",))
-    arms, _ = study.at({"pd-stock": pair, "pd-stock-3-1": pair, "pd-radix-3-1": pair})
+    arms, _ = replace(study, arms={**study.arms, "pd-again": again}).at(
+        {"pd-stock": pair, "pd-radix": pair, "pd-again": pair}
+    )
     assert list(titles(arms).values()) == [
-        "1P 1D, stock (pd-2-2)",
-        "1P 1D, stock (pd-3-1)",
+        "1P 1D, stock (pd-stock)",
         "1P 1D, radix",
+        "1P 1D, stock (pd-again)",
     ]
-    assert list(titles(study.arms).values())[:2] == ["4 aggregated", "2P 2D, stock"]
+    assert list(titles(study.arms).values())[:2] == ["4 aggregated", "3P 1D, stock"]
 
 
 def test_usage_is_read_off_a_metrics_page() -> None:
