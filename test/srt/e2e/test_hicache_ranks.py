@@ -43,6 +43,7 @@ def reference(one_head: Path, tmp_path: Path) -> Iterator[Reference]:
         yield Reference(server)
 
 
+@pytest.mark.nightly
 def test_two_ranks_and_one(one_head: Path, reference: Reference, tmp_path: Path) -> None:
     """Ranks that start different transfers end their server; what one rank has not stored is no hit
     on the other; and servers of other numbers of ranks do not meet."""
