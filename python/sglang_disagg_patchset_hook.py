@@ -3,7 +3,7 @@
 It puts one finder on ``sys.meta_path`` and does nothing else until SGLang is looked up, so that an
 interpreter that never imports SGLang pays well under a millisecond. What the finder does then:
 
-* ``sglang``: lets our sources be found beside SGLang's own, for an editable install;
+* ``sglang``: lets our sources be found beside SGLang's own, where either is an editable install;
 * ``sglang.srt.*``: hands modules of the replacement table to ``sglang.srt.patchset.attach``;
 * with ``SGLANG_CPU_STANDIN=1``: starts the CPU stand-in before torch or SGLang are imported.
 
@@ -123,12 +123,16 @@ class Finder:
     def _ask(
         self, finders: list[Any], name: str, path: _Path, target: ModuleType | None
     ) -> ModuleSpec | None:
+        folder: ModuleSpec | None = None
         for finder in finders:
             if finder is not self and hasattr(finder, "find_spec"):
                 spec: ModuleSpec | None = finder.find_spec(name, path, target)
-                if spec is not None:
+                if spec is not None and spec.loader is not None:
                     return spec
-        return None
+                # Only folders without an __init__.py: where SGLang is an editable installation (as
+                # in its own images), ours lies on the path, and a finder behind has the package.
+                folder = folder or spec
+        return folder
 
 
 def _is_table(name: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.patchset import GROUPS, __version__
+from sglang.srt.patchset import BASE_VERSION, GROUPS, __version__
 from unit.patchset.conftest import clean_environment
 
 ROOT = Path(__file__).parents[4]
@@ -79,13 +79,19 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.fixture(scope="module")
-def installed(clean: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The same with the wheel."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` builds."""
     out = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(clean: Environment, wheel: Path) -> Environment:
+    """The same with the wheel."""
     before = clean.sglang()
-    clean.uv("install", "--no-deps", *out.glob("*.whl"))
+    clean.uv("install", "--no-deps", wheel)
     assert clean.sglang() == before, "the wheel overwrote files of SGLang"
     return clean
 
@@ -105,6 +111,48 @@ def test_it_attaches(installed: Environment) -> None:
     said = installed.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="1")
     assert said.returncode == 0, said.stdout + said.stderr
     assert f"version  {__version__}\n" in said.stdout
+    assert said.stdout.count(": attached\n") == len(GROUPS)
+
+
+PROJECT = f"""
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "sglang"
+version = "{BASE_VERSION}"
+[tool.setuptools.packages.find]
+exclude = ["tests*"]
+"""
+
+
+@pytest.mark.nightly
+def test_beside_an_editable_sglang(tmp_path: Path, wheel: Path) -> None:
+    """SGLang's own images have it as an editable installation, behind a finder of setuptools'.
+    Guards against a wheel whose folder Python takes for all of SGLang. In every run
+    ``unit/patchset/test_hook.py`` has such a finder."""
+    environment, sources = Environment(tmp_path / "venv"), tmp_path / "python"
+    venv.create(environment.folder, symlinks=True)
+    here = Path(sysconfig.get_path("purelib"))
+    for name in of_sglang():
+        if name.startswith("sglang/"):
+            (sources / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(here / name, sources / name)
+    (sources / "pyproject.toml").write_text(PROJECT)
+    for entry in here.iterdir():
+        is_theirs = entry.name == "sglang" or entry.name.startswith("sglang-")
+        is_there = (environment.packages / entry.name).exists()
+        if OURS not in entry.name and not is_theirs and not is_there:
+            (environment.packages / entry.name).symlink_to(entry)
+    environment.uv("install", "--no-deps", "--no-build-isolation", "-e", sources)
+    environment.uv("install", "--no-deps", wheel)
+    code = "import sglang, sglang.srt.patchset as p; print(sglang.__file__, p.__file__)"
+    said = environment.python("-c", code, SGLANG_CPU_STANDIN="1")
+    assert said.returncode == 0, said.stderr
+    theirs, ours = said.stdout.split()
+    assert theirs.startswith(str(sources)) and ours.startswith(str(environment.packages))
+    said = environment.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="1")
+    assert said.returncode == 0, said.stdout + said.stderr
     assert said.stdout.count(": attached\n") == len(GROUPS)
 
 

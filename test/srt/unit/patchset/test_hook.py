@@ -87,6 +87,39 @@ def test_is_asked_before_a_hook_that_answers_by_itself(fake_sglang):
     assert result.stdout == "['stock', 'loud']\n"
 
 
+# What setuptools puts at the end of the meta path for an editable installation.
+EDITABLE = """
+import sys, typing_extensions
+from importlib.util import spec_from_file_location
+class Editable:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "sglang":
+            folder = {sources!r} + "/sglang"
+            return spec_from_file_location(
+                name, folder + "/__init__.py", submodule_search_locations=[folder]
+            )
+sys.meta_path.append(Editable)
+sys.path[:] = [{folder!r}, *(p for p in sys.path if p.startswith(sys.base_prefix))]
+"""
+
+
+@pytest.mark.parametrize(("switch", "runs"), [("1", "['stock', 'loud']"), ("0", "['stock']")])
+def test_sglang_is_an_editable_installation(fake_sglang, switch, runs):
+    """As in SGLang's own images. The wheel's folder of the same name is on the path, and Python
+    takes it for the whole package: SGLang was gone as soon as ours was installed."""
+    sources = fake_sglang.folder / "sources"
+    for file in ("__init__", *(f"srt/{name}" for name in ("settings", "engine", "consumer"))):
+        target = sources / f"sglang/{file}.py"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (fake_sglang.folder / f"sglang/{file}.py").rename(target)
+    finder = EDITABLE.format(sources=str(sources), folder=str(fake_sglang.folder))
+    code = f"{finder}\n{STOCK_REPORT}\nimport sglang; print(sglang.__file__)"
+    said = fake_sglang.run(code, SGLANG_PATCHSET=switch)
+    assert said.stdout.split("\n")[:2] == [runs, str(sources / "sglang/__init__.py")]
+    assert said.stderr == ""
+
+
 def test_spawned_children_are_patched_and_unpickle(fake_sglang):
     """Schedulers are spawned, and get the server arguments by pickle."""
     main = fake_sglang.write(
