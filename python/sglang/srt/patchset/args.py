@@ -19,7 +19,8 @@ else:
 
 @dataclasses.dataclass
 class DisaggArgs(_Base):
-    """Adds the flags; where none is given, every method is the stock one."""
+    """Adds the flags; where none is given, every method is the stock one, but that FP4 KV, which
+    SGLang transfers wrongly, is refused on both servers of a pair."""
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_local_tokens: int = 0
@@ -34,6 +35,7 @@ class DisaggArgs(_Base):
         if self.disaggregation_mode != "null":
             # What keeps it stock is said here, once, and not by each process of the server.
             examine(closure(compat.backend_groups(self)))
+        compat.check_transferable(self)
         wanted = self.disaggregation_decode_enable_radix_cache
         if wanted:
             # Here disable_radix_cache is still what the user passed, and the checks also reach the

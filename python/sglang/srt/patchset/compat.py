@@ -1,4 +1,4 @@
-"""What ``--disaggregation-decode-enable-radix-cache`` can be combined with.
+"""What ``--disaggregation-decode-enable-radix-cache`` can be combined with, and what no pair can.
 
 Pure checks on anything that has the attributes of ``ServerArgs`` or ``ModelConfig``. Every refusal
 names both settings and a way out, and comes before any memory or weights are touched: the same
@@ -84,6 +84,19 @@ def check_decode_radix_args(args: Any) -> None:
     """Raise ``ValueError`` at the first setting that the flag cannot be combined with."""
     for problem in _problems(args):
         raise ValueError(problem)
+
+
+def check_transferable(args: Any) -> None:
+    """Raise ``ValueError`` for KV that SGLang's prefill and decode servers do not transfer whole,
+    on either side, with or without the flag: each answer would be wrong."""
+    mode, backend = args.disaggregation_mode, args.disaggregation_transfer_backend
+    if mode != "null" and backend in DELTA_BACKENDS and args.kv_cache_dtype == "fp4_e2m1":
+        raise ValueError(
+            f"--kv-cache-dtype fp4_e2m1 cannot be combined with --disaggregation-mode {mode}: "
+            "SGLang transfers such KV without its scales; of multi-head attention it even has the "
+            "transfer write to memory that is not the pool's. Use --kv-cache-dtype auto or "
+            "fp8_e4m3 on both servers."
+        )
 
 
 def check_explicit_disable(args: Any) -> None:
@@ -254,13 +267,6 @@ def _problems(args: Any) -> Iterator[str]:
         if sglang_switch(name):
             yield _conflict(f"{name}=1", why)
     yield from _speculation_problems(args)
-    if args.kv_cache_dtype == "fp4_e2m1":
-        yield _conflict(
-            "--kv-cache-dtype fp4_e2m1",
-            "SGLang transfers such KV without its scales (of multi-head attention it registers "
-            "buffers that are none of the pool's), and copies a retracted request without them; "
-            "use --kv-cache-dtype auto or fp8_e4m3",
-        )
     if args.pp_size > 1:
         yield _conflict(
             "--pipeline-parallel-size above 1",

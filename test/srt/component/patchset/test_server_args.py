@@ -51,6 +51,16 @@ def test_without_the_flag_all_is_stock(model_config, caplog, mode):
     assert values[FIELD] is False
 
 
+@pytest.mark.parametrize("flag", [{}, {FIELD: True}], ids=["without our flag", "with it"])
+def test_fp4_is_refused_on_both_servers(flag):
+    """SGLang starts such a pair, and its answers are wrong."""
+    modes = ["decode"] if flag else ["prefill", "decode"]
+    for mode in modes:
+        changes = {"disaggregation_mode": mode, "kv_cache_dtype": "fp4_e2m1"}
+        with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1"):
+            ServerArgs(**{"model_path": "dummy", **CPU, **DECODE, **flag, **changes})
+
+
 def test_command_line():
     """The stock entry points build their parser through ``ServerArgs.add_cli_args``."""
     line = ["--model-path", "dummy", "--disaggregation-mode", "decode"]

@@ -81,7 +81,6 @@ def test_accepted(page_size, backend):
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"enable_lmcache": True}, "--enable-lmcache"),
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
-        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
         ({"pp_size": 2}, "--pipeline-parallel-size"),
         ({"page_size": 16, "num_reserved_decode_tokens": 15}, "--num-reserved-decode-tokens (15)"),
     ],
@@ -94,6 +93,31 @@ def test_refused(changes, named):
     message = str(error.value)
     assert message.startswith(compat.FLAG) and named in message
     assert any(way in message for way in ("Use ", "Remove one", "Give it to"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "dtype", "refused"),
+    [
+        ("prefill", "nixl", "fp4_e2m1", True),
+        ("decode", "mooncake", "fp4_e2m1", True),
+        ("decode", "nixl", "fp8_e4m3", False),
+        ("null", "nixl", "fp4_e2m1", False),
+        ("prefill", "ascend", "fp4_e2m1", False),
+    ],
+)
+def test_kv_that_a_pair_does_not_transfer_whole(mode, backend, dtype, refused):
+    """Without a flag too: decode read keys without their scales, and of multi-head attention what
+    was sent overwrote memory of others."""
+    server = args(
+        disaggregation_mode=mode, disaggregation_transfer_backend=backend, kv_cache_dtype=dtype
+    )
+    if not refused:
+        compat.check_transferable(server)
+        return
+    with pytest.raises(ValueError) as error:
+        compat.check_transferable(server)
+    named = f"--disaggregation-mode {mode}", "--kv-cache-dtype fp4_e2m1", "Use --kv-cache-dtype"
+    assert all(name in str(error.value) for name in named)
 
 
 @pytest.mark.parametrize("topk", [None, 1])
