@@ -11,9 +11,9 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Executor, as_completed
-from itertools import repeat
 from typing import TYPE_CHECKING
 
+import numpy as np
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import pages
@@ -179,7 +179,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
     ) -> int:  # fmt: skip
         """The heads that a decode rank of another tensor parallel size takes from this rank.
 
-        Stock sends replicas of fewer heads than ranks the head of a neighbour.
+        A row for each token: its heads are no neighbours of the next token's, and the engine knows
+        no strides. Stock sends replicas of fewer heads than ranks the head of a neighbour.
         """
         ours = self.kv_args
         plan = self._plan_heads(dst_tp_rank, dst_attn_tp_size)
@@ -189,25 +190,23 @@ class DeltaMooncakeManager(MooncakeKVManager):
         futures = []
         for sources, targets, first in ((source_k, target_k, 0), (source_v, target_v, layers)):
             item_len = ours.kv_item_lens[first]
+            from_, to, length = pages.slice_descriptors(
+                [0],
+                [0],
+                prefill_kv_indices,
+                dst_kv_indices,
+                page=ours.page_size,
+                source_item_len=item_len,
+                # Decode tells the length of its keys; values differ as they do here.
+                destination_item_len=dst_kv_item_len * item_len // ours.kv_item_lens[0],
+                head_bytes=item_len // ours.page_size // ours.kv_head_num,
+                plan=plan,
+            )
             for source, target in zip(sources, targets, strict=True):
-                source_addresses, target_addresses, length = pages.slice_descriptors(
-                    [source],
-                    [target],
-                    prefill_kv_indices,
-                    dst_kv_indices,
-                    page=ours.page_size,
-                    source_item_len=item_len,
-                    # Decode tells the length of its keys; values differ as they do here.
-                    destination_item_len=dst_kv_item_len * item_len // ours.kv_item_lens[0],
-                    head_bytes=item_len // ours.page_size // ours.kv_head_num,
-                    plan=plan,
-                )
-                runs = zip(
-                    source_addresses.tolist(), target_addresses.tolist(), repeat(length),
-                    strict=False,
-                )  # fmt: skip
                 futures.append(
-                    executor.submit(self._transfer_data, mooncake_session_id, list(runs))
+                    executor.submit(
+                        self._send_rows, mooncake_session_id, source, from_, target, to, length
+                    )
                 )
         try:
             statuses = (int(future.result()) for future in as_completed(futures))
@@ -217,6 +216,23 @@ class DeltaMooncakeManager(MooncakeKVManager):
             # ranks behind it. What has begun goes on: the worker waits for it.
             for future in futures:
                 future.cancel()
+
+    def _send_rows(
+        self, session: str, source: int, from_: pages.Addresses, target: int, to: pages.Addresses,
+        length: int,
+    ) -> int:  # fmt: skip
+        """Rows of ``length`` bytes of one buffer: ``from_`` and ``to`` count from the addresses
+        ``source`` and ``target``. Only here, where they are sent next, are they Python's numbers:
+        those of all layers would be hundreds of megabytes."""
+        if not len(from_):
+            return 0  # a replica sends them
+        status: int = self.engine.batch_transfer_sync(
+            session,
+            (from_ + np.uint64(source)).tolist(),
+            (to + np.uint64(target)).tolist(),
+            [length] * len(from_),
+        )
+        return status
 
     def slice_bytes(self, dst_tp_rank: int, dst_attn_tp_size: int) -> int:
         """Bytes of every page that go from this rank to a decode rank of another size."""
