@@ -68,3 +68,25 @@ def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs:
         settle(pair)
         assert pair.processes["decode"].log_text().count(ATTACHED) == 2
         assert pair.metrics()[1][metrics.HIT_TOKENS] > 0
+
+
+@pytest.mark.nightly
+def test_two_data_parallel_prefill_ranks_in_turns(
+    model: Path, reference: Reference, logs: Path
+) -> None:
+    """Guards against requests that decode announces to another rank than prefill's: half of them
+    failed by their deadlines. In every run ``component/prefill/test_served_rooms.py`` looks at what
+    decode is told."""
+    prompts = [prompt_maker(model, seed=8)(30 + i) for i in range(8)]
+    config = pair_config(
+        model,
+        logs,
+        page_size=16,
+        prefill_args=("--dp-size", "2", "--load-balance-method", "round_robin"),
+        prefill_env={START_METHOD: "spawn"},
+    )
+    with Pair(config, logs) as pair:
+        assert pair.generate(prompts, 12) == reference.answers(prompts, 12)
+        settle(pair)
+        told = pair.processes["prefill"].log_text()
+        assert all(f"DP{rank}] Prefill batch" in told for rank in (0, 1))

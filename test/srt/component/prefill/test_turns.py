@@ -30,7 +30,7 @@ class Looping(Prefiller):
         self.enable_overlap = False
 
     def recv_requests(self) -> list[Any]:
-        if self.did.count("turn") == 2:
+        if self.did.count("requests") == 2:
             raise Stop
         return []
 
@@ -58,3 +58,14 @@ def test_every_turn_counts_once(monkeypatch: pytest.MonkeyPatch, loop: str) -> N
     with pytest.raises(Stop):
         getattr(prefiller, f"event_loop_{loop}_disagg_prefill")()
     assert prefiller.did == ["requests", "turn", "batch"] * 2
+
+
+@pytest.mark.parametrize("loop", ["normal", "overlap"])
+def test_no_turn_counts_while_paused(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    """Guards against a pause that stops rooms which decode has announced: their requests are held
+    back, and come when it ends."""
+    prefiller = Looping(monkeypatch)
+    prefiller._engine_paused = True
+    with pytest.raises(Stop):
+        getattr(prefiller, f"event_loop_{loop}_disagg_prefill")()
+    assert prefiller.did == ["requests", "batch"] * 2

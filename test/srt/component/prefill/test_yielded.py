@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +174,48 @@ def test_a_request_that_is_held_up_here(monkeypatch: pytest.MonkeyPatch, leaves:
     else:
         answer_of(state)
         assert tokenizer.sent == [state.obj, EndYielded(rid=state.obj.rid)]
+
+
+class Looked(dict[str, Any]):
+    """Counts how often somebody looks through all requests."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.times += 1
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.times += 1
+        return super().items()
+
+    def values(self) -> Any:
+        self.times += 1
+        return super().values()
+
+
+def test_a_paused_server_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against rooms that look through all requests again and again while nothing is sent on:
+    a thousand of them were all that the process that speaks HTTP did."""
+    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
+    tokenizer = Tokenizer()
+    tokenizer.rid_to_state = requests = Looked()
+    rooms = range(ROOM, ROOM + 3)
+
+    async def play() -> list[Any]:
+        states = [tokenizer.arrive(room, sent=False) for room in rooms]
+        for room in rooms:
+            tokenizer.take_yielded(RoomYielded(room))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert requests.times <= len(rooms)
+        for state in states:
+            tokenizer.send(state)
+        await asyncio.gather(*tokenizer.asyncio_tasks)
+        return states
+
+    for state in asyncio.run(play()):
+        answer_of(state)
 
 
 def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.served_rooms import ServedRooms
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class DeltaManager(CommonKVManager):
         if is_prefill:
             self.rooms = RoomTable(self)
             self.decode_ranks = DecodeRanks(self, self.rooms)
+            self.served_rooms = ServedRooms(self)
         elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
             self._receivers().drops_dead_sockets = True
             self.servers = PrefillServers(self, super().try_ensure_parallel_info)

@@ -5,6 +5,7 @@
 ``room``              the states of a room, every step between them, and who is told
 ``room_table``        the owner of a room: who may write, complete or given up, what may be freed
 ``decode_ranks``      what decode ranks ask and are told, and whether they live
+``served_rooms``      which data-parallel rank serves a room, for decode servers that have to ask
 ``yielded``           requests that decode computes itself
 ``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
 ``transfer_worker``   the state machine of one thread, driven by ``step(now)``

@@ -143,8 +143,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @override
     def process_prefill_chunk(self) -> None:
         # Each of SGLang's loops comes here once a turn, when it has taken the requests that came.
+        # While the engine is paused its frontend holds them back.
         rooms = self._rooms
-        if rooms is not None:
+        if rooms is not None and not getattr(self, "_engine_paused", False):
             rooms.scheduler_time.turn()
         super().process_prefill_chunk()
 
@@ -280,6 +281,13 @@ class DeltaSender(CommonKVSender):
         mgr.start_if_announced(bootstrap_room)
 
     @override
+    def _register_prefill_dp_rank(self) -> None:
+        if self.kv_mgr.rooms is None:
+            super()._register_prefill_dp_rank()
+        else:
+            self.kv_mgr.served_rooms.tell(self.bootstrap_server_url, self.bootstrap_room)
+
+    @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         # Runs when the metadata of every decode rank is in, before the first chunk is computed.
         if self.kv_mgr.rooms is None:
@@ -344,7 +352,7 @@ class DeltaSender(CommonKVSender):
             self.fail(
                 Reason.TIMEOUT,
                 f"room {room}: no decode server announced it within {waited:.0f} s "
-                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+                f"(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT){manager.served_rooms.why_not_found(room)}",
             )
 
     def fail_with_others(self) -> None:

@@ -95,41 +95,42 @@ class YieldingTokenizer(TokenizerManager):
             self._result_dispatcher += TypeBasedDispatcher([(RoomYielded, self.take_yielded)])
 
     def take_yielded(self, message: RoomYielded) -> None:
-        """Answer the request of a room, at once or as soon as it is here."""
+        """Answer the request of a room, as soon as it is here and the schedulers were sent it."""
         rid = self._request_of(message.room)
-        if rid is not None:
+        if rid is not None and self._is_sent(rid):
             self._end_yielded(rid)
             return
-        task = asyncio.get_running_loop().create_task(self._wait_for_request(message.room))
+        task = asyncio.get_running_loop().create_task(self._wait_for_request(message.room, rid))
         self.asyncio_tasks.add(task)
         task.add_done_callback(self.asyncio_tasks.discard)
 
-    async def _wait_for_request(self, room: int) -> None:
-        """Decode was faster than this server: the request is on its way, or is being tokenized."""
+    async def _wait_for_request(self, room: int, rid: str | None) -> None:
+        """Decode was faster than this server: the request is on its way, or is being tokenized.
+        ``rid``: its id, once it is here."""
         until, pause = time.monotonic() + _WAIT_S, _LOOK_S
-        # Here, it may wait for longer: while weights are updated, nothing is sent on.
-        while time.monotonic() < until or self._is_here(room):
+        # Here, it may wait for longer: while weights are updated, nothing is sent on. All of a
+        # paused server's are here then: none of them is looked for again.
+        while rid is not None or time.monotonic() < until:
             await asyncio.sleep(pause)
-            rid = self._request_of(room)
-            if rid is not None:
+            state = self.rid_to_state.get(rid) if rid is not None else None
+            if state is None or not _waits(state, room):
+                rid = self._request_of(room)
+            if rid is not None and self._is_sent(rid):
                 self._end_yielded(rid)
                 return
             pause = min(1.1 * pause, 0.1)
         logger.debug("decode computed room %s, whose request never came here", room)
 
     def _request_of(self, room: int) -> str | None:
-        """The request of ``room``, once the schedulers have been sent it."""
+        """The id of the request of ``room``, if it is here; looks through all of them."""
         for rid, state in self.rid_to_state.items():
-            if getattr(state.obj, "bootstrap_room", None) == room and not state.finished:
-                return rid if state.time_stats.api_server_dispatch_finish_time else None
+            if _waits(state, room):
+                return rid
         return None
 
-    def _is_here(self, room: int) -> bool:
-        """Whether a client waits for the answer of ``room``."""
-        return any(
-            getattr(state.obj, "bootstrap_room", None) == room and not state.finished
-            for state in self.rid_to_state.values()
-        )
+    def _is_sent(self, rid: str) -> bool:
+        """Whether the schedulers have been sent it."""
+        return bool(self.rid_to_state[rid].time_stats.api_server_dispatch_finish_time)
 
     def _end_yielded(self, rid: str) -> None:
         self.send_to_scheduler.send_pyobj(EndYielded(rid=rid))
@@ -138,6 +139,11 @@ class YieldingTokenizer(TokenizerManager):
             loop = asyncio.get_running_loop()
             loop.call_later(_AGAIN_S, lambda: self.send_to_scheduler.send_pyobj(again))
         self._handle_batch_output(empty_answer(rid))
+
+
+def _waits(state: ReqState, room: int) -> bool:
+    """Whether it is the request of ``room``, and its client waits for the answer."""
+    return getattr(state.obj, "bootstrap_room", None) == room and not state.finished
 
 
 def empty_answer(rid: str) -> BatchStrOutput:

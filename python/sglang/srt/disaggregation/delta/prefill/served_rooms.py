@@ -1,0 +1,74 @@
+"""Tells the bootstrap server which data-parallel rank serves a room, where decode has to ask.
+
+That is where ranks are chosen by load (``--load-balance-method``), and not by the room's number, as
+SGLang does it for prefill servers by default. SGLang tells it in the scheduler's thread, which
+stands still for up to 5 s where the address that the client has named does not answer; each of the
+tensor-parallel ranks does; and without data-parallel attention all say that they are rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import requests
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.manager import DeltaManager
+
+logger = logging.getLogger(__name__)
+
+#: SGLang's.
+_TIMEOUT_S = 5.0
+
+
+class ServedRooms:
+    """One for each prefill rank."""
+
+    def __init__(self, manager: DeltaManager) -> None:
+        self._manager = manager
+        self._executor = ThreadPoolExecutor(4, "pd-served-rooms")
+
+    def tell(self, address: str, room: int) -> None:
+        """This rank serves ``room``: have the bootstrap server at ``address`` (host:port) know it.
+        Never waits. A rank that does not speak for its data-parallel group says nothing."""
+        if self._manager.writer_id == 0:
+            self._executor.submit(self._tell, address, room)
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank of this process, as it has registered at the bootstrap server."""
+        manager = self._manager
+        by_process = manager.system_dp_size > 1
+        return int(manager.system_dp_rank if by_process else manager.attn_dp_rank)
+
+    def why_not_found(self, room: int) -> str:
+        """What may be why nobody announces ``room`` here, as the end of a sentence; empty where a
+        decode server finds this rank by itself."""
+        args = self._manager.server_args
+        if args.dp_size == 1 or args.load_balance_method != "follow_bootstrap_room":
+            return ""
+        expected = room % args.dp_size
+        if expected == self.rank:
+            return ""
+        return (
+            f"; its router sent it to data-parallel rank {self.rank}, and decode looks for it on "
+            f"rank {expected}, which follows from its number, unless it is told the other one "
+            f"(disagg_prefill_dp_rank)"
+        )
+
+    def _tell(self, address: str, room: int) -> None:
+        served = {"bootstrap_room": room, "dp_rank": self.rank}
+        url = f"http://{address}/register_dp_rank"
+        try:
+            requests.post(url, json=served, timeout=_TIMEOUT_S).raise_for_status()
+        except Exception as error:  # the address is what the client says
+            logger.error(
+                "bootstrap server %s was not told that data-parallel rank %d serves room %d (%s): "
+                "the decode server of this request waits for that until its deadline",
+                address,
+                self.rank,
+                room,
+                error,
+            )
