@@ -289,6 +289,12 @@ _BUFFER_ONLY = (
         why="a stage is smaller than the device pool",
     ),
     Replacement(
+        module=f"{_CACHE}.memory_pool",
+        name="NSATokenToKVPool",
+        mixin=f"{_CACHE}.buffer_only.index_pool:LoadedIndexPool",
+        why="a layer of sparse attention waits for its index before it reads it",
+    ),
+    Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="HiCacheController",
         mixin=f"{_CACHE}.buffer_only.host_pool:StageController",

@@ -106,6 +106,24 @@ def test_a_hit_stays_in_the_stage_while_another_prompt_is_computed_in_chunks(cac
     check_idle(cache)
 
 
+@pytest.mark.hazard("copy-not-ordered")
+def test_a_request_that_was_loaded_for_a_batch_without_it(cache: Cache):
+    """SGLang loads a hit and then finds less than a page left of the chunk (with
+    ``--enable-mixed-chunk`` it is no number of pages). The batch that is formed without the request
+    may read no KV at all, and so wait for none; the request's own batch waits, while the copy runs.
+    """
+    cache.slow = True
+    assert add(cache, request(), chunk=PAGE - 1) is AddReqResult.OTHER
+    layers = cache.tree.ready_to_load_host_cache()
+    req = request()
+    assert add(cache, req) is AddReqResult.CONTINUE and len(req.prefix_indices) == 8 * PAGE
+    assert cache.tree.ready_to_load_host_cache() == layers >= 0
+    cache.slow = False
+    cache.settle()
+    cache.tree.dec_lock_ref(req.last_node)
+    check_idle(cache)
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: bool):
     """One that is larger than the stage is copied in rounds, and each locks all that was loaded

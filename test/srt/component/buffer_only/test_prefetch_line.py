@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
-from component.buffer_only.checks import check, check_idle
+from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.test_prefetch import admit_in_line
 from sglang.srt.disaggregation.delta import event_log
 from sglang.srt.mem_cache.buffer_only.prefetch import State
@@ -254,6 +254,39 @@ def test_a_step_with_nothing_new_looks_at_nobody(monkeypatch: pytest.MonkeyPatch
             assert not cache.tree.check_prefetch_progress("r5")
             cache.tree.check_hicache_events()
     assert admit_in_line(cache, line, lambda: check(cache)) == (6 * 4 + 3 * 5) * PAGE
+    cache.settle()
+    check_idle(cache)
+
+
+def test_who_waits_is_matched_when_the_tree_has_more_for_it(monkeypatch: pytest.MonkeyPatch):
+    """Every request that ends inserts something: to match all prompts that wait for the stage would
+    take each such step longer than its batch. What the tree has of them is used meanwhile."""
+    base, prompts = prompt(1, 4), [prompt(10 + number, 8, base=prompt(1, 4)) for number in range(6)]
+    cache = stored(prompts, tokens=200 * PAGE)
+    cache.compute(base)
+    cache.settle()
+    line = {f"r{number}": tokens for number, tokens in enumerate(prompts)}
+    for rid, tokens in line.items():
+        cache.want(rid, [*tokens, 0])
+    for _ in range(8):
+        cache.buffer.prefetches.in_line(line)
+        cache.step()
+        ready = [rid for rid in line if cache.tree.check_prefetch_progress(rid)]
+    waits = [rid for rid in line if cache.state(rid) is State.FOUND]
+    assert len(waits) >= 4 and not set(waits) & set(ready)
+    shared = nodes(cache.tree)[0]
+    used = shared.last_access_time
+    cache.compute(prompt(99, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.tree, "match_prefix", lambda params: pytest.fail("one is matched"))
+        assert not any(map(cache.tree.check_prefetch_progress, waits))
+    assert shared.last_access_time > used
+    cache.compute([*line[waits[-1]], *prompt(99, 1)])  # by another request
+    for _ in range(2):  # SGLang may have found no place for it
+        assert [rid for rid in waits if cache.tree.check_prefetch_progress(rid)] == waits[-1:]
+    cache.evict(1000)  # and gone again, with what it hangs below
+    assert not any(map(cache.tree.check_prefetch_progress, waits))
+    admit_in_line(cache, line, lambda: check(cache))
     cache.settle()
     check_idle(cache)
 

@@ -221,6 +221,38 @@ def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2  # and nothing beside them
 
 
+@pytest.mark.parametrize("change", ["written", "removed"])
+def test_a_file_that_comes_or_goes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Another server has just written it: whatever the memory held before would be the page. Or a
+    clean-up has just removed it: that is one page that is not there, and no failed call."""
+    pool = host_pool("mha", "page_first_direct")
+    store = backends.file(pool, tmp_path)
+    keys = hashes(2)
+    store.batch_set_v1(keys, slots(1, 2))
+    path = store.value_key(keys[1], store.page_values[0])
+    aside = str(tmp_path / "aside")
+    if change == "written":
+        os.rename(path, aside)
+    size = os.path.getsize
+
+    def then(what: Any) -> int:
+        try:
+            return size(what)
+        finally:  # right after the first look
+            if what == path and change == "removed" and os.path.exists(path):
+                os.unlink(path)
+            if what == path and change == "written" and os.path.exists(aside):
+                os.rename(aside, path)
+
+    monkeypatch.setattr(os.path, "getsize", then)
+    untouched = content(pool, 4)
+    good = store.batch_get_v1(keys, slots(3, 4))
+    assert good[0] and content(pool, 3) == content(pool, 1)
+    assert content(pool, 4) == (content(pool, 2) if good[1] else untouched)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_a_stage_the_backend_is_stock(tmp_path: Path, kind: str, layout: str) -> None:

@@ -14,7 +14,7 @@ LONG = prompt(2, 3, base=BASE)
 
 
 def hot(**changes: object) -> Cache:
-    """The tree and the store have ``LONG``, in two nodes; it was just touched."""
+    """The tree and the store have ``LONG``, in two nodes; it was just written."""
     cache = Cache(pages=32, **changes)
     for tokens in (BASE, LONG):
         cache.compute(tokens)
@@ -40,12 +40,49 @@ def test_a_prefix_in_use_is_looked_up():
     the whole path, and not for each request."""
     cache = hot()
     use(cache)
-    assert looked_up(cache) == [], "it was looked up a moment ago"
+    assert looked_up(cache) == [], "it was written a moment ago"
     for _ in range(3):
         cache.now += 11.0
         cache.step()
         use(cache), use(cache)
     assert looked_up(cache) == [cache.keys(LONG)] * 3
+    check_idle(cache)
+
+
+def test_what_a_request_alone_has_brought_is_not_looked_up():
+    """At its end the store has just taken it, or given it: with prompts that share nothing, each
+    would be asked for once more than is of use."""
+    cache = Cache(pages=32)
+    cache.compute(LONG)
+    cache.settle()
+    cache.store.calls.clear()
+    use(cache)
+    assert looked_up(cache) == []
+    cache.evict(1000)
+    cache.serve("r", [*LONG, 0])
+    cache.settle()
+    use(cache)
+    assert looked_up(cache) == [cache.keys(LONG)], "before it was fetched, and not again"
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_end_of_a_new_path_makes_all_of_it_recent(loaded: bool):
+    """Where requests share a beginning, each that adds to it has the store keep the beginning too,
+    in less than the time in which it is asked for by itself."""
+    cache = Cache(pages=32)
+    if loaded:
+        cache.compute(LONG)
+        cache.settle()
+        cache.evict(1000)
+    for _ in range(3):
+        cache.compute(BASE)
+        cache.settle()
+    cache.store.calls.clear()
+    (cache.serve("r", [*LONG, 0]) if loaded else cache.compute(LONG))
+    cache.settle()
+    use(cache)
+    assert looked_up(cache).count(cache.keys(LONG)) == 1
     check_idle(cache)
 
 
@@ -125,6 +162,9 @@ def test_one_rank_has_lost_a_page():
     ranks.live(6)
     first = ranks.caches[0]
     first.store.drop(first.keys(BASE)[2])
+    for cache in ranks.caches:
+        cache.now += 11.0
+    ranks.live()
     ranks.each(lambda cache: cache.compute(BASE))
     ranks.live(4)
     assert ranks.each(lambda cache: nodes(cache.tree)[0].stored) == 2 * PAGE

@@ -35,6 +35,22 @@ def device_pool(kind: str) -> Any:
     )
 
 
+@pytest.mark.hazard("copy-not-ordered")
+def test_an_index_is_loaded_before_it_is_read(monkeypatch: pytest.MonkeyPatch):
+    """A layer of sparse attention stores the index of its new tokens first. Without SGLang's fused
+    kernel it would not wait there, and select by what the pages held before."""
+    pool, done = device_pool("nsa"), []
+    monkeypatch.setattr(
+        "sglang.srt.layers.attention.nsa.index_buf_accessor.SetKAndS.execute",
+        lambda **given: done.append("stored"),
+    )
+    tokens = torch.zeros(1, dtype=torch.int64)
+    pool.set_index_k_scale_buffer(1, tokens, tokens, tokens)
+    pool.register_layer_transfer_counter(SimpleNamespace(wait_until=done.append))
+    pool.set_index_k_scale_buffer(1, tokens, tokens, tokens)
+    assert done == ["stored", 1, "stored"]
+
+
 @pytest.mark.hazard("host-pool-size")
 @pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])

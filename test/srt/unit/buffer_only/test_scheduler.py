@@ -319,7 +319,7 @@ def test_a_request_waits_for_no_hit_that_it_cannot_use(wanted: bool, start: int,
 
 def batch(tokens: int, extend: bool = True) -> SimpleNamespace:
     return SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: extend),
+        forward_mode=SimpleNamespace(is_extend=lambda: extend, is_decode=lambda: not extend),
         prefill_stats=SimpleNamespace(log_input_tokens=tokens),
         out_cache_loc="slots",
     )
@@ -375,6 +375,18 @@ def test_models_that_only_embed_wait_for_what_is_loaded(generates: bool, told: l
         loading.hicache_consumer_index = index
         assert found.run_batch(loading) is loading
     assert heard == told
+
+
+@pytest.mark.hazard("copy-not-ordered")
+def test_decoding_waits_for_no_copy():
+    """A batch keeps the layer events of its prefill. Where decoding runs without CUDA graphs, it
+    would wait for whatever copy was made with them since."""
+    found = scheduler()
+    found.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    for extend, waits_for in [(True, 2), (False, -1)]:
+        running = batch(1, extend)
+        running.hicache_consumer_index = 2
+        assert found.run_batch(running).hicache_consumer_index == waits_for
 
 
 def test_slots_that_a_draft_model_writes_are_not_known():

@@ -30,6 +30,6 @@ leaves the device leaves the tree.
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported; how long a request was in which state
-``host_pool``, ``tree``, ``scheduler``, ``weight_updates``  the mixins for SGLang's classes
+``host_pool``, ``index_pool``, ``tree``, ``scheduler``, ``weight_updates``  mixins for SGLang's
 ``upstream``    what is used of SGLang's classes, for the type checker
 """

@@ -23,10 +23,12 @@ from sglang.srt.mem_cache.buffer_only.backup_queue import (
     BackupQueue,
     Segment,
     covered,
+    path_pieces,
     settle,
 )
 from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
+from sglang.srt.mem_cache.buffer_only.touch import recent
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
@@ -168,6 +170,8 @@ class Backups:
 
     def launch(self) -> None:
         """Start what stage and slots have room for, with one copy for all of it."""
+        if not self.queue:
+            return
         if self._stuck():
             self.queue.clear(STUCK)
         if self._held_back or (self._refusals.refused and self._under_way):
@@ -295,10 +299,13 @@ class Backups:
         backup.staging.release()
 
     def _settle(self, backup: Backup, durable: int) -> None:
-        tokens = durable * self._context.page_size
+        context, tokens = self._context, durable * self._context.page_size
         for segment in backup.segments:
             settle(segment, min(tokens, len(segment)))
-            if tokens < len(segment) and (pending := segment.node.pending) is not None:
+            if tokens >= len(segment):
+                for node, _ in path_pieces(segment.node, segment.start):
+                    recent(node, context.now_ms, context.settings.touch_ms)
+            elif (pending := segment.node.pending) is not None:
                 # Tried on and on, what a store does not take would keep out all that is behind it.
                 self.queue.drop(pending, REFUSED)
             tokens -= min(tokens, len(segment))

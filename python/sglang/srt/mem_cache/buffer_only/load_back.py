@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Pair, StagingPages, slots_of
+from sglang.srt.mem_cache.buffer_only.touch import recent
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,8 @@ class LoadBacks:
         #: For the next launch.
         self._queued: list[tuple[LoadBack, Pair]] = []
         self._copies: Copies[LoadBack] = Copies()
-        #: The layer events of a launch that was not made for a batch; -1 if there is none.
-        self._apart = -1
+        #: The layer events of the last launch.
+        self._layers = -1
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._copies)
@@ -75,6 +76,7 @@ class LoadBacks:
         if slots is None:
             return None
         node = _append(tree, above, key[held:], slots, list(hashes))
+        recent(node, self._context.now_ms, self._context.settings.touch_ms)
         tree.inc_lock_ref(node)
         self._queued.append(
             (LoadBack(node, staging, self._context.now_ms), (slots_of(pages, page), slots))
@@ -82,26 +84,27 @@ class LoadBacks:
         return slots, node
 
     def launch(self) -> int:
-        """Copy what is queued, for the batch that is being formed; its layer events.
+        """Copy what is queued, for the batch that is being formed; its layer events, -1 where no
+        copy is under way.
 
-        -1 where it need not wait. While a copy runs that no batch was made for, it waits for that:
-        it may use what comes with it.
+        While one is, every batch waits for the last: it may use what comes with it. The batch that
+        it was made for need not have waited: it may have been formed without the request that was
+        loaded, and one without any prefix reads no KV (FlashInfer, MLA). Where it has, this is no
+        wait.
         """
         if self._queued:
-            self._apart = -1  # the same stream, so that this copy ends after it
-            return self._launch()
-        return self._apart if len(self._copies) else -1
+            self._launch()
+        return self._layers if len(self._copies) else -1
 
     def launch_apart(self) -> None:
         """Copy what is queued, if no batch came for it; one such copy at a time."""
         if self._queued and not len(self._copies):
-            self._apart = self._launch()
+            self._launch()
 
-    def _launch(self) -> int:
-        finished, layers = self._context.copier.to_device([pair for _, pair in self._queued])
+    def _launch(self) -> None:
+        finished, self._layers = self._context.copier.to_device([pair for _, pair in self._queued])
         self._copies.add(finished, [load_back for load_back, _ in self._queued])
         self._queued.clear()
-        return layers
 
     def ended(self) -> int:
         """Launches that have ended on this rank."""

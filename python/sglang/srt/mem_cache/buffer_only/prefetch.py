@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
     from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
-    from sglang.srt.mem_cache.buffer_only.upstream import Key
+    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node
     from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 
@@ -133,9 +133,10 @@ class Prefetch:
     #: Set while all that is missing is on its way: by its own pieces, or with those of others, and
     #: then until somebody lets go of pages (``Fetches.let_go`` is another number).
     all_comes: int | None = None
-    #: What was known when it was last not ready.
+    #: What was known when it was last not ready, and how far the tree reached for it: pages, and
+    #: the node in which they end.
     unready: object = None
-
+    reached: tuple[int, Node] | None = None
     #: Tokens that came into the tree for it.
     loaded: int = 0
 

@@ -9,6 +9,7 @@ like anything else, while the other half is fetched.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -148,6 +149,11 @@ class PrefetchLine(PrefetchStates):
 
     def launch(self) -> None:
         """Start what calls and stage have room for, first in line first."""
+        if len(self.line):
+            self._serve_the_line()
+        self.load_backs.launch_apart()
+
+    def _serve_the_line(self) -> None:
         if self.fetches.stuck:
             for prefetch in self.line:
                 if prefetch.state in (State.WAITING, State.FOUND):
@@ -160,7 +166,6 @@ class PrefetchLine(PrefetchStates):
         self._fetch_in_line()
         if self._longest > self.fetches.most:
             self._load_ahead()
-        self.load_backs.launch_apart()
 
     def look_twice(self) -> None:
         """Take the answers for requests that have just arrived, if they come at once: one that the
@@ -365,10 +370,28 @@ class PrefetchLine(PrefetchStates):
         if prefetch.state in (State.MISSED, State.WAITING, State.QUERYING):
             return prefetch.state is State.MISSED
         now = (self.fetches.handed_over, self._context.tree.inserts)  # what makes the tree grow
-        if prefetch.state is not State.STAGED and prefetch.unready == now:
+        before, prefetch.unready = prefetch.unready, now
+        known = before is not None and prefetch.state is not State.STAGED
+        if known and (before == now or self._reaches_no_further(prefetch)):
             return False
-        prefetch.unready = now
-        held, _ = self._match(prefetch)
+        held, node = self._match(prefetch)
+        prefetch.reached = held, node
         if held + prefetch.staged_from(held) >= prefetch.end:
+            prefetch.unready = None
             return True
         return prefetch.state is State.STAGED and not self._ask_anew(prefetch)
+
+    def _reaches_no_further(self, prefetch: Prefetch) -> bool:
+        """Whether the tree still ends for it where it did when it was last not ready: many wait,
+        and matching all their prompts after each insert may take longer than a step."""
+        assert prefetch.reached is not None, "it was matched when it was not ready"
+        (held, node), page = prefetch.reached, self._context.page_size
+        child_key, now = self._context.tree.get_child_key_fn, time.monotonic()
+        if child_key(prefetch.key[held * page : (held + 1) * page]) in node.children:
+            return False
+        if node.parent is not None and node.parent.children.get(child_key(node.key)) is not node:
+            return False  # it was evicted
+        while node.parent is not None:
+            node.last_access_time = now  # as a match would, so that it is not evicted
+            node = node.parent
+        return True

@@ -151,6 +151,9 @@ class BufferOnlyScheduler(NamingScheduler):
         # A draft model's verification writes to more than these.
         plain = self.spec_algorithm.is_none()
         self.tree_cache.written = batch.out_cache_loc if plain else None
+        if batch.forward_mode.is_decode():
+            # It still has its prefill's, of which another copy may have been made since.
+            batch.hicache_consumer_index = -1
         if not self.is_generation:
             # SGLang does so for models that generate alone: the layers of others would be computed
             # before what is loaded for them is there.

@@ -77,10 +77,14 @@ def _size(path: str) -> int | None:
 
 
 def _read(path: str, view: torch.Tensor) -> int:
-    if _size(path) != view.numel():
-        return _size(path) or 0
-    with open(path, "rb", buffering=0) as file:
-        return file.readinto(memoryview(view.numpy())) or 0
+    """Bytes read; the file's own length where that is another."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            # Of the open file: at its path there may be another one a moment later.
+            size = os.fstat(file.fileno()).st_size
+            return size if size != view.numel() else file.readinto(memoryview(view.numpy())) or 0
+    except FileNotFoundError:
+        return 0
 
 
 def _write(path: str, view: torch.Tensor) -> None:

@@ -7,6 +7,10 @@ noted as stored. So the path of a request that has run is looked up in the store
 ``touch_ms`` for each node. Looking a key up is what makes it recent for a store with leases or an
 order of use. What it has lost is not noted as stored any more, so that the next request that passes
 has it written.
+
+What the store has just taken or given is recent there by that: prompts that share nothing would be
+asked for twice each. But only a path that nobody else has used is spared: the end of any other one
+is where its older nodes become recent, also those that others have looked up a moment ago.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Paths that wait to be touched, at most; the oldest go first.
 MOST_WAITING = 256
+#: How often a request counts as a use of a node: when its prompt is computed, and when it ends.
+OWN_USES = 2
 
 
 @dataclass
@@ -136,6 +142,17 @@ def _path(node: Node) -> list[Node]:
         found.append(node)
         node = node.parent
     return found[::-1]
+
+
+def recent(node: Node, now_ms: int, touch_ms: int) -> None:
+    """The store has just taken or given ``node``: it is asked for that in ``touch_ms`` at the
+    earliest, if the request that brought it is the only one that has used its path."""
+    above: Node = node
+    while above.parent is not None:
+        if above.hit_count > OWN_USES:
+            return
+        above = above.parent
+    node.touch_after_ms = max(node.touch_after_ms, now_ms + touch_ms)
 
 
 def lost(touch: Touch, found: int) -> None:

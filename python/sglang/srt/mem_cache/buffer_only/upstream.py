@@ -34,6 +34,7 @@ class Node(Protocol):
     hash_value: list[str] | None
     priority: int
     hit_count: int
+    last_access_time: float
     stored: int
     launched: int
     pending: PendingBackup | None
