@@ -137,8 +137,8 @@ EVENT_LOG: Variable[str] = Variable(
 
 PREFIX_WAIT_TOKENS = _integer(
     "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "decode", 256,
-    "A request waits for another one's transfer if at least so many tokens after its match are "
-    "just arriving. `0` never waits.",
+    "A request waits for another one's transfer, or for another turn that is computed here, if at "
+    "least so many tokens after its match are just arriving. `0` never waits.",
     unit="tokens",
 )  # fmt: skip
 PREFIX_WAIT_TIMEOUT = _seconds(
@@ -181,7 +181,7 @@ CLAIM_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 30.0,
     "How long a room that decode announced waits for its request on prefill, in time of the "
     "scheduler's turns (a turn counts at most a second: time in which prefill compiles or loads "
-    "something does not count); then decode is told.",
+    "something, or is paused, does not count); then decode is told.",
 )  # fmt: skip
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,

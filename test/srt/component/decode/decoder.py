@@ -157,7 +157,7 @@ class Decoder(combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ig
             forward_ct_decode=0,
         )
         nothing = ("last_batch", "cur_batch", "chunked_req", "future_map", "draft_worker")
-        self.__dict__.update(dict.fromkeys(nothing))
+        self.__dict__.update(dict.fromkeys((*nothing, "_pending_flush")))
         off = (
             "enable_hisparse",
             "enable_metrics",

@@ -43,6 +43,13 @@ class Room:
     def poll(self) -> int:
         return self.state if self.conclude_state is None else self.conclude_state
 
+    def is_ready(self, rank: int) -> bool:
+        """Where the prefill ranks listen is known."""
+        return True
+
+    def init(self, rank: int) -> None:
+        self.state = KVPoll.WaitingForInput
+
     def send_metadata(self, pages: np.ndarray, index: int, state_indices: Any = None) -> None:
         assert self.pages is None, "announced twice"
         assert pages.dtype == np.int32

@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
-from component.decode.checks import check, check_idle
+from component.decode.checks import check, check_idle, computed_tokens
 from component.decode.decoder import Decoder
 from component.decode.overlapped import until_idle
 from component.decode.steps import ids, turn
 from component.decode.test_local_turns import HISTORY, NEW, OverlappedTurns, bring_to
 from sglang.srt.disaggregation.delta.decode import local_scheduler
 from sglang.srt.disaggregation.delta.decode.turn_choice import StepTimes
+from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+)
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
 
@@ -80,7 +86,7 @@ def test_arrivals_do_not_take_every_place(page: int, no_prefix_wait: None) -> No
     decoder.result_queue = deque()
     decoder.play(endless_arrivals(decoder))
     check_idle(decoder)
-    assert decoder.local_turns.metrics.turns["remote", "long"] > 4
+    assert decoder.local_turns.metrics.turns["remote", "long"] >= 4
 
 
 @PAGES
@@ -97,6 +103,108 @@ def test_who_has_come_from_prefill_waits_for_one_chunk(page: int) -> None:
     assert remote in decoder.running_batch.reqs and len(remote.output_ids) == 2
     assert not long.output_ids
     decoder.drain()
+    check_idle(decoder)
+
+
+@PAGES
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_turn_keeps_its_place_from_its_first_chunk_on(page: int, others: int) -> None:
+    """Guards against a long turn each chunk of which waits for the end of another answer, since
+    requests from prefill take its place; and against one that keeps the only place there is, and
+    lets nobody run."""
+    decoder = decoder_of(page)
+    decoder.max_running_requests = 1 + others
+    for number in range(others):
+        decoder.submit(ids(number, 9), new=60)
+    turn(decoder, 2)
+    assert len(decoder.running_batch.reqs) == others
+    long = decoder.submit(HISTORY + [9] * 160)  # five chunks
+    while computed_tokens(decoder.local_turns, long, 0) <= 80:
+        turn(decoder)
+    remote = [decoder.submit(ids(number, 201), new=4) for number in (3, 4, 5)]
+    decoder.tick_queues()
+    for req in remote:
+        decoder.deliver(req)
+    while not long.output_ids:
+        turn(decoder)
+        assert not set(remote) & set(decoder.running_batch.reqs)
+    turn(decoder, 2)
+    assert long in decoder.running_batch.reqs
+    decoder.drain()
+    check_idle(decoder)
+
+
+@PAGES
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_burst_with_one_new_prefix(
+    page: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a prefix that is computed once for each of a burst of requests, and kept as
+    often; and against requests that wait for one whose client has left."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "32")
+    decoder = decoder_of(page)
+    before = STATS.totals["decode_local_tokens"]
+    reqs = [decoder.submit([*HISTORY, *[9] * 64, number]) for number in range(4)]
+    turn(decoder)
+    assert decoder.local == reqs[:1]
+    if leaves:
+        decoder.abort(reqs.pop(0).rid)
+    decoder.drain()
+    # The first of them all of it, in chunks of 32, and the others a token.
+    assert STATS.totals["decode_local_tokens"] - before == 32 * leaves + 64 + len(reqs)
+    assert [req.cached_tokens for req in reqs] == [80, *[144] * (len(reqs) - 1)]
+    assert all(req.output_ids == [2] * 8 for req in reqs)
+    check_idle(decoder)
+
+
+@PAGES
+@pytest.mark.parametrize("point", ["queued", "between_chunks", "computed"])
+def test_a_flush_that_is_refused_says_what_is_computed_here(page: int, point: str) -> None:
+    """Guards against an operator who is not told what to wait for."""
+    decoder = decoder_of(page)
+    bring_to(decoder, point)
+    answer = decoder.flush_cache_wrapped(FlushCacheReqInput())
+    assert not answer.success and "1 running, 1 computed here" in answer.message
+    decoder.drain()
+    assert decoder.flush_cache_wrapped(FlushCacheReqInput()).success
+
+
+class Slices:
+    """A request's trace: a slice that ends must be the one that was opened last."""
+
+    tracing_enable = True
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.added: list[tuple[str, ...]] = []
+
+    def trace_slice_start(self, name: str, *_: Any) -> None:
+        self.open.append(name)
+
+    def trace_slice_end(self, name: str, *_: Any) -> None:
+        assert self.open.pop() == name
+
+    def trace_slice(self, added: Any) -> None:
+        self.added.append((*self.open, added.slice_name))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@PAGES
+@pytest.mark.parametrize("new", [20, 80])
+def test_traces(page: int, new: int) -> None:
+    """Guards against a trace without the slice of decode, and a warning of SGLang's for each turn:
+    it would be closed as a slice of prefill."""
+    decoder = decoder_of(page)
+    req = decoder.submit(HISTORY + [9] * new)
+    req.time_stats.disagg_mode = DisaggregationMode.DECODE
+    req.time_stats.trace_ctx = slices = Slices()
+    decoder.drain()
+    assert slices.open == ["decode_forward"]
+    last = "prefill_forward" if new == 20 else "chunked_prefill"
+    assert ("decode_forward", last) in slices.added
+    assert ("decode_forward", "decode_loop") in slices.added
     check_idle(decoder)
 
 
@@ -273,11 +381,11 @@ def test_a_turn_that_waits_for_its_place_is_aborted(page: int) -> None:
     while not late[1].output_ids:
         turn(decoder)
     for req in late:
-        assert decoder.local_turns.awaits_places
+        assert not decoder.local_turns.places_for_others
         decoder.abort(req.rid)
         check(decoder)
         assert req.finished() and req not in decoder.local
-    assert not decoder.local_turns.awaits_places and not any(req.finished() for req in running)
+    assert decoder.local_turns.places_for_others and not any(req.finished() for req in running)
     decoder.drain()
     check_idle(decoder)
     assert [req.output_ids for req in late] == [[2]] * 2

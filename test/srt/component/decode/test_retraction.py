@@ -8,6 +8,8 @@ import pytest
 
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -34,14 +36,19 @@ def tick(decoder: Decoder) -> None:
 def run(decoder: Decoder, *prompts: list[int], new: int = 100) -> list[Any]:
     """Requests that run."""
     reqs = [decoder.submit(prompt, new=new) for prompt in prompts]
+    start(decoder, reqs)
+    assert decoder.running_batch.reqs == reqs
+    return reqs
+
+
+def start(decoder: Decoder, reqs: list[Any]) -> None:
+    """Admits, delivers and runs what was submitted, for three steps."""
     tick(decoder)
     for req in reqs:
         decoder.deliver(req)
     tick(decoder)
     for _ in range(3):
         decoder.tick_batch()
-    assert decoder.running_batch.reqs == reqs
-    return reqs
 
 
 def crowded() -> tuple[Decoder, Any, Any, Any]:
@@ -145,4 +152,38 @@ def test_abort_during_a_pause() -> None:
     decoder.continue_generation(ContinueGenerationReqInput())
     decoder.drain()
     assert len(second.output_ids) == 30
+    check_idle(decoder)
+
+
+# ---- grammars ----
+
+
+class Accepting(BaseGrammarObject):  # type: ignore[misc]
+    """As those of llguidance and outlines: it does not say what it took last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    def accept_token(self, token: int) -> None:
+        self.taken.append(token)
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+def test_a_grammar_takes_each_token_once(reasons: bool) -> None:
+    """Guards against a grammar that takes the last token again when a retracted request is back:
+    it then allows other tokens than it should, or ends the request with an error."""
+    decoder = Decoder(16, 640)
+    reqs = [decoder.submit(ids(number, 100), new=20) for number in (1, 2)]
+    grammars = [Accepting() for _ in reqs]
+    for req, grammar in zip(reqs, grammars, strict=True):
+        req.grammar = grammar
+        if reasons:
+            req.grammar = ReasonerGrammarObject(grammar, think_end_id=9)
+            req.grammar.maybe_init_reasoning(False)
+    start(decoder, reqs)
+    decoder.retract()
+    assert decoder.disagg_decode_prealloc_queue.retracted_queue
+    decoder.drain()
+    assert [grammar.taken for grammar in grammars] == [req.output_ids for req in reqs]
     check_idle(decoder)

@@ -197,10 +197,62 @@ def test_a_server_that_cannot_be_reached(unreachable: Decoder) -> None:
     """Guards against a turn that waits until a server that it can do without was asked often."""
     req = unreachable.submit(HISTORY + NEW, ready=False, pending=True)
     turn(unreachable, 3)
-    assert req.output_ids[:1] == [2] and unreachable.rooms[-1].cleared
+    assert req.output_ids[:1] == [2]
+    turn(unreachable, 12)
+    room = unreachable.rooms[-1]
+    assert req.finished() and not room.cleared  # the server may answer yet
+    unreachable.kv_manager.waiting_timeout = 0
     unreachable.drain()
     check_idle(unreachable)
     assert turns(unreachable)["local", "no_prefill"] == 1
+    assert room.cleared and not room.yielded and not room.withdrawn
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_server_that_answers_later_is_told(unreachable: Decoder, knows: bool) -> None:
+    """Guards against a client that a router keeps waiting: the server has its request, and would
+    wait for an announcement until its own deadline."""
+    req = unreachable.submit(HISTORY + NEW, ready=False, pending=True, new=2)
+    req.disagg_prefill_dp_rank = 0
+    turn(unreachable, 5)
+    room = unreachable.rooms[-1]
+    assert req.finished() and not room.cleared and not unreachable._nothing_waits
+    manager = unreachable.kv_manager
+    manager.stock_peers |= set() if knows else {"10.0.0.1:8998"}
+    manager.try_ensure_parallel_info = lambda address: True
+    turn(unreachable)
+    assert (room.yielded, len(room.withdrawn)) == (knows, not knows) and room.cleared
+    check_idle(unreachable)
+
+
+@pytest.mark.parametrize("beside", [[], [7] * (LOST + 1)], ids=["alone", "beside a long one"])
+def test_a_server_that_answers_much_later_is_told(unreachable: Decoder, beside: list[int]) -> None:
+    """Guards against a server that is given up for the turn's client, who has his answer, while
+    another one waits at a router."""
+    unreachable.submit(HISTORY + NEW, ready=False, pending=True, new=2).disagg_prefill_dp_rank = 0
+    turn(unreachable, 5)
+    room = unreachable.rooms[-1]
+    long = unreachable.submit(beside, ready=False, pending=True) if beside else None
+    turn(unreachable, 16)
+    assert (long is None or long.finished()) and not room.cleared
+    unreachable.kv_manager.try_ensure_parallel_info = lambda address: True
+    turn(unreachable)
+    assert room.yielded and room.cleared
+    check_idle(unreachable)
+
+
+def test_a_long_turn_has_attempts_of_its_own(unreachable: Decoder) -> None:
+    """Guards against a new talk that fails at once, since a server was asked for others before."""
+    unreachable.submit(HISTORY + NEW, ready=False, pending=True, new=2)
+    turn(unreachable, 9)
+    req = unreachable.submit([7] * (LOST + 1), ready=False, pending=True)
+    turn(unreachable, 5)
+    assert not req.finished()
+    turn(unreachable, 11)
+    assert req.finished()
+    unreachable.disagg_decode_prealloc_queue.pending_reqs = []
+    unreachable.drain()
+    check_idle(unreachable)
 
 
 def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:

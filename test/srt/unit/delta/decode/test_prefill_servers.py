@@ -12,7 +12,7 @@ import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
-from sglang.srt.disaggregation.delta.decode import prefill_servers
+from sglang.srt.disaggregation.delta.decode import heartbeat, prefill_servers
 from sglang.srt.disaggregation.delta.decode.heartbeat import Liveness, Probe
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -309,7 +309,43 @@ def test_probes(side: Side, monkeypatch: pytest.MonkeyPatch, answer: Any, probe:
         return answer
 
     monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setattr(prefill_servers, "refuses", lambda *_: True)
     assert side.servers._probe(ADDRESS) == probe
+
+
+@pytest.mark.parametrize("listening", [[4000], [4001], [4000, 4001]])
+def test_ranks_that_live_longer(
+    side: Side, monkeypatch: pytest.MonkeyPatch, listening: list[int]
+) -> None:
+    """The bootstrap server is one process of one node, and its address may be that of a service.
+    Guards against pages that are given back while a rank of another node still writes to them."""
+    side.handshake()
+
+    def get(url: str, timeout: float) -> Answer:
+        raise refused()
+
+    def refuses(host: str, port: int, timeout_s: float) -> bool:
+        assert host == "10.0.0.1" and timeout_s == 5.0
+        return port not in listening
+
+    monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setattr(prefill_servers, "refuses", refuses)
+    assert side.servers._probe(ADDRESS) == Probe(Liveness.SILENT)
+    listening.clear()
+    assert side.servers._probe(ADDRESS) == Probe(Liveness.GONE)
+
+
+def test_a_port_is_asked() -> None:
+    """Guards against an address without an answer that counts as one where nobody listens."""
+    import socket
+
+    with socket.socket() as here:
+        here.bind(("127.0.0.1", 0))
+        where = here.getsockname()
+        assert heartbeat.refuses(*where, 5.0), "bound, not listening"
+        here.listen()
+        assert not heartbeat.refuses(*where, 5.0)
+    assert not heartbeat.refuses("no such host", 1, 5.0)
 
 
 def test_a_real_refusal_is_recognised() -> None:
@@ -320,7 +356,7 @@ def test_a_real_refusal_is_recognised() -> None:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(requests.ConnectionError) as error:
             requests.get(f"http://127.0.0.1:{unused.getsockname()[1]}/", timeout=5)
-    assert prefill_servers._is_refused(error.value)
+    assert heartbeat.is_refused(error.value)
 
 
 def test_a_rank_that_does_not_answer_pings(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,10 @@ LOG_EVERY_S = 30.0
 # ---- prefixes that are arriving ----
 #
 # When a burst of requests with one new prefix arrives, none of them hits: the first one's KV is
-# still being moved. Admitting them all would move the prefix once for each and fill the pool with
-# duplicates. So a request whose *next* tokens after its match are just arriving for another one,
-# from the same prefill server, waits for those to land. Prefill computes them first in any case, so
-# little is lost.
+# still being moved, or computed here. Admitting them all would do that once for each and fill the
+# pool with duplicates. So a request whose *next* tokens after its match are just arriving for
+# another one, with the same prefill server, waits for those to land. They are computed first in any
+# case, so little is lost.
 
 
 def prefix_key(
@@ -79,9 +79,17 @@ def prefix_key(
 
 
 def arriving(reqs: Iterable[Req]) -> set[PrefixKey]:
-    """The keys of requests in transfer."""
+    """The keys of ``reqs``, whose KV is on its way."""
     keys = {record_of(req).arriving for req in reqs}
     return {key for key in keys if key is not None}
+
+
+def under_way(queue: RadixPreallocQueue) -> set[PrefixKey]:
+    """The keys of what prefill sends to this server, and of what it computes itself."""
+    reqs, turns = [entry.req for entry in queue.transfer_queue.queue], queue.local_turns
+    if turns is not None:
+        reqs += [req for req in turns.requests if not record_of(req).committed]
+    return arriving(req for req in reqs if queue.tree_cache.may_share(req))
 
 
 @dataclass

@@ -65,8 +65,10 @@ class DecodeFlush(Scheduler):
 
     def _under_way(self) -> str:
         prealloc = self.disagg_decode_prealloc_queue
+        turns = prealloc.local_turns
         counts = {
             "running": len(self.running_batch.reqs),
+            "computed here": 0 if turns is None else len(turns.requests),
             "waiting to run": len(self.waiting_queue),
             "in transfer": len(self.disagg_decode_transfer_queue.queue),
             "without pages": len(prealloc.queue),

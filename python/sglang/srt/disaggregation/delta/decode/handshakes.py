@@ -176,6 +176,8 @@ class _Attempts:
 
     failed: int = 0
     again_at: float = 0.0
+    #: Those in a row, up to the last, that a request waited for.
+    awaited: int = 0
 
 
 class _Reached:
@@ -189,6 +191,11 @@ class _Reached:
         record = record_of(self._entry.req)
         is_reached = record.tried_here or not record.unreachable
         return 2 * int(self._entry.kv_receiver.poll()) + is_reached
+
+
+def _only_tells(entry: QueueEntry) -> bool:
+    """Whether no request waits for this handshake (``without_prefill.Telling``)."""
+    return bool(getattr(entry.kv_receiver, "only_tells", False))
 
 
 class Handshakes:
@@ -267,11 +274,14 @@ class Handshakes:
 
     def _advance(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
         """Those of ``entries`` that are still not ready."""
-        known = self._is_known(address)
+        # Who is only to be told of something waits for nothing: attempts for them count for nobody
+        # who comes later and needs the server, and they go on when those who did are failed.
+        need = [entry for entry in entries if not _only_tells(entry)]
+        known = self._is_known(address, waits=bool(need))
         if known is None:
-            for entry in entries:
+            for entry in need:
                 entry.kv_receiver.abort()
-            return []
+            return [entry for entry in entries if _only_tells(entry)]
         if not known:
             if self._attempts[address].failed:
                 for entry in entries:
@@ -296,8 +306,9 @@ class Handshakes:
             waiting.append(entry)
         return waiting
 
-    def _is_known(self, address: str) -> bool | None:
-        """Whether the server's topology is known; None where it was asked for too often."""
+    def _is_known(self, address: str, waits: bool) -> bool | None:
+        """Whether the server's topology is known; None where it was asked for too often.
+        ``waits``: whether a request waits for the answer."""
         queue = self._queue
         attempts = self._attempts.setdefault(address, _Attempts())
         if queue.clock() < attempts.again_at:
@@ -308,14 +319,15 @@ class Handshakes:
         if queue.kv_manager.servers.is_asking(address):
             return False
         attempts.failed += 1
+        attempts.awaited = attempts.awaited + 1 if waits else 0
         attempts.again_at = queue.clock() + queue._ensure_retry_interval
-        if attempts.failed < queue._max_ensure_retries:
+        if attempts.awaited < queue._max_ensure_retries:
             return False
         logger.error(
             "prefill server %s did not say who it is in %d attempts: the requests that wait for it "
             "fail; look whether it runs, and whether this host reaches it",
             address,
-            attempts.failed,
+            attempts.awaited,
         )
         del self._attempts[address]
         return None

@@ -1,9 +1,11 @@
-"""When a prefill server counts as lost: probes in a row, each of all servers at the same time."""
+"""When a prefill server counts as lost: probes in a row, each of all servers at the same time; and
+when it is certain that its processes are gone."""
 
 from __future__ import annotations
 
 import enum
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ class Liveness(enum.Enum):
     ALIVE = enum.auto()
     #: No answer in time, or not from all its ranks: it hangs, or the network does.
     SILENT = enum.auto()
-    #: Its machine answers that nobody listens there: the process is gone, and writes no more.
+    #: Nobody listens there, nor at its ranks' ports: the processes are gone, and write no more.
     GONE = enum.auto()
 
 
@@ -89,3 +91,29 @@ class Heartbeat:
             self._misses[address] = 0
             silent = f"no sign of life in {self._max_failures} probes"
             self._lost(address, is_gone, "nobody listens there any more" if is_gone else silent)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether a connection was refused, somewhere down the chain of causes."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        if isinstance(seen, ConnectionRefusedError):
+            return True
+        inner = getattr(seen, "reason", None)
+        if not isinstance(inner, BaseException) and seen.args:
+            inner = seen.args[0]
+        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+    return False
+
+
+def refuses(host: str, port: int, timeout_s: float) -> bool:
+    """Whether the machine of ``host`` answers that nobody listens at ``port``."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

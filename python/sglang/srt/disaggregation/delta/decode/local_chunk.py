@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: stands in for three classes of SGLang at once
@@ -35,6 +36,11 @@ class Turn:
         return len(self.req.origin_input_ids) - self.done
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a chunk has taken some of it."""
+        return bool(self.done > self.req.cache_protected_len)
+
+    @property
     def start(self) -> int:
         """The token that the next chunk begins with.
 
@@ -42,8 +48,15 @@ class Turn:
         says for the one behind a chunk, and not what the prompt goes on with: so the last token of
         a chunk is computed once more, in the next one.
         """
-        is_first = self.done == self.req.cache_protected_len  # the tree's KV is the text's
-        return self.done - (self.drafts and not is_first)
+        return self.done - (self.drafts and self.has_begun)  # the tree's KV is the text's
+
+    def trace_inside_decode(self) -> None:
+        """With tracing on, have SGLang add the slice of a prefill to the one of decode, which it
+        opened when the prompt was first run: by itself it would end that one under another name,
+        with a warning."""
+        stats = self.req.time_stats
+        if stats.trace_ctx.tracing_enable:
+            stats.prefill_finished_time = time.perf_counter()
 
 
 class _OwnPages:
@@ -121,7 +134,7 @@ def chunk_batch(
         scheduler.spec_algorithm,
         chunked_req=unfinished.req if unfinished else None,
     )
-    hits = sum(turn.done for turn in turns if turn.done == turn.req.cache_protected_len)
+    hits = sum(turn.done for turn in turns if not turn.has_begun)
     batch.prepare_for_extend()
     batch.req_to_token_pool, batch.tree_cache = rows, scheduler.tree_cache
     batch.decoding_reqs = None

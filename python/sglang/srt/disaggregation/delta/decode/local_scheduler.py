@@ -79,14 +79,13 @@ class LocalTurnsScheduler(Scheduler):
         if batch is not None:
             # As for each batch that SGLang runs: experts in parallel are told how long it is.
             return self.maybe_prepare_mlp_sync_batch(batch)
-        # Who came from prefill would take each place that becomes free, and a chunk of several
-        # turns, which needs more than one, would never join.
         held: list[Req] = []
-        if turns.awaits_places:
-            held, self.waiting_queue = self.waiting_queue, []
+        if turns.is_busy:
+            places = turns.places_for_others
+            held, self.waiting_queue = self.waiting_queue[places:], self.waiting_queue[:places]
         batch = super().get_next_disagg_decode_batch_to_run()
         if held:
-            self.waiting_queue = [*held, *self.waiting_queue]
+            self.waiting_queue = [*self.waiting_queue, *held]
         # Who found no place waits for others' answers from here on, as one that is computed here
         # would: that is no time of its prefill server's.
         turns.shown(self.waiting_queue)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a Candidate, where it has its lease
+from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its lease
 
 import torch
 
@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts,
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     NEVER,
     UNKNOWN,
+    Announced,
     Choice,
     Costs,
     Decision,
@@ -68,16 +69,6 @@ def only_prefill_can(req: Req) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-class Announced(NamedTuple):
-    """A turn that prefill computes, on the record of its request. ``at``: this rank's clock,
-    ``tokens``: those announced."""
-
-    decision: Decision
-    address: str
-    tokens: int
-    at: float
-
-
 class LocalTurns:
     """The local turns of one decode rank; only the scheduler's thread comes here."""
 
@@ -102,11 +93,6 @@ class LocalTurns:
     def is_busy(self) -> bool:
         """Whether a request is here: between its admission and the running batch."""
         return bool(self._queue or self._launched or self._computed)
-
-    @property
-    def awaits_places(self) -> bool:
-        """Whether requests have their first token and found no place in the running batch."""
-        return bool(self._computed)
 
     @property
     def requests(self) -> list[Req]:
@@ -242,15 +228,15 @@ class LocalTurns:
             return None
         if self._queue[0].req.to_finish is not None:
             return None  # aborted in a chunk that was launched: it goes with that one's result
-        places = self._free_places(len(self._scheduler.running_batch.reqs))
-        turns, unfinished = self._next_chunk(places)
+        turns, unfinished = self._next_chunk(self._free_places + self._queue[0].has_begun)
         return self._launch(turns, unfinished) if turns else None
 
     @property
     def _beside(self) -> int:
         """How many requests stand still while a chunk runs: those that run, and those that prefill
-        has sent since."""
-        return len(self._scheduler.running_batch.reqs) + len(self._scheduler.waiting_queue)
+        has sent since and that have a place."""
+        waiting = len(self._scheduler.waiting_queue)
+        return len(self._scheduler.running_batch.reqs) + min(waiting, self.places_for_others)
 
     @property
     def _is_paused(self) -> bool:
@@ -258,12 +244,25 @@ class LocalTurns:
         scheduler = self._scheduler
         return scheduler._is_paused and scheduler._waiting_release is None
 
-    def _free_places(self, running: int) -> int:
-        """How many more requests may run; those between a chunk and the batch have a place."""
+    @property
+    def _most(self) -> int:
+        """How many requests may run."""
         scheduler = self._scheduler
-        limit = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
-        flying = sum(len(turns) for _, turns in self._launched)
-        return int(limit - running - flying - sum(len(batch.reqs) for batch in self._computed))
+        return int(min(scheduler.req_to_token_pool.size, scheduler.max_running_requests))
+
+    @property
+    def _free_places(self) -> int:
+        """How many more requests may run. A turn has a place from its first chunk on."""
+        turns = {id(turn) for _, turns in self._launched for turn in turns}
+        turns |= {id(turn) for turn in self._queue[:1] if turn.has_begun}
+        batches = (self._scheduler.running_batch, *self._computed)
+        return self._most - len(turns) - sum(len(batch.reqs) for batch in batches)
+
+    @property
+    def places_for_others(self) -> int:
+        """How many requests that prefill has sent may join the running batch now; none while
+        computed ones wait for their adapters to have room, which who passes them would take."""
+        return 0 if self._computed else max(self._free_places, 0)
 
     def _next_chunk(self, places: int) -> tuple[list[Turn], Turn | None]:
         """The first turns in line that fit; and the one of them that is computed in part only.
@@ -303,8 +302,9 @@ class LocalTurns:
     def before_result(self) -> None:
         """The oldest chunk's result is about to be processed: what it computed may be shared."""
         for turn in self._launched[0][1]:
-            if not turn.left:
+            if not turn.req.is_chunked:
                 record_of(turn.req).committed = True
+                turn.trace_inside_decode()
 
     def after_result(self) -> None:
         """It was processed: those that have their first token wait for a place in the batch."""
@@ -342,12 +342,11 @@ class LocalTurns:
         """Whether ``reqs`` may run beside those that run."""
         scheduler = self._scheduler
         running = scheduler.running_batch
-        limit = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
 
         def fit() -> bool:
-            count = len(running.reqs) + len(reqs)
             return running.is_empty() or (
-                count <= limit and adapters_fit(scheduler, chain(running.reqs, reqs))
+                len(running.reqs) + len(reqs) <= self._most
+                and adapters_fit(scheduler, chain(running.reqs, reqs))
             )
 
         if not fit():

@@ -133,11 +133,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
             limits = self._limits
-            arriving = line.arriving(
-                entry.req
-                for entry in self.transfer_queue.queue
-                if self.tree_cache.may_share(entry.req)
-            )
+            arriving = line.under_way(self)
             first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
             taken: list[QueueEntry] = []
             with self._steps.step(ready, first, limits, arriving) as (agreed, candidates):
@@ -285,17 +281,17 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if slots is None:
                 return candidate
             self._enter(candidate, slots)
+            record_of(req).arriving = key
+            if key is not None:
+                arriving.add(key)
             if is_local:
                 turns.take(entry, decision)
                 taken.append(entry)
                 continue
-            record_of(req).arriving = key
             announce(self, entry, slots)  # prefill fills them
             admitted.append(entry)
             if decision is not None:
                 turns.announced(entry, decision)
-            if key is not None:
-                arriving.add(key)
         return None
 
     @staticmethod

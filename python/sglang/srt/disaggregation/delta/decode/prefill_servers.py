@@ -20,7 +20,13 @@ import requests
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.decode.handshakes import Connections
-from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
+from sglang.srt.disaggregation.delta.decode.heartbeat import (
+    Heartbeat,
+    Liveness,
+    Probe,
+    is_refused,
+    refuses,
+)
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.patchset import environment
@@ -307,7 +313,8 @@ class PrefillServers:
         try:
             response = requests.get(f"http://{address}{route}", timeout=timeout)
         except requests.ConnectionError as error:
-            return Probe(Liveness.GONE if _is_refused(error) else Liveness.SILENT)
+            is_gone = is_refused(error) and self._ranks_refuse(address, timeout)
+            return Probe(Liveness.GONE if is_gone else Liveness.SILENT)
         except requests.RequestException:
             return Probe(Liveness.SILENT)
         if not response.ok:
@@ -321,6 +328,13 @@ class PrefillServers:
                 self._ranks[address][rank] += 1
                 self._ping(*rank)
         return Probe(Liveness.SILENT if unanswered else Liveness.ALIVE, incarnation)
+
+    def _ranks_refuse(self, address: str, timeout_s: float) -> bool:
+        """Whether nobody listens at the connected ranks' ports: a bootstrap server that is gone may
+        be another node's, and what refuses may be a service in front of one that is not."""
+        with self._lock:
+            ranks = list(self._ranks[address])
+        return all(refuses(host, port, timeout_s) for host, port in ranks)
 
     def _ping(self, host: str, port: int) -> None:
         manager = self._manager
@@ -375,18 +389,3 @@ class PrefillServers:
         for host, port in self._ranks.pop(address, {}):
             self._sockets.drop(host, port)
             self._manager.drop_socket(host, port)
-
-
-def _is_refused(error: BaseException) -> bool:
-    """Whether a connection was refused, somewhere down the chain of causes."""
-    seen: BaseException | None = error
-    for _ in range(10):
-        if seen is None:
-            return False
-        if isinstance(seen, ConnectionRefusedError):
-            return True
-        inner = getattr(seen, "reason", None)
-        if not isinstance(inner, BaseException) and seen.args:
-            inner = seen.args[0]
-        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
-    return False

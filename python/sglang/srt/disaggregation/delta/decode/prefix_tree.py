@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         ScheduleBatchDisaggregationDecodeMixin,
     )
     from sglang.srt.disaggregation.delta.decode.protocols import Req, Rows, TreeNode
+    from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.server_args import ServerArgs
 else:
     RadixCache = ScheduleBatchDisaggregationDecodeMixin = object
 
@@ -373,3 +375,13 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             for req in self.reqs
         ]
         self.out_cache_loc = torch.cat(owned).to(torch.int64)
+
+    @override
+    def process_prebuilt(self, server_args: ServerArgs, future_map: FutureMap) -> None:
+        if getattr(self.tree_cache, "serves_decode", False):
+            for req in self.reqs:
+                # Its grammar took the last token before the retraction. SGLang asks for that, but
+                # of its grammars only xgrammar's own say it, without a reasoning parser.
+                if req.retracted_stain and req.grammar is not None:
+                    req.grammar.current_token = req.output_ids[-1]
+        super().process_prebuilt(server_args, future_map)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tenso
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.disaggregation.delta.decode.local_turns import Announced
     from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.disaggregation.delta.decode.turn_choice import Announced
     from sglang.srt.managers.schedule_batch import MultimodalDataItem
 
 #: KV that is arriving: prefill server, extra key, id of the tree node that it goes on from, next
@@ -79,7 +79,7 @@ class DecodeRecord:
     wait: Wait = field(default_factory=Wait)
     #: The reasons that it was counted for in the metric of refusals.
     refused_for: set[str] = field(default_factory=set)
-    #: The KV that its transfer brings, where others wait for it.
+    #: The KV that its transfer, or its turn here, brings, where others wait for it.
     arriving: PrefixKey | None = None
     #: Tokens of the prefix that the tree held when it was admitted.
     hit_tokens: int = 0

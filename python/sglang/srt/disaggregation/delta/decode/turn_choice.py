@@ -226,6 +226,16 @@ class Decision(NamedTuple):
         return self.here if self.local else self.there
 
 
+class Announced(NamedTuple):
+    """A turn that prefill computes, on the record of its request. ``at``: this rank's clock,
+    ``tokens``: those announced."""
+
+    decision: Decision
+    address: str
+    tokens: int
+    at: float
+
+
 def expected_here(tokens: int, load: Load, costs: Costs, limits: Limits) -> float | None:
     """Seconds until a turn of ``tokens`` new tokens is computed here; None where unknown.
 
