@@ -39,6 +39,25 @@ def allocate_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     return ports
 
 
+def allocate_adjacent_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Returns ``count`` free ports in a row, reserved as by :func:`allocate_ports`.
+
+    For a server that is told one port and counts up from it, as SGLang's does from
+    ``--dist-init-addr`` with data-parallel attention.
+    """
+    firsts = range(PORT_RANGE.start, PORT_RANGE.stop - count + 1)
+    for first in random.SystemRandom().sample(firsts, len(firsts)):
+        row = range(first, first + count)
+        if any(port in _held for port in row):
+            continue
+        if all(_reserve(port, host) for port in row):
+            return list(row)
+        for port in row:
+            if port in _held:
+                _held.pop(port).close()
+    raise RuntimeError(f"no {count} free ports in a row in {PORT_RANGE}")
+
+
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen on the port at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -15,6 +15,7 @@ import pytest
 
 from benchmark.harness import metrics
 from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.ports import allocate_adjacent_ports
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token
 from e2e.support import (
@@ -133,6 +134,9 @@ def test_two_decode_ranks_with_a_replicated_head(
 def test_attention_data_parallel_decode(model: Path, reference: Reference, logs: Path) -> None:
     """Guards against decode ranks that each hold whole requests, with trees of their own, but step
     together: an idle one must take part without a prefix of its own."""
+    # From its own port on it would take others that a server beside it may have: the six from
+    # this one on, and the 13th after it (PortArgs.init_new, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
+    first_port = allocate_adjacent_ports(14)[0]
     converse(
         model,
         KV_HEADS,
@@ -141,5 +145,8 @@ def test_attention_data_parallel_decode(model: Path, reference: Reference, logs:
         16,
         ranks_a_room=1,
         decode_tp=2,
-        decode_args=("--dp-size", "2", "--enable-dp-attention"),
+        decode_args=(
+            *("--dp-size", "2", "--enable-dp-attention"),
+            *("--dist-init-addr", f"127.0.0.1:{first_port}"),
+        ),
     )

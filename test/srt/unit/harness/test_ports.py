@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmark.harness import ports
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -30,6 +32,20 @@ def test_a_port_in_use_is_not_given_out(monkeypatch) -> None:
         ports._held.pop(free).close()
         monkeypatch.setattr(ports, "PORT_RANGE", [taken, free])
         assert ports.allocate_ports(1) == [free]
+
+
+def test_a_row_goes_round_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that counts up from its port into a port of one beside it; and what
+    was reserved of a row that cannot be had is free again."""
+    row = ports.allocate_adjacent_ports(15)
+    assert row == list(range(row[0], row[0] + 15))
+    for port in [*row[:6], *row[7:]]:
+        ports._held.pop(port).close()
+    monkeypatch.setattr(ports, "PORT_RANGE", range(row[0], row[-1] + 1))
+    with pytest.raises(RuntimeError, match="no 9 free ports in a row"):
+        ports.allocate_adjacent_ports(9)
+    assert ports.allocate_adjacent_ports(8) == row[7:]
+    assert not any(port in ports._held for port in row[:6])
 
 
 def test_another_process_gets_other_ports_while_we_live() -> None:
