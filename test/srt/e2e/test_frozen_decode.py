@@ -89,13 +89,15 @@ def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
 
 
 @pytest.mark.hazard("late-word-revives-room", "source-given-away")
-@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_decode_wakes_after_prefill_gave_its_rooms_up(
     model: Path, reference: Reference, logs: Path, backend: str
 ) -> None:
     """Guards against a decode server that takes a room as complete which prefill gave up: what
     lands late is of other prompts by then. Afterwards both are idle and balanced, and the same
-    prompts are answered right."""
+    prompts are answered right. In every run ``component/nixl/test_transfers.py`` and
+    ``unit/delta/prefill/test_failures.py`` give rooms up while something is under way."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     tokens = prompt_maker(model, seed=61)
