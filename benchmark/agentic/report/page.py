@@ -176,7 +176,7 @@ def _levels(run: Run, told: Json) -> Iterator[str]:
         if others:
             yield (
                 f"Of {run.titles[base]}'s, with 95 % intervals (bootstrap over rounds and "
-                "sessions); a difference is in bold."
+                "sessions, and at least Student's t over rounds); a difference is in bold."
             )
             head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in COMPARED)]
             yield markdown(head, [[run.titles[arm], *_ratios(arms[arm])] for arm in others])
