@@ -42,6 +42,8 @@ class Result:
     cached_by_source: Mapping[str, int] = field(default_factory=dict)
     """The same by where they were: ``device``, ``host``, ``storage`` (``/generate`` only)."""
     completion_tokens: int = 0
+    counted: bool = False
+    """Whether the server said how many; else each piece of text counts as one."""
     totals: list[int] = field(default_factory=list)
     """Output tokens so far, after each of ``token_times``."""
     verify_steps: int = 0
@@ -58,8 +60,8 @@ class Result:
     error: str | None = None
     kind: ErrorKind | None = None
     finish_reasons: list[Json] = field(default_factory=list)
-    """What the server said as it ended the answer (``/generate`` only): one entry, unless it ended
-    it twice or never."""
+    """What the server said as it ended the answer: one entry, unless it ended it twice or never. Of
+    OpenAI's endpoints it has the ``type`` alone."""
     ended: bool = False
     """The server gave a reason for the end."""
     prefill_worker: str | None = None
@@ -194,6 +196,7 @@ def _take_generate(result: Result, event: _Event, meta: _Meta, now: float) -> No
             return
     if (count := meta.completion_tokens) is None:
         raise Failed("broken_stream", "an event without completion_tokens")
+    result.counted = True
     if count > result.completion_tokens:
         result.token_times.append(now)
         result.totals.append(count)
@@ -227,13 +230,16 @@ def _take_openai(result: Result, event: _Event, now: float) -> bool:
         said = choice.text or (piece and (piece.content or piece.reasoning_content))
         pieces += bool(said)
         result.text += said or ""
-        result.ended = result.ended or choice.finish_reason is not None
+        if choice.finish_reason is not None:
+            result.ended = True
+            result.finish_reasons.append({"type": choice.finish_reason})
     total = result.completion_tokens + pieces
     if (usage := event.usage) is not None:
         result.prompt_tokens = usage.prompt_tokens
         details = usage.prompt_tokens_details
         if details is not None and details.cached_tokens is not None:
             result.cached_told, result.cached_tokens = True, details.cached_tokens
+        result.counted = result.counted or usage.completion_tokens is not None
         total = max(result.completion_tokens, usage.completion_tokens or total)
     if total > result.completion_tokens:
         result.completion_tokens = total

@@ -308,3 +308,26 @@ def test_times_of_tokens(cumulative: bool) -> None:
         assert o.started_s <= (o.sent_s or 0) <= o.first_token_s <= o.finished_s
         assert sum(o.itl_s) == pytest.approx(o.tpot_s * 9, abs=1e-3)
     assert stub.served == 2
+
+
+@pytest.mark.parametrize(("reason", "error"), [("length", None), ("stop", "short_answer")])
+def test_an_endpoint_that_counts_nothing(reason: str, error: str | None) -> None:
+    """Guards OpenAI's endpoints without usage, whose pieces hold several tokens or none: an answer
+    that ended for its length has it, and is no short one."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        pieces = [{"text": ""}, {"text": "a b c"}, {"text": "d"}]
+        events: list[dict[str, Any]] = [{"choices": [piece]} for piece in pieces]
+        events.append({"choices": [{"text": "", "finish_reason": reason}], "usage": None})
+        lines = [b"data: %s\n\n" % json.dumps(event).encode() for event in events]
+        return web.Response(body=b"".join(lines) + b"data: [DONE]\n\n")
+
+    async def go() -> list[Outcome]:
+        application = web.Application()
+        application.router.add_post("/v1/completions", answer)
+        prompts = PromptSource(range(1000), block_tokens=4, endpoint="completions")
+        async with serve(application) as url:
+            return await asyncio.wait_for(replay(url, [Record(0, 3, 7, (0,))], prompts), 30)
+
+    (outcome,) = asyncio.run(go())
+    assert (outcome.error, outcome.output_tokens) == (error, 2 if error else 7)
