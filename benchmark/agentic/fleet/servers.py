@@ -30,6 +30,8 @@ from benchmark.traces.record import Record
 ENGINES = ("prefill", "decode", "aggregated")
 _USAGE = re.compile(r"^sglang:token_usage(?:\{.*\})? (\S+)", re.MULTILINE)
 SAMPLE_S = 1.0
+FLUSH_S = 10.0
+"""That a server may take to become idle before it empties its cache."""
 ROUTED = "our router"
 OURS = {"sglang-router: cache_aware": "linear", "none": "round_robin"}
 """What stands for an arm's policy of the rig where servers by address need a router."""
@@ -65,12 +67,16 @@ class Servers:
         warm_up(self.target, self.prompts(0), count, self.about.all_headers)
 
     def flush(self) -> list[str]:
-        """Empties every engine's cache; returns who would not, and why."""
+        """Empties every engine's cache, then what our router believes of them; returns who would
+        not, and why."""
         refused = []
         urls = list(self.setup.engines) or ([self.target.url] if self.setup.router else [])
+        if self.via.startswith(ROUTED):
+            urls.append(self.target.url)
         for number, url in enumerate(urls):
             try:
-                self._ask("POST", url + "/flush_cache")
+                # A server that has just said its last token may need another step to be idle.
+                self._ask("POST", f"{url}/flush_cache?timeout={FLUSH_S}")
             except (OSError, ValueError) as error:  # addresses stay out of what a run keeps
                 refused.append(f"server {number}: {error}")
         return refused

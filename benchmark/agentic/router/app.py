@@ -109,10 +109,11 @@ class Router:
             return {"url": worker.url, "error": reason(error)}
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        """All workers' caches, and what we believe of those that did it."""
+        """All workers' caches, and what we believe of those that did it; after all of them, where
+        sessions went."""
         workers = self.scheduler.workers
         done: Sequence[tuple[int, bytes] | BaseException] = await asyncio.gather(
-            *(self._ask(worker, "POST", "/flush_cache") for worker in workers),
+            *(self._ask(worker, "POST", request.path_qs) for worker in workers),
             return_exceptions=True,
         )
         said: dict[str, str] = {}
@@ -124,6 +125,8 @@ class Router:
                 if result[0] == 200:
                     worker.index.clear()
         fine = all(text == "200" for text in said.values())
+        if fine:
+            self.scheduler.forget_sessions()
         return web.json_response(said, status=200 if fine else 502)
 
     async def _ask(self, worker: Worker, method: str, path: str) -> tuple[int, bytes]:

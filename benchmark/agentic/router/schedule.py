@@ -82,9 +82,13 @@ class Scheduler:
             PREFILL: settings.prefill_policy,
             DECODE: settings.decode_policy,
         }
-        self.pins = {role: Pins(settings.max_sessions) for role in self.pools}
+        self.forget_sessions()
         self._turns = dict.fromkeys(self.pools, 0)
         self._offloaded: list[Charge] = []
+
+    def forget_sessions(self) -> None:
+        """A session's next request may go anywhere."""
+        self.pins = {role: Pins(self.settings.max_sessions) for role in self.pools}
 
     def _worker(self, role: str, url: str, bootstrap_port: int | None = None) -> Worker:
         s = self.settings

@@ -416,9 +416,11 @@ def test_flushing_caches_flushes_beliefs() -> None:
         await rig.ask([1] * 40)
         await until(lambda: not any(rig.load().values()))
         assert len(rig.router.scheduler.pools[PREFILL][0].index) == 10
+        rig.router.scheduler.pins[PREFILL].set("s", prefill.url)
         async with rig.session.post(rig.url + "/flush_cache") as got:
             assert got.status == 200
         assert [len(w.index) for w in rig.router.scheduler.workers] == [0, 0]
+        assert rig.router.scheduler.pins[PREFILL].get("s") == (None, 0)
 
     run(test, [prefill, decode])
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, web
 
+from benchmark.agentic.fleet.servers import reach
+from benchmark.agentic.fleet.spec import FleetFile, Setup
+from benchmark.agentic.load.run import replay
 from benchmark.agentic.studies import cli, record
 from benchmark.traces.generate import generate
 from benchmark.traces.read import write
+from benchmark.traces.record import Record
 from component.agentic import stub
 from sglang.srt.patchset.environment import START_METHOD
 
@@ -133,6 +140,39 @@ def test_a_cold_client_is_timed_on_the_loads_clock(
     # Its last request may begin when the load has just ended.
     assert cell.cold and all(-5 < o.started_s < max(ends) + 5 for o in cell.cold)
     assert "## Per prefill of the cold client" in (out / "page.md").read_text()
+
+
+def test_caches_and_what_the_router_knows_of_them_are_emptied() -> None:
+    """Guards a load against the one before it: a server needs a step after its last token before it
+    empties its cache, and our router would send sessions where their prompts were."""
+
+    class Busy(stub.Stub):
+        async def flush(self, request: web.Request) -> web.Response:
+            """As SGLang: at once, or when it is idle within the time that it is given."""
+            if float(request.query.get("timeout", 0)) < 1:
+                return web.Response(status=400)
+            return await super().flush(request)
+
+    async def go() -> None:
+        one, other = Busy("colocated"), Busy("colocated")
+        async with stub.serve(one.app()) as a, stub.serve(other.app()) as b:
+            setup = Setup(aggregated=(a, b))
+            with ExitStack() as stack:
+                reached = reach(setup, FleetFile(setups={"s": setup}), "linear", ())
+                servers = await asyncio.to_thread(stack.enter_context, reached)
+                records = [Record(0.0, 512, 2, (0,), session_id="s", turn=0)]
+                await replay(servers.target, records, servers.prompts(0))
+                asked = servers.target.url + "/workers"
+                async with ClientSession() as client:
+                    async with client.get(asked) as got:
+                        assert sum(w["believed_blocks"] for w in await got.json()) == 32
+                    assert await asyncio.to_thread(servers.flush) == []
+                    async with client.get(asked) as got:
+                        assert not any(w["believed_blocks"] for w in await got.json())
+                assert one.flushes and other.flushes
+                await asyncio.to_thread(stack.close)
+
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def test_a_server_that_is_not_there_is_named(

@@ -161,6 +161,35 @@ def test_quantiles_are_values_and_draws_are_the_same_for_all_arms() -> None:
     assert np.isnan(heavy[:, ::2]).all() and not np.isnan(heavy[:, 1::2]).any()
 
 
+def test_an_arm_that_answered_nothing_is_not_best() -> None:
+    """Guards the order of arms by TPOT, of which failed requests have none."""
+    made = run(cells("dead", 1.0, failed=True), cells("b", 1.0), cells("c", 1.0))
+    # As `outcome` gives every answer the same TPOT.
+    for cell in made.at("c", 4):
+        cell.outcomes = [msgspec.structs.replace(o, tpot_s=0.02) for o in cell.outcomes]
+    made.study = msgspec.structs.replace(made.study, by="tpot")
+    text = answer(made, levels(made))
+    assert "**b is best**" in text and "0.50 [0.50, 0.50] of c's" in text and "nan" not in text
+    made.cells = made.at("dead", 4)
+    assert answer(made, levels(made)) == "At 4 sessions at once, no arm has a TPOT."
+
+
+def test_a_miss_that_is_not_told_is_a_miss() -> None:
+    """Guards the hit rate on OpenAI's endpoints: SGLang leaves out how much was cached where that
+    is nothing, so that only hits would count."""
+    made = run(cells("a", 1.0))
+    for cell in made.cells:
+        cell.outcomes = [
+            msgspec.structs.replace(o, cached_tokens=None if o.index % 4 else 100)
+            for o in cell.outcomes
+        ]
+    (level,) = levels(made)
+    assert level.hit_rate("a") == 0.25
+    for cell in made.cells:
+        cell.outcomes = [msgspec.structs.replace(o, cached_tokens=None) for o in cell.outcomes]
+    assert np.isnan(levels(made)[0].hit_rate("a"))
+
+
 def test_an_arm_breaks_where_the_slo_is_missed() -> None:
     made = run(cells("a", 0.1), cells("b", 0.1), cells("a", 0.2, load=8), cells("b", 3.0, load=8))
     held, broken = breaks(made, levels(made))
@@ -181,6 +210,10 @@ def test_warnings_name_the_client_the_caches_and_errors() -> None:
     assert "a at 4 (200 and 0 ms)" in client and "b at" not in client
     assert "1 server did not" in caches and "secret" not in caches
     assert "pd-stock" in missing and f"b at 4 sessions at once: {3 * REQUESTS} abort" in errors
+    made = run(cells("a", 1.0))
+    made.cells[0].cold = [outcome(0, 1.0), outcome(1, 1.0, failed=True)]
+    (beside,) = warnings(made, levels(made))
+    assert "a at 4 sessions at once, 1 of 2 prompts of cold clients failed" in beside
 
 
 def test_a_page_by_address_says_who_sent_and_how_many_servers_there_were() -> None:
@@ -360,9 +393,10 @@ def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
     both = cli.merged(made, other)
     assert both.environment["commit"] == "c0 and c1" and both.environment["machine"] == "a machine"
     assert both.servers == {"after: a": other.servers["a"]}
-    other.trace = {**other.trace, "requests": 7}
-    with pytest.raises(ValueError, match="other requests"):
-        cli.merged(made, other)
+    for much in ("requests", "prompt_tokens", "output_tokens"):
+        other.trace = {**made.trace, much: 7}
+        with pytest.raises(ValueError, match="other requests"):
+            cli.merged(made, other)
     with pytest.raises(ValueError, match="it is no run"):
         record.load(tmp_path / "nothing")
 
