@@ -179,9 +179,9 @@ def reach(
         raise RunFailed("`headers` do not pass our router: name one of your own as `router`")
     policy = OURS.get(policy, policy.removeprefix("sglang-router: "))
     config = routed(setup, policy, router_args)
-    with TemporaryDirectory() as folder, fleet.Fleet([config], Path(folder)):
+    with TemporaryDirectory() as folder, fleet.Fleet([config], Path(folder)) as running:
         via = f"{ROUTED}, {policy}"
-        yield Servers(setup, about, Target(config.url), vocabulary, via=via)
+        yield Servers(setup, about, Target(config.url), vocabulary, running.check, via)
 
 
 def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
