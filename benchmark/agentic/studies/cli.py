@@ -90,10 +90,7 @@ def merged(before: Run, after: Run) -> Run:
     for what in ("load", "trace"):
         if getattr(before.study, what) != getattr(after.study, what):
             raise ValueError(f"the runs differ in `{what}`: they cannot be compared")
-    sizes = ("block_tokens", "answers", "max_answer_tokens", "endpoint")
-    if {n: before.fleet[n] for n in sizes} != {n: after.fleet[n] for n in sizes} or (
-        before.trace["requests"] != after.trace["requests"]
-    ):
+    if before.fleet["endpoint"] != after.fleet["endpoint"] or _sent(before) != _sent(after):
         raise ValueError("the runs were sent other requests: they cannot be compared")
     titles, found = {}, []
     servers: dict[str, dict[str, int]] = {}
@@ -119,6 +116,11 @@ def merged(before: Run, after: Run) -> Run:
         cells=found,
         servers=servers,
     )
+
+
+def _sent(run: Run) -> list[int]:
+    """How much it was, of which two loads that differ hardly agree in all."""
+    return [run.trace[name] for name in ("requests", "prompt_tokens", "output_tokens")]
 
 
 def _run(args: argparse.Namespace, console: Console, words: str) -> int:
@@ -148,7 +150,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     )
     earlier = record.load(out) if args.resume else None
     if earlier is not None:
-        same = all(shown[n] == earlier.trace[n] for n in ("requests", "prompt_tokens"))
+        same = earlier.fleet == plain(done.fleet) and _sent(earlier) == _sent(done)
         if (earlier.study, earlier.titles) != (done.study, done.titles) or not same:
             raise ValueError(f"{out} holds another study: leave --resume out, or give its options")
         done.cells += earlier.cells

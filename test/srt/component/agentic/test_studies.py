@@ -86,6 +86,10 @@ def test_three_urls_and_a_trace_give_a_page(
     assert all(cell.samples and not cell.unflushed for cell in record.load(out).at("pd", 4))
     assert record.load(out).trace["source"] == "trace.jsonl"
     assert cli.run([*words, "--out", str(out), "--resume", "--rounds", "4"]) == 2
+    told = Path(file).read_text()
+    Path(file).write_text(told.replace("max_answer_tokens: 20", "max_answer_tokens: 30"))
+    assert cli.run([*words, "--out", str(out), "--resume"]) == 2, "its answers are longer"
+    Path(file).write_text(told)
     before = (out / "requests.jsonl").read_bytes()
     assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # nothing is left to send
     assert (out / "requests.jsonl").read_bytes() == before
