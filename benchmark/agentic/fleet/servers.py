@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -82,15 +82,29 @@ class Servers:
         return refused
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Role -> counters, summed over its servers whose ``/metrics`` answers; also ``store``."""
-        found: dict[str, list[dict[str, float]]] = {}
-        more = {self.setup.store: "store"} if self.setup.store else {}
-        for url, role in {**self.setup.engines, **more}.items():
-            try:
-                found.setdefault(role, []).append(self._scrape(url))
-            except (OSError, ValueError):
-                continue
-        return {role: metrics.total(values) for role, values in found.items()}
+        """URL -> counters, of engines and store, where ``/metrics`` answers."""
+        found = {}
+        for url in self._roles:
+            with suppress(OSError, ValueError):
+                found[url] = self._scrape(url)
+        return found
+
+    def gained(self, before: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """Role, also ``store`` -> what its servers' counters gained, summed. A role is left out
+        where one of its servers did not answer now or ``before``: what it had counted until then
+        would look like the load's, or be missing."""
+        now, found = self.counters(), {}
+        for role in dict.fromkeys(self._roles.values()):
+            urls = [url for url, of in self._roles.items() if of == role]
+            if all(url in before and url in now for url in urls):
+                found[role] = metrics.total(metrics.gained(before[url], now[url]) for url in urls)
+        return found
+
+    @property
+    def _roles(self) -> dict[str, str]:
+        """Of all that may count something, by URL."""
+        store = self.setup.store
+        return {**self.setup.engines, **({store: "store"} if store else {})}
 
     @contextmanager
     def sampled(self) -> Iterator[list[dict[str, float]]]:
@@ -218,7 +232,8 @@ def direct(setup: Setup) -> Target | None:
 
 
 def usage(text: str) -> dict[str, float]:
-    """That of the KV pool in a metrics page, if it is there. Parsing all of the page would take the
-    interpreter from the client for tens of milliseconds."""
+    """That of the KV pools in a metrics page, if it is there: the mean of its data-parallel ranks,
+    which have pools of one size. Parsing all of the page would take the interpreter from the client
+    for tens of milliseconds."""
     values = _USAGE.findall(text)
-    return {"usage": sum(map(float, values))} if values else {}
+    return {"usage": sum(map(float, values)) / len(values)} if values else {}

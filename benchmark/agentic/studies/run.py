@@ -20,7 +20,6 @@ from benchmark.agentic.studies import load, record
 from benchmark.agentic.studies.load import Trace
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import Study
-from benchmark.harness import metrics
 from benchmark.harness.models import random_qwen3
 
 Told = Callable[[Cell], None]
@@ -130,10 +129,7 @@ def _measure(
         cell.cold.append(later(outcome, zero - zeros[0]))
         record.append(lines, cell, cell.cold[-1], cold=True)
     running.check()  # also lets the last transfers be counted
-    after = running.counters()
-    cell.gained = {
-        role: metrics.gained(before.get(role, {}), values) for role, values in after.items()
-    }
+    cell.gained = running.gained(before)
 
 
 def _zero(outcome: Outcome) -> float:

@@ -8,9 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmark.agentic.fleet import rig, spec
-from benchmark.agentic.fleet.servers import usage
+from benchmark.agentic.fleet.servers import Servers, usage
 from benchmark.agentic.fleet.spec import FleetFile, counted
 from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
+from benchmark.harness.client import Target
 
 
 @pytest.mark.parametrize(
@@ -150,3 +151,36 @@ def test_usage_is_read_off_a_metrics_page() -> None:
     )
     assert usage(text) == {"usage": 0.25}
     assert usage("vllm:num 1\n") == {}
+    ranks = "".join(
+        f'sglang:token_usage{{dp_rank="{rank}",model_name="m"}} {share}\n'
+        for rank, share in enumerate((0.5, 0.75, 1.0, 0.75))
+    )
+    assert usage(ranks) == {"usage": 0.75}, "four pools are no fuller than one can be"
+
+
+def test_counters_that_did_not_answer_twice_are_left_out() -> None:
+    """Guards against bytes of weeks, or of half of the servers, as those of a load: a server may
+    fail to answer before it, or after it."""
+    setup = spec.Setup(
+        prefill=(spec.Prefill("http://p"), spec.Prefill("http://q")), decode=("http://d",)
+    )
+    about = FleetFile(setups={"pd": setup})
+    pages = {"http://p": 100.0, "http://q": 1e12, "http://d": 5.0}
+    silent = {"http://q"}
+
+    class Scraped(Servers):
+        def _scrape(self, url: str) -> dict[str, float]:
+            if url in silent:
+                raise OSError("timed out")
+            return {"sent": pages[url]}
+
+    servers = Scraped(setup, about, Target("http://d"), range(9))
+    before = servers.counters()
+    silent.clear()
+    pages.update({"http://p": 107.0, "http://d": 9.0})
+    assert servers.gained(before) == {"decode": {"sent": 4.0}}
+    before = servers.counters()
+    pages["http://q"] += 3
+    assert servers.gained(before)["prefill"] == {"sent": 3.0}
+    silent.add("http://p")
+    assert servers.gained(before) == {"decode": {"sent": 0.0}}
