@@ -80,7 +80,7 @@ def layout(
         ports = allocate_ports(2)
         return [*engines, servers.router(ports, prefills, decodes, workers, policy=policy)]
     blocks = ("--block-tokens", str(page_tokens), "--reserve-tokens", str(page_tokens))
-    return [*engines, routed(_setup(engines), arm.policy, (*blocks, *arm.router_args))]
+    return [*engines, routed(_setup(engines), arm.policy, (*blocks, *arm.routing(page_tokens)))]
 
 
 def _setup(configs: Sequence[ServerConfig]) -> Setup:

@@ -94,6 +94,9 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = "linear"
     """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
     needed."""
+    heavy_tokens: int | None = None
+    """Of our router, with a pair beside aggregated servers: requests with more uncached tokens go to
+    the pair. As long as in the trace, before scaling."""
     router_args: tuple[str, ...] = ()
     cold_clients: int = 0
     """Clients beside the load that send one prompt after another that nobody has seen."""
@@ -108,6 +111,13 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`policy` is one of {choices}")
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("`prefill` and `decode` need each other")
+
+    def routing(self, block_tokens: int) -> tuple[str, ...]:
+        """Arguments of our router, for blocks of so many tokens."""
+        if self.heavy_tokens is None:
+            return self.router_args
+        heavy = max(1, self.heavy_tokens * block_tokens // BLOCK_TOKENS)
+        return ("--heavy-threshold", str(heavy), *self.router_args)
 
     @property
     def servers(self) -> dict[str, int]:

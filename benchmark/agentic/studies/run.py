@@ -67,7 +67,8 @@ def _running(
     name: str, arm: Arm, study: Study, fleet: FleetFile, out: Path
 ) -> AbstractContextManager[Servers]:
     if fleet.rig is None:
-        return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, arm.router_args)
+        words = arm.routing(fleet.block_tokens)
+        return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
     model = random_qwen3(out / "model-random", **fleet.rig.shape)
     return rig.started(arm, fleet, fleet.rig, model, out / "logs" / name)
 

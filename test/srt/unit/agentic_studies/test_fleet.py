@@ -184,3 +184,13 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
     assert servers.gained(before)["prefill"] == {"sent": 3.0}
     silent.add("http://p")
     assert servers.gained(before) == {"decode": {"sent": 0.0}}
+
+
+def test_a_heavy_request_is_heavy_on_every_fleet() -> None:
+    """Guards `offload` by address, where blocks are 32 times as long as on the rig: with the rig's
+    threshold nearly every request would leave its server."""
+    for arm in spec.load(find("offload"), Study).arms.values():
+        if arm.prefill:
+            assert arm.routing(16)[:2] == ("--heavy-threshold", "625")
+            assert arm.routing(512)[:2] == ("--heavy-threshold", "20000")
+            assert "--max-offload-inflight" in arm.routing(512)
