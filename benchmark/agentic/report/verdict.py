@@ -110,9 +110,16 @@ def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
             errors: dict[str, int] = {}
             for o in (o for cell in cells for o in cell.outcomes if o.error):
                 errors[str(o.error)] = errors.get(str(o.error), 0) + 1
+            where = f"{run.titles[arm]} at {level.load:g} {run.unit}"
             if errors:
                 kinds = ", ".join(f"{n} {kind}" for kind, n in errors.items())
-                yield f"**{run.titles[arm]} at {level.load:g} {run.unit}: {kinds}.**"
+                yield f"**{where}: {kinds}.**"
+            cold = [o for cell in cells for o in cell.cold]
+            if failed := sum(o.error is not None for o in cold):
+                yield (
+                    f"**Beside {where}, {failed} of {len(cold)} prompts of cold clients failed**: "
+                    "there was less beside the load, and their prefills are not accounted for."
+                )
 
 
 def seconds(of: Interval) -> str:

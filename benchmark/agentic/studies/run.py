@@ -122,7 +122,10 @@ def _measure(
         finally:
             for task in beside:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            ended_so = await asyncio.gather(*beside, return_exceptions=True)
+        for error in ended_so:
+            if isinstance(error, Exception):  # else the load had less beside it than the page says
+                raise error
 
     with running.sampled() as cell.samples:
         asyncio.run(go())
