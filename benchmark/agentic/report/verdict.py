@@ -3,6 +3,7 @@ rounds; nothing else is called better or worse."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from benchmark.agentic.load.outcome import client
@@ -31,7 +32,10 @@ def _best(run: Run, level: Level) -> str:
     by, titles = run.study.by, run.titles
     values = {arm: level.values(arm, by) for arm in level.cells}
     means = {arm: level.interval(each) for arm, each in values.items()}
-    order = sorted(means, key=lambda arm: means[arm].value)
+    answered = [arm for arm, mean in means.items() if not math.isnan(mean.value)]
+    if not answered:
+        return f"At {level.load:g} {run.unit}, no arm has a {NAMES[by]}."
+    order = sorted(answered, key=lambda arm: means[arm].value)
     best, others = order[0], order[1:]
     at = f"At {level.load:g} {run.unit}"
     what = f"mean {NAMES[by]}"
