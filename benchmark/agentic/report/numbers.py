@@ -184,8 +184,12 @@ class Level:
         return sum(o.error is not None for o in self.outcomes(arm))
 
     def hit_rate(self, arm: str) -> float:
-        """Cached prompt tokens of all, for requests where the server said so; NaN if never."""
-        told = [o for o in self.outcomes(arm) if o.cached_tokens is not None]
+        """Cached prompt tokens of all that were answered; NaN where no server ever said so. On
+        OpenAI's endpoints SGLang says nothing of a prompt of which nothing was cached."""
+        found = self.outcomes(arm)
+        if all(o.cached_tokens is None for o in found):
+            return float("nan")
+        told = [o for o in found if o.error is None or o.cached_tokens is not None]
         return _over(sum(o.cached_tokens or 0 for o in told), sum(o.prompt_tokens for o in told))
 
     def moved(self, arm: str) -> Traffic | None:

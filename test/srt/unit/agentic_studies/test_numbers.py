@@ -174,6 +174,22 @@ def test_an_arm_that_answered_nothing_is_not_best() -> None:
     assert answer(made, levels(made)) == "At 4 sessions at once, no arm has a TPOT."
 
 
+def test_a_miss_that_is_not_told_is_a_miss() -> None:
+    """Guards the hit rate on OpenAI's endpoints: SGLang leaves out how much was cached where that
+    is nothing, so that only hits would count."""
+    made = run(cells("a", 1.0))
+    for cell in made.cells:
+        cell.outcomes = [
+            msgspec.structs.replace(o, cached_tokens=None if o.index % 4 else 100)
+            for o in cell.outcomes
+        ]
+    (level,) = levels(made)
+    assert level.hit_rate("a") == 0.25
+    for cell in made.cells:
+        cell.outcomes = [msgspec.structs.replace(o, cached_tokens=None) for o in cell.outcomes]
+    assert np.isnan(levels(made)[0].hit_rate("a"))
+
+
 def test_an_arm_breaks_where_the_slo_is_missed() -> None:
     made = run(cells("a", 0.1), cells("b", 0.1), cells("a", 0.2, load=8), cells("b", 3.0, load=8))
     held, broken = breaks(made, levels(made))
