@@ -95,8 +95,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
     needed."""
     heavy_tokens: int | None = None
-    """Of our router, with a pair beside aggregated servers: requests with more uncached tokens go to
-    the pair. As long as in the trace, before scaling."""
+    """Of our router, with a pair beside aggregated servers: requests with more uncached tokens go
+    to the pair. As long as in the trace, before scaling."""
     router_args: tuple[str, ...] = ()
     cold_clients: int = 0
     """Clients beside the load that send one prompt after another that nobody has seen."""

@@ -55,9 +55,9 @@ def page(run: Run, told: Json, figures: Mapping[str, str]) -> str:
         *_events(run, told),
         *_titled(
             "By worker",
-            "Busiest first, the mean of the rounds: share of the prompt tokens, and what was cached "
-            "of them, which a pair says of prefill's cache. Imbalance is the busiest worker's share "
-            "over an even one.",
+            "Busiest first, the mean of the rounds: share of the prompt tokens, and what was "
+            "cached of them, which a pair says of prefill's cache. Imbalance is the busiest "
+            "worker's share over an even one.",
             table(["prompt tokens", "hit rate", "imbalance"], _by_worker),
         ),
         *_titled(
