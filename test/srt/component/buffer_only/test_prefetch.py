@@ -83,6 +83,22 @@ def test_at_least_one_token_is_computed(tokens: int):
     assert cache.held_tokens(PROMPT) == (tokens - 1) // PAGE * PAGE
 
 
+def test_a_miss_asks_for_no_more_than_the_smallest_hit():
+    """Guards against hashing thousands of tokens, beside the scheduler and before it can admit the
+    request, to learn that the store has not even the first ones."""
+    cache = filled(9, settings={"prefetch_threshold": 3 * PAGE})
+    cache.want("miss", prompt(7, 9))
+    cache.settle_until_ready("miss")
+    assert [len(keys) for _, keys in cache.store.calls] == [3]
+    cache.store.calls.clear()
+    cache.want("hit", PROMPT)
+    cache.settle_until_ready("hit")
+    asked = [keys for method, keys in cache.store.calls if method == "batch_exists"]
+    assert [len(keys) for keys in asked] == [3, len(PROMPT) // PAGE - 4], "the rest at once"
+    cache.settle()
+    check_idle(cache)
+
+
 @pytest.mark.hazard("worthless-prefetch")
 def test_less_than_the_threshold_is_not_worth_it():
     """Neither a short prompt, nor a short hit, nor a short rest behind what the tree has."""

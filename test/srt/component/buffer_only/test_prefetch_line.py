@@ -207,7 +207,7 @@ def test_the_rest_of_a_hit_is_asked_for_again(alone: bool):
         cache.now += 10.0
         cache.step()
         check(cache)
-    assert cache.store_calls("batch_exists") == 1 + len(AGAIN_MS)
+    assert cache.store_calls("batch_exists") == 2 + len(AGAIN_MS), "a hit is asked for in two"
     assert cache.compute(prompt(9, 5, base=prompt(1, 9)), rid="never") == 9 * PAGE
     cache.settle()
     check_idle(cache)

@@ -225,19 +225,22 @@ def search(
     last_hash: str | None,
     extra_key: str | None,
     prefix_keys: Sequence[str] | None,
+    first_pages: int = BATCH_PAGES,
 ) -> Callable[[Job], int]:
     """The work of a job that looks for ``tokens``, whole pages, and leaves a :class:`Found`.
 
     Args:
         last_hash: page hash of the page before them; None at the start of a prompt.
         prefix_keys: keys of all pages before them, where the backend wants them.
+        first_pages: that the store is asked for first. Of most prompts it has nothing: the rest
+            need not be hashed to know that.
     """
 
     namespace = store.namespace.within(extra_key)
 
     def work(job: Job) -> int:
         found = job.found = Found()
-        for hashes in _hashed_batches(tokens, last_hash, page_size):
+        for hashes in _hashed_batches(tokens, last_hash, page_size, first_pages):
             keys = namespace.keys(hashes)
             before = None if prefix_keys is None else [*prefix_keys, *found.keys]
             good = store.query(keys, before, job)
@@ -262,10 +265,12 @@ def hashes_of(tokens: Sequence[Any], last_hash: str | None, page_size: int) -> l
 
 
 def _hashed_batches(
-    tokens: Sequence[Any], last_hash: str | None, page_size: int
+    tokens: Sequence[Any], last_hash: str | None, page_size: int, first_pages: int
 ) -> Iterator[list[str]]:
-    """The same, a batch at a time: the store may know only the first."""
-    for start in range(0, len(tokens), BATCH_PAGES * page_size):
-        batch = hashes_of(tokens[start : start + BATCH_PAGES * page_size], last_hash, page_size)
-        last_hash = batch[-1]
+    """The same, a batch at a time: the store may know only the first, or nothing of it."""
+    start, pages = 0, min(first_pages, BATCH_PAGES)
+    while start < len(tokens):
+        stop = start + pages * page_size
+        batch = hashes_of(tokens[start:stop], last_hash, page_size)
+        last_hash, start, pages = batch[-1], stop, BATCH_PAGES
         yield batch

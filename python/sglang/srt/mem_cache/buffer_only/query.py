@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING, QUERY_SLOTS
 from sglang.srt.mem_cache.buffer_only.page_store import Found, search
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query
+from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
@@ -56,7 +57,13 @@ class Queries:
         context, key = self._context, prefetch.key
         wanted = key.token_ids[begin * context.page_size :]
         look = search(
-            context.store, wanted, context.page_size, last_hash, key.extra_key, prefix_keys
+            context.store,
+            wanted,
+            context.page_size,
+            last_hash,
+            key.extra_key,
+            prefix_keys,
+            minimal_transfer(context.page_size, context.settings.prefetch_threshold),
         )
 
         def work(job: Job) -> int:
