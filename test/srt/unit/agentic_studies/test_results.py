@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from benchmark.agentic.fleet.spec import Arm
 from benchmark.agentic.studies.spec import FOLDER
 
 
@@ -17,10 +19,11 @@ def test_committed_pages_and_summaries_are_of_one_run(study: str) -> None:
     told = json.loads((folder / "summary.json").read_text())
     for sentence in (told["answer"], *told["breaks"], *told["warnings"]):
         assert sentence in text
-    titles = {name: arm["title"] for name, arm in told["study"]["arms"].items()}
-    for load, arms in told["loads"].items():
+    arms = told["study"]["arms"].items()
+    titles = {name: msgspec.convert(arm, Arm).shown for name, arm in arms}
+    for load, of_arms in told["loads"].items():
         section = text.split(f"## {load} sessions at once\n")[1].split("\n## ")[0]
-        for arm, of in arms.items():
+        for arm, of in of_arms.items():
             row = next(
                 line for line in section.splitlines() if line.startswith(f"| {titles[arm]} |")
             )
