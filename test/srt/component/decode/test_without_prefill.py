@@ -141,6 +141,28 @@ def test_new_talks_fail_by_name(decoder: Decoder, is_announced: bool) -> None:
     assert ("local", "no_prefill") not in turns(decoder)
 
 
+@pytest.mark.parametrize("at", ["in transfer", "in line"])
+def test_new_talks_need_no_memory_to_fail(decoder: Decoder, at: str) -> None:
+    """Guards against a request that waits for memory that it will not be given, with everybody
+    behind it: what it had, or another one has, may still be written to for a while."""
+    held = decoder.submit([7] * 600)
+    decoder.tick_queues()
+    if at == "in transfer":
+        long = held
+    else:
+        long = decoder.submit([8] * 500)
+        decoder.tick_queues()
+        assert decoder.queued == [long]
+    lose(decoder.room(long))
+    turn(decoder, 2)
+    other = decoder.submit([9] * 20, host="10.0.0.2")
+    turn(decoder, 2)
+    assert long.finished() and "when-lost" in decoder.mailbox.reasons[long.rid]["message"]
+    assert other in decoder.in_transfer
+    decoder.drain()
+    check_idle(decoder)
+
+
 @pytest.mark.parametrize("at", ["handshake", "ready", "transfer", "saved"])
 def test_clients_that_leave(decoder: Decoder, at: str) -> None:
     """Guards against an abort that is taken for a lost prefill server: nobody wants the answer."""
@@ -267,6 +289,19 @@ def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
     queue.pending_reqs = []
     unreachable.tick_queues()
     assert unreachable.in_transfer == [req]
+    unreachable.drain()
+    check_idle(unreachable)
+
+
+def test_a_long_turn_that_waits_for_the_server_is_in_nobodys_way(unreachable: Decoder) -> None:
+    """Guards against a server that does not answer, and keeps those of others waiting for memory
+    that its request was not going to take."""
+    held = unreachable.submit([7] * 600)
+    unreachable.tick_queues()
+    unreachable.submit([8] * 500, ready=False, pending=True)
+    other = unreachable.submit([9] * 20, host="10.0.0.2")
+    turn(unreachable, 3)
+    assert unreachable.in_transfer == [held, other]
     unreachable.drain()
     check_idle(unreachable)
 

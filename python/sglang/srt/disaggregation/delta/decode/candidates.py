@@ -10,6 +10,7 @@ plan only says for whom it is worth to ask.
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +26,7 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     PrefixLease,
     unlocked_tokens,
 )
-from sglang.srt.disaggregation.delta.decode.record import (
-    PrefixKey,
-    Refusal,
-    record_of,
-)
+from sglang.srt.disaggregation.delta.decode.record import PrefixKey, Refusal, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import key_pairs
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
@@ -105,8 +102,10 @@ class Candidate:
     lease: PrefixLease | None = None
     #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
-    #: Whether it has no prefill server, and is computed here or nowhere.
+    #: Whether it has no prefill server, and is computed here or nowhere; with so many new tokens at
+    #: most.
     is_alone: bool = False
+    most_new: float = math.inf
 
     @property
     def resumes(self) -> bool:
@@ -226,7 +225,7 @@ class StepPlan:
         """Lock what the tree holds of it; false if it is known to be refused as before."""
         candidate.shares = self._may_share(candidate)
         known = self._stopped.recall(self._tree, candidate)
-        if known is None:
+        if known is None or candidate.length - known.length > candidate.most_new:
             candidate.take(self._tree)
             return True
         taken = self._taken + unlocked_tokens(known.node)
@@ -243,6 +242,8 @@ class StepPlan:
         """Whether it would get in behind those before; if not, it lets go and says why."""
         lease = candidate.lease
         assert lease is not None, "it was found before"
+        if candidate.length - lease.length > candidate.most_new:
+            return True  # it gets no memory, so it waits for none, and is in nobody's way
         candidate.refusal = self._budget.refusal(candidate, lease, taken=self._taken)
         if candidate.refusal is not None:
             self._stopped.note(self._tree, candidate)

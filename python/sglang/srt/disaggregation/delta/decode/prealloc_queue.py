@@ -213,11 +213,12 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """The next candidates; who waits for a prefix that is still arriving is passed over."""
         first = []
         for entry in ready:
-            wait = record_of(entry.req).wait
+            record = record_of(entry.req)
+            wait, most = record.wait, self.without_prefill.most_new(entry.req)
             awaited = wait.refusal.prefix if wait.refusal is not None else None
             if awaited in arriving and not wait.prefix_timed_out:
                 continue
-            first.append(Candidate(entry, entry.req, is_alone=record_of(entry.req).is_alone))
+            first.append(Candidate(entry, entry.req, is_alone=record.is_alone, most_new=most))
             if len(first) == line.TRIED:
                 break
         return first

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -128,6 +129,12 @@ class WithoutPrefill:
         """Whether a request whose room failed may be computed here, if it is short enough."""
         turns = self._queue.local_turns
         return turns is not None and bool(turns.may_save(req))
+
+    def most_new(self, req: Req) -> float:
+        """How many new tokens a request may have to get memory here; no matter how many where a
+        prefill server computes them."""
+        is_alone = record_of(req).is_alone
+        return self._queue.local_turns.choice.limits.when_lost if is_alone else math.inf
 
     def save(self, entry: QueueEntry, why: str) -> bool:
         """Keep a request in line whose room failed before it was announced; False if that may not
