@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,6 +203,37 @@ def test_a_rank_that_prefill_never_names(network: Network, decode: Decode) -> No
             break
     assert receiver.poll() == KVPoll.Failed
     assert "data-parallel rank" in decode.manager.failure_records[7]
+
+
+class AtOnce:
+    """Answers every question before the next line."""
+
+    @staticmethod
+    def submit(ask: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(ask(*arguments))
+        return future
+
+
+def test_a_rank_that_is_not_named_is_asked_for_more_and_more_rarely(
+    network: Network, decode: Decode
+) -> None:
+    """Guards against a server that is asked in every step for minutes, and against a request whose
+    rank is known and that waits for one whose is not."""
+    network.dp_size, decode.manager.waiting_timeout = 2, 10**6
+    decode.request(7)
+    decode.until(lambda: any("query_dp_ranks" in url for url in network.asked), "asked")
+    decode.manager.servers.connections._executor = AtOnce()
+    network.asked.clear()
+    for _ in range(2000):  # 200 s
+        decode.step()
+    assert 150 < len(network.asked) < 260
+    network.rooms["8"] = 1
+    late = decode.request(8)
+    for _ in range(6):  # no time passes
+        decode.queue._resolve_pending_reqs()
+    assert is_ready(late), "asked for at once"
+    assert [entry.req.bootstrap_room for entry in decode.queue.pending_reqs] == [7]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first request", "restarted prefill"])

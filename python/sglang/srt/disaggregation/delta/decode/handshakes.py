@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any  # Any: values in SGLang's JSON of a rank
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: values in SGLang's JSON of a rank
 
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.waiting import fail, why_failed
@@ -34,8 +34,16 @@ AskRank = Callable[..., "dict[str, Any] | None"]
 #: SGLang's question for the data-parallel ranks of some rooms, by the room's number in decimal.
 AskRooms = Callable[[str, list[int]], dict[str, int]]
 
-#: Seconds between two questions for rooms that a prefill server does not know yet.
-_ASK_AGAIN_S = 0.02
+#: Seconds between the first two questions for a room that a prefill server does not know yet, by
+#: which factor it is asked more rarely then, and the longest pause.
+_ASK_AGAIN_S, _MORE_RARELY, _MOST_S = 0.02, 1.25, 1.0
+
+
+class _Again(NamedTuple):
+    """When a prefill server is asked for a room, and how long after that it is asked again."""
+
+    at: float = 0.0
+    pause: float = _ASK_AGAIN_S
 
 
 class Connections:
@@ -56,7 +64,8 @@ class Connections:
         #: By server and data-parallel rank: what each of its ranks that we need answered.
         self._ranks: dict[tuple[str, int], Future[dict[Rank, dict[str, Any] | None]]] = {}
         self._rooms: dict[str, Future[dict[str, int]]] = {}
-        self._ask_rooms_at: dict[str, float] = {}
+        #: By server, its rooms that were asked for and are not known.
+        self._again: dict[str, dict[int, _Again]] = {}
 
     def is_connected(self, address: str, dp_rank: int) -> bool:
         """Whether a room needs no question: this decode rank has registered there already."""
@@ -111,7 +120,6 @@ class Connections:
                 if not future.done():
                     return {}
                 del self._rooms[address]
-                self._ask_rooms_at[address] = self._clock() + _ASK_AGAIN_S
                 if future.exception() is None:
                     known = future.result()
                 else:
@@ -122,11 +130,17 @@ class Connections:
                         future.exception(),
                     )
             found = {room: int(known[str(room)]) for room in rooms if str(room) in known}
-            missing = [room for room in rooms if room not in found]
-            if missing and self._clock() >= self._ask_rooms_at.get(address, 0.0):
-                self._rooms[address] = self._executor.submit(self._ask_rooms, address, missing)
-            elif not missing:
-                self._ask_rooms_at.pop(address, None)
+            before, now = self._again.pop(address, {}), self._clock()
+            again = {room: before.get(room, _Again()) for room in rooms if room not in found}
+            due = [room for room, when in again.items() if now >= when.at]
+            if due:
+                asked = list(again)  # one question, whoever it is for
+                self._rooms[address] = self._executor.submit(self._ask_rooms, address, asked)
+            for room in due:
+                pause = again[room].pause
+                again[room] = _Again(now + pause, min(_MORE_RARELY * pause, _MOST_S))
+            if again:
+                self._again[address] = again
         return found
 
     def forget(self, address: str) -> None:
@@ -135,7 +149,7 @@ class Connections:
             for key in [key for key in self._ranks if key[0] == address]:
                 del self._ranks[key]
             self._rooms.pop(address, None)
-            self._ask_rooms_at.pop(address, None)
+            self._again.pop(address, None)
 
 
 def _ask_all(ask: AskRank, wanted: list[Rank]) -> dict[Rank, dict[str, Any] | None]:
