@@ -47,7 +47,8 @@ class Seen(msgspec.Struct):
 
 
 def read(paths: Iterable[Path], arm: str = "") -> list[list[Seen]]:
-    """Answered requests of each arm, round and load; ``arm``: a pattern.
+    """Requests of each arm, round and load, also those that failed: they kept a server busy.
+    ``arm``: a pattern.
 
     Raises:
         ValueError: a line is no JSON object.
@@ -58,7 +59,7 @@ def read(paths: Iterable[Path], arm: str = "") -> list[list[Seen]]:
             if "started_s" not in json.loads(line):
                 continue  # what a run says of itself
             seen = msgspec.json.decode(line, type=Seen)
-            if seen.error is None and seen.first_token_s and re.search(arm, seen.arm):
+            if re.search(arm, seen.arm):
                 runs[str(path), seen.arm, seen.round, seen.load].append(seen)
     return list(runs.values())
 
@@ -72,7 +73,9 @@ def prefill(runs: Sequence[Sequence[Seen]]) -> tuple[float, float, float]:
     rows, times = [], []
     for run in runs:
         for one in run:
-            began, ended = one.started_s, one.first_token_s or 0.0
+            if one.error is not None or one.first_token_s is None:
+                continue
+            began, ended = one.started_s, one.first_token_s
             others = (x for x in run if x is not one)
             if all(x.finished_s <= began or x.started_s >= ended for x in others):
                 cached = one.cached_tokens or 0
@@ -92,12 +95,14 @@ def step(runs: Sequence[Sequence[Seen]]) -> tuple[float, float, float]:
     rows, times = [], []
     for run in runs:
         for one in run:
-            if one.tpot_s is None or one.first_token_s is None:
+            if one.error is not None or one.tpot_s is None or one.first_token_s is None:
                 continue
             began, ended = one.first_token_s, one.finished_s
             batch = context = 0.0
             for other in run:
-                since = max(began, other.first_token_s or 0.0)
+                if other.first_token_s is None:
+                    continue
+                since = max(began, other.first_token_s)
                 share = max(min(ended, other.finished_s) - since, 0.0) / (ended - began)
                 batch += share
                 context += share * (other.prompt_tokens + other.output_tokens / 2)

@@ -71,6 +71,11 @@ def test_costs_of_a_run_are_found_in_its_records(tmp_path: Path) -> None:
             for _ in range(batch - 1):  # they begin together after the first one has begun
                 answer(at + 30, 100, 0, at + 200, 0.002 + 0.0005 * batch)
             at += 1000
+    # One that waited behind another, which timed out: it was not alone.
+    answer(at, 1000, 0, at + 200, 0.0025)
+    lines[-1]["first_token_s"] += 30
+    lines.append({"prompt_tokens": 9000, "started_s": at - 9, "finished_s": at + 51, "arm": "a"})
+    lines[-1]["error"] = "timeout"
     file = tmp_path / "requests.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs = calibrate.read([file], "a")
