@@ -100,6 +100,11 @@ def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
             f"**{count} server{'s' * (count > 1)} did not empty the cache between loads** "
             f"({reasons}): later loads and rounds found what earlier ones had left."
         )
+    if run.fleet.get("flush") is False:
+        yield (
+            "**Caches were not emptied between loads** (`flush: false`): later loads and rounds "
+            "found what earlier ones had left."
+        )
     counts = {arm: sum(of.values()) for arm, of in run.servers.items()}
     if len(set(counts.values()) - {0}) > 1:
         of_each = ", ".join(f"{run.titles[arm]}: {n or 'unknown'}" for arm, n in counts.items())
