@@ -44,6 +44,9 @@ def events(level: Level, arm: str) -> Events | None:
     for cell in level.cells[arm]:
         windows = _windows(cell.cold)
         times, spans = streams(cell.outcomes)
+        if windows:
+            until = _known(cell.cold)
+            times, spans = times[times <= until], np.minimum(spans, until)
         rows += [(high - low, *_within(times, spans, low, high)) for low, high in windows]
         covered = [_within(times, spans, low, high) for low, high in _union(windows)]
         running_s += float((spans[:, 1] - spans[:, 0]).sum()) - sum(each[0] for each in covered)
@@ -79,6 +82,16 @@ def streams(outcomes: Sequence[Outcome]) -> tuple[Values, Values]:
             times.append(o.first_token_s + np.cumsum(o.itl_s))
             spans.append((o.first_token_s, float(times[-1][-1])))
     return np.concatenate([np.empty(0), *times]), np.array(spans)
+
+
+def _known(cold: Sequence[Outcome]) -> float:
+    """Until when all cold prompts are known: what a client had under way as the load ended is not
+    recorded, and counts neither as an event nor as time without one."""
+    last: dict[str | None, float] = {}
+    for o in cold:
+        ended = max(o.finished_s, o.first_token_s or 0.0)
+        last[o.session_id] = max(last.get(o.session_id, 0.0), ended)
+    return min(last.values())
 
 
 def _windows(cold: Sequence[Outcome]) -> list[tuple[float, float]]:

@@ -211,6 +211,10 @@ def test_warnings_name_the_client_the_caches_and_errors() -> None:
     assert "1 server did not" in caches and "secret" not in caches
     assert "pd-stock" in missing and f"b at 4 sessions at once: {3 * REQUESTS} abort" in errors
     made = run(cells("a", 1.0))
+    made.fleet = {**made.fleet, "flush": False}
+    (kept,) = warnings(made, levels(made))
+    assert "Caches were not emptied" in kept
+    made = run(cells("a", 1.0))
     made.cells[0].cold = [outcome(0, 1.0), outcome(1, 1.0, failed=True)]
     (beside,) = warnings(made, levels(made))
     assert "a at 4 sessions at once, 1 of 2 prompts of cold clients failed" in beside
@@ -353,6 +357,12 @@ def test_an_event_costs_what_running_answers_lack_of_their_rate() -> None:
     assert found.lost.value == pytest.approx(0.2, abs=0.01)
     assert found.tpot_within == pytest.approx(0.02, rel=0.05)
     assert found.share_lost == pytest.approx(0.5, abs=0.03)
+    # When the load ends, the cold client's next prompt is under way, and nothing is known of it.
+    late = [0.01] * 90 + [0.5] + [0.01] * 20
+    cell.outcomes = [of(0, 0.0, late), of(1, 0.0, late)]
+    cell.cold = [msgspec.structs.replace(cold, finished_s=0.705)]
+    unaware = events(level, "a")
+    assert unaware is not None and unaware.tpot_outside == pytest.approx(0.01, rel=0.02)
     cell.cold = [failed]
     assert events(level, "a") is None
 
