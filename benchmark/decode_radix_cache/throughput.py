@@ -19,7 +19,7 @@ from benchmark.harness.arm import Measured, on_fresh_pair
 from benchmark.harness.environment import describe
 from benchmark.harness.models import random_qwen3
 from benchmark.harness.pair import PairConfig
-from benchmark.harness.servers import Sizes
+from benchmark.harness.servers import LEAN, Sizes
 from benchmark.harness.variants import FLAG, Variant, variants
 from benchmark.harness.workload import SharedPrefixes, token_range
 
@@ -27,9 +27,6 @@ SHAPE = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32}
 """Attention on a CPU costs each request its whole context anew at every step, so that a step's time
 grows with the batch and hides what the batch is worth. This model has as little of it as can be; on
 a GPU a step's time depends little on the batch as well."""
-
-LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
-"""Token ids in and out, each once: helper processes share the cores with the two schedulers."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 HOST = "127.0.0.1"
+LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
+"""Token ids in and out, each once: helper processes share the cores with the schedulers."""
 
 # SGLang on a machine with no GPU; the CPU stand-in provides the names it misses there.
 _CPU_ARGS = (

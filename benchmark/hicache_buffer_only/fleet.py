@@ -14,7 +14,7 @@ from benchmark.harness.command import RunFailed
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
-from benchmark.harness.servers import ServerConfig, Sizes, aggregated
+from benchmark.harness.servers import LEAN, ServerConfig, Sizes, aggregated
 from benchmark.hicache_buffer_only.master import CAPACITY, Master
 from benchmark.hicache_buffer_only.memory import Memory
 
@@ -25,8 +25,7 @@ METRICS_S = 1.5
 """A little more than the time between two updates of these metrics."""
 
 COMMON = (
-    # Token ids in and out: helper processes share the cores with the schedulers.
-    *("--skip-tokenizer-init", "--incremental-streaming-output"),
+    *LEAN,
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
     *("--hicache-storage-backend", "mooncake"),

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.harness.command import RunFailed
+from benchmark.harness.models import REPOSITORY
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 from benchmark.kv_transfer.patterns import RoomPlan, by_peer
 from benchmark.kv_transfer.records import Failure, FleetConfig, Peer, Round, Setup, ThreadUse
 
 _watchdog = Watchdog()
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _START_S = 180.0
 #: A reply may come so much later than its limit says.
 _GRACE_S = 60.0
@@ -175,7 +175,7 @@ class Fleet:
                     subprocess.Popen(
                         [*command, *map(str, numbers)],
                         env=env,
-                        cwd=_REPOSITORY,
+                        cwd=REPOSITORY,
                         pass_fds=numbers,
                         stdin=subprocess.DEVNULL,
                         stdout=log,

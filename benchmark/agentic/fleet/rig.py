@@ -14,14 +14,13 @@ from benchmark.harness import servers
 from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
-from benchmark.harness.servers import ServerConfig, Sizes
+from benchmark.harness.servers import LEAN, ServerConfig, Sizes
 from benchmark.harness.variants import VARIANTS
 from benchmark.harness.workload import token_range
 
-LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output", "--decode-log-interval", "1")
-"""Token ids in and out, each once: helper processes share the cores with the schedulers."""
+LOGGED = (*LEAN, "--decode-log-interval", "1")
 
-DOZING = (*LEAN, "--sleep-on-idle")
+DOZING = (*LOGGED, "--sleep-on-idle")
 """What decodes gives its core away when it has nothing to do. A prefill server must not: SGLang's
 would sleep up to a second on requests whose handshake is under way."""
 
@@ -55,7 +54,7 @@ def layout(
         for _ in range(arm.aggregated)
     ]
     prefills = [
-        servers.prefill(model, allocate_ports(3), sizes, extra_args=LEAN, **common)
+        servers.prefill(model, allocate_ports(3), sizes, extra_args=LOGGED, **common)
         for _ in range(arm.prefill)
     ]
     decodes = [

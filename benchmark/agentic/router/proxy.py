@@ -18,14 +18,14 @@ from benchmark.agentic.router.half import Answer, Failed, Half, Unreached
 from benchmark.agentic.router.health import UPSTREAM_ERRORS, reason
 from benchmark.agentic.router.schedule import DecisionLog, NoWorker, Route, Scheduler
 from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL
+from benchmark.harness import client
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "X-Session-Id"
 _WORKER_HEADERS = {
-    COLOCATED: "X-Worker",
-    PREFILL: "X-Prefill-Worker",
-    DECODE: "X-Decode-Worker",
+    COLOCATED: client.WORKER_HEADER,
+    PREFILL: client.PREFILL_HEADER,
+    DECODE: client.DECODE_HEADER,
 }
 _ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
@@ -60,7 +60,7 @@ class Proxy:
             ask = read(
                 request.path,
                 body,
-                request.headers.get(SESSION_HEADER),
+                request.headers.get(client.SESSION_HEADER),
                 block_tokens=settings.block_tokens,
                 reserve_limit=settings.reserve_tokens,
             )

@@ -54,7 +54,7 @@ def cells(
                 left = [at for at in study.load.levels if (name, number, at) not in done]
                 if not left:
                     continue
-                with _running(name, arms[name], study, fleet, out) as running:
+                with _running(name, arms[name], fleet, out) as running:
                     running.warm_up()
                     running.check()
                     for at in left:
@@ -63,9 +63,7 @@ def cells(
                         yield cell
 
 
-def _running(
-    name: str, arm: Arm, study: Study, fleet: FleetFile, out: Path
-) -> AbstractContextManager[Servers]:
+def _running(name: str, arm: Arm, fleet: FleetFile, out: Path) -> AbstractContextManager[Servers]:
     if fleet.rig is None:
         words = arm.routing(fleet.block_tokens)
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
