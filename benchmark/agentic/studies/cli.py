@@ -109,13 +109,18 @@ def merged(before: Run, after: Run) -> Run:
         before,
         study=study,
         titles=titles,
-        environment={
-            name: " and ".join(dict.fromkeys((told, after.environment.get(name, told))))
-            for name, told in before.environment.items()
-        },
+        environment=_both(before.environment, after.environment),
         cells=found,
         servers=servers,
     )
+
+
+def _both(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
+    """Of what was measured partly in the one and partly in the other."""
+    return {
+        name: " and ".join(dict.fromkeys((told, after.get(name, told))))
+        for name, told in before.items()
+    }
 
 
 def _sent(run: Run) -> list[int]:
@@ -155,6 +160,8 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
             raise ValueError(f"{out} holds another study: leave --resume out, or give its options")
         done.cells += earlier.cells
     steps = study.rounds * len(arms) * len(study.load.levels) - len(done.cells)
+    if earlier is not None:
+        done.environment = _both(earlier.environment, done.environment if steps else {})
     console.print(
         f"{len(trace.records)} requests of {escape(trace.source)}, {len(arms)} arms, "
         f"{study.rounds} rounds: {steps} loads"

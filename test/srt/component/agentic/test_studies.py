@@ -15,6 +15,7 @@ from benchmark.agentic.fleet.servers import reach
 from benchmark.agentic.fleet.spec import FleetFile, Setup
 from benchmark.agentic.load.run import replay
 from benchmark.agentic.studies import cli, record
+from benchmark.harness.environment import commit
 from benchmark.traces.generate import generate
 from benchmark.traces.read import write
 from benchmark.traces.record import Record
@@ -90,6 +91,12 @@ def test_three_urls_and_a_trace_give_a_page(
     Path(file).write_text(told.replace("max_answer_tokens: 20", "max_answer_tokens: 30"))
     assert cli.run([*words, "--out", str(out), "--resume"]) == 2, "its answers are longer"
     Path(file).write_text(told)
+    kept = record.load(out)
+    kept.cells.pop()
+    kept.environment["commit"] = "earlier"
+    record.save(out, kept)
+    assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # one load is sent again
+    assert record.load(out).environment["commit"] == f"earlier and {commit()}"
     before = (out / "requests.jsonl").read_bytes()
     assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # nothing is left to send
     assert (out / "requests.jsonl").read_bytes() == before
