@@ -241,8 +241,10 @@ def _times(of: Iterable[float]) -> str:
 def _events(run: Run, told: Json) -> Iterator[str]:
     """What a prompt that nobody has seen costs the answers beside it, where any was sent."""
     rows = []
+    names: list[str] = []
     for load, arms in told["loads"].items():
         found = {arm: of["prefill_events"] for arm, of in arms.items() if of["prefill_events"]}
+        names = names or list(found)
         base = next(iter(found.values()), None)
         for arm, of in found.items():
             gained, paid = (of[name].value - base[name].value for name in ("lost", "ttft"))
@@ -268,9 +270,13 @@ def _events(run: Run, told: Json) -> Iterator[str]:
         "Per prefill of the cold client",
         "A prompt that nobody has seen, from its sending to its first token; the answers that "
         "ran meanwhile, what they lacked of their rate outside of such events, and as answer "
-        "time of all of them together. 95 % intervals from draws of events. *Gained / paid*: "
-        f"of that time, what the arm loses less than {next(iter(run.titles.values()))}, over "
-        "what its new prompt takes longer. *Of their seconds*: the share of answers times "
-        "seconds that was lost.",
+        "time of all of them together. 95 % intervals from draws of events. *Of their seconds*: "
+        "the share of answers times seconds that was lost."
+        + (
+            f" *Gained / paid*: of that time, what the arm loses less than {run.titles[names[0]]}, "
+            "over what its new prompt takes longer."
+            if len(names) > 1
+            else ""
+        ),
         markdown(columns, rows) if rows else "",
     )

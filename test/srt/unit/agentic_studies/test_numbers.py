@@ -367,6 +367,19 @@ def test_an_event_costs_what_running_answers_lack_of_their_rate() -> None:
     assert events(level, "a") is None
 
 
+def test_prefill_events_are_held_against_the_first_arm_that_has_them() -> None:
+    """Guards a page that says what an arm loses less than one that had no cold client."""
+    made = run(cells("quiet", 1.0), cells("b", 1.0), cells("c", 1.0))
+    for cell in [*made.at("b", 4), *made.at("c", 4)]:
+        more(cell)
+    text = shown(made, {}).split("## Per prefill")[1].split("\n\n")[1]
+    assert "loses less than b," in text
+    made = run(cells("quiet", 1.0), cells("b", 1.0))
+    for cell in made.at("b", 4):
+        more(cell)
+    assert "Gained" not in shown(made, {}).split("## Per prefill")[1].split("\n\n")[1]
+
+
 def test_clients_of_a_load_share_a_clock() -> None:
     """Guards events against a cold client's own clock, whose 0 is its first prompt."""
     moved = later(msgspec.structs.replace(outcome(2, 1.0), first_token_s=2.5), 0.25)
