@@ -25,7 +25,7 @@ from rich.console import Console
 from benchmark.harness import metrics, report
 from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.command import RunFailed
-from benchmark.harness.environment import describe
+from benchmark.harness.environment import commit, describe
 from benchmark.harness.models import random_qwen3
 from benchmark.harness.report import spread
 from benchmark.harness.servers import Sizes
@@ -130,6 +130,7 @@ class Run:
     """Our metrics, summed over the workers; none in SGLang's own mode."""
     outcomes: tuple[Outcome, ...]
     """In the order of the trace."""
+    commit: str = ""
 
 
 def of_arm(runs: Sequence[Run]) -> dict[str, Any]:
@@ -157,7 +158,9 @@ def of_arm(runs: Sequence[Run]) -> dict[str, Any]:
                 name: spread(one.latency_s for one in some) for name, some in classes.items()
             },
         },
-        "ttft_mean_of_rounds_s": [spread(one.ttft_s for one in run.outcomes).mean for run in runs],
+        "ttft_mean_of_rounds_s": [
+            spread(one.ttft_s for one in run.outcomes if one.answer).mean for run in runs
+        ],
         "failed": len(outcomes) - len(good),
         "late_s": max(run.late_s for run in runs),
         "store": mean([run.store for run in runs]),
@@ -297,6 +300,7 @@ def measure(
             fleet.master.usage(),
             _sum_of_ours(fleet.counters()),
             tuple(map(Outcome.of, replayed.results)),
+            commit(),
         )
 
 
@@ -350,6 +354,7 @@ def write(
             "requests": len(records[trace]),
             "endless_hit_rate": endless_hit_rate(records[trace]),
             "outputs_identical": same,
+            "commits": list(dict.fromkeys(run.commit for run in of_trace if run.commit)),
             "arms": arms,
         }
         summary[trace] = report.plain(found)

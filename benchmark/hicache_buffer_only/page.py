@@ -74,6 +74,13 @@ def against_stock(trace: Json) -> str:
     )
 
 
+def measured(trace: Json, commit: str) -> str:
+    """Where its runs are not all of ``commit``, that of the last command, a sentence that says so;
+    earlier versions kept none."""
+    commits = trace.get("commits") or [commit]
+    return "" if commits == [commit] else f" Measured at commits {', '.join(commits)}."
+
+
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.0f}"
 

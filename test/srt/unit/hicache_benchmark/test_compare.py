@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from benchmark.harness.client import Result
 from benchmark.harness.command import RunFailed
@@ -23,6 +25,7 @@ from benchmark.hicache_buffer_only.compare import (
     CACHE,
     SMALL,
     TRACES,
+    UNSHARED,
     Load,
     Outcome,
     Run,
@@ -35,6 +38,7 @@ from benchmark.hicache_buffer_only.compare import (
     same_answers,
     scaled,
 )
+from benchmark.hicache_buffer_only.compare import write as write_results
 from benchmark.hicache_buffer_only.master import ALLOCATED, CAPACITY, EVICTED, Master
 from benchmark.hicache_buffer_only.memory import Memory
 from benchmark.traces.read import write
@@ -145,6 +149,7 @@ def test_rounds_add_up() -> None:
     assert arm["times"]["ttft_by_class"]["store"].count == 2
     assert arm["times"]["itl_s"].count == 2 and arm["late_s"] == pytest.approx(0.3)
     assert arm["store"][ALLOCATED] == 2e6
+    assert plain(arm)["ttft_mean_of_rounds_s"] == [0.75, 2.25, None]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,23 @@ def test_requests_are_told_apart_by_what_they_waited_for(
 ) -> None:
     """The mean over all hides a slow store behind many misses."""
     assert found_in(Result("r", 0.0, cached_by_source=by_source)) == found
+
+
+def test_a_table_names_the_commits_of_its_own_runs(tmp_path: Path) -> None:
+    """Guards against a trace whose runs were made weeks ago, or in pieces, under the date and the
+    commit of the last command, which measured another one."""
+    old = [
+        replace(run(arm, at, 0), commit=f"c{at}") for arm in (CACHE, BUFFER_ONLY) for at in (0, 1)
+    ]
+    records = {AGENTS: [Record(0.0, 32, 2, (0, 2))]}
+    write_results(tmp_path, {AGENTS: None}, records, old, Console(), Load())
+    records = {UNSHARED: records[AGENTS]}
+    new = [replace(each, trace=UNSHARED, commit="c1") for each in old]
+    write_results(tmp_path, {UNSHARED: None}, records, [*old, *new], Console(), Load())
+    told = json.loads((tmp_path / "summary.json").read_text())["traces"]
+    assert told[AGENTS]["commits"] == ["c0", "c1"]
+    assert page.measured(told[AGENTS], "c1") == " Measured at commits c0, c1."
+    assert page.measured({**told[AGENTS], "commits": ["c1"]}, "c1") == page.measured({}, "c1") == ""
 
 
 def test_answers_are_compared_over_all_runs() -> None:
