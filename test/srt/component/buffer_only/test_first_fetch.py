@@ -8,6 +8,7 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle
 from component.buffer_only.test_prefetch import admit_in_line
 from component.buffer_only.test_prefetch_line import measured, stored
+from sglang.srt.mem_cache.buffer_only import fetch
 from sglang.srt.mem_cache.buffer_only.patience import MOST_S
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.worth import Choice
@@ -49,6 +50,17 @@ def test_a_hit_is_there_one_step_after_its_query():
     assert cache.compute(PROMPT, rid="r") == 4 * PAGE
     cache.settle()
     check_idle(cache)
+
+
+def test_nothing_is_prepared_for_a_miss(monkeypatch: pytest.MonkeyPatch):
+    """Guards against work on the scheduler's thread, before it can admit the request, for a fetch
+    that most prompts do not have."""
+    monkeypatch.setattr(fetch, "slots_of", None)
+    cache = asked(0)
+    cache.work()
+    cache.step(work=False)
+    assert cache.state("r") is State.MISSED
+    leave(cache, "r")
 
 
 def test_it_is_seen_while_it_is_under_way():

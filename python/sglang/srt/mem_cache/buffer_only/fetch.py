@@ -21,8 +21,6 @@ from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, Job, PageStore
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
@@ -45,12 +43,11 @@ class FirstFetch:
     begin: int
     first_key: str
     staging: StagingPages
-    #: Token slots of the staging pages, in order.
-    slots: torch.Tensor
     #: Keys of all pages before ``begin``, where the backend wants them.
     prefix_keys: list[str] | None
     store: PageStore
     threads: IOThreads
+    page_size: int
     #: Pages of the smallest hit that is fetched.
     least: int
     #: Whether a hit of so many pages is fetched, by what is known when the query starts.
@@ -69,7 +66,7 @@ class FirstFetch:
             return  # the scheduler counts those
         self.choice = choice
         keys = self.keys = found[: len(self.staging.pages)]
-        slots = self.slots[: len(self.slots) // len(self.staging.pages) * len(keys)]
+        slots = slots_of(self.staging.pages[: len(keys)], self.page_size)
         self.job = self.threads.submit(
             lambda job: self.store.read(keys, slots, self.prefix_keys, job)
         )
@@ -198,10 +195,10 @@ class Fetches:
             begin,
             first_key,
             staging,
-            slots_of(staging.pages, page),
             prefix_keys,
             context.store,
             self._threads,
+            page,
             minimal_transfer(page, context.settings.prefetch_threshold),
             choose,
         )
