@@ -14,6 +14,7 @@ from component.buffer_only.test_prefetch import admit_in_line
 from sglang.srt.disaggregation.delta import event_log
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
+from sglang.srt.mem_cache.buffer_only.query import THREADS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 from sglang.srt.mem_cache.buffer_only.waiting_line import WaitingLine
 from sglang.srt.mem_cache.buffer_only.worth import Choice
@@ -165,6 +166,30 @@ def test_a_miss_is_asked_again_while_its_request_waits():
         cache.step()
     assert cache.store_calls("batch_exists") == 1 + len(AGAIN_MS)
     cache.tree.release_aborted_request("never")
+    cache.settle()
+    check_idle(cache)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_asked_again_keeps_nobody_waiting(alone: bool):
+    """Guards against a line of misses that is asked for again all at once, though nobody waits for
+    that: with a slow store a request that arrives then would wait for all of their answers."""
+    cache = Cache(alone=alone)
+    for number in range(9):
+        cache.want(f"r{number}", prompt(number, 5))
+    cache.settle_until_done("r8")
+    cache.now += 0.6
+    cache.step(work=False)
+    cache.want("new", prompt(99, 5))
+    cache.step(work=False)
+    cache.threads["query"].run(THREADS)
+    cache.step(work=False)
+    assert cache.state("new") is State.MISSED
+    cache.store.calls.clear()
+    for _ in range(9):
+        cache.step()
+    assert cache.store_calls("batch_exists") == 8, "and then the others, one at a time"
+    cache.buffer.prefetches.in_line([])
     cache.settle()
     check_idle(cache)
 

@@ -145,7 +145,7 @@ class PrefetchLine(PrefetchStates):
             if self._out_of_time(prefetch):
                 self._time_is_over(prefetch)
             elif self._asks_again(prefetch):
-                self._to_ask[prefetch] = None
+                self._to_ask_again[prefetch] = None
 
     def launch(self) -> None:
         """Start what calls and stage have room for, first in line first."""
@@ -158,11 +158,7 @@ class PrefetchLine(PrefetchStates):
             for prefetch in self.line:
                 if prefetch.state in (State.WAITING, State.FOUND):
                     self._settle(prefetch)
-        if self._to_ask and self.queries.has_slot:
-            before = TokensAhead(self.line, self._context.page_size)
-            for prefetch in sorted(self._to_ask, key=lambda one: one.place):
-                if self.queries.has_slot:
-                    self._query(prefetch, before)
+        self._ask()
         self._fetch_in_line()
         if self._longest > self.fetches.most:
             self._load_ahead()

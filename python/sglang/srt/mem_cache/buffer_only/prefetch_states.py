@@ -34,8 +34,9 @@ class PrefetchStates:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.line = WaitingLine()
-        #: Those that want to ask the store.
+        #: Those that want to ask the store, and those that want to ask it again.
         self._to_ask: dict[Prefetch, None] = {}
+        self._to_ask_again: dict[Prefetch, None] = {}
         self.queries = Queries(context)
         self.fetches = Fetches(context)
         self._chooser = Chooser(context)
@@ -51,10 +52,27 @@ class PrefetchStates:
         known = prefetch.state not in (State.WAITING, State.QUERYING)
         return due and known and prefetch.query is None
 
+    def _ask(self) -> None:
+        """Ask the store for all that its slots have room for. Nobody waits for what is asked again:
+        that is asked one at a time, so that another thread is left to those for whom somebody
+        does."""
+        if self._to_ask_again and not self.queries.under_way:
+            again = next(iter(self._to_ask_again))
+            self._query(again, TokensAhead(self.line, self._context.page_size))
+        if self._to_ask and self.queries.has_slot:
+            before = TokensAhead(self.line, self._context.page_size)
+            for prefetch in sorted(self._to_ask, key=lambda one: one.place):
+                if self.queries.has_slot:
+                    self._query(prefetch, before)
+
+    def _asks_no_more(self, prefetch: Prefetch) -> None:
+        self._to_ask.pop(prefetch, None)
+        self._to_ask_again.pop(prefetch, None)
+
     def _query(self, prefetch: Prefetch, line: TokensAhead) -> None:
         """WAITING -> QUERYING. Asked again, for a miss or for more than a hit, it stays in its
         state: nobody waits for that."""
-        del self._to_ask[prefetch]
+        self._asks_no_more(prefetch)
         context, first = self._context, None
         tail = prefetch.state not in (State.WAITING, State.MISSED)
         last_hash: str | None
@@ -184,7 +202,7 @@ class PrefetchStates:
         staged = prefetch.staged_from(held)
         self._makes_way(prefetch)
         self.queries.cancel(prefetch)
-        self._to_ask.pop(prefetch, None)
+        self._asks_no_more(prefetch)
         self._cut(prefetch, held + staged if staged else prefetch.begin)
         prefetch.anews, prefetch.again_ms = MOST_ANEW, None
         self._enter(prefetch, State.STAGED if staged else State.MISSED)
@@ -193,7 +211,7 @@ class PrefetchStates:
         """Nobody wants it any more."""
         self.line.remove(prefetch)
         self._makes_way(prefetch)
-        self._to_ask.pop(prefetch, None)
+        self._asks_no_more(prefetch)
         if not len(self.line):
             self._longest = 0
         self._enter(prefetch, prefetch.state)
