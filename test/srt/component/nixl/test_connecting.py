@@ -221,9 +221,9 @@ def test_a_rank_that_is_not_named_is_asked_for_more_and_more_rarely(
     """Guards against a server that is asked in every step for minutes, and against a request whose
     rank is known and that waits for one whose is not."""
     network.dp_size, decode.manager.waiting_timeout = 2, 10**6
+    decode.manager.servers.connections._executor = AtOnce()
     decode.request(7)
     decode.until(lambda: any("query_dp_ranks" in url for url in network.asked), "asked")
-    decode.manager.servers.connections._executor = AtOnce()
     network.asked.clear()
     for _ in range(2000):  # 200 s
         decode.step()
