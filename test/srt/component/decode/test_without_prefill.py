@@ -208,10 +208,24 @@ def test_without_the_flag() -> None:
 
 
 @pytest.fixture
-def unreachable(decoder: Decoder) -> Decoder:
+def clock() -> SimpleNamespace:
+    """Seconds; each turn of the loop takes one, unless a test says otherwise."""
+    return SimpleNamespace(now=0.0, turn_s=1.0)
+
+
+@pytest.fixture
+def unreachable(decoder: Decoder, clock: SimpleNamespace) -> Decoder:
     """No prefill server answers; it is asked ten times."""
     decoder.kv_manager.servers = SimpleNamespace(is_asking=lambda address: False)
-    decoder.disagg_decode_prealloc_queue.__dict__["_max_ensure_retries"] = 10
+    queue, tick = decoder.disagg_decode_prealloc_queue, decoder.tick_queues
+    queue.__dict__["_max_ensure_retries"] = 10
+    queue.clock = lambda: clock.now
+
+    def tick_later() -> None:
+        clock.now += clock.turn_s
+        tick()
+
+    decoder.__dict__["tick_queues"] = tick_later
     return decoder
 
 
@@ -263,6 +277,32 @@ def test_a_server_that_answers_much_later_is_told(unreachable: Decoder, beside: 
     check_idle(unreachable)
 
 
+def test_a_server_that_is_to_be_told_costs_little(
+    unreachable: Decoder, clock: SimpleNamespace
+) -> None:
+    """Guards against a scheduler that looks in every step at each of the turns of the last minutes
+    whose server is gone, and keeps their texts."""
+    reqs = [
+        unreachable.submit([*HISTORY, number], ready=False, pending=True, new=2)
+        for number in range(3)
+    ]
+    turn(unreachable, 8)
+    queue = unreachable.disagg_decode_prealloc_queue
+    assert all(req.finished() for req in reqs) and queue.pending_reqs == []
+    assert len(queue.without_prefill.to_tell) == 3
+    assert not any(hasattr(e.req, "origin_input_ids") for e in queue.without_prefill.to_tell)
+    looks = list[str]()
+    unreachable.kv_manager.try_ensure_parallel_info = looks.append
+    for turn_s, expected in ((0.01, 6), (0.5, 100)):
+        clock.turn_s = turn_s
+        looks.clear()
+        turn(unreachable, 100)
+        assert expected - 2 <= len(looks) <= expected
+    unreachable.kv_manager.waiting_timeout = 0
+    unreachable.drain()
+    check_idle(unreachable)
+
+
 def test_a_long_turn_has_attempts_of_its_own(unreachable: Decoder) -> None:
     """Guards against a new talk that fails at once, since a server was asked for others before."""
     unreachable.submit(HISTORY + NEW, ready=False, pending=True, new=2)
@@ -272,7 +312,7 @@ def test_a_long_turn_has_attempts_of_its_own(unreachable: Decoder) -> None:
     assert not req.finished()
     turn(unreachable, 11)
     assert req.finished()
-    unreachable.disagg_decode_prealloc_queue.pending_reqs = []
+    unreachable.disagg_decode_prealloc_queue.without_prefill.to_tell.clear()
     unreachable.drain()
     check_idle(unreachable)
 

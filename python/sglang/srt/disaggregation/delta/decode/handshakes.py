@@ -207,6 +207,11 @@ class _Reached:
         return 2 * int(self._entry.kv_receiver.poll()) + is_reached
 
 
+#: Seconds between two looks at the servers that are only to be told of something: of one that is
+#: gone there may be a request for each turn of the last minutes.
+_TELL_EVERY_S = 0.2
+
+
 def _only_tells(entry: QueueEntry) -> bool:
     """Whether no request waits for this handshake (``without_prefill.Telling``)."""
     return bool(getattr(entry.kv_receiver, "only_tells", False))
@@ -224,19 +229,28 @@ class Handshakes:
         """``queue``: the prealloc queue."""
         self._queue = queue
         self._attempts: dict[str, _Attempts] = {}
+        self._tell_at = 0.0
 
     def advance(self) -> None:
-        """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed."""
+        """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed. Now
+        and then the same for ``to_tell``."""
+        queue, alone = self._queue, self._queue.without_prefill
+        tells: list[QueueEntry] = []
+        if alone.to_tell and queue.clock() >= self._tell_at:
+            self._tell_at = queue.clock() + _TELL_EVERY_S
+            tells, alone.to_tell = alone.to_tell, []
         pending: dict[str, list[QueueEntry]] = {}
-        for entry in self._queue.pending_reqs:
+        for entry in (*queue.pending_reqs, *tells):
             if entry.kv_receiver.conclude_state is None:  # else who polls it answers
                 pending.setdefault(bootstrap_addr(entry.req), []).append(entry)
         waiting = []
         for address, entries in pending.items():
             waiting += self._advance(address, self._in_time(address, entries))
-        self._queue.pending_reqs = waiting
-        for address in self._attempts.keys() - pending.keys():
-            del self._attempts[address]  # whoever asked went away
+        queue.pending_reqs = [entry for entry in waiting if not _only_tells(entry)]
+        alone.to_tell += [entry for entry in waiting if _only_tells(entry)]
+        if tells or not alone.to_tell:
+            for address in self._attempts.keys() - pending.keys():
+                del self._attempts[address]  # whoever asked went away
 
     def finish(self) -> list[QueueEntry]:
         """Poll the handshakes that are not done, on all ranks; answer and return who failed."""

@@ -12,6 +12,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's, with more than protocols.py names
@@ -80,6 +81,18 @@ class NoPrefill:
             self.asking.clear()
 
 
+@dataclass
+class Asked:
+    """What is asked of a request whose server is to be told: no text, which would be kept for
+    minutes after the answer."""
+
+    bootstrap_host: str | None
+    bootstrap_port: int | None
+    bootstrap_room: int | None
+    disagg_prefill_dp_rank: int | None
+    delta: DecodeRecord
+
+
 class Telling:
     """Stands among the handshakes for a request that is computed here.
 
@@ -124,6 +137,8 @@ class WithoutPrefill:
     def __init__(self, queue: RadixPreallocQueue) -> None:
         """``queue``: the prealloc queue."""
         self._queue = queue
+        #: Requests that are computed here, and whose servers are told when they answer.
+        self.to_tell: list[QueueEntry] = []
 
     def may_save(self, req: Req) -> bool:
         """Whether a request whose room failed may be computed here, if it is short enough."""
@@ -157,10 +172,15 @@ class WithoutPrefill:
     def _ask_on(self, req: Req, receiver: Any) -> None:
         from sglang.srt.disaggregation.decode import DecodeRequest
 
-        yields = partial(self._queue.kv_manager.peer_yields, bootstrap_addr(req))
-        self._queue.pending_reqs.append(
-            DecodeRequest(req=req, kv_receiver=Telling(receiver, yields))
+        asked = Asked(
+            req.bootstrap_host,
+            req.bootstrap_port,
+            req.bootstrap_room,
+            req.disagg_prefill_dp_rank,
+            DecodeRecord(handshake_since=record_of(req).handshake_since),
         )
+        yields = partial(self._queue.kv_manager.peer_yields, bootstrap_addr(req))
+        self.to_tell.append(DecodeRequest(req=asked, kv_receiver=Telling(receiver, yields)))
 
     def take_back(self, req: Req, why: str) -> None:
         """The transfer of a request failed, and it is in line again, before all others."""
