@@ -7,23 +7,29 @@ from pathlib import Path
 
 import msgspec
 
+from benchmark.traces.invalid import Invalid
 from benchmark.traces.record import BLOCK_TOKENS, Record, check
 
 
-def read(path: Path | str, block_tokens: int = BLOCK_TOKENS) -> Iterator[Record]:
+def read(
+    path: Path | str, block_tokens: int = BLOCK_TOKENS, invalid: Invalid | None = None
+) -> Iterator[Record]:
     """The records of a file of JSON lines, in its order. Unknown fields are ignored.
+
+    ``invalid``: counts the lines that are left out.
 
     Raises:
         ValueError: a line is no record, its ids do not cover its prompt, or it arrives before the
-            line above it. The message names file and line.
+            line above it, and ``invalid`` does not leave it out. The message names file and line.
     """
+    invalid = invalid or Invalid()
     decoder = msgspec.json.Decoder(Record)
     previous = float("-inf")
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
+            with invalid.at(path, f"line {number}"):
                 record = decoder.decode(line)
                 check(record, block_tokens)
                 if record.timestamp < previous:
@@ -31,10 +37,8 @@ def read(path: Path | str, block_tokens: int = BLOCK_TOKENS) -> Iterator[Record]
                         f"timestamp {record.timestamp:g} is before that of the line above, "
                         f"{previous:g}"
                     )
-            except ValueError as error:  # msgspec's errors are ValueErrors too
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            previous = record.timestamp
-            yield record
+                previous = record.timestamp
+                yield record
 
 
 def write(path: Path | str, records: Iterable[Record]) -> int:

@@ -6,6 +6,7 @@ python -m benchmark.agentic simulate --trace FILE --workers 8 --split 4 6
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -25,6 +26,7 @@ from benchmark.harness import plot, report
 from benchmark.harness.command import add_fields, replaced, reported
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record
+from benchmark.traces.units import UnitCheck
 
 LOOP = SharedPrefixes()
 Rows = list[tuple[FleetConfig, Outcome]]
@@ -66,7 +68,10 @@ def main(argv: list[str]) -> int:
 
 def _records(args: argparse.Namespace) -> list[Record]:
     """The trace, at ``--rate``; none means a closed loop."""
-    records = list(islice(read(args.trace), args.limit)) if args.trace else []
+    units = UnitCheck()
+    records = list(units.watch(islice(read(args.trace), args.limit))) if args.trace else []
+    for note in units.told(args.trace):
+        print(note, file=sys.stderr)
     if not args.rate or not records:
         return records
     seconds = (records[-1].timestamp - records[0].timestamp) / 1000

@@ -42,6 +42,7 @@ def run(argv: list[str]) -> int:
     add("study", help="a YAML file, or the name of one that comes with the suite")
     add("--fleet", type=Path, default=fleets.RIG, help="YAML; default: the local CPU rig")
     add("--trace", type=Path, help="in Mooncake's format, instead of the study's")
+    add("--skip-invalid", action="store_true", help="leave out lines that cannot be read")
     add("--arms", help="only those whose name matches this pattern")
     add("--rounds", type=int, help="instead of the study's")
     add("--requests", type=int, help="of the trace, about, instead of the study's")
@@ -138,6 +139,8 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     arms, missing = (study.arms, []) if fleet.rig else study.at(fleet.named())
     arms = _chosen(arms, args.arms)
     trace = prepare(study.trace, fleet)
+    for note in trace.notes:
+        console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
     out: Path = args.out or Path("out") / path.stem
     out.mkdir(parents=True, exist_ok=True)
     raise_open_files(max(study.load.sessions, default=1000))
@@ -192,6 +195,8 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
     trace = study.trace
     if args.trace:
         trace = change(trace, file=str(args.trace))
+    if args.skip_invalid:
+        trace = change(trace, skip_invalid=True)
     if args.requests:
         trace = change(trace, requests=args.requests)
     load = study.load

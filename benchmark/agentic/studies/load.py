@@ -16,10 +16,12 @@ from benchmark.agentic.traces.describe import Description, describe
 from benchmark.agentic.traces.select import Plan, chosen, requests_of, window_and_thin
 from benchmark.agentic.traces.survey import survey
 from benchmark.traces.generate import AGENTIC, at_rate, generate
+from benchmark.traces.invalid import Invalid
 from benchmark.traces.read import read
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
 from benchmark.traces.scale import fits, scaled
 from benchmark.traces.sessions import annotate
+from benchmark.traces.units import UnitCheck
 
 COLD_PROMPTS = 300
 """Of a cold client, more than it gets to send."""
@@ -39,6 +41,8 @@ class Trace:
     left_out: int
     """Requests that were longer than the fleet takes."""
     classes: Classes
+    notes: tuple[str, ...] = ()
+    """What there is to tell of the file: lines left out, times in another unit."""
 
     def at(self, load: LoadSpec, level: float) -> list[Record]:
         """The records of a level: their times at its rate or speed."""
@@ -56,10 +60,12 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
         ValueError: the file is no trace, or nothing of it is left.
     """
     path = Path(spec.file) if spec.file else None
-    whole = list(generated(spec) if path is None else annotate(read(path)))
     source = "a generated trace" if path is None else path.name
+    invalid, units = Invalid(spec.skip_invalid), UnitCheck()
+    found = generated(spec) if path is None else annotate(read(path, invalid=invalid))
+    whole = list(units.watch(found))
     if not whole:
-        raise ValueError(f"{source} holds no request")
+        raise ValueError("; ".join([f"{source} holds no request", *invalid.told()]))
     sampled, ratio = sample(whole, spec, spec.requests) if spec.requests else (whole, 1.0)
     sized, most = [_sized(record, fleet) for record in sampled], limit(fleet)
     records = [record for record in sized if fits(record, most)]
@@ -67,7 +73,8 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
         raise ValueError(f"no request of {source} has at most {most} tokens")
     described = describe(survey(sampled, BLOCK_TOKENS))
     classes = Classes().scaled(fleet.block_tokens)
-    return Trace(source, records, described, ratio, len(sized) - len(records), classes)
+    notes = (*invalid.told(), *units.told(source))
+    return Trace(source, records, described, ratio, len(sized) - len(records), classes, notes)
 
 
 def generated(spec: TraceSpec) -> Iterator[Record]:

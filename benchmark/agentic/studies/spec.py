@@ -18,6 +18,8 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: str | None = None
     """In Mooncake's format; None: generated, with the shape of agentic traffic."""
+    skip_invalid: bool = False
+    """Leave out lines of the file that cannot be read, and say how many."""
     requests: int | None = 90
     """About: sampling keeps whole sessions. None: the whole trace as it is."""
     window_s: float = 600.0

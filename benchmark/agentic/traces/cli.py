@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -33,11 +34,14 @@ from benchmark.harness.command import reported
 from benchmark.harness.report import write_summary
 from benchmark.traces.generate import AGENTIC, CONVERSATION, TOOLS, at_rate
 from benchmark.traces.generate import generate as generated
+from benchmark.traces.invalid import Invalid
 from benchmark.traces.read import read, write
 from benchmark.traces.record import BLOCK_TOKENS, Record
 from benchmark.traces.sessions import annotate
+from benchmark.traces.units import UnitCheck
 
 SHAPES = {"agentic": AGENTIC, "conversation": CONVERSATION, "tools": TOOLS}
+SKIP = "leave out lines that cannot be read, and say how many"
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,29 @@ class Source:
 
     path: Path
     block_tokens: int
+    skip_invalid: bool = False
 
-    def records(self, what: str, total: int | None = None) -> Iterable[Record]:
-        return _counted(
-            annotate(read(self.path, self.block_tokens), self.block_tokens), what, total
-        )
+    def records(
+        self, what: str, total: int | None = None, invalid: Invalid | None = None
+    ) -> Iterable[Record]:
+        invalid = invalid or Invalid(self.skip_invalid)
+        found = read(self.path, self.block_tokens, invalid)
+        return _counted(annotate(found, self.block_tokens), what, total)
 
-    def survey(self) -> Survey:
-        """One pass.
+    def survey(self) -> tuple[Survey, list[str]]:
+        """One pass, and what there is to tell of the file: lines left out, a unit that is off.
 
         Raises:
             ValueError: no trace; the message names the file, and the line where it is one line's.
         """
+        invalid, units = Invalid(self.skip_invalid), UnitCheck()
         try:
-            return survey(self.records("reading"), self.block_tokens)
+            found = survey(units.watch(self.records("reading", invalid=invalid)), self.block_tokens)
         except ValueError as error:
-            named = str(error).startswith(str(self.path))
-            raise ValueError(str(error) if named else f"{self.path}: {error}") from error
+            text = "; ".join([str(error), *invalid.told()])
+            named = text.startswith(str(self.path))
+            raise ValueError(text if named else f"{self.path}: {text}") from error
+        return found, invalid.told() + units.told(self.path)
 
 
 @reported
@@ -94,9 +104,12 @@ def describe(argv: list[str]) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     parser.add_argument("--block-tokens", type=_whole, default=BLOCK_TOKENS, help="of the trace")
+    parser.add_argument("--skip-invalid", action="store_true", help=SKIP)
     args = parser.parse_args(argv)
-    description = described(Source(args.file, args.block_tokens).survey())
+    found, notes = Source(args.file, args.block_tokens, args.skip_invalid).survey()
+    description = described(found)
     print_table({args.file.name: description})
+    _tell(notes)
     if args.json:
         write_summary(args.json, {"trace": description})
     return 0
@@ -116,10 +129,10 @@ def sample(argv: list[str]) -> int:
         max_single_turn=args.max_single_turn_ratio,
         seed=args.seed,
     )
-    source = Source(args.file, args.block_tokens)
+    source = Source(args.file, args.block_tokens, args.skip_invalid)
     if args.out and args.out.resolve() == args.file.resolve():
         raise ValueError(f"{args.out} would overwrite the trace that it is taken from")
-    full = source.survey()
+    full, notes = source.survey()
     selections = {"window and thin": window_and_thin(full, plan)}
     if args.compare:
         requests = requests_of(full.columns, selections["window and thin"].sessions)
@@ -130,9 +143,10 @@ def sample(argv: list[str]) -> int:
             path = args.out if args.out and name != "random" else Path(scratch, name)
             total = traces["full"].requests
             write(path, chosen(source.records(f"taking: {name}", total), selection))
-            traces[name] = described(Source(path, args.block_tokens).survey())
+            traces[name] = described(Source(path, args.block_tokens).survey()[0])
     print_table(traces)
     _finish(args, plan, selections["window and thin"], traces, time.perf_counter() - began)
+    _tell(notes)
     return 0
 
 
@@ -190,6 +204,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=plan.seed)
     add("--compare", action="store_true", help="as many requests by random sessions, beside it")
     add("--block-tokens", type=_whole, default=BLOCK_TOKENS, help="of the trace")
+    add("--skip-invalid", action="store_true", help=SKIP)
     add("--json", type=Path, help="write the figures to this file, too")
     return parser.parse_args(argv)
 
@@ -199,6 +214,11 @@ def _counted(records: Iterable[Record], what: str, total: int | None = None) -> 
     console = Console(stderr=True)
     hidden = not console.is_terminal
     return track(records, what, total, console=console, transient=True, disable=hidden)
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)
 
 
 def _whole(text: str) -> int:

@@ -448,6 +448,22 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     assert {r.session_id for r in prompts} == {"cold1"}
 
 
+def test_what_is_wrong_with_a_trace_is_told(tmp_path: Path) -> None:
+    """Guards against a study of fewer requests than its trace has, or of an hour that was replayed
+    in four seconds, without a word."""
+    file = tmp_path / "trace.jsonl"
+    late = (msgspec.structs.replace(r, timestamp=r.timestamp / 1000) for r in generate(300, 1))
+    write(file, late)
+    fleet = spec.load(spec.RIG, spec.FleetFile)
+    (unit,) = prepare(TraceSpec(file=str(file), requests=None), fleet).notes
+    assert "trace.jsonl: 300 requests" in unit and "seem to be s " in unit
+    file.write_text("broken\n" + file.read_text())
+    with pytest.raises(ValueError, match="line 1: "):
+        prepare(TraceSpec(file=str(file)), fleet)
+    left_out = prepare(TraceSpec(file=str(file), requests=None, skip_invalid=True), fleet).notes[0]
+    assert "1 invalid line was left out" in left_out and "line 1: " in left_out
+
+
 def test_a_study_refuses_what_makes_no_sense() -> None:
     arm = {"title": "a", "aggregated": 1}
     good = {"title": "t", "question": "q", "arms": {"a": arm}, "load": {"sessions": [1]}}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.traces.invalid import Invalid
 from benchmark.traces.read import read, write
 from benchmark.traces.record import Record
 
@@ -54,3 +55,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     records = [Record(0.0, 512, 1, (0,)), Record(2.5, 513, 9, (0, 1))]
     assert write(tmp_path / "t", records) == 2
     assert list(read(tmp_path / "t")) == records
+
+
+def test_invalid_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    """Guards against lines that are lost without a word, and against an invalid one that decides
+    which later times are in order."""
+    path = tmp_path / "trace.jsonl"
+    late = GOOD.replace('"timestamp": 5', '"timestamp": 9').replace("[0, 7]", "[0]")
+    path.write_text(GOOD + "broken\n" + late + GOOD)
+    invalid = Invalid(skip=True)
+    assert len(list(read(path, invalid=invalid))) == 2
+    (said,) = invalid.told()
+    assert said.startswith("2 invalid lines were left out; the first: ")
+    assert "trace.jsonl, line 2: " in said
+    assert Invalid(skip=True).told() == []
