@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": ("benchmark.agentic.traces.cli:generate", "make a trace of agentic traffic"),
     "sample": ("benchmark.agentic.traces.cli:sample", "cut a smaller trace that shares as much"),
     "describe": ("benchmark.agentic.traces.cli:describe", "what a trace holds"),
+    "convert": ("benchmark.agentic.traces.convert:convert", "other formats as a trace"),
     "run": ("benchmark.agentic.studies.cli:run", "measure a study on a fleet, one page"),
     "report": ("benchmark.agentic.studies.cli:report", "the page of a run, again"),
     "compare": ("benchmark.agentic.studies.cli:compare", "two runs of a study on one page"),
