@@ -111,7 +111,7 @@ def entries(path: Path, shape: type[T], invalid: Invalid) -> Iterator[tuple[str,
 def bailian(path: Path, invalid: Invalid, second: float) -> list[Record]:
     """A conversation is a chain of parents; its second branch and later ones are new ones."""
     chats = sorted(entries(path, Bailian, invalid), key=lambda entry: entry[1].timestamp)
-    chain, found = Chain(1), []
+    found: list[Record] = []
     latest: dict[int | str, tuple[str, int]] = {}  # chats that no other one has continued
     for place, chat in chats:
         with invalid.at(path, place):
@@ -119,9 +119,9 @@ def bailian(path: Path, invalid: Invalid, second: float) -> list[Record]:
             if len(ids) == full and chat.input_length % FINE:
                 ids.append(-1 - len(found))  # its last block is not full and was not hashed
             record = Record(
-                chat.timestamp * second, chat.input_length, chat.output_length, chain.ids(ids)
+                chat.timestamp * second, chat.input_length, chat.output_length, tuple(ids)
             )
-            check(record, FINE)
+            check(record, FINE)  # ids of blocks alone: `coarse` makes them stand for a prefix
             name, turn = latest.pop(chat.parent_chat_id, (f"chat-{chat.chat_id}", 0))
             latest[chat.chat_id] = (name, turn + 1)
             found.append(msgspec.structs.replace(record, session_id=name, turn=turn))
