@@ -289,8 +289,8 @@ def test_a_server_that_is_to_be_told_costs_little(
     turn(unreachable, 8)
     queue = unreachable.disagg_decode_prealloc_queue
     assert all(req.finished() for req in reqs) and queue.pending_reqs == []
-    assert len(queue.without_prefill.to_tell) == 3
-    assert not any(hasattr(e.req, "origin_input_ids") for e in queue.without_prefill.to_tell)
+    assert len(queue._handshakes.to_tell) == 3
+    assert not any(hasattr(e.req, "origin_input_ids") for e in queue._handshakes.to_tell)
     looks = list[str]()
     unreachable.kv_manager.try_ensure_parallel_info = looks.append
     for turn_s, expected in ((0.01, 6), (0.5, 100)):
@@ -312,7 +312,7 @@ def test_a_long_turn_has_attempts_of_its_own(unreachable: Decoder) -> None:
     assert not req.finished()
     turn(unreachable, 11)
     assert req.finished()
-    unreachable.disagg_decode_prealloc_queue.without_prefill.to_tell.clear()
+    unreachable.disagg_decode_prealloc_queue._handshakes.to_tell.clear()
     unreachable.drain()
     check_idle(unreachable)
 

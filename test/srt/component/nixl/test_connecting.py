@@ -309,7 +309,7 @@ def test_a_server_is_told_of_a_turn_that_it_missed(network: Network, decode: Dec
     (entry,) = decode.queue.queue
     decode.queue.queue, decode.queue.pending_reqs = [], []
     decode.queue.without_prefill._ask_on(entry.req, receiver)
-    decode.until(lambda: not decode.queue.without_prefill.to_tell, "told")
+    decode.until(lambda: not decode.queue._handshakes.to_tell, "told")
     assert told == [(ADDRESS, 1, 7)] and network.blocking == []
     assert not any(manager.open_rooms().values())
 

@@ -229,16 +229,18 @@ class Handshakes:
         """``queue``: the prealloc queue."""
         self._queue = queue
         self._attempts: dict[str, _Attempts] = {}
+        #: Requests that are computed here, and whose servers are told when they answer.
+        self.to_tell: list[QueueEntry] = []
         self._tell_at = 0.0
 
     def advance(self) -> None:
         """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed. Now
         and then the same for ``to_tell``."""
-        queue, alone = self._queue, self._queue.without_prefill
+        queue = self._queue
         tells: list[QueueEntry] = []
-        if alone.to_tell and queue.clock() >= self._tell_at:
+        if self.to_tell and queue.clock() >= self._tell_at:
             self._tell_at = queue.clock() + _TELL_EVERY_S
-            tells, alone.to_tell = alone.to_tell, []
+            tells, self.to_tell = self.to_tell, []
         pending: dict[str, list[QueueEntry]] = {}
         for entry in (*queue.pending_reqs, *tells):
             if entry.kv_receiver.conclude_state is None:  # else who polls it answers
@@ -247,8 +249,8 @@ class Handshakes:
         for address, entries in pending.items():
             waiting += self._advance(address, self._in_time(address, entries))
         queue.pending_reqs = [entry for entry in waiting if not _only_tells(entry)]
-        alone.to_tell += [entry for entry in waiting if _only_tells(entry)]
-        if tells or not alone.to_tell:
+        self.to_tell += [entry for entry in waiting if _only_tells(entry)]
+        if tells or not self.to_tell:
             for address in self._attempts.keys() - pending.keys():
                 del self._attempts[address]  # whoever asked went away
 

@@ -214,11 +214,13 @@ class RadixPreallocQueue(DecodePreallocQueue):
         first = []
         for entry in ready:
             record = record_of(entry.req)
-            wait, most = record.wait, self.without_prefill.most_new(entry.req)
+            wait = record.wait
             awaited = wait.refusal.prefix if wait.refusal is not None else None
             if awaited in arriving and not wait.prefix_timed_out:
                 continue
-            first.append(Candidate(entry, entry.req, is_alone=record.is_alone, most_new=most))
+            first.append(Candidate(entry, entry.req, is_alone=record.is_alone))
+            if record.is_alone:
+                first[-1].most_new = self.local_turns.choice.limits.when_lost
             if len(first) == line.TRIED:
                 break
         return first

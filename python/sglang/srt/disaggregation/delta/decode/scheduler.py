@@ -320,7 +320,7 @@ class DisaggScheduler(DecodeFlush):
         """Idle, also by what stock does not count: retracted requests, deferred frees, and prefill
         servers that are to be told something when they answer."""
         queue = self.disagg_decode_prealloc_queue
-        waits = queue.retracted_queue or queue.without_prefill.to_tell or self._deferred
+        waits = queue.retracted_queue or queue._handshakes.to_tell or self._deferred
         return bool(self.is_fully_idle() and not waits)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -137,19 +136,11 @@ class WithoutPrefill:
     def __init__(self, queue: RadixPreallocQueue) -> None:
         """``queue``: the prealloc queue."""
         self._queue = queue
-        #: Requests that are computed here, and whose servers are told when they answer.
-        self.to_tell: list[QueueEntry] = []
 
     def may_save(self, req: Req) -> bool:
         """Whether a request whose room failed may be computed here, if it is short enough."""
         turns = self._queue.local_turns
         return turns is not None and bool(turns.may_save(req))
-
-    def most_new(self, req: Req) -> float:
-        """How many new tokens a request may have to get memory here; no matter how many where a
-        prefill server computes them."""
-        is_alone = record_of(req).is_alone
-        return self._queue.local_turns.choice.limits.when_lost if is_alone else math.inf
 
     def save(self, entry: QueueEntry, why: str) -> bool:
         """Keep a request in line whose room failed before it was announced; False if that may not
@@ -180,7 +171,8 @@ class WithoutPrefill:
             DecodeRecord(handshake_since=record_of(req).handshake_since),
         )
         yields = partial(self._queue.kv_manager.peer_yields, bootstrap_addr(req))
-        self.to_tell.append(DecodeRequest(req=asked, kv_receiver=Telling(receiver, yields)))
+        telling = DecodeRequest(req=asked, kv_receiver=Telling(receiver, yields))
+        self._queue._handshakes.to_tell.append(telling)
 
     def take_back(self, req: Req, why: str) -> None:
         """The transfer of a request failed, and it is in line again, before all others."""
