@@ -45,7 +45,7 @@ def events(level: Level, arm: str) -> Events | None:
         windows = _windows(cell.cold)
         times, spans = streams(cell.outcomes)
         if windows:
-            until = _known(cell.cold)
+            until = _known(cell.cold) + level.cold_gap_s
             times, spans = times[times <= until], np.minimum(spans, until)
         rows += [(high - low, *_within(times, spans, low, high)) for low, high in windows]
         covered = [_within(times, spans, low, high) for low, high in _union(windows)]
@@ -85,8 +85,9 @@ def streams(outcomes: Sequence[Outcome]) -> tuple[Values, Values]:
 
 
 def _known(cold: Sequence[Outcome]) -> float:
-    """Until when all cold prompts are known: what a client had under way as the load ended is not
-    recorded, and counts neither as an event nor as time without one."""
+    """When the first of the clients had its last answer that is recorded. What it sent after its
+    pause was under way as the load ended, and counts neither as an event nor as time without one.
+    """
     last: dict[str | None, float] = {}
     for o in cold:
         ended = max(o.finished_s, o.first_token_s or 0.0)

@@ -93,6 +93,7 @@ class Level:
     def __init__(self, run: Run, load: float, slo: Slo) -> None:
         self.load, self._slo = load, slo
         self.timeout_s = run.study.load.timeout_s
+        self.cold_gap_s = run.study.trace.cold_gap_s
         self.cells: dict[str, list[Cell]] = {arm: run.at(arm, load) for arm in run.titles}
         self.cells = {arm: cells for arm, cells in self.cells.items() if cells}
         first = next(iter(self.cells.values()))[0].outcomes

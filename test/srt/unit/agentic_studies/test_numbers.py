@@ -363,6 +363,12 @@ def test_an_event_costs_what_running_answers_lack_of_their_rate() -> None:
     cell.cold = [msgspec.structs.replace(cold, finished_s=0.705)]
     unaware = events(level, "a")
     assert unaware is not None and unaware.tpot_outside == pytest.approx(0.01, rel=0.02)
+    # Nothing is under way before its pause is over, though, however short a load is.
+    cell.cold = [msgspec.structs.replace(cold, started_s=-0.3, first_token_s=-0.1, finished_s=-0.1)]
+    assert events(level, "a") is None
+    level.cold_gap_s = 0.5
+    paused = events(level, "a")
+    assert paused is not None and paused.tpot_outside == pytest.approx(0.01, rel=0.03)
     cell.cold = [failed]
     assert events(level, "a") is None
 
