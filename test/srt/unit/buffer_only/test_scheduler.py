@@ -3,6 +3,7 @@ reported."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -358,6 +359,14 @@ def test_a_prefill_server_of_a_pair_does_not_wait_for_the_store(paired: bool):
     found.run_event_loop()
     patience.batch(1.0)
     assert found.calls["ran"] == 1 and (patience.seconds() == 0) is paired
+
+
+def test_no_full_collection_looks_through_what_the_start_left():
+    """Guards against a server that stands still for most of a second at some early request."""
+    left: list[object] = []
+    assert any(each is left for each in gc.get_objects())
+    scheduler().run_event_loop()
+    assert not any(each is left for each in gc.get_objects())
 
 
 @pytest.mark.hazard("copy-not-ordered")
