@@ -62,7 +62,7 @@ class BufferOnlyScheduler(NamingScheduler):
             # There a request waits for its decode server, and not for the store alone.
             self.tree_cache.buffer.prefetches.patience.most_s = 0.0
         # Python's first full collection would look through all that the start left, while every
-        # request stands still: 0.4 to 1 s on two cores, a minute or less after the first request.
+        # request stands still: for the better part of a second on two cores.
         gc.collect()
         gc.freeze()
         super().run_event_loop()
