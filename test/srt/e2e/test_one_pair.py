@@ -212,19 +212,34 @@ def test_what_a_pair_cannot_serve_is_refused(
 
 
 @pytest.mark.hazard("room-number-reused")
-@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
-def test_parallel_sampling_is_refused(served: Served, model: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("served", EVERY_RUN, indirect=True)
+def test_parallel_samples(served: Served, model: Path, reference: Reference) -> None:
     """SGLang gives all samples of a request (``n`` above 1) one room number. Guards against a
-    client that waits for ever on either server, or is answered from KV that was never written,
-    against a server that ends, and against a tree that keeps such KV."""
-    pair = served.pair
+    client that waits for ever or gets an error, against samples from KV that was never written,
+    and against a prompt whose KV crosses more than once."""
+    pair, page = served.pair, served.page
     prompt = prompt_maker(model, seed=8)(300)
-    prefill, decode = ask_both(pair, prompt, 4711, n=3)
-    assert prefill[0] == 500 and "n > 1" in prefill[1], prefill
-    assert decode[0] == 500 and "n > 1" in decode[1], decode
-    settle(pair)
-    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
-    settle(pair)
+    expected = reference.answers([prompt], 8)[0]
+    served.events.read()
+    for room, wishes in ((4711, {}), (4721, {"return_logprob": True}), (4731, {"stream": True})):
+        prefill, decode = ask_both(pair, prompt, room, n=3, **wishes)
+        assert (prefill[0], decode[0]) == (200, 200), (prefill, decode)
+        assert samples_in(decode[1], streamed="stream" in wishes) == [expected] * 3
+        settle(pair)
+    admitted, sent = served.events.read()
+    assert len(admitted) == 12  # the prompt and three samples, three times
+    assert len(admitted[0].pages) == -(-len(prompt) // page)
+    assert all(len(each.pages) <= 1 for each in admitted[1:])  # of a prompt that is held
+    assert_tiled(admitted, sent, served.page_bytes)
+
+
+def samples_in(body: str, *, streamed: bool) -> list[list[int]]:
+    """The whole answers in a server's response to a request for several samples, in order."""
+    if not streamed:
+        return [each["output_ids"] for each in json.loads(body)]
+    lines = (line[6:] for line in body.splitlines() if line.startswith("data: {"))
+    last = {event["index"]: event["output_ids"] for event in map(json.loads, lines)}
+    return [last[index] for index in sorted(last)]
 
 
 @pytest.mark.hazard("abort-leaves-something")

@@ -134,6 +134,12 @@ _DELTA = (
         why="the client of a request that decode computes itself has prefill's answer at once",
     ),
     Replacement(
+        module="sglang.srt.managers.tokenizer_manager",
+        name="TokenizerManager",
+        mixin=f"{_DISAGG}.delta.samples:SamplesTokenizer",
+        why="each of parallel samples has a room of its own",
+    ),
+    Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
         mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",

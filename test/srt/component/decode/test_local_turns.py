@@ -458,7 +458,6 @@ def request(**changes: Any) -> Any:
         ({"multimodal_inputs": object()}, "multimodal"),
         ({"session": object()}, "session"),
         ({"sampling_params": SimpleNamespace(max_new_tokens=0, n=2)}, "no_output"),
-        ({"sampling_params": SimpleNamespace(max_new_tokens=8, n=2)}, "samples"),
         ({"to_finish": object()}, "aborted"),
     ],
 )

@@ -31,6 +31,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     ``incarnation``: names this run of the server; another one at the same address is another
     server, whose ranks know nobody yet. ``speculative``: its ``--speculative-algorithm``, or
     ``NO_DRAFTS``; None where it does not say.
+    ``samples``: whether it gives each of parallel samples a room of its own (``samples.py``).
     """
 
     delta: int = 0
@@ -38,6 +39,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     yields: bool = False
     incarnation: str | None = None
     speculative: str | None = None
+    samples: bool = False
 
     @property
     def takes_delta(self) -> bool:
@@ -50,7 +52,7 @@ class Capabilities(msgspec.Struct, frozen=True):
         return self.control == CONTROL_VERSION
 
 
-OURS = Capabilities(delta=VERSION, control=CONTROL_VERSION)
+OURS = Capabilities(delta=VERSION, control=CONTROL_VERSION, samples=True)
 STOCK = Capabilities()
 
 

@@ -63,7 +63,6 @@ def only_prefill_can(req: Req) -> str | None:
         "multimodal": req.multimodal_inputs is not None,
         "session": req.session is not None,
         "no_output": req.sampling_params.max_new_tokens < 1,
-        "samples": req.sampling_params.n > 1,  # all of them have one room
         "aborted": req.to_finish is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

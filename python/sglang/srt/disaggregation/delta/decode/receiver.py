@@ -69,10 +69,7 @@ class DeltaReceiver(CommonKVReceiver):
         that was never written would enter the tree."""
         self.kv_mgr, self.bootstrap_addr, self.bootstrap_room = mgr, bootstrap_addr, bootstrap_room
         self.require_staging = False
-        self.end_alone(
-            f"bootstrap_room {bootstrap_room} is in use by another request (parallel sampling, "
-            f"n > 1, is not served by a pair)"
-        )
+        self.end_alone(f"bootstrap_room {bootstrap_room} is in use by another request")
         STATS.failed(Reason.MISMATCH)
 
     def end_alone(self, text: str) -> None:

@@ -113,8 +113,7 @@ class RoomTable:
                 return room, reason
             if room.state is not State.ANNOUNCED:
                 reason = room.reason or (
-                    f"room {number}: an earlier transfer still uses its number (parallel sampling, "
-                    f"n > 1, is not served by a pair)"
+                    f"room {number}: an earlier transfer still uses its number"
                 )
                 if room.reason is None and room.state not in GONE:
                     self._ended.add(number, reason, had_request=True)
