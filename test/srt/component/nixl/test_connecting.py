@@ -209,7 +209,7 @@ class AtOnce:
     """Answers every question before the next line."""
 
     @staticmethod
-    def submit(ask: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(address: str, ask: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(ask(*arguments))
         return future
@@ -221,7 +221,7 @@ def test_a_rank_that_is_not_named_is_asked_for_more_and_more_rarely(
     """Guards against a server that is asked in every step for minutes, and against a request whose
     rank is known and that waits for one whose is not."""
     network.dp_size, decode.manager.waiting_timeout = 2, 10**6
-    decode.manager.servers.connections._executor = AtOnce()
+    decode.manager.servers.connections._pool = AtOnce()
     decode.request(7)
     decode.until(lambda: any("query_dp_ranks" in url for url in network.asked), "asked")
     network.asked.clear()

@@ -58,7 +58,7 @@ def test_decode_is_told_in_the_background(
     manager = rank(**attributes)
     CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
     bootstrap.answers.set()
-    manager.served_rooms._executor.shutdown(wait=True)
+    manager.served_rooms.pool.shutdown()
     assert bootstrap.blocked == []
     served = {"bootstrap_room": ROOM, "dp_rank": 1}
     assert bootstrap.told == [(f"http://{ADDRESS}/register_dp_rank", served)]
@@ -69,8 +69,31 @@ def test_one_rank_of_a_group_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     bootstrap = Bootstrap(monkeypatch)
     manager = rank(attn_tp_size=2, attn_tp_rank=1)
     CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
-    manager.served_rooms._executor.shutdown(wait=True)
+    manager.served_rooms.pool.shutdown()
     assert bootstrap.told == []
+
+
+def test_a_bootstrap_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against requests that name an address which never answers: the bootstrap servers of
+    all others were told 15 s later."""
+    gate, is_told = threading.Event(), threading.Event()
+
+    def post(url: str, json: Any, timeout: float) -> Any:
+        if ADDRESS not in url:
+            assert gate.wait(60)
+        else:
+            is_told.set()
+        return SimpleNamespace(status_code=200, raise_for_status=lambda: None)
+
+    monkeypatch.setattr(requests, "post", post)
+    manager = rank()
+    try:
+        for room in range(12):
+            manager.served_rooms.tell("10.0.0.2:8998", room)
+        manager.served_rooms.tell(ADDRESS, ROOM)
+        assert is_told.wait(10)
+    finally:
+        gate.set()
 
 
 def test_a_bootstrap_server_that_is_not_there(
@@ -84,7 +107,7 @@ def test_a_bootstrap_server_that_is_not_there(
     monkeypatch.setattr(requests, "post", refuse)
     manager = rank()
     CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
-    manager.served_rooms._executor.shutdown(wait=True)
+    manager.served_rooms.pool.shutdown()
     assert f"room {ROOM}" in caplog.text and ADDRESS in caplog.text
 
 
@@ -99,7 +122,7 @@ def test_a_router_that_names_another_rank(method: str, here: int, says: bool) ->
     manager = rank(attn_dp_rank=here)
     manager.server_args.load_balance_method = method
     manager.bootstrap_timeout = 0
-    manager.served_rooms._executor.shutdown(wait=True)
+    manager.served_rooms.pool.shutdown()
     manager.served_rooms.tell = lambda *_: None
     sender = CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
     sender.fail_if_unannounced()

@@ -13,6 +13,7 @@ SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 ``peer_messages``   reads and checks what peers send, for both backends
 ``pages``           arithmetic of pages and KV heads, the send cursor, the delta plan: pure
 ``sparse_index``    the index cache of sparse attention, which lies beside the KV
+``address_pool``    threads for questions to servers, of which some hang
 ``rank_agreement``  what the ranks of one server agree on before a step, in one reduction
 ``unserved``        requests that a pair cannot serve, which are answered at once
 ``samples``         room numbers of parallel samples

@@ -111,6 +111,28 @@ def test_other_servers_are_reached_meanwhile(side: Side) -> None:
     side.handshake("10.0.0.2:8998")
 
 
+def test_many_servers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a pool that servers which hang fill: handshakes with all others waited for
+    the timeouts of those, 14 s with 24 of them."""
+    gate, table = threading.Event(), Manager()
+
+    def ask(address: str) -> bool:
+        if address != ADDRESS:
+            assert gate.wait(60)
+        table.prefill_info_table[address] = object()
+        return True
+
+    monkeypatch.setattr(capability, "fetch_capabilities", lambda address: incarnation("a"))
+    servers = PrefillServers(table, ask)
+    assert not any(servers.ensure(f"10.0.1.{number}:8998") for number in range(24))
+    try:
+        servers.ensure(ADDRESS)
+        servers._asked[ADDRESS].result(timeout=10)
+        assert servers.ensure(ADDRESS)
+    finally:
+        gate.set()
+
+
 def test_a_server_is_known_when_the_handshake_is_over(side: Side) -> None:
     """SGLang lists a server before we know which one it is. Guards against a room that counts as
     one of the server before it, whose pages are given back while the new one writes."""

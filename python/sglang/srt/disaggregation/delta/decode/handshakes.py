@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: values in SGLang's JSON of a rank
@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.waiting import fail, why_failed
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.address_pool import AddressPool
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
     from sglang.srt.disaggregation.delta.manager import DeltaManager
@@ -52,12 +53,12 @@ class Connections:
     def __init__(
         self,
         manager: DeltaManager,
-        executor: Executor,
+        pool: AddressPool,
         ask_rooms: AskRooms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager = manager
-        self._executor = executor
+        self._pool = pool
         self._ask_rooms = ask_rooms or _ask_rooms
         self._clock = clock
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Connections:
                     for tp_rank in info.target_tp_ranks
                     for pp_rank in info.target_pp_ranks
                 ]
-                self._ranks[address, dp_rank] = self._executor.submit(_ask_all, ask, wanted)
+                self._ranks[address, dp_rank] = self._pool.submit(address, _ask_all, ask, wanted)
                 return False
         return future.done()
 
@@ -135,7 +136,7 @@ class Connections:
             due = [room for room, when in again.items() if now >= when.at]
             if due:
                 asked = list(again)  # one question, whoever it is for
-                self._rooms[address] = self._executor.submit(self._ask_rooms, address, asked)
+                self._rooms[address] = self._pool.submit(address, self._ask_rooms, address, asked)
             for room in due:
                 pause = again[room].pause
                 again[room] = _Again(now + pause, min(_MORE_RARELY * pause, _MOST_S))

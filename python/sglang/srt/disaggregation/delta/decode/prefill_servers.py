@@ -12,12 +12,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any  # Any: values in SGLang's JSON of a rank
 
 import requests
 
 from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta.address_pool import AddressPool
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.decode.handshakes import Connections
 from sglang.srt.disaggregation.delta.decode.heartbeat import (
@@ -48,9 +49,9 @@ class PrefillServers:
         self._ask = ask
         self._sockets = wire.PeerSockets()
         self._lock = threading.RLock()
-        self._executor = ThreadPoolExecutor(8, "pd-handshake")
+        self._pool = AddressPool("pd-handshake")
         self._asked: dict[str, Future[bool]] = {}
-        self.connections = Connections(manager, self._executor)
+        self.connections = Connections(manager, self._pool)
         self._capabilities: dict[str, capability.Capabilities] = {}
         #: Counts handshakes with an address, to tell the server there from the one before it.
         self._epochs: dict[str, int] = defaultdict(int)
@@ -75,7 +76,7 @@ class PrefillServers:
         if future is None:
             if address in table:
                 return True
-            future = self._asked[address] = self._executor.submit(self._handshake, address)
+            future = self._asked[address] = self._pool.submit(address, self._handshake, address)
         if not future.done():
             # Not before it is over: the table has the server before we know which one it is.
             return False

@@ -9,10 +9,11 @@ tensor-parallel ranks does; and without data-parallel attention all say that the
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import requests
+
+from sglang.srt.disaggregation.delta.address_pool import AddressPool
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
@@ -28,13 +29,13 @@ class ServedRooms:
 
     def __init__(self, manager: DeltaManager) -> None:
         self._manager = manager
-        self._executor = ThreadPoolExecutor(4, "pd-served-rooms")
+        self.pool = AddressPool("pd-served-rooms")
 
     def tell(self, address: str, room: int) -> None:
         """This rank serves ``room``: have the bootstrap server at ``address`` (host:port) know it.
         Never waits. A rank that does not speak for its data-parallel group says nothing."""
         if self._manager.writer_id == 0:
-            self._executor.submit(self._tell, address, room)
+            self.pool.submit(address, self._tell, address, room)
 
     @property
     def rank(self) -> int:
