@@ -69,6 +69,32 @@ def test_a_life(rank: PrefillRank) -> None:
             assert np.array_equal(target[[10, 11]], source[[5, 6]])
 
 
+def test_a_second_announcement_by_one_rank(rank: PrefillRank) -> None:
+    """Guards against a success after which decode takes pages as written that only the second of
+    two announcements listed: chunks had gone to the pages of the first one."""
+    sender = started(rank)
+    sender.send(pages(5))
+    rank.pool.run()
+    rank.settle()
+    rank.announce(ROOM, [20, 21], slot=2)
+    sender.send(pages(6))
+    rank.finish()
+    assert sender.poll() == KVPoll.Failed
+    assert "decode rank decode announced it a second time" in str(failure_of(sender))
+    assert [message.room for message in rank.sockets.stopped] == [ROOM], "decode is told once"
+    rank.check()
+
+
+def test_a_second_announcement_before_the_request(rank: PrefillRank) -> None:
+    """Guards against a request that starts with pages of which only one announcement is right."""
+    rank.announce(ROOM, [10])
+    rank.announce(ROOM, [20])
+    sender = rank.sender(ROOM)
+    assert sender.poll() == KVPoll.Failed
+    assert "a second time" in str(failure_of(sender))
+    rank.check()
+
+
 def test_a_full_hit(rank: PrefillRank) -> None:
     """Guards against a room that is never done because it has no pages, and against one that is
     done before its metadata arrived."""

@@ -199,6 +199,9 @@ class RoomTable:
         something is under way, maybe to these very pages, it is told when that has settled. One
         that uses the number of a complete room again, before the scheduler is done with that one's
         request, is told at once too, and so is its request when it comes.
+
+        A second announcement by one decode rank fails the room: chunks may have gone to the pages
+        of the first one, and decode would take the second one's as written.
         """
         with self._lock:
             room = self._rooms.get(number)
@@ -215,9 +218,15 @@ class RoomTable:
                 if room is None:
                     room = Room(number, announced_at=self.scheduler_time.seconds())
                     self._move(room, Event.ANNOUNCE)
-                room.announcements[peer], room.needed = announcement, needed
-                return True
-        self._listener.room_drained(number, refused, [announcement])
+                is_second = peer in room.announcements and room.reason is None
+                if not is_second:
+                    room.announcements[peer], room.needed = announcement, needed
+                    return True
+        if refused is not None:
+            self._listener.room_drained(number, refused, [announcement])
+        else:
+            text = f"room {number}: decode rank {peer} announced it a second time"
+            self.fail(number, Reason.MISMATCH, text, life=room)
         return False
 
     def one_too_many(self, number: int, peer: str) -> str | None:
