@@ -205,8 +205,8 @@ def test_silent_decode_rank_is_forgotten(pair: Pair) -> None:
     receiver.announce(pages(4), 5, prefix_len=0)
     pair.announced(sender)
     ranks = prefill.decode_ranks
-    port = pair.decode.manager.rank_port
-    ranks._heard[pair.peer] = ranks._clock() - ranks._timeout_s, "127.0.0.1", port
+    known = prefill.decode_kv_args_table[pair.peer]
+    ranks._heard[pair.peer] = ranks._clock() - ranks._timeout_s, known
     prefill._tick()
     assert prefill.decode_kv_args_table == {}
     assert pair.finish(sender, receiver) == LOST and "gave no sign" in pair.reason(sender)

@@ -29,6 +29,7 @@ never blocks, and nothing that was queued outlives its peer.
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections import OrderedDict
@@ -295,6 +296,8 @@ def decode_control(frames: Sequence[bytes]) -> Message | None:
 
 #: Peers come and go, and each chooses its own address: the one unused for longest makes room.
 _MAX_SOCKETS = 512
+#: Milliseconds between attempts to connect: the first pause, and the longest.
+_RECONNECT_MS, _LONGEST_RECONNECT_MS = 1000, 30_000
 
 
 class PeerSockets:
@@ -312,7 +315,9 @@ class PeerSockets:
         self._sockets: OrderedDict[str, tuple[zmq.Socket[bytes], float]] = OrderedDict()
 
     def send(self, host: str, port: int, message: Message) -> None:
-        """Queue a control message for the peer at ``host``:``port``.
+        """Queue a control message for the peer at ``host``:``port``. ``host`` is an IP address, as
+        ranks bind one: all sockets share a thread of ZeroMQ's, and a name would hold all up there
+        while it is resolved.
 
         Raises:
             OSError, ValueError: the address cannot be (``zmq.ZMQError`` is an OSError).
@@ -334,11 +339,14 @@ class PeerSockets:
             socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
     def _open(self, address: NetworkAddress) -> zmq.Socket[bytes]:
+        ipaddress.ip_address(address.host)
         while len(self._sockets) >= _MAX_SOCKETS:
             self._close_first()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
         if address.is_ipv6:
             socket.setsockopt(zmq.IPV6, 1)
         try:

@@ -30,7 +30,8 @@ class Side:
         probes = Probes(120, self.clock, lambda host, port: True, lambda probe: probe())
         self.ranks = DecodeRanks(self.manager, self.rooms, self.clock, probes)
         self.manager.decode_ranks = self.ranks
-        self.ranks._sockets = self.sockets = Sockets()  # type: ignore[assignment]
+        self.sockets = Sockets()
+        self.ranks._sockets = self.ranks._strangers = self.sockets  # type: ignore[assignment]
         self.held: dict[int, Room] = {}
         self.manager.decode_kv_args_table["D"] = REGISTERED
 
@@ -363,6 +364,26 @@ def test_a_stranger_that_pings_leaves_nothing(side: Side) -> None:
     for number in range(100):
         ping(side, f"stranger {number}")
     assert side.ranks._heard == {}
+
+
+def test_a_known_rank_is_answered_where_it_registered(side: Side) -> None:
+    """Guards against a message that has this server connect to an address of its sender's choice,
+    and keep on for as long as a decode rank may be silent."""
+    side.ranks.take(wire.Ping("a:1", "D", "10.6.6.6", 22))
+    side.withdraw(host="10.6.6.6", port=22)
+    assert [sent[:2] for sent in side.sockets.take()] == [("10.0.0.1", 4000)] * 2
+
+
+def test_a_stranger_is_answered_once(side: Side) -> None:
+    """One that connects anew after a restart of this server is to learn that. Guards against
+    attempts to connect to whatever address a stranger named, beyond a few seconds."""
+    strangers = side.ranks._strangers = wire.PeerSockets(side.clock)
+    side.ranks.take(wire.Ping("a:1", "stranger", "127.0.0.1", 4000))
+    side.ranks.refuse_stranger(announcement(8, host="127.0.0.2"))
+    assert len(strangers._sockets) == 2 and side.sockets.take() == []
+    advance(side, 2)
+    assert not strangers._sockets
+    strangers._context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("noticed_by", ["tick", "enter"])

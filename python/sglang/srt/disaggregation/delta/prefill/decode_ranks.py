@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 #: prefill process that did not run for a while has not probed.
 _PROBES = 4
 _CONNECT_S = 1.0
+#: How long an answer to a rank that is not registered may take to be sent.
+_STRANGER_S = 2.0
 
 
 class Registered(Protocol):
@@ -131,11 +133,14 @@ class DecodeRanks:
         self._rooms = rooms
         self._clock = clock
         self._sockets = wire.PeerSockets(clock)
+        #: For answers to ranks that are not registered. Anybody can name any address: those sockets
+        #: are closed soon, so that ZeroMQ does not go on connecting there.
+        self._strangers = wire.PeerSockets(clock)
         #: Who answers clients; None on a rank from which SGLang answers nobody.
         self.frontend: Frontend | None = None
         #: When each decode rank that pings was last heard of, by the name it registered under, and
-        #: where it listens.
-        self._heard: dict[str, tuple[float, str, int]] = {}
+        #: what it registered.
+        self._heard: dict[str, tuple[float, Registered]] = {}
         #: Where those listened that the last tick found gone.
         self._gone: list[tuple[str, int]] = []
         self._timeout_s = environment.PEER_TIMEOUT.read()
@@ -163,16 +168,19 @@ class DecodeRanks:
                 "this prefill rank does not know the decode rank (was it restarted?)",
                 unknown_peer=True,
             ),
+            self._strangers,
         )
 
-    def _send(self, info: Announcement, message: wire.Stopped) -> None:
+    def _send(
+        self, info: Announcement, message: wire.Stopped, sockets: wire.PeerSockets | None = None
+    ) -> None:
         """Best effort: a peer that cannot be told finds out by its own deadline."""
         is_ours = info.delta is not None or info.delta_error is not None
         is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
         if not is_ours or is_dummy:
             return  # a stock peer would not understand; a dummy's pages are not written from here
         try:
-            self._sockets.send(info.endpoint, info.dst_port, message)
+            (sockets or self._sockets).send(info.endpoint, info.dst_port, message)
         except (OSError, ValueError) as error:
             logger.warning(
                 "could not tell decode rank %s:%s that room %s ended (%s): it frees the room's "
@@ -193,10 +201,10 @@ class DecodeRanks:
             OSError, ValueError: its sender cannot be answered.
         """
         if isinstance(message, wire.Ping):
-            known = message.peer in self._manager.decode_kv_args_table
-            if known:
-                self._heard[message.peer] = self._clock(), message.host, message.port
-            self._sockets.send(message.host, message.port, wire.Pong(message.to, known))
+            info = self._manager.decode_kv_args_table.get(message.peer)
+            if info is not None:
+                self._heard[message.peer] = self._clock(), info
+            self._answer(message, info, wire.Pong(message.to, info is not None))
         elif isinstance(message, wire.Withdraw):
             self._withdraw(message)
         elif isinstance(message, wire.ComputedByDecode):
@@ -204,6 +212,15 @@ class DecodeRanks:
                 self.frontend.yielded(message.room)
         else:
             raise wire.ControlError(f"a {type(message).__name__} is not for a prefill rank")
+
+    def _answer(
+        self, asked: wire.Ping | wire.Withdraw, info: Registered | None, answer: wire.Message
+    ) -> None:
+        """Answer a registered rank where it registered, and another one where it says it is."""
+        if info is None:
+            self._strangers.send(asked.host, asked.port, answer)
+        else:
+            self._sockets.send(info.endpoint, int(info.dst_port), answer)
 
     def _withdraw(self, message: wire.Withdraw) -> None:
         rooms, room, text = self._rooms, message.room, f"decode gave it up: {message.reason}"
@@ -218,7 +235,7 @@ class DecodeRanks:
         if is_of_another is not None or not rooms.is_under_way(room):
             # Nothing is known of its room any more, or it ended before: nothing is under way.
             answer = wire.Stopped(room, self._manager.writer_id, is_of_another or text)
-            self._sockets.send(message.host, message.port, answer)
+            self._answer(message, self._manager.decode_kv_args_table.get(message.peer), answer)
 
     # ---- liveness ----
 
@@ -234,15 +251,17 @@ class DecodeRanks:
             self._sockets.drop(*where)
         # A write to one of those may settle much later, and the word of that opens a socket anew.
         self._sockets.drop_unused(self._timeout_s)
+        self._strangers.drop_unused(_STRANGER_S)
         heard = list(self._heard.items())
-        lost = [peer for peer, (at, _, _) in heard if now - at >= self._timeout_s]
-        self._gone = [self._heard.pop(peer)[1:] for peer in lost]
+        lost = [peer for peer, (at, _) in heard if now - at >= self._timeout_s]
+        gone = [self._heard.pop(peer)[1] for peer in lost]
         registered = self._manager.decode_kv_args_table
         for peer in self._probes.gone(registered, self._heard):
             lost.append(peer)
             info = registered.get(peer)  # a worker may just have lost the connection
             if info is not None:
-                self._gone.append((info.endpoint, info.dst_port))
+                gone.append(info)
+        self._gone = [(info.endpoint, int(info.dst_port)) for info in gone]
         for peer in lost:
             for room in self._rooms.numbers(peer):
                 self._rooms.fail(
