@@ -51,6 +51,12 @@ def test_hicache_host_pools() -> None:
     check("program_host_pool.py")
 
 
+def test_structured_output() -> None:
+    """Guards against one request with a JSON schema that ends the server, and against requests
+    without one that are held to its tokens."""
+    check("program_grammar.py", PYTHONPATH=str(Path(__file__).parents[4]))
+
+
 def test_nixl_moves_cpu_tensors() -> None:
     """Guards against a transfer engine that looks for a GPU behind the word VRAM."""
     check("program_nixl.py", UCX_TLS="tcp,self")

@@ -23,6 +23,8 @@ EDIT_FILES = {
     "nixl._api": ("nixl",),
     "nixl_cu12._api": ("nixl",),
     "nixl_cu13._api": ("nixl",),
+    "sglang.srt.constrained.llguidance_backend": ("grammar",),
+    "sglang.srt.constrained.xgrammar_backend": ("grammar",),
     "sglang.srt.distributed.parallel_state": ("dp_attention",),
     "sglang.srt.entrypoints.engine": ("start_method",),
     "sglang.srt.layers.attention.torch_native_backend": ("dp_attention", "draft_attention"),
