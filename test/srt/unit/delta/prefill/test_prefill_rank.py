@@ -171,6 +171,34 @@ def test_withdrawn_while_open(side: Side) -> None:
     assert not side.rooms.enter(ROOM)
 
 
+@pytest.mark.parametrize("steps", [(), ("request",), ("announce",), ("request", "announce of 2")])
+def test_withdrawn_by_a_rank_that_never_registered(side: Side, steps: tuple[str, ...]) -> None:
+    """Guards against a message that ends a request of others: only a decode rank that this prefill
+    rank knows may withdraw a room. Who asks is answered, and waits for nothing."""
+    for step in steps:
+        if step == "request":
+            side.request()
+        else:
+            side.announce(required_dst_info_num=2 if step.endswith("2") else 1)
+    side.withdraw(peer="stranger", host="10.0.0.9")
+    text = f"room {ROOM}: decode rank stranger is not registered here"
+    assert side.stopped() == [("10.0.0.9", ROOM, text)]
+    if "request" not in steps:
+        side.request()
+    assert side.rooms.stopped(ROOM) is None
+    assert side.manager.request_status == {ROOM: KVPoll.Bootstrapping}
+
+
+def test_withdrawn_by_a_peer_whose_registration_is_gone(side: Side) -> None:
+    """Guards against a room that nobody can withdraw, because a decode rank that had announced it
+    was dropped here: what it has announced is proof enough."""
+    side.request()
+    side.announce()
+    del side.manager.decode_kv_args_table["D"]
+    side.withdraw()
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
+
+
 def test_withdrawn_after_the_request_left(side: Side) -> None:
     """Guards against decode waiting for the word of a rank whose request is long done: everything
     was sent, and nothing is under way."""
@@ -210,6 +238,7 @@ def test_withdrawn_by_a_rank_of_another_request(side: Side, steps: str) -> None:
     side.announce()
     for step in steps.split():
         getattr(side.rooms, step)(ROOM)
+    side.manager.decode_kv_args_table["E"] = REGISTERED
     side.withdraw(peer="E", host="10.0.0.2")
     assert not side.held[ROOM].is_stopped and side.manager.failure_records == {}
     told = side.stopped()
@@ -231,6 +260,7 @@ def test_withdrawn_by_a_rank_whose_announcement_is_on_its_way(side: Side) -> Non
     Guards against a room that waits for that one."""
     side.request()
     side.announce(required_dst_info_num=2)
+    side.manager.decode_kv_args_table["E"] = REGISTERED
     side.withdraw(peer="E", host="10.0.0.2")
     assert side.held[ROOM].is_over
     assert sorted(host for host, _, _ in side.stopped()) == ["10.0.0.1", "10.0.0.2"]

@@ -226,15 +226,20 @@ class DecodeRanks:
         rooms, room, text = self._rooms, message.room, f"decode gave it up: {message.reason}"
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
-        is_told = rooms.stopped(room) is None and room in rooms.numbers(message.peer)
-        is_of_another = rooms.one_too_many(room, message.peer)
-        if is_of_another is None:
+        is_peer = room in rooms.numbers(message.peer)
+        is_told = rooms.stopped(room) is None and is_peer
+        if is_peer or message.peer in self._manager.decode_kv_args_table:
+            # One that is not a peer of the room may withdraw it before its announcement is here.
+            refused = rooms.one_too_many(room, message.peer)
+        else:
+            refused = f"room {room}: decode rank {message.peer} is not registered here"
+        if refused is None:
             rooms.fail(room, Reason.ABORTED, text)
         if not message.wants_answer or is_told:
             return
-        if is_of_another is not None or not rooms.is_under_way(room):
+        if refused is not None or not rooms.is_under_way(room):
             # Nothing is known of its room any more, or it ended before: nothing is under way.
-            answer = wire.Stopped(room, self._manager.writer_id, is_of_another or text)
+            answer = wire.Stopped(room, self._manager.writer_id, refused or text)
             self._answer(message, self._manager.decode_kv_args_table.get(message.peer), answer)
 
     # ---- liveness ----
