@@ -218,6 +218,30 @@ def test_a_paused_server_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> No
         answer_of(state)
 
 
+def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a stranger's numbers, each of which looked through all requests again and
+    again: 1,000 of them took 28 % of the process that speaks HTTP; and against more of them than
+    a server can keep, in the way of a room that has a request."""
+    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
+    tokenizer = Tokenizer()
+    tokenizer.rid_to_state = requests = Looked()
+
+    async def play() -> Any:
+        for room in range(5000):
+            tokenizer.take_yielded(RoomYielded(10**6 + room))
+        tokenizer.take_yielded(RoomYielded(ROOM))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert requests.times <= 25
+        state = tokenizer.arrive(ROOM)
+        while not state.finished:
+            await asyncio.sleep(0)
+        assert len(tokenizer.yielded_rooms.absent) <= 1024
+        return state
+
+    answer_of(asyncio.run(play()))
+
+
 def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a command that overtook its request and is lost."""
     monkeypatch.setattr(yielded, "_AGAIN_S", 0.0)

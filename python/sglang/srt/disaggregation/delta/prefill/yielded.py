@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _WAIT_S, _LOOK_S = 30.0, 0.002
 #: With data parallel attention a command may overtake a request: it is sent again, this much later.
 _AGAIN_S = 1.0
+#: Rooms that are waited for whose request has not come; anybody can send numbers of none.
+_MOST_ABSENT = 1024
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,18 @@ class RoomYielded:
     """A scheduler to the tokenizer: decode computes the request of ``room``."""
 
     room: int
+
+
+@dataclass
+class _Rooms:
+    """Rooms that the tokenizer was told of and whose requests it cannot answer yet."""
+
+    #: Those whose request has not come, the oldest first, and until when it is waited for.
+    absent: dict[int, float] = field(default_factory=dict)
+    #: The ids of those whose request is here, and not sent to the schedulers yet.
+    here: dict[int, str] = field(default_factory=dict)
+    pause: float = _LOOK_S
+    task: asyncio.Task[None] | None = None
 
 
 @dataclass
@@ -94,39 +109,61 @@ class YieldingTokenizer(TokenizerManager):
         if getattr(self.bootstrap_server, "yields", False):
             self._result_dispatcher += TypeBasedDispatcher([(RoomYielded, self.take_yielded)])
 
+    @cached_property
+    def yielded_rooms(self) -> _Rooms:
+        """Rooms whose requests are not here yet, or not on the schedulers."""
+        return _Rooms()
+
     def take_yielded(self, message: RoomYielded) -> None:
         """Answer the request of a room, as soon as it is here and the schedulers were sent it."""
-        rid = self._request_of(message.room)
-        if rid is not None and self._is_sent(rid):
-            self._end_yielded(rid)
-            return
-        task = asyncio.get_running_loop().create_task(self._wait_for_request(message.room, rid))
-        self.asyncio_tasks.add(task)
-        task.add_done_callback(self.asyncio_tasks.discard)
+        rooms = self.yielded_rooms
+        rooms.pause = _LOOK_S
+        rooms.absent[message.room] = time.monotonic() + _WAIT_S
+        if len(rooms.absent) > _MOST_ABSENT:
+            del rooms.absent[next(iter(rooms.absent))]
+        if (rooms.task is None or rooms.task.done()) and self._answer_yielded():
+            rooms.task = asyncio.get_running_loop().create_task(self._wait_for_requests())
+            self.asyncio_tasks.add(rooms.task)
+            rooms.task.add_done_callback(self.asyncio_tasks.discard)
 
-    async def _wait_for_request(self, room: int, rid: str | None) -> None:
-        """Decode was faster than this server: the request is on its way, or is being tokenized.
-        ``rid``: its id, once it is here."""
-        until, pause = time.monotonic() + _WAIT_S, _LOOK_S
-        # Here, it may wait for longer: while weights are updated, nothing is sent on. All of a
-        # paused server's are here then: none of them is looked for again.
-        while rid is not None or time.monotonic() < until:
-            await asyncio.sleep(pause)
-            state = self.rid_to_state.get(rid) if rid is not None else None
-            if state is None or not _waits(state, room):
-                rid = self._request_of(room)
-            if rid is not None and self._is_sent(rid):
+    async def _wait_for_requests(self) -> None:
+        """Decode was faster than this server: requests are on their way, or are being tokenized."""
+        rooms = self.yielded_rooms
+        while rooms.absent or rooms.here:
+            await asyncio.sleep(rooms.pause)
+            rooms.pause = min(1.1 * rooms.pause, 0.1)
+            try:
+                self._answer_yielded()
+            except Exception:
+                logger.exception("a request that decode computes was not answered; others are")
+
+    def _answer_yielded(self) -> bool:
+        """Answer the requests that the schedulers were sent; whether a room still waits.
+
+        All requests are looked through once for all absent rooms. Those of a paused server are
+        here, for as long as it takes: none of them is looked for again.
+        """
+        rooms, now = self.yielded_rooms, time.monotonic()
+        if rooms.absent:
+            found = {
+                state.obj.bootstrap_room: rid
+                for rid, state in reversed(self.rid_to_state.items())
+                if isinstance(getattr(state.obj, "bootstrap_room", None), int)
+                and not state.finished
+            }
+            for room, until in list(rooms.absent.items()):
+                if room in found:
+                    rooms.here[room] = found[room]
+                if room in found or now >= until:
+                    del rooms.absent[room]
+        for room, rid in list(rooms.here.items()):
+            state = self.rid_to_state.get(rid)
+            if state is None or state.finished:
+                del rooms.here[room]
+            elif self._is_sent(rid):
+                del rooms.here[room]
                 self._end_yielded(rid)
-                return
-            pause = min(1.1 * pause, 0.1)
-        logger.debug("decode computed room %s, whose request never came here", room)
-
-    def _request_of(self, room: int) -> str | None:
-        """The id of the request of ``room``, if it is here; looks through all of them."""
-        for rid, state in self.rid_to_state.items():
-            if _waits(state, room):
-                return rid
-        return None
+        return bool(rooms.absent or rooms.here)
 
     def _is_sent(self, rid: str) -> bool:
         """Whether the schedulers have been sent it."""
@@ -139,11 +176,6 @@ class YieldingTokenizer(TokenizerManager):
             loop = asyncio.get_running_loop()
             loop.call_later(_AGAIN_S, lambda: self.send_to_scheduler.send_pyobj(again))
         self._handle_batch_output(empty_answer(rid))
-
-
-def _waits(state: ReqState, room: int) -> bool:
-    """Whether it is the request of ``room``, and its client waits for the answer."""
-    return getattr(state.obj, "bootstrap_room", None) == room and not state.finished
 
 
 def empty_answer(rid: str) -> BatchStrOutput:
