@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     _Path = Sequence[str] | None
 
 _STANDIN = "sglang.srt.hardware_backend.cpu_standin"
+_OFF = ("0", "false", "no", "n", "off", "")
 # SGLang, and what the stand-in has to be there before.
 _EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
 
@@ -80,7 +81,7 @@ class Finder:
     def _find_early(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
         if name == "sglang":
             self._move_to_front()
-        if not self._standin_started and os.environ.get("SGLANG_CPU_STANDIN") == "1":
+        if not self._standin_started and _wants_standin(name):
             self._standin_started = True
             _start_standin()
         elif name != "sglang":
@@ -138,6 +139,14 @@ class Finder:
 def _is_table(name: str) -> bool:
     """Loading the table must not ask the table."""
     return name == "sglang.srt.patchset" or name.startswith("sglang.srt.patchset.")
+
+
+def _wants_standin(name: str) -> bool:
+    """As ``patchset.environment`` reads the variable; ``name``: the module that is imported."""
+    text = os.environ.get("SGLANG_CPU_STANDIN", "0").strip().lower()
+    if name == "sglang" and text not in ("1", "true", "yes", "y", "on", *_OFF):
+        _say(f"SGLANG_CPU_STANDIN must be 1 or 0, not {text!r}: the CPU stand-in is not active")
+    return text in ("1", "true", "yes", "y", "on")
 
 
 def _start_standin() -> None:

@@ -73,9 +73,26 @@ def _integer(
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
 
+_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off")
+
+
+def _boolean(text: str) -> bool:
+    """The spellings that SGLang takes for its own variables, and ``on`` and ``off``."""
+    word = text.strip().lower()
+    if word not in (*_ON, *_OFF):
+        raise ValueError
+    return word in _ON
+
+
 def _switch(name: str, group: str, text: str) -> Variable[bool]:
     return Variable(
-        name, group, text, False, "`1` to turn it on", lambda given: given == "1", "off"
+        name,
+        group,
+        text,
+        False,
+        "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`",
+        _boolean,
+        "off",
     )
 
 

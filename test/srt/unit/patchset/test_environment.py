@@ -44,7 +44,9 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (environment.ACTIVE, " OFF ", False),
     (environment.ACTIVE, "yes", True),
     (environment.CHECK_INVARIANTS, "1", True),
-    (environment.CHECK_INVARIANTS, "true", False),
+    *((environment.CHECK_INVARIANTS, text, True) for text in ("true", "YES", "y", " on ")),
+    *((environment.LOCAL_ALWAYS, text, True) for text in ("1", "True")),
+    *((environment.LOCAL_ALWAYS, text, False) for text in ("0", "false", "no", "N", "off")),
 ]
 
 
@@ -63,6 +65,7 @@ WRONG: list[tuple[Variable[Any], str]] = [
     *((BOUNDED, text) for text in ("0", "257")),
     *((COSTS, text) for text in ("", "1,2,3", "1,2,3,4,5", "1,2,3,x", "1,2,3,-4", "1,2,3,inf")),
     (environment.START_METHOD, "forkserver"),
+    *((environment.LOCAL_ALWAYS, text) for text in ("", "2", "enabled", "ture")),
 ]
 
 

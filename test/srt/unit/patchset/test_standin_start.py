@@ -56,6 +56,21 @@ def test_stays_out_unless_asked_for(with_standin):
     assert with_standin.run("import torch, sglang").stdout == ""
 
 
+@pytest.mark.parametrize("text", ["true", "YES", " on "])
+def test_spellings(with_standin, text):
+    """As for SGLang's own variables; another one than `1` was off, and nobody said so."""
+    result = with_standin.run("import sglang", SGLANG_CPU_STANDIN=text)
+    assert result.stdout == "started here False False\n" and result.stderr == ""
+
+
+def test_a_spelling_that_is_not_allowed(with_standin):
+    """Guards against a typing error that silently means off."""
+    result = with_standin.run("import torch, sglang", SGLANG_CPU_STANDIN="2")
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert "SGLANG_CPU_STANDIN" in line and "'2'" in line
+
+
 def test_a_refusal_costs_one_line(with_standin):
     """With a CUDA device the stand-in refuses by raising; SGLang then runs as it is."""
     with_standin.write(
