@@ -150,6 +150,27 @@ def test_many_addresses(made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull
     assert received == [wire.Pong(str(number), True) for number in range(200)]
 
 
+def test_nothing_unsent_is_thrown_away(
+    made: PeerSockets, monkeypatch: pytest.MonkeyPatch, pull: Any
+) -> None:
+    """More peers than sockets. Guards against messages that are lost as their socket makes room for
+    the next peer's: here before its peer listens."""
+    monkeypatch.setattr(wire, "_MAX_SOCKETS", 1)
+    late = free_port()
+    made.send("127.0.0.1", late, wire.Stopped(1, 0, "first"))
+    made.send("127.0.0.1", free_port(), PONG)
+    assert len(made._sockets) == 1
+    pull.bind(f"tcp://127.0.0.1:{late}")
+    assert wire.decode_control(pull.recv_multipart()) == wire.Stopped(1, 0, "first")
+
+
+def test_two_thousand_peers(made: PeerSockets) -> None:
+    """Guards against a bound below the number of decode ranks that a server may have."""
+    for number in range(2000):
+        made.send(f"127.1.{number // 250}.{number % 250 + 1}", 9, PONG)
+    assert len(made._sockets) == 2000
+
+
 def test_sockets_that_nobody_uses_any_more(pull: Any) -> None:
     """Guards against a socket for each decode rank that ever was, with which ZeroMQ would try to
     connect for ever; one in use stays, and one that was dropped opens again."""

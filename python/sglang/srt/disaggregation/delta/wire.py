@@ -294,8 +294,9 @@ def decode_control(frames: Sequence[bytes]) -> Message | None:
     return message
 
 
-#: Peers come and go, and each chooses its own address: the one unused for longest makes room.
-_MAX_SOCKETS = 512
+#: Peers come and go, and each chooses its own address: the one unused for longest makes room, and
+#: gets so many milliseconds for what it has not sent. (A socket takes two or three descriptors.)
+_MAX_SOCKETS, _LEAVING_MS = 4096, 10_000
 #: Milliseconds between attempts to connect: the first pause, and the longest.
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 1000, 30_000
 
@@ -309,6 +310,7 @@ class PeerSockets:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 2 * _MAX_SOCKETS)  # those that leave count too
         self._clock = clock
         self._lock = threading.Lock()
         #: With the time of the last message; the one unused for longest comes first.
@@ -341,7 +343,7 @@ class PeerSockets:
     def _open(self, address: NetworkAddress) -> zmq.Socket[bytes]:
         ipaddress.ip_address(address.host)
         while len(self._sockets) >= _MAX_SOCKETS:
-            self._close_first()
+            self._close_first(_LEAVING_MS)
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -356,9 +358,9 @@ class PeerSockets:
             raise ValueError(f"no peer can be at {address.to_host_port_str()}: {error}") from error
         return socket
 
-    def _close_first(self) -> None:
+    def _close_first(self, linger_ms: int) -> None:
         _, (socket, _) = self._sockets.popitem(last=False)
-        socket.close()
+        socket.close(linger_ms)
 
     def drop(self, host: str, port: int) -> None:
         """Throw away what is queued for a peer that is gone."""
@@ -375,4 +377,4 @@ class PeerSockets:
         with self._lock:
             until = self._clock() - for_s
             while self._sockets and next(iter(self._sockets.values()))[1] <= until:
-                self._close_first()
+                self._close_first(0)
