@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang.srt.mem_cache.buffer_only import namespaces
@@ -24,10 +24,12 @@ SERVER = Namespace.of({"model": "one"})
 
 
 @pytest.mark.hazard("tenants-meet-in-store")
-@given(st.text(), st.text())
+@given(st.text(st.characters()), st.text(st.characters()))
+@example("\ud800", "\udc00")
+@example("\ud800\udc00", "\U00010000")
 def test_namespaces_are_disjoint(one: str, other: str):
     """Tenants, adapters and salts with the same tokens; also without any, where SGLang's own keys
-    may be those of a stock server's adapters."""
+    may be those of a stock server's adapters. A text may have lone surrogates, as JSON can."""
     mine, theirs = (set(SERVER.within(name).keys(HASHES)) for name in (one, other))
     assert len(mine) == len(HASHES) and not mine & set(HASHES)
     assert mine == theirs if one == other else not mine & theirs

@@ -205,8 +205,9 @@ def test_new_weights_have_keys_of_their_own(update, monkeypatch):
 @pytest.mark.hazard("tenants-meet-in-store")
 @pytest.mark.parametrize(
     ("extra_key", "lora_id", "expected"),
-    [(None, None, None), ("t", None, "t"), ("t", "lora", "tlora"), (None, "lora", "lora")],
-)
+    [(None, None, None), ("t", None, "t"), ("t", "lora", "tlora"), (None, "lora", "lora"),
+     ("\ud800", "lora", "\ud800lora"), (["a"], "lora", "['a']lora"), (["a"], None, "['a']")],
+)  # fmt: skip
 def test_namespaces_reach_the_request(extra_key, lora_id, expected):
     """This release drops the tenant's key when it builds its request: tenants would share KV."""
     mine = scheduler()

@@ -166,3 +166,11 @@ def test_table_of_rooms() -> None:
     (row,) = table(stages(whole_room()))
     assert row[:5] == ["64", "1", "0", "3,000", "23,000"] and row[-1] == "38,000"
     assert len(row) == 3 + len(COLUMNS)
+
+
+def test_a_request_id_with_lone_surrogates(tmp_path: Path):
+    """A client may send one; the scheduler writes it and must not end."""
+    path = tmp_path / "prefill-1.jsonl"
+    with path.open("wb") as file:
+        EventLog(file).write(msgspec.structs.replace(admitted(1.0), rid="\ud800"))
+    assert msgspec.json.decode(path.read_bytes())["rid"] == ascii("\ud800")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from msgspec import structs
 
 from sglang.srt.patchset import environment
 
@@ -107,7 +108,13 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         """Append one event."""
-        self._file.write(self._encoder.encode(event) + b"\n")
+        try:
+            line = self._encoder.encode(event)
+        except UnicodeEncodeError:  # a client's request id with lone surrogates
+            line = self._encoder.encode(
+                structs.replace(event, rid=ascii(getattr(event, "rid", "")))
+            )
+        self._file.write(line + b"\n")
 
 
 @functools.cache

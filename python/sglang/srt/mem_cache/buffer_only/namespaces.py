@@ -46,7 +46,9 @@ class Namespace:
         """The part of this namespace that is called ``name``; without a name, itself."""
         if not name:
             return self
-        return Namespace(hashlib.sha256(b"within" + self.seed + name.encode()).digest())
+        # A client's text may have lone surrogates, which plain UTF-8 refuses.
+        text = name.encode(errors="surrogatepass")
+        return Namespace(hashlib.sha256(b"within" + self.seed + text).digest())
 
     def keys(self, hashes: Sequence[str]) -> list[str]:
         """Keys of pages (hex of SHA-256), given SGLang's page hashes (hex)."""

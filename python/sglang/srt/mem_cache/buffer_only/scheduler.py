@@ -81,7 +81,8 @@ class BufferOnlyScheduler(NamingScheduler):
     def init_req_max_new_tokens(self, req: Request) -> None:
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._request_namespace:
-            req.extra_key = self._request_namespace + (req.lora_id or "")
+            # SGLang's /generate also hands on a list of texts.
+            req.extra_key = f"{self._request_namespace}{req.lora_id or ''}"
 
     @override
     def _prefetch_kvcache(self, req: Request) -> None:
