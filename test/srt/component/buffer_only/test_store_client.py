@@ -195,7 +195,7 @@ def test_threads_are_bounded() -> None:
         scene.client.read(KEYS, slots(3, 4, 5))
         scene.now += 10.0
         scene.client.query(KEYS)
-        until(lambda: scene.client.up or scene.client.overdue == 3)
+        until(lambda: scene.client.up)
     assert scene.client.under_way == 3
     assert scene.client._threads.made <= 4  # a probe may start while the last call ends
     assert scene.client.faults[Fault.DEADLINE] == 3
@@ -204,6 +204,24 @@ def test_threads_are_bounded() -> None:
     scene.client.query(KEYS)
     until(lambda: scene.client.up)
     assert scene.client.query(KEYS).pages == 3
+
+
+def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
+    """A connection that was cut without a word never answers: such probes used to take all calls
+    that may be under way, and after hours of it nobody asked a store that had recovered."""
+    scene = Scene(max_calls=3, longest_retry=1.0)
+    scene.hang("batch_get_v1")
+    scene.client.read(KEYS, slots(3, 4, 5))
+    for hanging in range(5):
+        probe = scene.store.hang("batch_exists")
+        scene.now += 1.0 + hanging
+        assert not scene.client.poll()
+        assert probe.entered.wait(10), "the next one is due an interval later for each that hangs"
+    scene.now += 6.0
+    scene.client.poll()
+    until(lambda: scene.client.up)
+    assert scene.client.query(KEYS).pages == 3, "those that hang take nobody's place"
+    scene.settled()
 
 
 @pytest.mark.parametrize(

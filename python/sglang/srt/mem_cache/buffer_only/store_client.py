@@ -9,7 +9,7 @@ that a store may write into is better lost than wrong.
 
 After a missed deadline the circuit breaker is open: calls are refused at once, without touching the
 store, until a probe is answered. Calls under way, overdue ones among them, are at most
-``max_calls``.
+``max_calls``, and probes that hang beside them.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ class CircuitBreaker:
         if self.closed:
             self._backoff = self._first
 
-    def try_probe(self, now: float) -> bool:
+    def try_probe(self, now: float, hanging: int = 0) -> bool:
         """Whether the caller shall probe now. The next probe is due an interval later, also if this
-        one never returns."""
+        one never returns; an interval more for each of the ``hanging`` ones before it, so that a
+        long outage does not take a thread an interval."""
         if self.closed or now < self._retry_at:
             return False
         self.state = self.State.HALF_OPEN
         self._postpone(now)
+        self._retry_at += hanging * self.retry_in
         return True
 
     def probe_ended(self, answered: bool) -> None:
@@ -174,6 +176,10 @@ class StoreClient:
         self._breaker = CircuitBreaker(self.settings.first_retry, self.settings.longest_retry)
         self._under_way: set[Future[Any]] = set()
         self._overdue: set[Future[Any]] = set()
+        #: Probes that have not returned. They are not bounded with the other calls: those that hang
+        #: would keep a store that has recovered from being asked again.
+        self._probes: set[Future[Any]] = set()
+        self._stats: Future[Any] | None = None
         self._error_logged = False
         if hasattr(store, "on_short"):
             store.on_short = lambda: self._count(Fault.SHORT)
@@ -297,17 +303,18 @@ class StoreClient:
 
     @property
     def _has_room(self) -> bool:
-        return len(self._under_way) < self.settings.max_calls
+        return len(self._under_way) - len(self._probes) < self.settings.max_calls
 
     def _probe(self) -> None:
-        if self._has_room and self._breaker.try_probe(self._clock()):
-            self._run(lambda: self.store.batch_exists([PROBE_KEY], None), self._probed)
+        if self._breaker.try_probe(self._clock(), len(self._probes)):
+            probe = self._run(lambda: self.store.batch_exists([PROBE_KEY], None))
+            self._probes.add(probe)
+            probe.add_done_callback(self._probed)
 
-    def _run(self, call: Callable[[], Any], *ended: Callable[[Future[Any]], None]) -> Future[Any]:
+    def _run(self, call: Callable[[], Any]) -> Future[Any]:
         future = self._threads.start(call)
         self._under_way.add(future)
-        for callback in (*ended, self._returned):
-            future.add_done_callback(callback)
+        future.add_done_callback(self._returned)
         return future
 
     def _returned(self, future: Future[Any]) -> None:
@@ -318,6 +325,7 @@ class StoreClient:
         answered = future.exception() is None
         with self._lock:
             was_closed = self._breaker.closed
+            self._probes.discard(future)
             self._breaker.probe_ended(answered)
         if answered and not was_closed:
             logger.warning("HiCache store %s answers again and is used again", self.name)
