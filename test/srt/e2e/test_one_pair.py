@@ -211,6 +211,21 @@ def test_what_a_pair_cannot_serve_is_refused(
     settle(pair)
 
 
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+def test_top_log_probabilities(served: Served, model: Path, reference: Reference) -> None:
+    """Guards against a request for more than one top log probability that ends the prefill
+    server's tokenizer: SGLang hands it tensors there."""
+    pair, prompt = served.pair, prompt_maker(model, seed=10)(300)
+    more = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1, 2]}
+    answers = ask_both(pair, prompt, 4714, **more)
+    assert [status for status, _ in answers] == [200, 200], answers
+    told = json.loads(answers[1][1])["meta_info"]
+    assert [len(tops) for tops in told["output_top_logprobs"]] == [3] * 8
+    settle(pair)
+    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
+    settle(pair)
+
+
 @pytest.mark.hazard("room-number-reused")
 @pytest.mark.parametrize("served", EVERY_RUN, indirect=True)
 def test_parallel_samples(served: Served, model: Path, reference: Reference) -> None:

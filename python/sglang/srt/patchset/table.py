@@ -140,6 +140,12 @@ _DELTA = (
         why="each of parallel samples has a room of its own",
     ),
     Replacement(
+        module="sglang.srt.managers.tokenizer_manager",
+        name="TokenizerManager",
+        mixin=f"{_DISAGG}.delta.unserved:CheckedTokenizer",
+        why="token ids and parameters that would end both servers have status 400",
+    ),
+    Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
         mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",

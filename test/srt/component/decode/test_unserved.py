@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmark.harness import without_engine
 from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from component.decode.peer import Mailbox
-from sglang.srt.disaggregation.delta.unserved import why_unserved
+from sglang.srt.disaggregation.delta.unserved import CheckedTokenizer, check_values, why_unserved
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
@@ -22,6 +23,7 @@ from sglang.srt.disaggregation.utils import (
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_params import SamplingParams
 from unit.delta.nixl.prefill_rank import PrefillRank
 
 #: As SGLang builds a request of a session, whatever the router wrote.
@@ -121,3 +123,86 @@ def test_a_prefill_server_answers(
         reason = mailbox.reasons[req.rid]
         assert reason["status_code"] == 400 and told in reason["message"]
         assert rank.leftovers() == {}
+
+
+def tokenized(sampling: dict[str, Any], **fields: Any) -> Any:
+    """As SGLang's tokenizer makes it of a client's request, which has looked at little of it."""
+    wanted = dict.fromkeys(("mm_inputs", "input_embeds", "token_ids_logprob", "extra_key", "rid"))
+    wanted |= {"top_logprobs_num": 0, "logprob_start_len": -1, "input_ids": [3, 2, 1]} | fields
+    return SimpleNamespace(sampling_params=SamplingParams(**sampling), **wanted)
+
+
+INVALID = [
+    ({}, {"input_ids": [3, -1]}, "input_ids has -1"),
+    ({}, {"input_ids": [VOCABULARY, 1]}, f"input_ids has {VOCABULARY}"),
+    ({}, {"input_ids": [2**70]}, f"input_ids has {2**70}"),
+    ({}, {"input_ids": []}, "input_ids is empty"),
+    ({}, {"token_ids_logprob": [-3]}, "token_ids_logprob has -3"),
+    ({}, {"token_ids_logprob": [[1]]}, "token_ids_logprob has [1]"),
+    ({}, {"top_logprobs_num": -1}, "top_logprobs_num is -1"),
+    ({}, {"top_logprobs_num": [1]}, "top_logprobs_num is [1]"),
+    ({}, {"logprob_start_len": -2}, "logprob_start_len is -2"),
+    ({}, {"extra_key": ["a"]}, "extra_key is ['a']"),
+    ({"stop_token_ids": ["a"]}, {}, "stop_token_ids has 'a'"),
+    ({"stop_token_ids": [VOCABULARY]}, {}, f"stop_token_ids has {VOCABULARY}"),
+    ({"logit_bias": {"5": 1e39}}, {}, "logit_bias of 5 is 1e+39"),
+    ({"logit_bias": {"5": float("nan")}}, {}, "logit_bias of 5 is nan"),
+    ({"logit_bias": [5]}, {}, "logit_bias is [5]"),
+    ({"temperature": float("nan")}, {}, "temperature is nan"),
+    ({"repetition_penalty": 0}, {}, "repetition_penalty is 0"),
+    ({"top_k": 2**31}, {}, "top_k is 2147483648"),
+    ({"max_new_tokens": 1.5}, {}, "max_new_tokens is 1.5"),
+    ({"min_new_tokens": 2**31}, {}, "min_new_tokens is 2147483648"),
+    ({"stream_interval": "a"}, {}, "stream_interval is 'a'"),
+    ({"json_schema": {"type": "object"}}, {}, "json_schema is {"),
+    ({"json_schema": "\ud800"}, {}, "half of a surrogate pair"),
+    ({}, {"extra_key": "\ud800"}, "half of a surrogate pair"),
+    ({"custom_params": 5}, {}, "custom_params is 5"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "fields", "told"), INVALID)
+def test_what_would_raise_in_a_scheduler_is_refused(
+    sampling: dict[str, Any], fields: dict[str, Any], told: str
+) -> None:
+    """Guards against one client's ids and numbers that end both servers: SGLang's tokenizer, which
+    answers a ``ValueError`` with status 400, sends them on to the schedulers."""
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_values(tokenized(sampling, **fields), VOCABULARY)
+
+
+def test_ordinary_values_are_served() -> None:
+    """Guards against a refusal of what SGLang serves."""
+    sampling = {"stop_token_ids": [1], "logit_bias": {"2": -100}, "temperature": 0, "top_k": -1}
+    fields = {"token_ids_logprob": [0, VOCABULARY - 1], "top_logprobs_num": 5, "rid": "a"}
+    check_values(tokenized(sampling, **fields), VOCABULARY)
+    check_values(tokenized({}, input_ids=[10**6], mm_inputs={"an": "image"}), VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_refused"), [("prefill", True), ("decode", True), ("null", False)]
+)
+def test_the_tokenizer_of_each_server_of_a_pair_refuses(mode: str, is_refused: bool) -> None:
+    """Guards against a check that one of the two servers lacks: the other would wait for a room."""
+    request = tokenized({}, input_ids=[-1], bootstrap_room=1)
+
+    class Tokenizer(CheckedTokenizer, Tokenizing):
+        server_args = SimpleNamespace(disaggregation_mode=mode)
+        model_config = SimpleNamespace(vocab_size=VOCABULARY)
+
+    tokenizer = Tokenizer()
+    tokenizer.made = request
+    if mode != "null":
+        with pytest.raises(ValueError, match="input_ids has -1"):
+            tokenizer._create_tokenized_object(None, "", [-1])
+    else:
+        assert tokenizer._create_tokenized_object(None, "", [-1]) is request
+
+
+class Tokenizing:
+    """Stands for SGLang's."""
+
+    made: Any = None
+
+    def _create_tokenized_object(self, *_: Any) -> Any:
+        return self.made

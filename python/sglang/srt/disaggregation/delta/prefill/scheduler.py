@@ -82,6 +82,14 @@ def ended(requests: Sequence[Request], groups: Sequence[ProcessGroup]) -> list[s
     return found
 
 
+#: Of a step's output, with a tensor for each request that wants them.
+_LISTS_OF_LOGPROBS = (
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+)
+
+
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
     in one step."""
@@ -130,6 +138,13 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         start = getattr(result, "next_draft_input", None)
         if start is not None:
             batch.spec_info = start
+        if batch.return_logprob:
+            # SGLang does so on every other server. Here its tokenizer would get tensors, and end.
+            if result.copy_done is not None:
+                result.copy_done.synchronize()
+            for name in _LISTS_OF_LOGPROBS:
+                rows = getattr(result.logits_output, name, None) or []
+                rows[:] = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
         super().process_batch_result_disagg_prefill(batch, result)
 
     @property
