@@ -267,6 +267,31 @@ def test_a_burst_moves_its_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check_idle(decoder)
 
 
+def test_copies_of_a_prompt_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against copies that are matched, or tried in the place of those behind them: 32 of
+    each prompt, of which the first one is moved."""
+    monkeypatch.setenv(WAIT_TOKENS, "64")
+    decoder = Decoder(16, 4096)
+    leaders = []
+    for prompt in range(4):
+        copies = [decoder.submit(ids(prompt, 160), new=2) for _ in range(32)]
+        leaders.append(copies[0])
+    matches = []
+    original = DecodeRadixTree.match_prefix
+
+    def counted(tree: Any, params: Any) -> Any:
+        matches.append(params)
+        return original(tree, params)
+
+    monkeypatch.setattr(DecodeRadixTree, "match_prefix", counted)
+    decoder.tick_queues()
+    assert decoder.in_transfer == leaders and len(matches) == len(leaders)
+    decoder.tick_queues()
+    assert len(matches) == len(leaders) and decoder.decode_metrics.refusals == {
+        "prefix_arriving": 4 * 31
+    }
+
+
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against followers that hang with the one they wait for."""
     decoder, reqs, clock = burst(monkeypatch)

@@ -112,4 +112,11 @@ def test_the_order_of_states_and_offers_is_what_a_minimum_needs() -> None:
     """Guards against a new state or offer in a place where the smallest of two means the wrong
     one."""
     assert State.FAILED < State.EXPIRED < State.WAITED_ENOUGH < State.FINE
-    assert Offer.STOP < Offer.PRIVATE < Offer.SHARED < Offer.SHARED + 2**24 < Offer.ABSTAIN
+    assert (
+        Offer.STOP
+        < Offer.WAITS
+        < Offer.PRIVATE
+        < Offer.SHARED
+        < Offer.SHARED + 2**24
+        < Offer.ABSTAIN
+    )

@@ -147,9 +147,11 @@ class Offer(enum.IntEnum):
 
     #: This candidate and everybody behind it is not tried in this step.
     STOP = 0
+    #: It waits for a prefix that is arriving for another request; others pass it.
+    WAITS = 1
     #: It may be tried, and must not share.
-    PRIVATE = 1
-    SHARED = 2
+    PRIVATE = 2
+    SHARED = 3
     #: This rank has given it up, and leaves the decision to the others.
     ABSTAIN = 2**40
 
@@ -174,7 +176,7 @@ class AdmissionVote(Vote):
     minus_protected: int
     #: What the ranks have measured of local turns: costs, and one number for each candidate. None
     #: on a server without them, whose vector has no place for it.
-    turns: Sequence[int] = field(default=(), metadata={"slots": 16, "optional": True})
+    turns: Sequence[int] = field(default=(), metadata={"optional": True})
 
     diverged = (
         "--disaggregation-decode-enable-radix-cache: the ranks of this server have different "

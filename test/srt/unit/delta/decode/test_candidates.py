@@ -74,7 +74,8 @@ class Plan:
         return True
 
     def waits(self, candidate: Candidate) -> bool:
-        return bool(candidate.req.rid == self.waiting)
+        candidate.waits = candidate.req.rid == self.waiting
+        return candidate.waits
 
     def admit(self, candidate: Candidate) -> bool:
         if candidate.req.rid == self.refused:
@@ -115,7 +116,8 @@ def test_who_is_passed_stops_nobody(tree: Tree) -> None:
     first = [candidate("a"), candidate("b"), candidate("c"), candidate("d")]
     plan = Plan(tree, places=2, waiting="a")
     offers = line.take_leases(first, plan)
-    assert offers == [Offer.SHARED + 64] * 3 + [Offer.STOP] and plan.found == ["a", "b", "c"]
+    assert offers == [Offer.WAITS, *[Offer.SHARED + 64] * 2, Offer.STOP]
+    assert plan.found == ["b", "c"], "who waits is not matched"
 
 
 def test_tokens_of_one_that_has_generated() -> None:

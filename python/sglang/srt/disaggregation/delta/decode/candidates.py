@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,12 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     PrefixLease,
     unlocked_tokens,
 )
-from sglang.srt.disaggregation.delta.decode.record import PrefixKey, Refusal, record_of
+from sglang.srt.disaggregation.delta.decode.record import (
+    ArrivingPrefix,
+    ArrivingPrefixes,
+    Refusal,
+    record_of,
+)
 from sglang.srt.disaggregation.delta.decode.speculation import key_pairs
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
@@ -42,12 +46,15 @@ from sglang.srt.disaggregation.delta.rank_agreement import (
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req, TreeNode
+    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
 
 logger = logging.getLogger(__name__)
 
 #: Tried in one step at most: each is matched, and holds a lock until the step ends.
 TRIED = 8
+#: Candidates of a step at most, with those that wait for an arriving prefix. They are found without
+#: a match, and hold no lock.
+LOOKED_AT = 128
 #: Seconds between two errors about ranks whose pools differ.
 LOG_EVERY_S = 30.0
 
@@ -58,31 +65,18 @@ LOG_EVERY_S = 30.0
 # still being moved, or computed here. Admitting them all would do that once for each and fill the
 # pool with duplicates. So a request whose *next* tokens after its match are just arriving for
 # another one, with the same prefill server, waits for those to land. They are computed first in any
-# case, so little is lost.
+# case, so little is lost. Such followers are found by their tokens: copies of a long prompt would
+# otherwise cost a match each before any of them can get in.
 
 
-def prefix_key(
-    prefill: str, req: Req, node: TreeNode, prefix: int, window: int
-) -> PrefixKey | None:
-    """Where in the tree ``req`` will add KV, and which; None if less than ``window`` tokens.
-
-    The node that a match ended at keeps its identity when others split the path above it, so two
-    requests with a common continuation have equal keys.
-    """
-    following = req.origin_input_ids[prefix : prefix + window]
-    if window == 0 or len(following) < window:
-        return None
-    return prefill, req.extra_key, node.id, array("q", following).tobytes()
+def arriving(reqs: Iterable[Req]) -> ArrivingPrefixes:
+    """What ``reqs`` bring, whose KV is on its way."""
+    found = (record_of(req).arriving for req in reqs)
+    return dict.fromkeys(prefix for prefix in found if prefix is not None)
 
 
-def arriving(reqs: Iterable[Req]) -> set[PrefixKey]:
-    """The keys of ``reqs``, whose KV is on its way."""
-    keys = {record_of(req).arriving for req in reqs}
-    return {key for key in keys if key is not None}
-
-
-def under_way(queue: RadixPreallocQueue) -> set[PrefixKey]:
-    """The keys of what prefill sends to this server, and of what it computes itself."""
+def under_way(queue: RadixPreallocQueue) -> ArrivingPrefixes:
+    """What prefill sends to this server, and what it computes itself."""
     reqs, turns = [entry.req for entry in queue.transfer_queue.queue], queue.local_turns
     if turns is not None:
         reqs += [req for req in turns.requests if not record_of(req).committed]
@@ -99,6 +93,8 @@ class Candidate:
     shares: bool = False
     #: Whether this rank has given it up already.
     given_up: bool = False
+    #: Whether it waits for an arriving prefix, as this rank sees it in this step.
+    waits: bool = False
     lease: PrefixLease | None = None
     #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
@@ -128,20 +124,28 @@ class Candidate:
         """This rank's vote on the candidate."""
         if self.given_up:
             return Offer.ABSTAIN
+        if self.waits:
+            return Offer.WAITS
         if self.refusal is not None or self.lease is None:
             return Offer.STOP
         return Offer.SHARED + self.lease.length if self.shares else Offer.PRIVATE
 
-    def arriving_key(self, window: int) -> PrefixKey | None:
-        """The KV that its transfer would bring, if others may wait for that."""
-        if self.resumes or not self.shares or self.lease is None:
+    def brings(self, window: int) -> ArrivingPrefix | None:
+        """The KV that its transfer brings, if others may wait for that."""
+        if self.resumes or not self.shares or self.lease is None or window == 0:
             return None
-        address, lease = bootstrap_addr(self.req), self.lease
-        return prefix_key(address, self.req, lease.node, lease.length, window)
+        token_ids, start = self.req.origin_input_ids, self.lease.length
+        if len(token_ids) - start < window:
+            return None
+        address = bootstrap_addr(self.req)
+        return ArrivingPrefix(address, self.req.extra_key, token_ids, start, window)
 
-    def waits_for(self, key: PrefixKey | None, arriving: set[PrefixKey]) -> bool:
-        """Whether others pass it while the KV of ``key`` arrives."""
-        return key in arriving and not record_of(self.req).wait.prefix_timed_out
+    def awaits(self, arriving: ArrivingPrefixes) -> ArrivingPrefix | None:
+        """What others pass it for while that arrives; needs no match."""
+        if self.resumes or not self.shares or record_of(self.req).wait.prefix_timed_out:
+            return None
+        address = bootstrap_addr(self.req)
+        return next((each for each in arriving if each.is_shared_by(address, self.req)), None)
 
     def key_ids(self, tree: DecodeRadixTree) -> list[Any]:
         """What ``tree`` finds its KV by: these tokens, or the pairs of them."""
@@ -203,15 +207,15 @@ class StepPlan:
         may_share: Callable[[Candidate], bool],
         tree: DecodeRadixTree,
         places: int,
-        arriving: set[PrefixKey],
+        arriving: ArrivingPrefixes,
         window: int,
     ) -> None:
         self._budget, self._stopped, self._tree = budget, stopped, tree
         self._may_share = may_share
         self._page: int = tree.page_size
         self._places, self._window = places, window
-        #: Keys that are arriving, and those of whoever would get in.
-        self._arriving = set(arriving)
+        #: What is arriving, and what those bring who would get in.
+        self._arriving = dict(arriving)
         self._entering: list[Req] = []
         #: Tokens that look free, and are taken by those who would get in.
         self._taken = 0
@@ -223,7 +227,6 @@ class StepPlan:
 
     def find(self, candidate: Candidate) -> bool:
         """Lock what the tree holds of it; false if it is known to be refused as before."""
-        candidate.shares = self._may_share(candidate)
         known = self._stopped.recall(self._tree, candidate)
         if known is None or candidate.length - known.length > candidate.most_new:
             candidate.take(self._tree)
@@ -236,7 +239,9 @@ class StepPlan:
 
     def waits(self, candidate: Candidate) -> bool:
         """Whether others pass it, because its prefix is just arriving."""
-        return candidate.waits_for(candidate.arriving_key(self._window), self._arriving)
+        candidate.shares = self._may_share(candidate)
+        candidate.waits = candidate.awaits(self._arriving) is not None
+        return candidate.waits
 
     def admit(self, candidate: Candidate) -> bool:
         """Whether it would get in behind those before; if not, it lets go and says why."""
@@ -252,9 +257,9 @@ class StepPlan:
         self._taken += page_ceil(candidate.length, self._page) - lease.length
         self._budget.claims.entered(candidate.req, lease.node, lease.length, candidate.length)
         self._entering.append(candidate.req)
-        key = candidate.arriving_key(self._window)
-        if key is not None:
-            self._arriving.add(key)
+        brought = candidate.brings(self._window)
+        if brought is not None:
+            self._arriving[brought] = None
         return True
 
     def close(self) -> None:
@@ -264,15 +269,18 @@ class StepPlan:
 
 
 def take_leases(candidates: Sequence[Candidate], plan: StepPlan) -> list[int]:
-    """Match and lock for each candidate up to the first that would not get in; their offers."""
+    """Match and lock for each candidate up to the first that would not get in; their offers.
+
+    Those that wait for an arriving prefix are passed over, without a match.
+    """
+    tried = 0
     for candidate in candidates:
-        if candidate.given_up:
+        if candidate.given_up or plan.waits(candidate):
             continue
-        if not plan.has_place:
+        if tried == TRIED or not plan.has_place:
             break
-        if not plan.find(candidate):
-            break
-        if not plan.waits(candidate) and not plan.admit(candidate):
+        tried += 1
+        if not plan.find(candidate) or not plan.admit(candidate):
             break
     return [candidate.offer for candidate in candidates]
 
@@ -288,6 +296,9 @@ def settle(
     release(candidates[stop:])
     tried = list(candidates[:stop])
     for candidate, offer in zip(tried, agreed, strict=False):
+        if offer == Offer.WAITS:
+            candidate.shares = True  # as it was on the rank that says so
+            continue
         if candidate.lease is None or offer >= Offer.ABSTAIN:
             continue
         candidate.shares = offer >= Offer.SHARED
@@ -321,7 +332,7 @@ class AgreedSteps:
         ready: list[QueueEntry],
         first: list[Candidate],
         limits: Limits,
-        arriving: set[PrefixKey],
+        arriving: ArrivingPrefixes,
         *,
         slots_needed: bool = True,
     ) -> Iterator[tuple[AdmissionVote, list[Candidate]]]:

@@ -23,13 +23,18 @@ from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limit
 from sglang.srt.disaggregation.delta.decode.candidates import AgreedSteps, Candidate
 from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr
-from sglang.srt.disaggregation.delta.decode.record import PrefixKey, Refusal, Wait, record_of
+from sglang.srt.disaggregation.delta.decode.record import (
+    ArrivingPrefixes,
+    Refusal,
+    Wait,
+    record_of,
+)
 from sglang.srt.disaggregation.delta.decode.retraction import restore_private
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
 from sglang.srt.disaggregation.delta.decode.without_prefill import WithoutPrefill
 from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, State
+from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -53,6 +58,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
+    #: Candidates of the next step. More than can be tried only while the line moves: each costs a
+    #: little, and behind one that does not fit nobody is looked at.
+    _looked_at: int = line.LOOKED_AT
 
     @cached_property
     def _budget(self) -> DecodeBudget:
@@ -141,6 +149,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 self._end_waits(ready, agreed)
                 stopped = self._admit(candidates, arriving, agreed, admitted, taken)
             self._note_refusal(first, candidates, agreed, stopped)
+            moves = admitted or taken or Offer.WAITS in agreed.offers
+            self._looked_at = line.LOOKED_AT if moves else line.TRIED
             self._leave([*admitted, *taken])
             self._log_waits([entry.req for entry in self._ready()], limits)
         return admitted, failed
@@ -160,7 +170,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
         limits = self._limits
         first = [Candidate(None, req) for req in self.retracted_queue[: line.TRIED]]
-        step = self._steps.step(ready, first, limits, set(), slots_needed=False)
+        step = self._steps.step(ready, first, limits, {}, slots_needed=False)
         with step as (agreed, candidates):
             self._answer(ready, agreed)
             back: list[Req] = []
@@ -209,7 +219,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     # ---- admission ----
 
-    def _first_in_line(self, ready: list[QueueEntry], arriving: set[PrefixKey]) -> list[Candidate]:
+    def _first_in_line(
+        self, ready: list[QueueEntry], arriving: ArrivingPrefixes
+    ) -> list[Candidate]:
         """The next candidates; who waits for a prefix that is still arriving is passed over."""
         first = []
         for entry in ready:
@@ -221,7 +233,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             first.append(Candidate(entry, entry.req, is_alone=record.is_alone))
             if record.is_alone:
                 first[-1].most_new = self.local_turns.choice.limits.when_lost
-            if len(first) == line.TRIED:
+            if len(first) == self._looked_at:
                 break
         return first
 
@@ -245,7 +257,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _admit(
         self,
         candidates: list[Candidate],
-        arriving: set[PrefixKey],
+        arriving: ArrivingPrefixes,
         agreed: AdmissionVote,
         admitted: list[QueueEntry],
         taken: list[QueueEntry],
@@ -261,17 +273,20 @@ class RadixPreallocQueue(DecodePreallocQueue):
         for at, candidate in enumerate(candidates):
             entry, req = candidate.entry, candidate.req
             assert entry is not None, "it comes from the queue"
-            if req.finished_reason is not None or candidate.lease is None:
+            if req.finished_reason is not None:
                 continue  # answered in this step
             if record_of(req).is_alone and not candidate.is_alone:
                 continue  # saved in this step
+            awaited = candidate.awaits(arriving)
+            if awaited is not None:
+                self._refuse(req, Refusal("prefix_arriving", prefix=awaited))
+                continue
+            if agreed.offers[at] == Offer.WAITS or candidate.lease is None:
+                continue
             candidate.refusal = self._no_place(agreed, len(admitted) + len(taken))
             if candidate.refusal is not None:
                 return candidate
-            key = candidate.arriving_key(self._limits.window)
-            if key is not None and candidate.waits_for(key, arriving):
-                self._refuse(req, Refusal("prefix_arriving", prefix=key))
-                continue
+            brought = candidate.brings(self._limits.window)
             decision = turns.decide(candidate, at) if turns is not None else None
             is_local = decision is not None and decision.local
             if candidate.is_alone and not is_local:
@@ -284,9 +299,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
             if slots is None:
                 return candidate
             self._enter(candidate, slots)
-            record_of(req).arriving = key
-            if key is not None:
-                arriving.add(key)
+            record_of(req).arriving = brought
+            if brought is not None:
+                arriving[brought] = None
             if is_local:
                 turns.take(entry, decision)
                 taken.append(entry)

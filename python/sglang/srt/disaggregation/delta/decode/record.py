@@ -17,9 +17,40 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.turn_choice import Announced
     from sglang.srt.managers.schedule_batch import MultimodalDataItem
 
-#: KV that is arriving: prefill server, extra key, id of the tree node that it goes on from, next
-#: tokens. Looked up in every step, and bytes remember their hash.
-PrefixKey = tuple[str, str | None, int, bytes]
+#: Of a prefix in front of arriving KV, about so many tokens are compared.
+SAMPLED = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class ArrivingPrefix:
+    """KV that is on its way to this server: ``window`` tokens of ``token_ids`` behind ``start``."""
+
+    #: The prefill server; a local turn's too.
+    prefill: str
+    extra_key: str | None
+    token_ids: Sequence[int]
+    start: int
+    window: int
+
+    def is_shared_by(self, prefill: str, req: Req) -> bool:
+        """Whether the tree will have these tokens of ``req``, as far as a sample of them says.
+
+        A whole comparison of 100,000 tokens costs more than a millisecond for each request. A wrong
+        answer costs a wait until this KV has arrived, and no correctness: the request is matched
+        before it is admitted.
+        """
+        start, end = self.start, self.start + self.window
+        own, other = self.token_ids, req.origin_input_ids
+        if len(other) < end or other[start] != own[start]:
+            return False
+        if (prefill, req.extra_key) != (self.prefill, self.extra_key):
+            return False
+        stride = max(start // SAMPLED, 1)
+        return own[start:end] == other[start:end] and own[:start:stride] == other[:start:stride]
+
+
+#: In the order in which the requests that bring them were admitted, as on every rank.
+ArrivingPrefixes = dict[ArrivingPrefix, None]
 
 
 class Refusal(NamedTuple):
@@ -29,7 +60,7 @@ class Refusal(NamedTuple):
     #: Tokens that it needs, where tokens were counted.
     cost: int | None = None
     #: The KV that it waits for, where that is arriving for another request.
-    prefix: PrefixKey | None = None
+    prefix: ArrivingPrefix | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +111,7 @@ class DecodeRecord:
     #: The reasons that it was counted for in the metric of refusals.
     refused_for: set[str] = field(default_factory=set)
     #: The KV that its transfer, or its turn here, brings, where others wait for it.
-    arriving: PrefixKey | None = None
+    arriving: ArrivingPrefix | None = None
     #: Tokens of the prefix that the tree held when it was admitted.
     hit_tokens: int = 0
     #: What was decided about where its new tokens are computed, if prefill computes them.
