@@ -286,6 +286,26 @@ def test_a_callers_list_is_the_callers(scene: Scene) -> None:
     assert scene.store.written == [3, 4, 5]
 
 
+def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:
+    """The scheduler asks for them in its steps."""
+    gate, answers = Gate(), iter([1, 2])
+
+    def slow() -> int:
+        gate.pass_through()
+        return next(answers)
+
+    scene.store.get_stats = slow
+    assert scene.client.get_stats() is None
+    assert gate.entered.wait(10)
+    assert scene.client.get_stats() is None and scene.client.under_way == 1
+    gate.open()
+    until(lambda: scene.client.under_way == 0)
+    assert scene.client.get_stats() == 1, "each answer once"
+    until(lambda: scene.client.under_way == 0)
+    assert scene.client.get_stats() == 2
+    scene.settled()
+
+
 def test_the_rest_never_raises(scene: Scene) -> None:
     """Guards against a scheduler that ends because of /clear_hicache_storage_backend, its metrics
     or its own end."""
@@ -300,6 +320,9 @@ def test_the_rest_never_raises(scene: Scene) -> None:
 
     scene.store.get_stats = broken
     assert scene.client.get_stats() is None
+    until(lambda: scene.client.under_way == 0)
+    assert scene.client.get_stats() is None
+    until(lambda: scene.client.under_way == 0)
     scene.store.close = broken
     scene.client.close()
     assert scene.client.faults[Fault.ERROR] == 3

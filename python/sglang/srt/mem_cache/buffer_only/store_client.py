@@ -218,12 +218,18 @@ class StoreClient:
         self._threads.close()
 
     def get_stats(self) -> Any:
-        """``HiCacheStorage.get_stats``: numbers that the backend keeps in this process."""
-        try:
-            return self.store.get_stats()
-        except Exception:
+        """``HiCacheStorage.get_stats``, from a thread: what was found since the last call, or None.
+        Nobody waits for it."""
+        stats = self._stats
+        if stats is not None and not stats.done():
+            return None
+        self._stats = self._start(lambda: self.store.get_stats())
+        if stats is None:
+            return None
+        if stats.exception() is not None:
             self._count(Fault.ERROR)
             return None
+        return stats.result()
 
     def poll(self) -> bool:
         """Whether the store is asked. Starts the probe that is due, also if nobody calls."""
