@@ -278,3 +278,22 @@ def test_pools_that_are_not_known_are_refused() -> None:
     """Guards against state-space models, whose pages are something else."""
     with pytest.raises(ValueError, match="object"):
         page_parts.describe(object())
+
+
+def test_a_file_that_cannot_be_read_is_missing_alone(tmp_path: Path) -> None:
+    """The pages before it would count as missing too; and it is written again."""
+    pool = host_pool("mha", "page_first_direct")
+    store, keys = backends.file(pool, tmp_path), hashes(3)
+    assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
+    (bad,) = (path for path in tmp_path.iterdir() if path.name.startswith(keys[2]))
+    bad.unlink()
+    bad.symlink_to(bad)  # as one whose folder was moved by another client of a shared file system
+    assert store.batch_exists(keys) == 2
+    assert store.batch_get_v1(keys, slots(3, 4, 5)) == [True, True, False]
+    assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
+    assert store.batch_exists(keys) == 3
+    for path in tmp_path.iterdir():
+        path.unlink()
+        path.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        store.batch_exists(keys)

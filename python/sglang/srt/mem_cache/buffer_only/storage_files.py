@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any  # Any: NIXL's handles
 
 import torch
@@ -58,15 +58,36 @@ class FileParts(_File):
         return path
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
-        return [_size(path) == size for path, size in zip(keys, sizes, strict=True)]
+        found = _readable(keys, _size)
+        return [there == size for there, size in zip(found, sizes, strict=True)]
 
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
-        return [_read(path, view) for path, view in zip(keys, memory, strict=True)]
+        views = iter(memory)
+        return [count or 0 for count in _readable(keys, lambda path: _read(path, next(views)))]
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         for path, view in zip(keys, memory, strict=True):
             _write(path, view)
         return [True] * len(keys)
+
+
+def _readable(paths: list[str], look: Callable[[str], int | None]) -> list[int | None]:
+    """``look`` of each path; None for a file that cannot be read, which is not there.
+
+    Raises:
+        OSError: none of them can be read, which says nothing about the files.
+    """
+    found: list[int | None] = []
+    errors = []
+    for path in paths:
+        try:
+            found.append(look(path))
+        except OSError as error:
+            found.append(None)
+            errors.append(error)
+    if errors and len(errors) == len(paths):
+        raise errors[0]
+    return found
 
 
 def _size(path: str) -> int | None:
