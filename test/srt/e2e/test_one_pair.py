@@ -24,6 +24,7 @@ from benchmark.harness.metrics import HIT_TOKENS
 from benchmark.harness.pair import Pair
 from benchmark.harness.servers import HOST
 from benchmark.harness.workload import kv_bytes_per_token
+from e2e import fuzz
 from e2e.support import (
     EventLogs,
     Reference,
@@ -282,3 +283,22 @@ def test_disconnected_clients(served: Served, model: Path, reference: Reference)
     # Nothing of the aborted ones is left in the way: the same prompts are answered right.
     assert pair.generate(prompts[:6], new) == expected[:6]
     settle(pair)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+@pytest.mark.parametrize(
+    "seconds", [20, pytest.param(600, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
+)
+def test_requests_of_any_shape(
+    served: Served, model: Path, reference: Reference, seconds: int
+) -> None:
+    """Guards against a client that ends a server with a request that its own description allows.
+    The last of this pair: SGLang logs a traceback for a type that it does not expect."""
+    pair, prompt = served.pair, prompt_maker(model, seed=11)(300)
+    before = pair.generate([prompt], 8)
+    fuzz.send_for(pair, seconds, workers=4 if seconds > 20 else 1)
+    pair.check()
+    assert pair.generate([prompt], 8) == before == reference.answers([prompt], 8)
+    pair.check()
+    assert all("InvariantError" not in each.log_text() for each in pair.processes.values())
