@@ -187,3 +187,22 @@ def test_pages_that_are_read_differently_never_meet(
     plain = Namespace.of(pool_identity(Pool(), 4))
     assert plain == Namespace.of(pool_identity(Pool(), 4))
     assert plain != Namespace.of(pool_identity(Pool(**changes), tp_size))
+
+
+class Part:
+    """Of a configuration; its text has its address."""
+
+    def __init__(self, base: float) -> None:
+        self.base = base
+
+
+def test_a_configuration_says_the_same_on_every_server():
+    """The text of an object has its address, that of a set an order of its own in each process:
+    servers of one model would never meet."""
+    parts = [Part(1e4) for _ in range(3)]
+    digests = {config_identity({"rope": part, "names": {"a", "b"}}) for part in parts}
+    assert len(digests) == 1
+    assert config_identity({"rope": Part(1e6), "names": {"b", "a"}}) not in digests
+    assert config_identity({"d": torch.float16}) != config_identity({"d": torch.bfloat16})
+    with pytest.raises(ValueError, match="buffer_only"):
+        config_identity({"hook": lambda: None})

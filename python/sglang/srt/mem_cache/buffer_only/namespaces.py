@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.upstream import HostPool
 
 
+#: Grows when an identity is encoded in another way: pages of the old one are not read.
+_FORMAT = b"hicache namespace 2"
+
+
 @dataclass(frozen=True)
 class Namespace:
     """Makes keys of page hashes; those of different namespaces are different."""
@@ -39,8 +43,8 @@ class Namespace:
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Namespace:
         """The namespace of all who have this ``identity``: whatever JSON can hold."""
-        text = json.dumps(identity, sort_keys=True, default=str)
-        return cls(hashlib.sha256(b"hicache namespace" + text.encode()).digest())
+        text = json.dumps(identity, sort_keys=True)
+        return cls(hashlib.sha256(_FORMAT + text.encode()).digest())
 
     def within(self, name: str | None) -> Namespace:
         """The part of this namespace that is called ``name``; without a name, itself."""
@@ -88,18 +92,34 @@ def config_identity(config: Mapping[str, Any]) -> str:
 
     Where the model was loaded from, and by which version of a library, is left out.
     """
-    text = json.dumps(_lasting(config), sort_keys=True, default=str)
+    text = json.dumps(_lasting(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lasting(value: Any) -> Any:
+    """``value`` as JSON that is the same on every server: ``str`` of an object may hold an address,
+    and that of a set has another order in every process."""
     if isinstance(value, Mapping):
         return {
             str(name): _lasting(part)
             for name, part in value.items()
             if not str(name).startswith("_") and name != "transformers_version"
         }
-    return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_lasting(part), sort_keys=True) for part in value)
+    if isinstance(value, (list, tuple)):
+        return [_lasting(part) for part in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if " at 0x" not in (text := str(value)):
+        return text
+    if hasattr(value, "__dict__") and not callable(value):
+        return [type(value).__qualname__, _lasting(vars(value))]
+    raise ValueError(
+        f"the model's configuration holds {text}, which differs on every server: servers with "
+        "--hicache-host-memory-mode buffer_only would not find each other's KV. Remove it from "
+        "the configuration, or remove the flag"
+    )
 
 
 # ---- weights ----
