@@ -36,7 +36,7 @@ class Prefill:
         """Its announcement arrives; what the manager keeps of it."""
         self.reader.handle(ANNOUNCED[self.backend][what])
         assert self.manager.request_status[ROOM] == KVPoll.WaitingForInput
-        (info,) = self.manager.transfer_infos[ROOM].values()
+        (info,) = self.manager.rooms.destinations(ROOM)
         return info
 
     def sender(self, prompt_pages: int) -> Any:
@@ -109,7 +109,7 @@ def test_a_ninth_frame_that_is_no_length(
     prefill = Prefill(backend)
     with caplog.at_level(logging.ERROR):
         prefill.reader.handle([*ANNOUNCED[backend]["all"][:-1], frame])
-    assert prefill.manager.transfer_infos == {} and "prefix length" in caplog.text
+    assert prefill.manager.rooms.destinations(ROOM) == [] and "prefix length" in caplog.text
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.worker import (
+    AnnouncedRooms,
     ChunkWorker,
     SettlingExecutor,
     serve_staging,
@@ -25,6 +26,17 @@ from sglang.srt.disaggregation.delta.mooncake.worker import (
 def chunk(room: int) -> Any:
     """A chunk of ``room``, as far as it is looked at before anything is sent."""
     return SimpleNamespace(room=room, is_last_chunk=True, life=None)
+
+
+def test_announcements_as_stock_staging_reads_them() -> None:
+    """Guards against SGLang's staging code missing the decode ranks of a room, or taking them out
+    of the room table."""
+    rooms = prefill("mooncake").rooms
+    seen, info = AnnouncedRooms(rooms), object()
+    assert 7 not in seen and seen.get(7, {}) == {}
+    rooms.announce(7, "D", info, 1)
+    seen.pop(7)
+    assert 7 in seen and seen[7] == seen.get(7, {}) == {"D": info}
 
 
 def test_all_layers_settle_before_a_chunk_is_done() -> None:

@@ -212,8 +212,6 @@ class Pair:
 
     def announced(self, sender: Any) -> None:
         """Wait until prefill has read the room's announcement."""
-        infos = self.prefill.manager.transfer_infos
-        until(lambda: sender.bootstrap_room in infos, "announcement")
         until(lambda: sender.poll() == KVPoll.WaitingForInput, "bootstrapped")
 
     def ready_room(

@@ -60,10 +60,15 @@ def state(manager: Any) -> tuple[Any, ...]:
     """Everything that a message could change."""
     return (
         list(manager.decode_kv_args_table),
-        {room: list(infos) for room, infos in manager.transfer_infos.items()},
+        {room: len(manager.rooms.destinations(room)) for room in manager.rooms.numbers()},
         dict(manager.request_status),
         manager.rooms.numbers(),
     )
+
+
+def announcements_in(manager: Any) -> int:
+    """How many there are."""
+    return sum(len(manager.rooms.destinations(room)) for room in manager.rooms.numbers())
 
 
 @both
@@ -77,7 +82,7 @@ def test_a_room_is_ready_when_its_last_rank_announced_it(say: Dialect) -> None:
     reader.handle(say.announcement(room=8))
     reader.handle(say.announcement(room=9))
     assert manager.request_status == {7: KVPoll.Bootstrapping, 8: KVPoll.WaitingForInput}
-    assert manager.transfer_infos[8][say.peer].delta.num_pages == 2
+    assert manager.rooms.life(8).announcements[say.peer].delta.num_pages == 2
 
 
 @both
@@ -123,7 +128,6 @@ def test_a_decode_rank_too_many(say: Dialect) -> None:
     That one is refused, and the first is served."""
     manager, reader = say.acquainted()
     first = SimpleNamespace(required_dst_info_num=1)
-    manager.transfer_infos[7] = {"another": first}
     assert manager.rooms.announce(7, "another", first, 1)
     for request_first in (False, True):
         if request_first:
@@ -131,7 +135,6 @@ def test_a_decode_rank_too_many(say: Dialect) -> None:
         reader.handle(say.announcement(room=7))
         _, _, message = manager.decode_ranks._sockets.sent.pop()
         assert message.room == 7 and "other decode ranks" in message.reason
-        assert manager.transfer_infos == {7: {"another": first}}
         assert manager.rooms.destinations(7) == [first]
     manager.rooms.forget(manager.rooms.life(7))
     assert "other decode ranks" in manager.rooms.claim(7)[1], "its request waits for nobody"
@@ -160,7 +163,8 @@ def test_a_room_that_ended_before_it_was_announced_is_answered(say: Dialect) -> 
     manager.rooms.fail(7, Reason.ABORTED, "aborted")
     reader.handle(say.announcement(room=7))
     ((_, _, message),) = manager.decode_ranks._sockets.sent
-    assert (message.room, message.reason) == (7, "aborted") and manager.transfer_infos == {}
+    assert (message.room, message.reason) == (7, "aborted")
+    assert manager.rooms.destinations(7) == []
 
 
 @both
@@ -194,13 +198,13 @@ def test_broken_messages_change_nothing(say: Dialect, caplog: pytest.LogCaptureF
 
     def take(message: list[bytes]) -> None:
         nonlocal dropped
-        before = len(manager.decode_kv_args_table), sum(map(len, manager.transfer_infos.values()))
+        before = len(manager.decode_kv_args_table), announcements_in(manager)
         try:
             announcements.take(message)
         except Exception:
             after = (
                 len(manager.decode_kv_args_table),
-                sum(map(len, manager.transfer_infos.values())),
+                announcements_in(manager),
             )
             assert before == after
             dropped += 1
@@ -226,8 +230,8 @@ def test_broken_messages_change_nothing(say: Dialect, caplog: pytest.LogCaptureF
     assert dropped > 0.3 * count
     for peer, info in manager.decode_kv_args_table.items():
         assert say is NIXL or int(peer.rsplit(":", 1)[1]) >= 0 and len(info.dst_kv_ptrs) >= 2
-    for infos in manager.transfer_infos.values():
-        for peer, info in infos.items():
+    for room in manager.rooms.numbers():
+        for peer, info in manager.rooms.life(room).announcements.items():
             assert peer in manager.decode_kv_args_table
             assert info.dst_kv_indices.size == 0 or info.dst_kv_indices.min() >= 0
             assert info.required_dst_info_num >= 1

@@ -144,7 +144,7 @@ def test_announcement_may_come_before_the_request(pair: Pair) -> None:
     room = pair.next_room()
     receiver = pair.receiver(room)
     receiver.announce(pages(4), 5, prefix_len=0)
-    until(lambda: room in pair.prefill.manager.transfer_infos, "announcement")
+    until(lambda: room in pair.prefill.manager.rooms.numbers(), "announcement")
     assert room not in pair.prefill.manager.request_status, "left behind if its request never comes"
     sender = pair.sender(room)
     assert sender.poll() == KVPoll.WaitingForInput

@@ -84,13 +84,19 @@ def wrong_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
+def announced(manager: Any) -> dict[int, dict[str, Any]]:
+    """What decode ranks have announced, by room and decode rank."""
+    rooms = {} if manager.rooms is None else manager.rooms._rooms
+    return {number: dict(room.announcements) for number, room in rooms.items()}
+
+
 def tables(manager: Any) -> tuple[Any, ...]:
     """Everything that a message may change on a rank."""
     rooms, ranks = manager.rooms, manager.decode_ranks
     return (
         dict(manager.request_status),
         dict(manager.failure_records),
-        {room: dict(infos) for room, infos in manager.transfer_infos.items()},
+        announced(manager),
         dict(manager.decode_kv_args_table),
         dict(manager.prefill_info_table),
         dict(manager.connection_pool),
@@ -129,7 +135,6 @@ def complained(caplog: pytest.LogCaptureFixture) -> int:
 
 def forget_rooms(manager: Any) -> None:
     """Keep the tables small, so that comparing them stays fast."""
-    manager.transfer_infos.clear()
     manager.rooms._rooms.clear()
     manager.decode_ranks._sockets.sent.clear()
 
@@ -159,7 +164,7 @@ def test_wrong_values_to_prefill(say: Dialect, caplog: pytest.LogCaptureFixture)
             else:
                 kinds = (say.registration(), say.announcement(), say.announcement(9, (), 3))
                 reader.handle(wrong_frames(rng, rng.choice(kinds)))
-            for infos in manager.transfer_infos.values():
+            for infos in announced(manager).values():
                 for peer, info in infos.items():
                     assert peer in manager.decode_kv_args_table
                     assert info.required_dst_info_num >= 1

@@ -54,7 +54,6 @@ class StockManager:
         self.request_status: dict[int, Any] = {}
         self.failure_records: dict[int, str] = {}
         self.required_prefill_response_num_table: dict[int, int] = {}
-        self.transfer_infos: dict[int, dict[str, Any]] = {}
         self.decode_kv_args_table: dict[str, Any] = {}
         self.prefill_info_table: dict[str, Any] = {}
         self.connection_pool: dict[str, Any] = {}

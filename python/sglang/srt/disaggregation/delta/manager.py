@@ -311,15 +311,12 @@ class DeltaManager(CommonKVManager):
     def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing of ``room`` is under way: its decode ranks may have their pages back."""
         assert self.decode_ranks is not None
-        self.transfer_infos.pop(room, None)
         self.decode_ranks.tell(room, reason, announcements)
 
     def start_if_announced(self, room: int) -> bool:
         """A room starts when its request is here and all its decode ranks have announced it,
         whichever comes last; whether the latter have. Prefill only."""
         assert self.rooms is not None
-        # By the table: what a request starts with is what stands there, and the reader thread lists
-        # an announcement in ``transfer_infos`` first.
         life = self.rooms.life(room)
         is_announced = life is not None and life.reason is None and life.is_announced
         if is_announced:
@@ -342,7 +339,6 @@ class DeltaManager(CommonKVManager):
             for name in (
                 "request_status",
                 "failure_records",
-                "transfer_infos",
                 "required_prefill_response_num_table",
                 "transfer_statuses",
                 "prefill_response_tracker",
@@ -352,9 +348,7 @@ class DeltaManager(CommonKVManager):
             # Announced before their request is here (which has a deadline), or waited for although
             # their request is gone: those are no leftovers.
             known = {*self.rooms.unclaimed(), *self.rooms.lingering()}
-            tables["rooms"] = self.rooms.numbers()
-            for name in ("rooms", "transfer_infos"):
-                tables[name] = [room for room in tables[name] if room not in known]
+            tables["rooms"] = [room for room in self.rooms.numbers() if room not in known]
         if self.servers is not None:
             tables["deferred"] = self.servers.deferred_rooms()
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())

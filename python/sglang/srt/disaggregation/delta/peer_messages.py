@@ -203,8 +203,6 @@ class Announcements:
         if refused is not None:
             manager.decode_ranks.tell(info.room, refused, [info])
             raise BadMessage(refused)
-        manager.transfer_infos.setdefault(info.room, {})[peer] = info
-        # Where it ended here already, decode was just told and the entry is gone.
         if manager.rooms.announce(info.room, peer, info, info.required_dst_info_num):
             manager.take_announcement(info.room)
 

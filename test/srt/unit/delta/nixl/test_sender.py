@@ -95,6 +95,33 @@ def test_a_second_announcement_before_the_request(rank: PrefillRank) -> None:
     rank.check()
 
 
+@pytest.mark.parametrize("when", ["checked", "taken"])
+def test_its_number_is_announced_again_as_it_ends(rank: PrefillRank, when: str) -> None:
+    """Guards against an announcement of a number's next request that goes with the one before,
+    while the room table has it: that request started, and had no pages to send to."""
+    sender, table = started(rank, count=1), rank.manager.rooms
+    sender.send(pages(5))
+    rank.finish()
+    name = {"checked": "one_too_many", "taken": "announce"}[when]
+    real = getattr(table, name)
+
+    def as_it_ends(*asked: Any) -> Any:
+        setattr(table, name, real)
+        sender.clear()
+        return real(*asked)
+
+    setattr(table, name, as_it_ends)
+    rank.announce(ROOM, [20], slot=2)
+    again = rank.sender(ROOM)
+    assert again.poll() == KVPoll.WaitingForInput
+    again.init(1, 3)
+    again.send(pages(6))
+    rank.finish()
+    assert again.poll() == KVPoll.Success
+    again.clear()
+    rank.check()
+
+
 def test_a_full_hit(rank: PrefillRank) -> None:
     """Guards against a room that is never done because it has no pages, and against one that is
     done before its metadata arrived."""

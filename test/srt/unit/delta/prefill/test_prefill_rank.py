@@ -50,7 +50,6 @@ class Side:
     def announce(self, room: int = ROOM, peer: str = "D", **fields: Any) -> bool:
         """A decode rank announces a room."""
         info = announcement(room, **fields)
-        self.manager.transfer_infos.setdefault(room, {})[peer] = info
         return self.rooms.announce(room, peer, info, info.required_dst_info_num)
 
     def withdraw(self, room: int = ROOM, **fields: Any) -> None:
@@ -95,7 +94,6 @@ def test_all_ranks_are_told_by_the_writer(side: Side) -> None:
     sent = side.sockets.take()
     assert [host for host, _, _ in sent] == ["10.0.0.1", "10.0.0.2"]
     assert {(port, it.writer, it.unknown_peer) for _, port, it in sent} == {(4000, 3, False)}
-    assert side.manager.transfer_infos == {}
 
 
 @pytest.mark.hazard("abort-before-settled")
@@ -475,7 +473,7 @@ def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     assert side.stopped() == []
     advance(side, 1)
     assert [room for _, room, _ in side.stopped()] == [7]
-    assert side.rooms.numbers() == [8] and list(side.manager.transfer_infos) == [8]
+    assert side.rooms.numbers() == [8]
     assert side.manager.open_rooms()["request_status"] == [8]
     assert "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT" in (side.rooms.claim(7)[1] or "")
 

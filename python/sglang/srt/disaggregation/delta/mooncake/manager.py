@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.delta.mooncake.messages import (
     RoomProgress,
 )
 from sglang.srt.disaggregation.delta.mooncake.worker import (
+    AnnouncedRooms,
     ChunkDeadlines,
     ChunkQueue,
     ChunkWorker,
@@ -54,6 +55,8 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     @override
     def start_prefill_thread(self) -> None:
+        assert self.rooms is not None
+        self.transfer_infos = AnnouncedRooms(self.rooms)
         # Stock makes these after the thread that uses them has started.
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
@@ -81,21 +84,26 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last_chunk: bool,
         aux_index: int | None = None, state_indices: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """Queue one chunk, with the room that it is of. Dropped where no decode rank's pages are
-        known for it: the reader thread forgets them when the room is given up."""
+        """Queue one chunk, with the room that it is of.
+
+        Raises:
+            DeltaMismatch: no decode rank's pages are known for it.
+        """
         from sglang.srt.disaggregation.mooncake.conn import TransferKVChunk
 
         assert self.rooms is not None
-        life, sessions = self.rooms.life(bootstrap_room), self.transfer_infos.get(bootstrap_room)
-        if life is None or not sessions:
-            return
+        life = self.rooms.life(bootstrap_room)
+        if life is None or not life.announcements:
+            raise pages.DeltaMismatch(
+                f"room {bootstrap_room}: no decode rank's pages are known for it"
+            )
         chunk = TransferKVChunk(
             bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
         )
         chunk.life = life
         self.chunk_deadlines.queued(chunk)  # before a worker may be through with it
         # As SGLang spreads them: what goes to the same decode ranks waits in the same queue.
-        ports = sum(int(session.rpartition(":")[2]) for session in sessions)
+        ports = sum(int(session.rpartition(":")[2]) for session in life.announcements)
         self.transfer_queues[ports % len(self.transfer_queues)].put(chunk)
 
     @override

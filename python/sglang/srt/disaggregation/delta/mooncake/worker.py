@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.pages import Pages
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
     from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo, Registration
+    from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +292,28 @@ class ChunkWorker:
 
 
 # ---- with SGLang's staging buffer (SGLANG_DISAGG_STAGING_BUFFER) ----
+
+
+class AnnouncedRooms:
+    """The room table as SGLang's code for staging reads it, which takes it for a manager's
+    ``transfer_infos``: by room, and then by decode rank. Nothing is kept here."""
+
+    def __init__(self, rooms: RoomTable) -> None:
+        self._rooms = rooms
+
+    def __contains__(self, room: int) -> bool:
+        return bool(self[room])
+
+    def __getitem__(self, room: int) -> dict[str, MooncakeTransferInfo]:
+        life = self._rooms.life(room)
+        return life.announcements if life is not None else {}
+
+    def get(self, room: int, _default: object = None) -> dict[str, MooncakeTransferInfo]:
+        """Those of one room, maybe none."""
+        return self[room]
+
+    def pop(self, room: int) -> None:
+        """They go with the room."""
 
 
 class GatedQueue:

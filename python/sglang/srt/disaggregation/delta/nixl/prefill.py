@@ -165,10 +165,10 @@ class NixlPrefill(NixlKVManager):
         """Queue one chunk. Nothing is handed out: what becomes of it is in the room table.
 
         Raises:
-            DeltaMismatch: a decode rank listed another number of pages for it, or none is known:
-                the reader's thread drops a room's announcements when the room is given up.
+            DeltaMismatch: a decode rank listed another number of pages for it, or none is known.
         """
-        announcements = list(self.transfer_infos.get(bootstrap_room, {}).values())
+        assert self.rooms is not None
+        announcements = self.rooms.destinations(bootstrap_room)
         if not announcements:
             raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
         payload = cut_chunk(
@@ -186,8 +186,6 @@ class NixlPrefill(NixlKVManager):
                 enqueued_at=now,
             )
         )
-        if is_last:
-            self.transfer_infos.pop(bootstrap_room, None)
         return []
 
     # ---- messages from decode ranks ----

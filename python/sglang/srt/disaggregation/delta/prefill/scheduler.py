@@ -392,10 +392,7 @@ class DeltaSender(CommonKVSender):
         """Leave no entry of this request in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
         holder = manager.rooms.life(room)
-        is_own = holder is None or holder is self._room
         # Before the room goes: from then on decode may announce another one of its number.
-        if is_own:
-            manager.transfer_infos.pop(room, None)
-        if is_own or holder.state in UNCLAIMED:
+        if holder is None or holder is self._room or holder.state in UNCLAIMED:
             manager.forget_status(room)
         manager.rooms.forget(self._room)
