@@ -92,13 +92,21 @@ class Attachment:
         return not self.inert and module in self._modules
 
     def watch(self, spec: ModuleSpec) -> None:
-        """Rebind as soon as the module of ``spec`` has executed, before its importer goes on."""
+        """Rebind as soon as the module of ``spec`` has executed, before its importer goes on.
+
+        One loader may serve many modules, as that of a zip file does: it is watched once, and the
+        modules without rows are left alone.
+        """
         loader: Any = spec.loader
+        if getattr(loader, "_watched_by", None) is self:
+            return
+        loader._watched_by = self
         execute: Callable[[ModuleType], None] = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.rebind(module)
+            if self.has_rows(module.__name__):
+                self.rebind(module)
 
         loader.exec_module = exec_module
 

@@ -20,6 +20,12 @@ def why_inert(found: str) -> str:
     """Why the patch set stays out of SGLang ``found``; empty if it may attach."""
     if not environment.ACTIVE.read():
         return "turned off by SGLANG_PATCHSET=0"
+    if found == "none":
+        return (
+            f"made for SGLang {BASE_VERSION}, and no package `sglang` is installed; where "
+            "`import sglang` still works, it may find only this package's files (`pip uninstall "
+            "sglang-disagg-patchset` removes them)"
+        )
     if found != BASE_VERSION:
         return f"made for SGLang {BASE_VERSION}, found {found}"
     return ""

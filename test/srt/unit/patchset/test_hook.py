@@ -148,6 +148,54 @@ def test_spawned_children_are_patched_and_unpickle(fake_sglang):
     assert fake_sglang.run(code, SGLANG_PATCHSET="0").stdout == "blue\n"
 
 
+def test_one_loader_of_several_modules(fake_sglang):
+    """As of a zip file: the import of the next module, which has no row, failed with KeyError."""
+    result = fake_sglang.run(
+        f"""
+        import sys
+        from importlib.machinery import PathFinder
+        class Shared:
+            def __init__(self):
+                self.loaders = {{}}
+            def create_module(self, spec):
+                return None
+            def exec_module(self, module):
+                self.loaders[module.__name__].exec_module(module)
+        shared = Shared()
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name not in ("sglang.srt.engine", "sglang.srt.consumer", "sglang.srt.settings"):
+                    return None
+                spec = PathFinder.find_spec(name, path)
+                if spec is not None:
+                    shared.loaders[name], spec.loader = spec.loader, shared
+                return spec
+        sys.meta_path.insert(1, Finder())
+        import importlib.util
+        import sglang.srt
+        importlib.util.find_spec("sglang.srt.engine")  # found twice, imported once
+        {STOCK_REPORT}
+        import sglang.srt.settings
+        print(sorted(shared.loaders))
+        """
+    )
+    assert result.stderr == "" and result.stdout.startswith("['stock', 'loud']\n")
+
+
+def test_sglang_was_uninstalled(fake_sglang):
+    """Guards against a message that names a version "none", where `import sglang` still works."""
+    code = f"""
+        from importlib import metadata
+        def version(name):
+            raise metadata.PackageNotFoundError(name)
+        metadata.version = version
+        {STOCK_REPORT}
+    """
+    result = fake_sglang.run(code)
+    (line,) = result.stderr.splitlines()
+    assert result.stdout == "['stock']\n" and "no package `sglang` is installed" in line
+
+
 def test_inert_with_another_version(fake_sglang):
     """Another SGLang must run stock, and say once for all its processes why it does."""
     fake_sglang.set_version("0.5.99")
