@@ -202,8 +202,8 @@ CLAIM_TIMEOUT = _seconds(
 )  # fmt: skip
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,
-    "After how long without a sign prefill forgets a decode rank; one that sends none (stock, or "
-    "without the flag) when nobody listens at its port for as long.",
+    "After how long without a sign prefill forgets a decode rank that used to send signs. Of those "
+    "that send none (stock, or without the flag) the oldest are forgotten beyond 1,024.",
 )  # fmt: skip
 
 QUEUES = _integer(

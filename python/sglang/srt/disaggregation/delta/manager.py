@@ -175,7 +175,8 @@ class DeltaManager(CommonKVManager):
         for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
-                "decode rank %s (%s) silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT): failed "
+                "decode rank %s (%s) silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
+                "among the oldest of more than 1,024 that never ping: failed "
                 "its rooms and dropped its registration; it reconnects by itself",
                 peer,
                 f"{known.endpoint}:{known.dst_port}" if known is not None else "not registered",

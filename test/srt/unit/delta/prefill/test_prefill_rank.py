@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from unit.delta.fakes import Clock, Manager, Sockets, announcement
@@ -27,8 +27,7 @@ class Side:
     def __init__(self) -> None:
         self.clock, self.manager = Clock(), Manager()
         self.rooms = self.manager.rooms = RoomTable(self.manager, self.clock)
-        probes = Probes(120, self.clock, lambda host, port: True, lambda probe: probe())
-        self.ranks = DecodeRanks(self.manager, self.rooms, self.clock, probes)
+        self.ranks = DecodeRanks(self.manager, self.rooms, self.clock)
         self.manager.decode_ranks = self.ranks
         self.sockets = Sockets()
         self.ranks._sockets = self.ranks._strangers = self.sockets  # type: ignore[assignment]
@@ -65,6 +64,21 @@ class Side:
 @pytest.fixture
 def side() -> Side:
     return Side()
+
+
+def test_registrations_are_bounded(side: Side) -> None:
+    """Guards against ranks of servers that never ping and are gone, of which all is kept for ever;
+    and against one that is forgotten while it pings, or while its rooms are under way."""
+    table = side.manager.decode_kv_args_table
+    table.update({f"gone {number}": REGISTERED for number in range(1100)})
+    side.request()
+    side.announce()
+    side.ranks.take(wire.Ping("10.0.0.9:1", "gone 0", "10.0.0.1", 4000))
+    dropped = side.ranks.tick()
+    assert dropped == [f"gone {number}" for number in range(1, 78)]
+    for peer in dropped:
+        del table[peer]
+    assert side.ranks.tick() == [] and len(table) == 1024
 
 
 def test_a_failure_counts_once(side: Side) -> None:

@@ -21,7 +21,7 @@ from effort import tries
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.prefill import scheduler
-from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, Probes
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Event, Room, State
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
@@ -69,9 +69,7 @@ class Rank:
         self.writer_id = 0
         self.status: dict[int, str | None] = {}
         self.table = RoomTable(self, self.clock)
-        self.ranks = DecodeRanks(
-            self, self.table, self.clock, Probes(1e9, self.clock, start=lambda probe: None)
-        )
+        self.ranks = DecodeRanks(self, self.table, self.clock)
         self.ranks._sockets = self.sockets = Sockets()  # type: ignore[assignment]
         self.requests: dict[int, Request] = {}
         #: Those that are gone and of which something is under way.

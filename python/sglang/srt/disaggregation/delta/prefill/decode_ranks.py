@@ -1,18 +1,16 @@
 """The decode ranks that a prefill rank knows: what they ask, what they are told, whether they live.
 
 Those of servers with the radix cache ping. Others (stock ones too) say nothing when they end, and a
-restarted one registers under a new name; what a prefill rank keeps of a decode rank (its pools'
-addresses, NIXL's connection, prepared lists) would stay for ever. Whether such a rank still exists
-shows at the port to which prefill's messages would go: it is probed from a thread of its own.
+restarted one registers under a new name. So the table is bounded: the oldest that neither ping nor
+have rooms are forgotten first, with their pools' addresses, NIXL's connection and prepared lists.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.disaggregation.delta import wire
@@ -26,10 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Probes in a row without an answer, over which the whole timeout is spread. Counted, not timed: a
-#: prefill process that did not run for a while has not probed.
-_PROBES = 4
-_CONNECT_S = 1.0
+#: Decode ranks that are registered at most.
+_MOST_REGISTERED = 4096
 #: How long an answer to a rank that is not registered may take to be sent.
 _STRANGER_S = 2.0
 
@@ -48,77 +44,6 @@ class Frontend(Protocol):
         """Decode computes the request of ``room``."""
 
 
-class Probes:
-    """Finds ranks that never ping and are gone; ``gone`` is called by the reader thread."""
-
-    def __init__(
-        self,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        answers: Callable[[str, int], bool] | None = None,
-        start: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
-        """``answers``: whether anybody listens at an address; ``start``: runs a round of probes."""
-        self._interval_s = timeout_s / _PROBES
-        self._clock = clock
-        self._answers = answers or _answers
-        self._start = start or _in_background
-        self._next_at = clock() + self._interval_s
-        #: By name, of ranks that have answered: what they registered, and the probes in a row since
-        #: then. (NIXL needs no way to that port, so that a rank behind a firewall never answers.)
-        self._unanswered: dict[str, tuple[Registered, int]] = {}
-        self._results: dict[str, tuple[Registered, bool]] | None = None
-        self._is_probing = False
-
-    def gone(self, registered: Mapping[str, Registered], pinging: Container[str]) -> list[str]:
-        """Ranks of ``registered`` (by name) at whose port somebody has answered, and nobody for the
-        whole timeout; those that ping are not probed. Never waits."""
-        results, self._results = self._results, None
-        lost = []
-        for name, (info, answered) in (results or {}).items():
-            known, count = self._unanswered.get(name, (None, 0))
-            if registered.get(name) is not info or name in pinging:
-                self._unanswered.pop(name, None)
-            elif answered:
-                self._unanswered[name] = info, 0
-            elif known is info:
-                self._unanswered[name] = info, count + 1
-                if count + 1 >= _PROBES:
-                    del self._unanswered[name]
-                    lost.append(name)
-        for name in self._unanswered.keys() - registered.keys():
-            del self._unanswered[name]
-        now = self._clock()
-        if not self._is_probing and now >= self._next_at:
-            self._next_at = now + self._interval_s
-            wanted = {name: info for name, info in list(registered.items()) if name not in pinging}
-            if wanted:
-                self._is_probing = True
-                self._start(lambda: self._probe(wanted))
-        return lost
-
-    def _probe(self, wanted: dict[str, Registered]) -> None:
-        results = {}
-        try:
-            for name, info in wanted.items():
-                results[name] = info, self._answers(info.endpoint, int(info.dst_port))
-        except Exception:
-            logger.exception("probing decode ranks that do not ping; the next round is as usual")
-        self._results, self._is_probing = results, False
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _in_background(probe: Callable[[], None]) -> None:
-    threading.Thread(target=probe, name="pd-probes", daemon=True).start()
-
-
 class DecodeRanks:
     """One for each prefill rank. Used by the thread that reads messages; ``tell`` by any."""
 
@@ -127,7 +52,6 @@ class DecodeRanks:
         manager: DeltaManager,
         rooms: RoomTable,
         clock: Callable[[], float] = time.monotonic,
-        probes: Probes | None = None,
     ) -> None:
         self._manager = manager
         self._rooms = rooms
@@ -144,7 +68,6 @@ class DecodeRanks:
         #: Where those listened that the last tick found gone.
         self._gone: list[tuple[str, int]] = []
         self._timeout_s = environment.PEER_TIMEOUT.read()
-        self._probes = probes or Probes(self._timeout_s, clock)
 
     # ---- to decode ranks ----
 
@@ -246,8 +169,8 @@ class DecodeRanks:
 
     def tick(self) -> list[str]:
         """Called every second or so by the reader thread. Decode ranks to drop: they used to ping,
-        and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``, or never did and nobody listens at
-        their port for as long; their rooms fail."""
+        and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``, so that their rooms fail; or they
+        are too many, do not ping and have no rooms."""
         self._rooms.tick()
         now = self._clock()
         # Those that the last tick found gone have been told by now, if they are there after all.
@@ -260,12 +183,6 @@ class DecodeRanks:
         heard = list(self._heard.items())
         lost = [peer for peer, (at, _) in heard if now - at >= self._timeout_s]
         gone = [self._heard.pop(peer)[1] for peer in lost]
-        registered = self._manager.decode_kv_args_table
-        for peer in self._probes.gone(registered, self._heard):
-            lost.append(peer)
-            info = registered.get(peer)  # a worker may just have lost the connection
-            if info is not None:
-                gone.append(info)
         self._gone = [(info.endpoint, int(info.dst_port)) for info in gone]
         for peer in lost:
             for room in self._rooms.numbers(peer):
@@ -274,4 +191,13 @@ class DecodeRanks:
                     Reason.PEER_LOST,
                     f"decode rank {peer} gave no sign in {self._timeout_s} s",
                 )
-        return lost
+        return lost + self._too_many()
+
+    def _too_many(self) -> list[str]:
+        """The oldest registrations beyond what is kept, but for those in use."""
+        registered = list(self._manager.decode_kv_args_table)
+        excess = len(registered) - _MOST_REGISTERED
+        if excess <= 0:
+            return []
+        unused = (peer for peer in registered if peer not in self._heard)
+        return list(islice((peer for peer in unused if not self._rooms.numbers(peer)), excess))
