@@ -282,6 +282,30 @@ def test_a_post_that_hangs() -> None:
     assert sorted(scene.agent.peers) == ["d"], "with the one that had to stay"
 
 
+@pytest.mark.hazard("racing-peer-tables")
+def test_a_post_that_hangs_is_waited_for_once(scene: Scene) -> None:
+    """All ranks of a decode server register or are lost at a time. Guards against a wait for each
+    of them: 35 s of the reader thread for seven, after which all rooms fail; and against changes
+    that stay refused once the post has returned."""
+    for name in ("d", "e"):
+        scene.peers.add(info(name))
+    scene.peers._patience_s = 0.0
+    with ThreadPoolExecutor(1) as threads:
+        with scene.peers.posting():
+            with pytest.raises(TimeoutError, match="decode rank f cannot be taken"):
+                scene.peers.add(info("f"))
+            scene.peers._patience_s = 30.0
+            for name in ("g", "h"):
+                refused = threads.submit(scene.peers.add, info(name)).exception(10)
+                assert f"decode rank {name} cannot be taken" in str(refused)
+            threads.submit(scene.peers.forget, "e").result(10)
+            assert sorted(scene.table) == ["d"] and sorted(scene.agent.peers) == ["d", "e"]
+        scene.peers.add(info("g"))
+    scene.peers.forget("g")
+    scene.check()
+    assert sorted(scene.agent.peers) == ["d"]
+
+
 def test_lists_go_between_posts(scene: Scene) -> None:
     """Guards against lists of a peer that has left which are released whenever Python likes: NIXL
     waits for the posts of others to do so, with the interpreter's lock."""

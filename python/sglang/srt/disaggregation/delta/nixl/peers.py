@@ -131,26 +131,33 @@ class Peers:
         #: Of what is below; never held while NIXL is called.
         self._lock = threading.Condition()
         self._peers: dict[str, Peer] = {}
-        self._posts = 0
+        self._posts: set[object] = set()
+        #: Posts under way for which a change has waited in vain.
+        self._hung: set[object] = set()
         self._is_changing = False
 
     @contextmanager
     def posting(self) -> Iterator[None]:
         """For the call that posts a transfer, and for nothing else. Posts run side by side."""
+        post = object()
         with self._lock:
             self._lock.wait_for(lambda: not self._is_changing)
-            self._posts += 1
+            self._posts.add(post)
         try:
             yield
         finally:
             with self._lock:
-                self._posts -= 1
+                self._posts.discard(post)
+                self._hung.discard(post)
                 if not self._posts:
                     self._lock.notify_all()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """For calls that change NIXL's peers: one at a time, and no post meanwhile.
+
+        A post that hangs is waited for once. Each change holds up the reader thread and the other
+        workers while it waits, and there may be one for each rank of a decode server.
 
         Raises:
             TimeoutError: a post does not come to its end; nothing may be changed.
@@ -160,7 +167,12 @@ class Peers:
             self._is_changing = True
         try:
             with self._lock:
-                if not self._lock.wait_for(lambda: not self._posts, self._patience_s):
+                settled = self._lock.wait_for(
+                    lambda: self._hung or not self._posts, self._patience_s
+                )
+                if not settled:
+                    self._hung.update(self._posts)
+                if self._hung:
                     raise TimeoutError(
                         f"a post of a transfer has not returned for {self._patience_s:g} s"
                     )
