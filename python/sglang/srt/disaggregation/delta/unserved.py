@@ -40,7 +40,6 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
     "spaces_between_special_tokens": (Integral, 0, 1),
     "no_stop_trim": (Integral, 0, 1),
 }
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
@@ -99,9 +98,16 @@ def check_values(request: Any, vocabulary: int) -> None:
         ("logprob_start_len", request.logprob_start_len, Integral, -1, 2**31 - 1),
     ]
     bias = {} if params.logit_bias is None else params.logit_bias
-    others: list[tuple[str, Any, type]] = [(i, getattr(params, i), str) for i in _GRAMMARS]
-    others += [("extra_key", request.extra_key, str), ("rid", request.rid, str)]
-    others += [("custom_params", params.custom_params, dict), ("logit_bias", bias, dict)]
+    others: list[tuple[str, Any, type]] = [
+        ("json_schema", params.json_schema, str),
+        ("regex", params.regex, str),
+        ("ebnf", params.ebnf, str),
+        ("structural_tag", params.structural_tag, str),
+        ("extra_key", request.extra_key, str),
+        ("rid", request.rid, str),
+        ("custom_params", params.custom_params, dict),
+        ("logit_bias", bias, dict),
+    ]
     for name, value, kind in others:
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r}: it has to be a {kind.__name__}")
@@ -110,8 +116,10 @@ def check_values(request: Any, vocabulary: int) -> None:
     numbers += [(f"logit_bias of {i}", bias[i], Real, -_MOST_BIAS, _MOST_BIAS) for i in bias]
     for name, value, number, low, high in numbers:
         if value is not None and not (isinstance(value, number) and low <= value <= high):
-            noun = "an integer" if number is Integral else "a number"
-            raise ValueError(f"{name} is {value!r}: it has to be {noun} from {low} to {high}")
+            kinds = {Integral: "an integer", Real: "a number"}
+            raise ValueError(
+                f"{name} is {value!r}: it has to be {kinds[number]} from {low} to {high}"
+            )
 
 
 def why_unserved(req: Any, *, on_decode: bool = False) -> str | None:

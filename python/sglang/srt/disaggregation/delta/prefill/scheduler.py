@@ -82,14 +82,6 @@ def ended(requests: Sequence[Request], groups: Sequence[ProcessGroup]) -> list[s
     return found
 
 
-#: Of a step's output, with a tensor for each request that wants them.
-_LISTS_OF_LOGPROBS = (
-    "next_token_top_logprobs_val",
-    "next_token_top_logprobs_idx",
-    "next_token_token_ids_logprobs_val",
-)
-
-
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
     in one step."""
@@ -142,9 +134,14 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             # SGLang does so on every other server. Here its tokenizer would get tensors, and end.
             if result.copy_done is not None:
                 result.copy_done.synchronize()
-            for name in _LISTS_OF_LOGPROBS:
-                rows = getattr(result.logits_output, name, None) or []
-                rows[:] = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+            output = result.logits_output
+            for rows in (
+                output.next_token_top_logprobs_val,
+                output.next_token_top_logprobs_idx,
+                output.next_token_token_ids_logprobs_val,
+            ):
+                for i, row in enumerate(rows or ()):
+                    rows[i] = row.tolist() if hasattr(row, "tolist") else row
         super().process_batch_result_disagg_prefill(batch, result)
 
     @property
