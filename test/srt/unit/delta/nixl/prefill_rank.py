@@ -100,7 +100,8 @@ class PrefillRank:
         )
         self.manager.rooms._clock = self.clock
         self.manager.rooms._ticked_at = self.clock()
-        self.sockets = self.manager.decode_ranks._sockets = Sockets(self.agent)
+        self.sockets = Sockets(self.agent)
+        self.manager.decode_ranks._sockets = self.manager.decode_ranks._strangers = self.sockets
         patch.setattr(
             backend_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
         )

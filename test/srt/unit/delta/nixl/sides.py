@@ -69,6 +69,8 @@ class Side:
     def info(self, name: str) -> Any:
         """What it registers with prefill: SGLang's ``KVArgsRegisterInfo``."""
         return SimpleNamespace(
+            endpoint="10.0.0.2",
+            dst_port=4000,
             agent_name=name,
             agent_metadata=name.encode(),
             dst_kv_ptrs=self.args.kv_data_ptrs,

@@ -65,12 +65,17 @@ class Rank:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.decode_kv_args_table: dict[str, Any] = {}
+        self.decode_kv_args_table: dict[str, Any] = {
+            peer: SimpleNamespace(endpoint=f"{peer} itself", dst_port=4000)
+            for peers in PEERS.values()
+            for peer in peers
+        }
         self.writer_id = 0
         self.status: dict[int, str | None] = {}
         self.table = RoomTable(self, self.clock)
         self.ranks = DecodeRanks(self, self.table, self.clock)
-        self.ranks._sockets = self.sockets = Sockets()  # type: ignore[assignment]
+        self.sockets = Sockets()
+        self.ranks._sockets = self.ranks._strangers = self.sockets  # type: ignore[assignment]
         self.requests: dict[int, Request] = {}
         #: Those that are gone and of which something is under way.
         self.gone: list[Request] = []
@@ -263,6 +268,7 @@ class Rank:
             before = room.state
             self.ranks.take(wire.Withdraw(number, peer, "a stranger", 4000, "bored"))
             assert (room.state, room.reason) == (before, None)
+            self.sockets.take()  # it is told at once: nothing is written for it
             return
         self.ranks.take(wire.Withdraw(number, peer, f"{peer} itself", 4000, "bored"))
         for host, _, message in self.sockets.take():
