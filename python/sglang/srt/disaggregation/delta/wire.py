@@ -301,6 +301,13 @@ _MAX_SOCKETS, _LEAVING_MS = 4096, 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 1000, 30_000
 
 
+class _Context(zmq.Context["zmq.Socket[bytes]"]):
+    """One for all sockets to peers of a process: a context that is collected waits for its sockets,
+    and would wait for ever for those that are collected with it."""
+
+    _instance = None  # not SGLang's
+
+
 class PeerSockets:
     """One PUSH socket an address ("host:port"). Used by several threads.
 
@@ -309,8 +316,8 @@ class PeerSockets:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * _MAX_SOCKETS)  # those that leave count too
+        self._context = _Context.instance()
+        self._context.set(zmq.MAX_SOCKETS, 4 * _MAX_SOCKETS)  # those that leave count too
         self._clock = clock
         self._lock = threading.Lock()
         #: With the time of the last message; the one unused for longest comes first.

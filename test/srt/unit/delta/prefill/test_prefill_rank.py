@@ -70,15 +70,15 @@ def test_registrations_are_bounded(side: Side) -> None:
     """Guards against ranks of servers that never ping and are gone, of which all is kept for ever;
     and against one that is forgotten while it pings, or while its rooms are under way."""
     table = side.manager.decode_kv_args_table
-    table.update({f"gone {number}": REGISTERED for number in range(1100)})
+    table.update({f"gone {number}": REGISTERED for number in range(4200)})
     side.request()
     side.announce()
     side.ranks.take(wire.Ping("10.0.0.9:1", "gone 0", "10.0.0.1", 4000))
     dropped = side.ranks.tick()
-    assert dropped == [f"gone {number}" for number in range(1, 78)]
+    assert dropped == [f"gone {number}" for number in range(1, 105)]
     for peer in dropped:
         del table[peer]
-    assert side.ranks.tick() == [] and len(table) == 1024
+    assert side.ranks.tick() == [] and len(table) == 4096
 
 
 def test_a_failure_counts_once(side: Side) -> None:
@@ -250,7 +250,7 @@ def test_withdrawn_by_a_rank_of_another_request(side: Side, steps: str) -> None:
     side.announce()
     for step in steps.split():
         getattr(side.rooms, step)(ROOM)
-    side.manager.decode_kv_args_table["E"] = REGISTERED
+    side.manager.decode_kv_args_table["E"] = SimpleNamespace(endpoint="10.0.0.2", dst_port=4000)
     side.withdraw(peer="E", host="10.0.0.2")
     assert not side.held[ROOM].is_stopped and side.manager.failure_records == {}
     told = side.stopped()
@@ -272,7 +272,7 @@ def test_withdrawn_by_a_rank_whose_announcement_is_on_its_way(side: Side) -> Non
     Guards against a room that waits for that one."""
     side.request()
     side.announce(required_dst_info_num=2)
-    side.manager.decode_kv_args_table["E"] = REGISTERED
+    side.manager.decode_kv_args_table["E"] = SimpleNamespace(endpoint="10.0.0.2", dst_port=4000)
     side.withdraw(peer="E", host="10.0.0.2")
     assert side.held[ROOM].is_over
     assert sorted(host for host, _, _ in side.stopped()) == ["10.0.0.1", "10.0.0.2"]
