@@ -148,7 +148,7 @@ def test_a_room_of_a_peer_that_never_registered(say: Dialect, ours: bool) -> Non
     manager, reader = say.listener()
     reader.handle(say.announcement(ours=ours))
     assert state(manager) == ([], {}, {}, [])
-    sent = manager.decode_ranks._sockets.sent
+    sent = manager.decode_ranks._strangers.sent
     assert [(host, port, m.room, m.unknown_peer) for host, port, m in sent] == (
         [("10.0.0.2", 4000, 7, True)] if ours else []
     )

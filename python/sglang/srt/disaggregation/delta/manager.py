@@ -176,8 +176,8 @@ class DeltaManager(CommonKVManager):
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
                 "decode rank %s (%s) silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
-                "among the oldest of more than 1,024 that never ping: failed "
-                "its rooms and dropped its registration; it reconnects by itself",
+                "unused for longest of more than 4,096 that are registered: failed its rooms and "
+                "dropped its registration; one that pings reconnects by itself",
                 peer,
                 f"{known.endpoint}:{known.dst_port}" if known is not None else "not registered",
                 environment.PEER_TIMEOUT.read(),

@@ -21,7 +21,8 @@ else:
     TokenizerManager = object
 
 #: A room has 63 bits; the number of a sample is in the upper ones, so that a data-parallel rank,
-#: which follows from the lower ones, is the same for all samples of a prompt.
+#: which follows from the lower ones, is the same for all samples of a prompt where the number of
+#: ranks is a power of two.
 _SHIFT = 47
 MOST_SAMPLES = 2 ** (63 - _SHIFT) - 1
 

@@ -77,7 +77,8 @@ def check_values(request: Any, vocabulary: int) -> None:
     ids = {
         # A multimodal processor puts ids of its own between the client's.
         "input_ids": request.input_ids if request.mm_inputs is None else (),
-        "stop_token_ids": params.stop_token_ids,
+        # Others are compared only: an id that is no token stops nothing.
+        "stop_token_ids": params.stop_token_ids if params.min_new_tokens else (),
         "token_ids_logprob": request.token_ids_logprob,
     }
     for name, values in ids.items():

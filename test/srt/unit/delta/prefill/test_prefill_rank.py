@@ -68,14 +68,17 @@ def side() -> Side:
 
 def test_registrations_are_bounded(side: Side) -> None:
     """Guards against ranks of servers that never ping and are gone, of which all is kept for ever;
-    and against one that is forgotten while it pings, or while its rooms are under way."""
+    and against one that is forgotten while it pings, while its rooms are under way, or although
+    others were used less recently."""
     table = side.manager.decode_kv_args_table
     table.update({f"gone {number}": REGISTERED for number in range(4200)})
     side.request()
     side.announce()
     side.ranks.take(wire.Ping("10.0.0.9:1", "gone 0", "10.0.0.1", 4000))
+    side.rooms.announce(ROOM + 1, "gone 1", announcement(ROOM + 1), 1)
+    side.rooms.fail(ROOM + 1, Reason.ABORTED, "over")
     dropped = side.ranks.tick()
-    assert dropped == [f"gone {number}" for number in range(1, 105)]
+    assert dropped == [f"gone {number}" for number in range(2, 107)]
     for peer in dropped:
         del table[peer]
     assert side.ranks.tick() == [] and len(table) == 4096

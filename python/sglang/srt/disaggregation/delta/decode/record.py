@@ -41,7 +41,7 @@ class ArrivingPrefix:
         """
         start, end = self.start, self.start + self.window
         own, other = self.token_ids, req.origin_input_ids
-        if len(other) < end or other[start] != own[start]:
+        if len(other) < end or other[start] != own[start] or other[end - 1] != own[end - 1]:
             return False
         if (prefill, req.extra_key) != (self.prefill, self.extra_key):
             return False

@@ -306,7 +306,7 @@ class AnnouncedRooms:
 
     def __getitem__(self, room: int) -> dict[str, MooncakeTransferInfo]:
         life = self._rooms.life(room)
-        return life.announcements if life is not None else {}
+        return dict(life.announcements) if life is not None else {}  # it may end meanwhile
 
     def get(self, room: int, _default: object = None) -> dict[str, MooncakeTransferInfo]:
         """Those of one room, maybe none."""

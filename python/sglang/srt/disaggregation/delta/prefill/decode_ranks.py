@@ -1,8 +1,9 @@
 """The decode ranks that a prefill rank knows: what they ask, what they are told, whether they live.
 
 Those of servers with the radix cache ping. Others (stock ones too) say nothing when they end, and a
-restarted one registers under a new name. So the table is bounded: the oldest that neither ping nor
-have rooms are forgotten first, with their pools' addresses, NIXL's connection and prepared lists.
+restarted one registers under a new name. So the table is bounded: of those that neither ping nor
+have rooms, the ones that announced nothing for longest are forgotten, with their pools' addresses,
+NIXL's connection and prepared lists.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.disaggregation.delta import wire
@@ -194,10 +194,14 @@ class DecodeRanks:
         return lost + self._too_many()
 
     def _too_many(self) -> list[str]:
-        """The oldest registrations beyond what is kept, but for those in use."""
-        registered = list(self._manager.decode_kv_args_table)
+        """Registrations beyond what is kept: of those that neither ping nor have rooms, the ones
+        that announced nothing for longest."""
+        registered, announced = list(self._manager.decode_kv_args_table), self._rooms.last_announced
+        for peer in announced.keys() - registered:
+            del announced[peer]
         excess = len(registered) - _MOST_REGISTERED
         if excess <= 0:
             return []
-        unused = (peer for peer in registered if peer not in self._heard)
-        return list(islice((peer for peer in unused if not self._rooms.numbers(peer)), excess))
+        in_use = self._heard.keys() | self._rooms.peers()
+        unused = [peer for peer in registered if peer not in in_use]
+        return sorted(unused, key=lambda peer: announced.get(peer, 0.0))[:excess]

@@ -63,6 +63,8 @@ class RoomTable:
     ) -> None:
         self._listener = listener
         self._clock = clock
+        #: When each decode rank announced a room last. The reader thread's.
+        self.last_announced: dict[str, float] = {}
         self._lock = threading.Lock()
         self._rooms: dict[int, Room] = {}
         self._claim_s = environment.CLAIM_TIMEOUT.read()
@@ -221,6 +223,7 @@ class RoomTable:
                 is_second = peer in room.announcements and room.reason is None
                 if not is_second:
                     room.announcements[peer], room.needed = announcement, needed
+                    self.last_announced[peer] = self._clock()
                     return True
         if refused is not None:
             self._listener.room_drained(number, refused, [announcement])
@@ -349,6 +352,11 @@ class RoomTable:
                 for number, room in self._rooms.items()
                 if peer is None or peer in room.announcements
             ]
+
+    def peers(self) -> set[str]:
+        """Decode ranks that announced a room of the table."""
+        with self._lock:
+            return {peer for room in self._rooms.values() for peer in room.announcements}
 
     def claimed(self) -> list[int]:
         """Rooms whose request is here."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ class _Rooms:
     #: The ids of those whose request is here, and not sent to the schedulers yet.
     here: dict[int, str] = field(default_factory=dict)
     pause: float = _LOOK_S
+    #: That another room was named.
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
@@ -121,6 +124,7 @@ class YieldingTokenizer(TokenizerManager):
         rooms.absent[message.room] = time.monotonic() + _WAIT_S
         if len(rooms.absent) > _MOST_ABSENT:
             del rooms.absent[next(iter(rooms.absent))]
+        rooms.woken.set()
         if (rooms.task is None or rooms.task.done()) and self._answer_yielded():
             rooms.task = asyncio.get_running_loop().create_task(self._wait_for_requests())
             self.asyncio_tasks.add(rooms.task)
@@ -130,7 +134,9 @@ class YieldingTokenizer(TokenizerManager):
         """Decode was faster than this server: requests are on their way, or are being tokenized."""
         rooms = self.yielded_rooms
         while rooms.absent or rooms.here:
-            await asyncio.sleep(rooms.pause)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(rooms.woken.wait(), rooms.pause)
+            rooms.woken.clear()
             rooms.pause = min(1.1 * rooms.pause, 0.1)
             try:
                 self._answer_yielded()
