@@ -87,6 +87,8 @@ def bare(backend: str, mode: Any) -> Any:
     )
     manager.start_delta(mode, manager.server_args)
     (manager.decode_ranks or manager.servers)._sockets = Sockets()
+    if manager.decode_ranks is not None:
+        manager.decode_ranks._strangers = Sockets()
     return manager
 
 
