@@ -203,7 +203,7 @@ CLAIM_TIMEOUT = _seconds(
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,
     "After how long without a sign prefill forgets a decode rank that used to send signs. Of those "
-    "that send none (stock, or without the flag) the oldest are forgotten beyond 4,096.",
+    "that send none (stock, or without the flag) the longest unused are forgotten beyond 4,096.",
 )  # fmt: skip
 
 QUEUES = _integer(
