@@ -16,7 +16,7 @@ from component.decode.overlapped import until_idle
 from component.decode.steps import ids, turn
 from component.decode.test_local_turns import HISTORY, NEW, OverlappedTurns, bring_to
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.turn_choice import StepTimes
+from sglang.srt.disaggregation.delta.decode.turn_choice import Limits, StepTimes
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -130,6 +130,28 @@ def test_a_turn_keeps_its_place_from_its_first_chunk_on(page: int, others: int) 
         assert not set(remote) & set(decoder.running_batch.reqs)
     turn(decoder, 2)
     assert long in decoder.running_batch.reqs
+    decoder.drain()
+    check_idle(decoder)
+
+
+@PAGES
+def test_no_turn_is_computed_here_without_a_place(page: int) -> None:
+    """Guards against a turn that waits for a place and then leaves it empty while it is computed,
+    although prefill would have computed it in that time."""
+    decoder = Decoder(page, 4096, local=200, chunk=32)
+    decoder.max_running_requests = 2
+    turns = decoder.local_turns
+    turns.choice.limits = turns._limits = Limits(200, 32)
+    turns.measured.shown("10.0.0.1:8998", 100, 60.0)  # prefill is slow
+    running = decoder.submit(ids(1, 20), new=200)
+    turn(decoder, 4)
+    assert running in decoder.running_batch.reqs and not decoder.in_transfer
+    first, second = decoder.submit(ids(2, 190), new=4), decoder.submit(ids(3, 190), new=4)
+    turn(decoder)
+    assert decoder.in_transfer == [second], "the first one has the last place"
+    decoder.deliver(second)
+    while not first.output_ids:
+        turn(decoder)
     decoder.drain()
     check_idle(decoder)
 

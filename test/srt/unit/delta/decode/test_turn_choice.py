@@ -198,6 +198,15 @@ def test_before_anything_was_measured() -> None:
     assert choice.decide(100, Load(), COSTS, None)[:2] == (False, "unmeasured")
 
 
+def test_without_a_place() -> None:
+    """Guards against a turn that leaves the first free place of a full batch empty while it is
+    computed; to try a side is no reason for that either."""
+    full = Load(running=1, is_full=True)
+    for costs, there in ((COSTS, 10.0), (COSTS, None), (Costs(), None)):
+        assert Choice(LIMITS).decide(100, full, costs, there)[:2] == (False, "no_place")
+    assert Choice(Limits(1000, always=True)).decide(100, full, COSTS, 10.0).local
+
+
 def test_always() -> None:
     choice = Choice(Limits(tokens=1000, always=True))
     assert choice.decide(1000, Load(queued=10**6), Costs(), 0.001)[:2] == (True, "always")

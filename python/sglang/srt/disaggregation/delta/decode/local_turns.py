@@ -145,7 +145,7 @@ class LocalTurns:
     def _load(self) -> Load:
         queued = sum(turn.left for turn in self._queue)
         running = len(self._scheduler.running_batch.reqs)
-        return Load(queued, running, self.pace.debt)
+        return Load(queued, running, self.pace.debt, not self._has_place_for_another)
 
     def _prefix(self, length: int, matched: int) -> int:
         """At least one token is left to compute."""
@@ -256,6 +256,12 @@ class LocalTurns:
         turns |= {id(turn) for turn in self._queue[:1] if turn.has_begun}
         batches = (self._scheduler.running_batch, *self._computed)
         return self._most - len(turns) - sum(len(batch.reqs) for batch in batches)
+
+    @property
+    def _has_place_for_another(self) -> bool:
+        """Whether a turn that is taken now would have a place, behind those that wait for one."""
+        ahead = sum(not turn.has_begun for turn in self._queue)
+        return self._free_places > ahead + len(self._scheduler.waiting_queue)
 
     @property
     def places_for_others(self) -> int:

@@ -187,11 +187,13 @@ def read_there(vote: int) -> float | None:
 
 class Load(NamedTuple):
     """What a turn meets here; equal on all ranks. ``queued``: tokens of local turns ahead of it;
-    ``running``: requests whose decode steps alternate with chunks; ``debt``: see ``Pace``."""
+    ``running``: requests whose decode steps alternate with chunks; ``debt``: see ``Pace``;
+    ``is_full``: the running batch has no place for the turn."""
 
     queued: int = 0
     running: int = 0
     debt: float = 0.0
+    is_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,9 @@ class Choice:
         here = expected_here(tokens, load, costs, self.limits)
         if self.limits.always:
             return Decision(True, "always", here, there)
+        if load.is_full:
+            # It would wait for a place and then leave it empty while it is computed.
+            return Decision(False, "no_place", here, there)
         if here is None:
             # One at a time: until it is measured nobody knows what a queue of them costs.
             return Decision(load.queued == 0, "unmeasured", here, there)
