@@ -28,7 +28,7 @@ GROUP = "buffer_only"
 PREFETCH_THRESHOLD = 256
 
 #: Storage backends that the mode is tested with; ``dynamic`` is a class of one's own.
-BACKENDS = ("mooncake", "file", "nixl", "dynamic")
+BACKENDS = ("mooncake", "file", "dynamic")
 
 #: (attribute, how the user wrote it, why not).
 _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (

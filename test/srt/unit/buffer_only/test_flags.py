@@ -111,6 +111,7 @@ def test_the_stock_mode_is_not_looked_at():
     [
         ({"hicache_host_memory_mode": "buffer"}, "--hicache-host-memory-mode buffer "),
         ({"hicache_storage_backend": None}, "--hicache-storage-backend"),
+        ({"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl"),
         ({"hicache_storage_backend": "hf3fs"}, "--hicache-storage-backend hf3fs"),
         ({"hicache_storage_backend": "eic"}, "--hicache-storage-backend eic"),
         ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix"),

@@ -9,7 +9,7 @@ leaves the device leaves the tree.
 
 ``page_parts``        the parts of a page (K and V; a latent; latent and index), keys and memory
 ``storage_backends``  what storage backends of a stage share, and the factory that makes them
-``storage_files``     SGLang's ``file``, NIXL's plugins for files
+``storage_files``     SGLang's ``file``
 ``storage_mooncake``  Mooncake
 ``store_client``      calls of a store with a deadline; the circuit breaker
 ``call_threads``      the threads of these calls

@@ -222,7 +222,6 @@ class FlatStore:
 MIXINS = {
     "file": ("storage_files", "FileParts"),
     "mooncake": ("storage_mooncake", "MooncakeParts"),
-    "nixl": ("storage_files", "NixlParts"),
 }
 
 
