@@ -11,7 +11,7 @@ from component.buffer_only import backends
 from component.buffer_only.host_pools import content, hashes, host_pool, slots
 from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache.buffer_only.storage_backends import PartsFactory
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 LAYOUT = "page_first_direct"
@@ -78,6 +78,25 @@ def test_backends_of_others_are_refused_for_more_parts_than_they_know(factory: A
     """Guards against NSA pages that come back without their index."""
     with pytest.raises(ValueError, match="dynamic does not keep all parts .*index.*use one of"):
         make(factory, "dynamic", host_pool("nsa", LAYOUT), **DYNAMIC)
+
+
+class OlderStore(DynamicStore):
+    """One that has only the calls which move flat pages, besides the empty ones of its base."""
+
+    batch_set_v1 = HiCacheStorage.batch_set_v1
+
+
+def test_backends_without_the_calls_that_move_pages_are_refused(factory: Any) -> None:
+    """Guards against a store whose reads and writes do nothing: SGLang's base class has these
+    calls, without a body."""
+    older = DYNAMIC | {"class_name": "OlderStore"}
+    message = (
+        "--hicache-storage-backend dynamic: OlderStore does not implement batch_set_v1, with "
+        ".*--hicache-host-memory-mode buffer_only"
+    )
+    with pytest.raises(ValueError, match=message):
+        make(factory, "dynamic", host_pool("mha", LAYOUT), **older)
+    make(factory, "dynamic", host_pool("mha", LAYOUT, stage=False), **older)
 
 
 def test_a_mixin_that_does_not_fit_is_refused(

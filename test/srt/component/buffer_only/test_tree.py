@@ -18,9 +18,6 @@ from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
-from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
-from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
-from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 
@@ -256,35 +253,6 @@ def wait_for(cache: Cache, condition: Any) -> None:
         assert time.monotonic() < end, cache.describe()
         cache.tree.check_hicache_events()
         time.sleep(0.001)
-
-
-class Flat(ScriptedStore):
-    """A backend with the older calls only."""
-
-    batch_get_v1 = batch_set_v1 = None
-
-
-@pytest.mark.parametrize("lost", [None, 0, 2])
-def test_a_backend_with_the_older_calls(lost: int | None):
-    """Its pages are moved one by one, so that a missing one does not spoil those before it."""
-    store = Flat()
-    cache = Cache(store)
-    flat = FlatStore(store, cache.tree.token_to_kv_pool_host)
-    cache.buffer.context.store.client = StoreClient(flat, "flat", StoreClientSettings())
-    tokens = prompt(1, 5)
-    cache.compute(tokens)
-    cache.settle()
-    keys = cache.keys(tokens)
-    cache.flush()
-    cache.want("r", tokens)
-    for _ in range(2):
-        cache.step()
-    if lost is not None:
-        store.drop(keys[lost])
-    cache.settle_until_ready("r")
-    assert cache.held_tokens(tokens) == (4 if lost is None else lost) * PAGE
-    cache.settle()
-    check_idle(cache)
 
 
 @pytest.mark.hazard("holes-in-answers")

@@ -220,9 +220,3 @@ class StageController(HiCacheController):
         # A stage has no threads to stop, and the pipelines have seen to the copies before.
         if not self.staging:
             super().reset()
-
-    @property
-    def zero_copy(self) -> bool:
-        """Whether the storage backend reads and writes the host pool itself."""
-        # Bound methods are made anew at each access; they are equal, not identical.
-        return bool(self.page_get_func == self._page_get_zero_copy)

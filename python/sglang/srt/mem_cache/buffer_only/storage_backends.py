@@ -159,70 +159,14 @@ def is_stage(pool: object) -> bool:
     return bool(getattr(pool, "is_stage", False))
 
 
-class FlatStore:
-    """The ``_v1`` calls on a backend that has only the older ones, which move flat pages.
-
-    ``backend``: whatever SGLang's factory or the operator's own class made.
-    """
-
-    def __init__(self, backend: Any, host_pool: HostPool) -> None:
-        self._backend = backend
-        self._pool = host_pool
-
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """As the backend's."""
-        found: int = self._backend.batch_exists(keys, extra_info)
-        return found
-
-    def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
-    ) -> list[bool]:
-        """Read a page after the other, up to the first that is not there."""
-        good = [False] * len(keys)
-        for at, key in enumerate(keys):
-            room = self._pool.get_dummy_flat_data_page()
-            pages = self._backend.batch_get([key], [room])
-            if not pages or pages[0] is None:
-                break
-            self._pool.set_from_flat_data_page(self._slot(host_indices, at), pages[0])
-            good[at] = True
-        return good
-
-    def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
-    ) -> list[bool]:
-        """Write a page after the other, up to the first that fails."""
-        good = [False] * len(keys)
-        for at, key in enumerate(keys):
-            if not self._backend.batch_set(
-                [key], [self._pool.get_data_page(self._slot(host_indices, at))]
-            ):
-                break
-            good[at] = True
-        return good
-
-    def get_stats(self) -> Any:
-        """As the backend's."""
-        return self._backend.get_stats()
-
-    def clear(self) -> None:
-        """As the backend's."""
-        self._backend.clear()
-
-    def close(self) -> None:
-        """As the backend's, where it has one."""
-        if hasattr(self._backend, "close"):
-            self._backend.close()
-
-    def _slot(self, host_indices: torch.Tensor, page: int) -> int:
-        return int(host_indices[page * self._pool.page_size])
-
-
 #: Values of ``--hicache-storage-backend``, with module and name of the mixin.
 MIXINS = {
     "file": ("storage_files", "FileParts"),
     "mooncake": ("storage_mooncake", "MooncakeParts"),
 }
+
+#: Calls that move pages of the host pool. SGLang's base class has them without a body.
+CALLS = ("batch_get_v1", "batch_set_v1")
 
 
 class PartsFactory(StorageBackendFactory):
@@ -235,7 +179,10 @@ class PartsFactory(StorageBackendFactory):
     ) -> Any:
         if is_stage(mem_pool_host):
             _refuse_lost_parts(backend_name, mem_pool_host)
-        return super().create_backend(backend_name, storage_config, mem_pool_host, **kwargs)
+        backend = super().create_backend(backend_name, storage_config, mem_pool_host, **kwargs)
+        if is_stage(mem_pool_host):
+            _refuse_missing_calls(backend_name, type(backend))
+        return backend
 
     @classmethod
     @override
@@ -257,6 +204,18 @@ def _refuse_lost_parts(name: str, pool: HostPool) -> None:
         raise ValueError(
             f"--hicache-storage-backend {name} does not keep all parts of a page of this model "
             f"({', '.join(extra)}); use one of {', '.join(MIXINS)}"
+        )
+
+
+def _refuse_missing_calls(name: str, backend: type) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as Stock
+
+    missing = [call for call in CALLS if getattr(backend, call) is getattr(Stock, call)]
+    if missing:
+        raise ValueError(
+            f"--hicache-storage-backend {name}: {backend.__qualname__} does not implement "
+            f"{' and '.join(missing)}, with which --hicache-host-memory-mode buffer_only moves "
+            "pages. Implement them, or use --hicache-host-memory-mode cache"
         )
 
 

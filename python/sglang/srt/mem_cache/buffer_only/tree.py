@@ -23,14 +23,13 @@ from sglang.srt.mem_cache.buffer_only.settings import (
     shares,
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
-from sglang.srt.mem_cache.buffer_only.storage_backends import FlatStore
 from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.upstream import Controller, Key, Node, Request, Stream
+    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node, Request, Stream
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -111,7 +110,7 @@ class BufferOnlyTree(HiRadixCache):
             tree=self,
             stage=Stage(pages, *shares(pages)),
             store=PageStore(
-                self._store_client(controller),
+                StoreClient(controller.storage_backend, controller.storage_backend_type),
                 self.page_size,
                 call_pages(host.size_per_token * self.page_size),
                 namespace=Namespace.of(self.pool_identity()),
@@ -127,12 +126,6 @@ class BufferOnlyTree(HiRadixCache):
         """How the KV of this server lies in a page (``namespaces``)."""
         identity = pool_identity(self.token_to_kv_pool_host, self.cache_controller.tp_size)
         return {**identity, "bigrams": self.is_eagle}
-
-    def _store_client(self, controller: Controller) -> StoreClient:
-        backend, pool = controller.storage_backend, self.token_to_kv_pool_host
-        direct = controller.zero_copy or bool(getattr(backend, "page_values", ()))
-        store = backend if direct else FlatStore(backend, pool)
-        return StoreClient(store, controller.storage_backend_type)
 
     # ---- backup ----
 

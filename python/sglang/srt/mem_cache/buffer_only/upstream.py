@@ -111,12 +111,6 @@ class HostPool(Protocol):
     is_stage: bool
     used_pages: Callable[[], int] | None
 
-    def get_data_page(self, index: int) -> torch.Tensor: ...
-
-    def get_dummy_flat_data_page(self) -> torch.Tensor: ...
-
-    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None: ...
-
 
 class Backend(Protocol):
     """``HiCacheStorage`` with the calls that move pages of the host pool."""
@@ -159,12 +153,10 @@ class Controller(Protocol):
     load_queue: list[CacheOperation]
     ack_write_queue: list[HiCacheAck]
     ack_load_queue: list[HiCacheAck]
-    storage_backend: HiCacheStorage  # of any kind, also one without the calls of ``Backend``
+    storage_backend: HiCacheStorage
     storage_backend_type: str
     prefetch_threshold: int
     backup_skip: bool
-    #: Of ``host_pool.StageController``.
-    zero_copy: bool
 
     def start_writing(self) -> None: ...
 
