@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scripted_store import ScriptedStore
+from sglang.srt.mem_cache.buffer_only import page_store, pipelines
 from sglang.srt.mem_cache.buffer_only.backup_queue import STUCK
+from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
@@ -262,4 +265,45 @@ def test_a_query_that_hangs(cache: Cache):
     assert cache.serve("r", PROMPT) == 0
     assert not cache.buffer.prefetches.queries.under_way and not cache.stage.used()
     let_go(cache)
+    check_idle(cache)
+
+
+def test_the_end_of_a_server_waits_for_all_threads_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Not for one after the other: eight of them could take 80 s, and whoever ends servers kills
+    one that takes so long."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+
+    class Hanging:
+        def __init__(self, **_: Any) -> None: ...
+
+        def start(self) -> None: ...
+
+        def join(self, timeout: float) -> None:
+            clock.now += timeout
+
+        def is_alive(self) -> bool:
+            return True
+
+    def threads(*args: Any) -> IOThreads:
+        with monkeypatch.context() as patched:
+            patched.setattr(page_store.threading, "Thread", Hanging)
+            return IOThreads(*args)
+
+    cache = Cache(threads=threads)
+    for module in (page_store, pipelines):
+        monkeypatch.setattr(module, "time", clock)
+    assert not cache.buffer.close()
+    assert clock.now == 100.0 + pipelines.CLOSE_S
+
+
+def test_the_end_of_a_server_asks_nothing_more(cache: Cache):
+    """What waits for its turn at a slow store would keep the threads for as long as they may."""
+    cache.store.calls.clear()
+    for number in range(5):
+        cache.want(f"r{number}", prompt(number, 4))
+    cache.step(work=False)
+    assert cache.buffer.prefetches.queries.under_way and cache.buffer.close()
+    cache.work()
+    assert not cache.store.calls
+    cache.settle()
     check_idle(cache)

@@ -36,5 +36,5 @@ class ManualThreads:
             self.run()
         return all(job.wait(0) for job in jobs)
 
-    def close(self, timeout: float) -> bool:
+    def close(self, until: float) -> bool:
         return True

@@ -206,9 +206,9 @@ class Backups:
             node.stored = node.launched = 0
             nodes.extend(node.children.values())
 
-    def close(self, timeout: float) -> bool:
-        """End the thread; False if that takes more than ``timeout`` seconds."""
-        return self._thread.close(timeout)
+    def close(self, until: float) -> bool:
+        """End the thread; False if it runs on at ``until``, of ``time.monotonic``."""
+        return self._thread.close(until)
 
     def _stuck(self) -> bool:
         """Whether nothing can be written until an overdue call returns."""

@@ -294,9 +294,9 @@ class Fetches:
             prefetch.pieces.remove(piece)
             self._forget(prefetch, piece.keys)
 
-    def close(self, timeout: float) -> bool:
-        """End the threads; False if that takes more than ``timeout`` seconds."""
-        return self._threads.close(timeout)
+    def close(self, until: float) -> bool:
+        """End the threads; False if one runs on at ``until``, of ``time.monotonic``."""
+        return self._threads.close(until)
 
     def _forget(self, prefetch: Prefetch, keys: Iterable[str]) -> None:
         self.let_go += 1

@@ -118,13 +118,13 @@ class IOThreads:
         end = time.monotonic() + seconds
         return all(job.wait(end - time.monotonic()) for job in jobs)
 
-    def close(self, timeout: float) -> bool:
-        """End after the jobs that are queued; False if a thread takes more than ``timeout``
-        seconds."""
+    def close(self, until: float) -> bool:
+        """End after the jobs that are queued; False if a thread runs on at ``until``, of
+        ``time.monotonic``."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:

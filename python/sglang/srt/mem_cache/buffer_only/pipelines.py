@@ -77,7 +77,7 @@ class Context:
         return self.store.path_keys(node) if self.settings.pass_prefix_keys else None
 
 
-#: How long the store may keep the threads when the server ends.
+#: How long the store may keep the threads when the server ends, all of them together.
 CLOSE_S = 10.0
 
 
@@ -189,10 +189,11 @@ class Pipelines:
 
     def close(self) -> bool:
         """End the threads, and close the store; False if it is still in a call, and then it is left
-        as it is."""
-        client = self.context.store.client
+        as it is. What is queued for requests is not asked any more."""
+        client, until = self.context.store.client, time.monotonic() + CLOSE_S
+        self.prefetches.cancel_all()
         pipelines = (self.backups, self.prefetches, self.touches)
-        ended = [pipeline.close(CLOSE_S) for pipeline in pipelines]
+        ended = [pipeline.close(until) for pipeline in pipelines]
         if not all(ended) or client.under_way:
             return False
         client.close()

@@ -184,9 +184,9 @@ class PrefetchLine(PrefetchStates):
         for prefetch in self.line:
             self._end(prefetch)
 
-    def close(self, timeout: float) -> bool:
-        """End the threads; False if one takes more than ``timeout`` seconds."""
-        return self.queries.close(timeout) and self.fetches.close(timeout)
+    def close(self, until: float) -> bool:
+        """End the threads; False if one runs on at ``until``, of ``time.monotonic``."""
+        return self.queries.close(until) and self.fetches.close(until)
 
     def _just_asked(self) -> list[Query]:
         """Queries of this step, on a server of one rank. None where the server is full, by its own

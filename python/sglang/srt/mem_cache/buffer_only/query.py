@@ -102,6 +102,6 @@ class Queries:
             prefetch.query.owner = None
             prefetch.query = None
 
-    def close(self, timeout: float) -> bool:
-        """End the threads; False if that takes more than ``timeout`` seconds."""
-        return self._threads.close(timeout)
+    def close(self, until: float) -> bool:
+        """End the threads; False if one runs on at ``until``, of ``time.monotonic``."""
+        return self._threads.close(until)

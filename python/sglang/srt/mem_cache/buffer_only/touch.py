@@ -108,9 +108,9 @@ class Touches:
             self._running.job.cancel()
             self._running.tokens = 0  # whatever is found, nothing is lost
 
-    def close(self, timeout: float) -> bool:
-        """End the thread; False if that takes more than ``timeout`` seconds."""
-        return self._thread.close(timeout)
+    def close(self, until: float) -> bool:
+        """End the thread; False if it runs on at ``until``, of ``time.monotonic``."""
+        return self._thread.close(until)
 
     def _start(self, node: Node) -> Touch | None:
         context, store = self._context, self._context.store
