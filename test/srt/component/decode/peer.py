@@ -68,7 +68,7 @@ class Room:
     def defer_free(self) -> DeferredFree | None:
         return DeferredFree(self, 0, "", self, 1) if self.writing else None  # type: ignore[arg-type]
 
-    def collect_arrivals(self) -> None:
+    def collect_arrivals(self, asker: int) -> None:
         """Nothing to read: ``writing`` is always true to the fact."""
 
     def is_drained(self, writers: int) -> bool:

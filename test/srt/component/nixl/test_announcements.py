@@ -63,5 +63,5 @@ def test_broken_notifications_change_nothing(caplog: pytest.LogCaptureFixture) -
     for _ in range(tries(300)):
         notes = [b"_".join(broken(rng, rng.choice(texts).split(b"_"))) for _ in range(100)]
         manager.agent.notes = {"prefill": notes}
-        manager.collect_arrivals()
+        manager.collect_arrivals(5)
     assert set(manager.transfer_statuses) <= {5} and set(manager.request_status) == {5}

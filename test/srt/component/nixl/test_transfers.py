@@ -182,18 +182,31 @@ def test_source_is_kept_until_it_was_read(pair: Pair) -> None:
 
 @pytest.mark.hazard("drained-per-request")
 def test_many_rooms_drain_once_a_step(pair: Pair) -> None:
-    """Guards against one call of the agent for each of a decode server's rooms in every step."""
+    """Guards against one call of the agent for each of a decode server's rooms in every step, also
+    of those that were given up and may still be written to."""
     rooms = [pair.ready_room(slot, slot=slot % 8) for slot in range(20)]
+    given_up = []
+    for _, receiver in rooms[10:]:
+        receiver.abort()
+        given_up.append(receiver.defer_free())
+        receiver.clear()
     agent, drains = pair.decode.manager.agent, []
     agent.get_new_notifs = lambda: drains.append(1) or type(agent).get_new_notifs(agent)
     for _ in range(5):
-        for _, receiver in rooms:
+        for _, receiver in rooms[:10]:
             receiver.poll()
+        for deferred in given_up:
+            deferred.is_drained()
     del agent.get_new_notifs
     assert len(drains) == 5, drains
-    for sender, _ in rooms:
+    for deferred, (sender, _) in zip(given_up, rooms[10:], strict=True):
+        until(deferred.is_drained, "drained")
+        deferred.stop_following()
+        until(lambda ended=sender: ended.poll() == KVPoll.Failed, "withdrawal")
+        sender.clear()
+    for sender, _ in rooms[:10]:
         sender.send(pages(40))
-    for sender, receiver in rooms:
+    for sender, receiver in rooms[:10]:
         assert pair.finish(sender, receiver) == DONE
         sender.clear()
         receiver.clear()

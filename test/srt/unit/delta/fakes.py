@@ -112,7 +112,7 @@ class Manager(DeltaManager, StockManager):
     def take_progress(self, room: int) -> Progress:
         return self.progresses.pop(room, None) or Progress()
 
-    def collect_arrivals(self) -> None:
+    def collect_arrivals(self, asker: int) -> None:
         self.collected += 1
 
     def drop_socket(self, host: str, port: int) -> None:

@@ -211,8 +211,12 @@ class DeltaManager(CommonKVManager):
         """The same, and forget it here: a deferred free takes it over."""
         raise NotImplementedError
 
-    def collect_arrivals(self) -> None:
-        """Read what the transport says has arrived; nothing where it says so by itself."""
+    def collect_arrivals(self, asker: int) -> None:
+        """Read what the transport says has arrived, for room ``asker``; nothing where it says so by
+        itself."""
+
+    def forget_asker(self, room: int) -> None:
+        """``room`` does not ask again."""
 
     def expect_metadata(self, room: int, slot: int) -> bool:
         """``room`` is being announced with this metadata slot: whether its metadata may come in the

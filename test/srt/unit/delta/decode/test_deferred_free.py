@@ -23,8 +23,8 @@ class Servers:
     def forget_deferred(self, deferred: DeferredFree) -> None:
         self.rooms.pop(deferred.room, None)
 
-    def collect_arrivals(self) -> None:
-        self.manager.collect_arrivals()
+    def collect_arrivals(self, room: int) -> None:
+        self.manager.collect_arrivals(room)
 
 
 def follow(servers: Any, writers: int = 2) -> Any:

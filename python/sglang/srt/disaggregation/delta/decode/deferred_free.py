@@ -80,7 +80,7 @@ class DeferredFree:
         """Whether prefill can write to the pages no more; also reads what has arrived."""
         if self.progress is None or self._servers is None:
             return True
-        self._servers.collect_arrivals()
+        self._servers.collect_arrivals(self.room)
         return self._writers_are_gone or self.progress.is_drained(self.writers)
 
     def poll(self) -> int:

@@ -211,6 +211,7 @@ class PrefillServers:
         with self._lock:
             if self._deferred.get(deferred.room) is deferred:
                 del self._deferred[deferred.room]
+                self._manager.forget_asker(deferred.room)
 
     def deferred_rooms(self) -> list[int]:
         """The rooms that are given up and not drained yet."""
@@ -226,9 +227,9 @@ class PrefillServers:
             progress: Progress = self._manager.progress(room)
             return progress
 
-    def collect_arrivals(self) -> None:
-        """Read what the transport says has arrived."""
-        self._manager.collect_arrivals()
+    def collect_arrivals(self, room: int) -> None:
+        """Read what the transport says has arrived, for ``room`` which was given up."""
+        self._manager.collect_arrivals(room)
 
     # ---- messages from prefill ranks ----
 

@@ -140,20 +140,17 @@ class NixlDecode(NixlKVManager):
         return True
 
     @override
-    def collect_arrivals(self) -> None:
-        self.update_transfer_status()
-
-    def collect_arrivals_once(self, asker: int) -> None:
-        """``collect_arrivals``, once for all rooms that ask in turn, again and again: when one asks
-        a second time, a new turn has begun."""
+    def collect_arrivals(self, asker: int) -> None:
+        """Once for all rooms that ask in turn, again and again: when one asks a second time, a new
+        turn has begun."""
         if asker in self._asked:
             self._asked.clear()
         if not self._asked:
             self.update_transfer_status()
         self._asked.add(asker)
 
+    @override
     def forget_asker(self, room: int) -> None:
-        """``room`` does not ask again."""
         self._asked.discard(room)
 
     @cached_property
@@ -235,7 +232,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
         if status is None:
             return self.end_forgotten()
         if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
-            manager.collect_arrivals_once(room)
+            manager.collect_arrivals(room)
             status = KVPoll.WaitingForInput
             if manager.check_transfer_done(room):
                 status = KVPoll.Success
