@@ -22,8 +22,11 @@ def test_a_peer_that_nixl_refuses_may_register_again() -> None:
     be ignored from then on, and every transfer to it would fail."""
     manager, reader = NIXL.listener()
     reader.handle(NIXL.registration(metadata=b"torn"))
+    with pytest.raises(ValueError):
+        manager.peers.hold("D")
     assert manager.decode_kv_args_table == {}
     reader.handle(NIXL.registration())
+    manager.peers.hold("D")
     assert list(manager.decode_kv_args_table) == ["D"]
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
-from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peers, PreparedLists
+from sglang.srt.disaggregation.delta.nixl.peers import (
+    OURS,
+    PATIENCE_S,
+    Peer,
+    Peers,
+    PreparedLists,
+)
+from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from unit.delta.nixl.fakes import FakeAgent, nixlNotFoundError
 
@@ -35,17 +43,24 @@ def info(name: str = "d") -> Any:
 
 
 class Scene:
-    """Peers over an agent."""
+    """Peers over an agent, with a clock that the test turns."""
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
         self.table: dict[str, Any] = {}
-        self.peers = Peers(self.agent, self.table)
+        self.now = 0.0
+        self.peers = Peers(self.agent, self.table, lambda: self.now)
 
-    def check(self) -> None:
-        """What NIXL knows, what is published and what is kept are the same."""
+    def use(self, name: str = "d") -> Peer:
+        """What a worker does for a transfer that is soon over."""
+        peer = self.peers.hold(name)
+        self.peers.release(peer)
+        return peer
+
+    def check(self, *names: str) -> None:
+        """These are registered, and NIXL knows them and no others."""
         assert self.agent.misuse == []
-        assert set(self.agent.peers) == set(self.table) == set(self.peers._peers)
+        assert sorted(self.agent.peers) == sorted(self.table) == sorted(names)
 
 
 @pytest.fixture
@@ -54,29 +69,34 @@ def scene() -> Scene:
 
 
 @pytest.mark.hazard("racing-peer-tables")
-def test_published_when_nixl_has_taken_it(scene: Scene) -> None:
-    """Guards against a room that starts for a peer which NIXL does not know yet."""
-    seen: list[Any] = []
-    scene.agent.before["add_remote_agent"] = lambda: seen.append(dict(scene.table))
+def test_nixl_is_told_by_a_worker(scene: Scene) -> None:
+    """Guards against the thread that reads messages waiting for NIXL, which waits for posts; and
+    against a transfer to a peer that NIXL does not know yet."""
     theirs = info()
     scene.peers.add(theirs)
-    assert seen == [{}] and scene.table == {"d": theirs}
-    scene.check()
+    assert scene.table == {"d": theirs} and not scene.agent.calls
+    scene.use()
+    scene.check("d")
+    scene.peers.forget("d")
+    assert scene.table == {} and not scene.agent.calls["remove_remote_agent"]
+    scene.peers.add(info("e"))
+    scene.use("e")
+    scene.check("e")
 
 
 def test_refused_by_nixl(scene: Scene) -> None:
     """Guards against a peer that is half there, or can never come again."""
     scene.agent.script["add_remote_agent"].append(ValueError("metadata of another version"))
+    scene.peers.add(info())
     with pytest.raises(ValueError, match="another version"):
-        scene.peers.add(info())
+        scene.peers.hold("d")
     scene.check()
-    assert scene.table == {}
     with pytest.raises(TransferError) as caught:
         scene.peers.hold("d")
     assert caught.value.reason is Reason.PEER_LOST
     scene.peers.add(info())
-    assert list(scene.table) == ["d"]
-    scene.check()
+    scene.use()
+    scene.check("d")
 
 
 def test_registered_twice(scene: Scene) -> None:
@@ -87,25 +107,29 @@ def test_registered_twice(scene: Scene) -> None:
     scene.peers.add(info())
     assert scene.peers.hold("d") is before and before.users == 2
     assert scene.agent.calls["add_remote_agent"] == 1
-    scene.check()
+    scene.check("d")
 
 
 @pytest.mark.hazard("racing-peer-tables")
 def test_forgotten_while_something_is_under_way(scene: Scene) -> None:
     """Guards against pulling a peer away from under a transfer, and against starting another one
     meanwhile."""
-    scene.peers.add(info())
+    for name in ("d", "e"):
+        scene.peers.add(info(name))
     first, second = scene.peers.hold("d"), scene.peers.hold("d")
     scene.peers.forget("d")
-    assert scene.table == {} and list(scene.agent.peers) == ["d"]
+    scene.use("e")
+    assert list(scene.table) == ["e"] and list(scene.agent.peers) == ["d", "e"]
     with pytest.raises(TransferError, match="decode rank d is not registered here any more"):
         scene.peers.hold("d")
     scene.peers.release(first)
-    assert list(scene.agent.peers) == ["d"]
+    scene.use("e")
+    assert list(scene.agent.peers) == ["d", "e"]
     scene.peers.release(second)
-    scene.check()
-    assert scene.agent.peers == {} and scene.agent.calls["remove_remote_agent"] == 1
     scene.peers.forget("d")  # again is harmless
+    scene.use("e")
+    scene.use("e")
+    scene.check("e")
     assert scene.agent.calls["remove_remote_agent"] == 1
 
 
@@ -118,51 +142,75 @@ def test_back_while_something_is_under_way(scene: Scene) -> None:
     before = held.lists.get("VRAM", POOL)
     scene.peers.forget("d")
     scene.peers.add(info())
-    assert scene.agent.calls["add_remote_agent"] == 2
     again = scene.peers.hold("d")
+    assert scene.agent.calls["add_remote_agent"] == 2
     assert again.lists.get("VRAM", POOL) is not before
     scene.peers.release(held)
     scene.peers.release(again)
-    scene.check()
-    assert list(scene.table) == ["d"] and again.users == 0
+    assert scene.use() is again
+    scene.check("d")
+    assert again.users == 0 and not scene.agent.calls["remove_remote_agent"]
+
+
+@pytest.mark.hazard("peer-lost-for-ever")
+def test_back_before_nixl_has_forgotten_it(scene: Scene) -> None:
+    """Guards against a peer that is loaded over its former connection, which may be lost: NIXL
+    keeps what it has of a name."""
+    scene.peers.add(info())
+    before = scene.use()
     scene.peers.forget("d")
-    scene.check()
-    assert scene.agent.peers == {}
+    scene.peers.add(info())
+    calls: list[str] = []
+    for name in ("add_remote_agent", "remove_remote_agent"):
+        scene.agent.before[name] = partial(calls.append, name)
+    assert scene.use() is not before
+    assert calls == ["remove_remote_agent", "add_remote_agent"]
+    scene.check("d")
 
 
 def test_refused_when_it_comes_back(scene: Scene) -> None:
-    """Guards against publishing a peer that NIXL does not take again."""
-    scene.peers.add(info())
+    """Guards against using a peer that NIXL does not take again."""
+    for name in ("d", "e"):
+        scene.peers.add(info(name))
     held = scene.peers.hold("d")
     scene.peers.forget("d")
     scene.agent.script["add_remote_agent"].append(ValueError())
+    scene.peers.add(info())
     with pytest.raises(ValueError):
-        scene.peers.add(info())
-    assert scene.table == {}
+        scene.peers.hold("d")
+    assert list(scene.table) == ["e"]
     with pytest.raises(TransferError):
         scene.peers.hold("d")
     scene.peers.release(held)
-    scene.check()
-    assert scene.agent.peers == {}
+    scene.use("e")
+    scene.check("e")
 
 
 def test_nixl_cannot_forget_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against one peer's trouble that keeps the reader thread from the others."""
-    for name in ("d", "e"):
+    """Guards against one peer's trouble that keeps a worker from the others."""
+    for name in ("d", "e", "f"):
         scene.peers.add(info(name))
+        scene.use(name)
     scene.agent.script["remove_remote_agent"].append(nixlNotFoundError("d"))
     scene.peers.forget("d")
-    assert "could not forget decode rank d" in caplog.text
     scene.peers.forget("e")
-    assert scene.table == {} and list(scene.agent.peers) == ["d"]
+    scene.use("f")
+    assert "could not forget decode rank d" in caplog.text
+    assert list(scene.table) == ["f"] and list(scene.agent.peers) == ["d", "f"]
 
 
 def test_a_stranger(scene: Scene) -> None:
-    """Guards against an entry for a name that was only asked for."""
+    """Guards against an entry for a name that was only asked for, and against a word to NIXL about
+    a peer that it was never told of."""
     scene.peers.forget("nobody")
     with pytest.raises(TransferError):
         scene.peers.hold("nobody")
-    scene.check()
+    scene.peers.add(info("unused"))
+    scene.peers.forget("unused")
+    scene.peers.add(info())
+    scene.use()
+    scene.check("d")
+    assert scene.agent.calls["remove_remote_agent"] == 0
 
 
 @pytest.mark.hazard("racing-peer-tables")
@@ -194,17 +242,20 @@ def test_threads(scene: Scene, rounds: int) -> None:
         for future in futures:
             future.result()
     assert min(lowest, default=0) >= 0
-    scene.check()
-    assert scene.table == {}
+    scene.peers.add(info("e"))
+    scene.use("e")
+    scene.check("e")
 
 
 @pytest.mark.hazard("racing-peer-tables")
 def test_peers_change_between_posts(scene: Scene) -> None:
     """Guards against a change of NIXL's peers that waits for a post inside NIXL, where a release by
     a third thread waits for both with the interpreter's lock; against a post that begins meanwhile;
-    and against workers that cannot take or give back a peer in all that time."""
+    and against workers that cannot take or give back a peer, and a reader thread that cannot add or
+    forget one, in all that time."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
+        scene.use(name)
     posting, posted, order = threading.Event(), threading.Event(), []
     changing, changed = threading.Event(), threading.Event()
 
@@ -219,9 +270,6 @@ def test_peers_change_between_posts(scene: Scene) -> None:
         changing.set()
         assert changed.wait(10)
 
-    def add() -> None:
-        scene.peers.add(info("f"))
-
     def post_again() -> None:
         with scene.peers.posting():
             order.append("posted again")
@@ -230,95 +278,104 @@ def test_peers_change_between_posts(scene: Scene) -> None:
     with ThreadPoolExecutor(4) as threads:
         futures = [threads.submit(post)]
         assert posting.wait(10)
-        futures.append(threads.submit(add))
+        scene.peers.add(info("f"))
+        futures.append(threads.submit(scene.use, "f"))
         until(lambda: scene.peers._is_changing)
         futures.append(threads.submit(post_again))
-        scene.peers.release(scene.peers.hold("d"))
-        scene.peers.add(info("d"))  # known: nothing to wait for
+        scene.use()
         assert order == []
         posted.set()
         assert changing.wait(10)
-        scene.peers.release(scene.peers.hold("d"))
+        scene.use()
+        scene.peers.add(info("g"))
+        scene.peers.forget("g")
         assert order == ["posted", "added"]
         changed.set()
         for future in futures:
             future.result()
     assert order == ["posted", "added", "posted again"]
-    scene.check()
-    scene.agent.before.clear()
-    removing = threading.Thread(target=scene.peers.forget, args=("e",))
-    with scene.peers.posting():
-        removing.start()
-        until(lambda: scene.peers._is_changing)
-        assert "e" in scene.agent.peers and "e" not in scene.table
-    removing.join(10)
-    scene.check()
-    assert sorted(scene.agent.peers) == ["d", "f"]
+    scene.check("d", "e", "f")
 
 
 @pytest.mark.hazard("racing-peer-tables")
-def test_a_post_that_hangs() -> None:
-    """Guards against a change of NIXL's peers that waits for ever for a post that hangs: it holds
-    up the posts of all other workers meanwhile, and the reader thread, on which the watchdog is."""
-    scene = Scene()
-    scene.peers = Peers(scene.agent, scene.table, patience_s=0.0)
+def test_a_post_that_hangs(scene: Scene) -> None:
+    """Guards against a change of NIXL's peers that waits for a post that hangs, and for each rank
+    of a decode server anew: it holds up the posts of all other workers. And against changes that
+    stay refused once the post has returned."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
+        scene.use(name)
 
     def post_again() -> None:
         with scene.peers.posting():
             pass
 
-    with ThreadPoolExecutor(1) as threads, scene.peers.posting():
-        with pytest.raises(TimeoutError, match="decode rank f cannot be taken"):
-            scene.peers.add(info("f"))
-        scene.peers.forget("e")
-        assert sorted(scene.table) == ["d"] and sorted(scene.agent.peers) == ["d", "e"]
-        threads.submit(post_again).result(10)
-    scene.peers.add(info("f"))
-    assert sorted(scene.table) == ["d", "f"]
-    scene.peers.forget("f")
-    scene.check()
-    assert sorted(scene.agent.peers) == ["d"], "with the one that had to stay"
+    with ThreadPoolExecutor(1) as threads:
+        with scene.peers.posting():
+            scene.now += PATIENCE_S
+            for name in ("f", "g"):
+                scene.peers.add(info(name))
+                refused = threads.submit(scene.use, name).exception(PATIENCE_S / 2)
+                assert isinstance(refused, TransferError)
+                assert f"decode rank {name} cannot be taken" in str(refused)
+            scene.peers.forget("e")
+            threads.submit(scene.use, "d").result(PATIENCE_S / 2)
+            assert sorted(scene.agent.peers) == ["d", "e"]
+            threads.submit(post_again).result(10)
+        scene.use("f")
+    assert sorted(scene.agent.peers) == ["d", "f"], "without the one that had to stay"
+    scene.use("g")
+    scene.check("d", "f", "g")
 
 
 @pytest.mark.hazard("racing-peer-tables")
-def test_a_post_that_hangs_is_waited_for_once(scene: Scene) -> None:
-    """All ranks of a decode server register or are lost at a time. Guards against a wait for each
-    of them: 35 s of the reader thread for seven, after which all rooms fail; and against changes
-    that stay refused once the post has returned."""
-    for name in ("d", "e"):
-        scene.peers.add(info(name))
-    scene.peers._patience_s = 0.0
-    with ThreadPoolExecutor(1) as threads:
-        with scene.peers.posting():
-            with pytest.raises(TimeoutError, match="decode rank f cannot be taken"):
-                scene.peers.add(info("f"))
-            scene.peers._patience_s = 30.0
-            for name in ("g", "h"):
-                refused = threads.submit(scene.peers.add, info(name)).exception(10)
-                assert f"decode rank {name} cannot be taken" in str(refused)
-            threads.submit(scene.peers.forget, "e").result(10)
-            assert sorted(scene.table) == ["d"] and sorted(scene.agent.peers) == ["d", "e"]
-        scene.peers.add(info("g"))
-    scene.peers.forget("g")
-    scene.check()
-    assert sorted(scene.agent.peers) == ["d"]
+def test_nothing_on_the_reader_thread_waits_for_nixl(scene: Scene) -> None:
+    """A worker hangs in a call that tells NIXL of a rank. Guards against a thread that then reads
+    no messages: no rank is answered, nothing is withdrawn, and at last every room fails."""
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        assert goes_on.wait(20)
+
+    def register(frames: list[bytes]) -> None:
+        scene.peers.add(info(frames[0].decode()))
+        scene.peers.forget("e")
+
+    scene.peers.add(info("e"))
+    scene.use("e")
+    scene.agent.before["add_remote_agent"] = hang
+    reader = MessageReader(lambda message: None, register)
+    with ThreadPoolExecutor(2) as threads:
+        reader.handle([b"d"])
+        held = threads.submit(scene.use)
+        assert hangs.wait(10)
+        try:
+            threads.submit(reader.handle, [b"f"]).result(10)
+            assert list(scene.table) == ["d", "f"]
+        finally:
+            goes_on.set()
+        held.result(10)
+    scene.use("f")
+    scene.check("d", "f")
 
 
 def test_lists_go_between_posts(scene: Scene) -> None:
     """Guards against lists of a peer that has left which are released whenever Python likes: NIXL
     waits for the posts of others to do so, with the interpreter's lock."""
-    scene.peers.add(info())
+    for name in ("d", "e"):
+        scene.peers.add(info(name))
     held = scene.peers.hold("d")
     alone: list[bool] = []
     weakref.finalize(held.lists.get("VRAM", POOL), lambda: alone.append(scene.peers._is_changing))
     scene.agent.lists.clear()  # a note of the fake's
     scene.peers.forget("d")
-    assert alone == []
     scene.peers.release(held)
+    del held
+    assert alone == []
+    scene.use("e")
     assert alone == [True]
-    scene.check()
+    scene.check("e")
 
 
 # ---- prepared lists ----
@@ -417,6 +474,8 @@ def test_lists_go_with_their_peer(scene: Scene) -> None:
     scene.agent.lists.clear()
     scene.peers.release(peer)
     scene.peers.forget("d")
+    scene.peers.add(info("e"))
+    scene.use("e")
     del peer
     gc.collect()
     assert gone() is None and kept.entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any  # Any: NIXL's binding has no types
@@ -77,23 +78,24 @@ class PreparedLists:
 class Peer:
     """One decode rank, from its registration until nobody uses it any more."""
 
-    #: What it registered.
-    info: Registration
-    #: Of what NIXL was last told about it.
+    #: What was prepared for it since NIXL was last told about it.
     lists: PreparedLists
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, info: Registration) -> None:
+        self.name: str = info.agent_name
+        #: What it registered.
+        self.info = info
         #: Transfers to it that are not released.
         self.users = 0
-        self.forgotten = True
+        self.forgotten = False
+        #: NIXL has been told of it, at all and since it registered last.
+        self.in_nixl = self.is_loaded = False
 
-    def loaded(self, agent: Any, info: Registration) -> None:
+    def loaded(self, agent: Any) -> None:
         """NIXL knows it from now on."""
-        self.info = info
         self.lists = PreparedLists(agent, self.name)
         self._pairs: dict[str, tuple[int | None, Pair]] = {}
-        self.forgotten = False
+        self.in_nixl = self.is_loaded = True
 
     def drop_lists(self) -> None:
         """Nobody uses it any more. Its lists go with their last reference, which is here."""
@@ -112,28 +114,33 @@ class Peer:
 class Peers:
     """All decode ranks of a prefill rank. Used by the reader thread and by transfer workers.
 
-    A rank is published in ``table`` (SGLang's ``decode_kv_args_table``, by name) when NIXL has
-    taken it, not before. NIXL is told to forget one only when nothing is under way to it.
+    The reader thread only notes who registered (in ``table``, SGLang's ``decode_kv_args_table``, by
+    name) and who is to be forgotten: it never waits for NIXL, and what a rank sends is served in
+    order. The next worker that holds a peer tells NIXL. NIXL is told to forget a peer only when
+    nothing is under way to it.
 
     NIXL changes its table of peers alone: such a call waits for every post that runs, and whatever
     comes meanwhile waits for it, some of it with the interpreter's lock. So it is made between the
     posts (``posting``), which wait for it here, without that lock. Where a post hangs, it is not
-    made: the other workers, and the reader thread, go on.
+    made: the other workers go on.
     """
 
     def __init__(
-        self, agent: Any, table: dict[str, Registration], *, patience_s: float = PATIENCE_S
+        self,
+        agent: Any,
+        table: dict[str, Registration],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``patience_s``: how long a change waits for the posts under way, and holds up others."""
         self._agent = agent
         self._table = table
-        self._patience_s = patience_s
+        self._clock = clock
         #: Of what is below; never held while NIXL is called.
         self._lock = threading.Condition()
         self._peers: dict[str, Peer] = {}
-        self._posts: set[object] = set()
-        #: Posts under way for which a change has waited in vain.
-        self._hung: set[object] = set()
+        #: Forgotten, and nothing is under way to them: NIXL is to forget them too.
+        self._unused: list[Peer] = []
+        #: When the posts under way began, the oldest first.
+        self._posts: dict[object, float] = {}
         self._is_changing = False
 
     @contextmanager
@@ -142,22 +149,20 @@ class Peers:
         post = object()
         with self._lock:
             self._lock.wait_for(lambda: not self._is_changing)
-            self._posts.add(post)
+            self._posts[post] = self._clock()
         try:
             yield
         finally:
             with self._lock:
-                self._posts.discard(post)
-                self._hung.discard(post)
+                del self._posts[post]
                 if not self._posts:
                     self._lock.notify_all()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For calls that change NIXL's peers: one at a time, and no post meanwhile.
-
-        A post that hangs is waited for once. Each change holds up the reader thread and the other
-        workers while it waits, and there may be one for each rank of a decode server.
+        """For calls that change NIXL's peers: one at a time, and no post meanwhile. Each post is
+        waited for until ``PATIENCE_S`` after it began, so that one that hangs holds up the other
+        workers once at most.
 
         Raises:
             TimeoutError: a post does not come to its end; nothing may be changed.
@@ -167,14 +172,11 @@ class Peers:
             self._is_changing = True
         try:
             with self._lock:
-                settled = self._lock.wait_for(
-                    lambda: self._hung or not self._posts, self._patience_s
-                )
-                if not settled:
-                    self._hung.update(self._posts)
-                if self._hung:
+                oldest = next(iter(self._posts.values()), 0.0)
+                left_s = max(oldest + PATIENCE_S - self._clock(), 0.0)
+                if not self._lock.wait_for(lambda: not self._posts, left_s):
                     raise TimeoutError(
-                        f"a post of a transfer has not returned for {self._patience_s:g} s"
+                        f"a post of a transfer has not returned for {PATIENCE_S:g} s"
                     )
             yield
         finally:
@@ -183,41 +185,20 @@ class Peers:
                 self._lock.notify_all()
 
     def add(self, info: Registration) -> None:
-        """A decode rank registers; again is harmless. What NIXL raises leaves nothing behind, nor
-        does a ``TimeoutError`` (see ``_changing``).
-
-        One that was forgotten is loaded anew, also while something is still under way to it, and
-        nothing that was prepared before is used again: its connection may have been lost.
-        """
-        name = info.agent_name
-        if self._publish(name):
-            return
-        try:
-            with self._changing():
-                if self._publish(name):
-                    return
-                self._agent.add_remote_agent(info.agent_metadata)
-                with self._lock:
-                    known = self._peers.setdefault(name, Peer(name))
-                    known.loaded(self._agent, info)
-                    self._table[name] = known.info
-        except TimeoutError as error:
-            raise TimeoutError(f"decode rank {name} cannot be taken: {error}") from error
-
-    def _publish(self, name: str) -> bool:
-        """Whether NIXL has this one."""
+        """A decode rank registers; again is harmless. One that was forgotten is loaded anew, and
+        nothing that was prepared before is used again: its connection may have been lost."""
         with self._lock:
-            known = self._peers.get(name)
-            if known is None or known.forgotten:
-                return False
-            self._table[name] = known.info
-            return True
+            known = self._peers.setdefault(info.agent_name, Peer(info))
+            if known.forgotten:  # something is still under way to it
+                known.info, known.forgotten, known.is_loaded = info, False, False
+            self._table[known.name] = known.info
 
     def hold(self, name: str) -> Peer:
-        """The peer, for one transfer, to be given back with ``release``.
+        """The peer, for one transfer, to be given back with ``release``. Called by a worker: it
+        tells NIXL what has changed. What NIXL raises at a peer has it forgotten.
 
         Raises:
-            TransferError: it is not known, or not any more.
+            TransferError: it is not known, not any more, or NIXL cannot be told now.
         """
         with self._lock:
             peer = self._peers.get(name)
@@ -226,7 +207,22 @@ class Peers:
                     Reason.PEER_LOST, f"decode rank {name} is not registered here any more"
                 )
             peer.users += 1
+            is_ready = peer.is_loaded and not self._unused
+        if is_ready:
             return peer
+        try:
+            with self._changing():
+                self._change(peer)
+        except TimeoutError as error:  # others are forgotten by NIXL later
+            if not peer.is_loaded:
+                self.release(peer)
+                text = f"decode rank {name} cannot be taken: {error}"
+                raise TransferError(Reason.TRANSPORT, text) from error
+        except Exception:
+            self.forget(name)
+            self.release(peer)
+            raise
+        return peer
 
     def share(self, peer: Peer) -> Peer:
         """One more transfer to a peer that is held already, to be given back on its own."""
@@ -238,41 +234,32 @@ class Peers:
         """One transfer to it is over."""
         with self._lock:
             peer.users -= 1
-            is_unused = self._is_unused(peer)
-        if is_unused:
-            self._remove_unused()
+            self._let_go(peer)
 
     def forget(self, name: str) -> None:
         """It is silent, or NIXL lost its connection: nothing new is sent to it."""
         with self._lock:
             self._table.pop(name, None)
             peer = self._peers.get(name)
-            if peer is None:
-                return
-            peer.forgotten = True
-            is_unused = self._is_unused(peer)
-        if is_unused:
-            self._remove_unused()
+            if peer is not None:
+                peer.forgotten = True
+                self._let_go(peer)
 
-    def _is_unused(self, peer: Peer) -> bool:
-        return peer.forgotten and not peer.users and self._peers.get(peer.name) is peer
+    def _let_go(self, peer: Peer) -> None:
+        if peer.forgotten and not peer.users:
+            del self._peers[peer.name]
+            if peer.in_nixl:
+                self._unused.append(peer)
 
-    def _remove_unused(self) -> None:
-        """Have NIXL forget those that nobody uses, unless they came back meanwhile. Where a post
-        hangs they stay until one is to be forgotten again."""
-        try:
-            with self._changing():
-                with self._lock:
-                    unused = [peer for peer in self._peers.values() if self._is_unused(peer)]
-                    for peer in unused:
-                        del self._peers[peer.name]
-                for peer in unused:
-                    self._remove(peer)
-        except TimeoutError as error:
-            logger.warning(
-                "NIXL still knows decode ranks that are gone (%s); they are removed with the next",
-                error,
-            )
+    def _change(self, peer: Peer) -> None:
+        """Have NIXL forget those that nobody uses, and take ``peer``; between the posts."""
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for each in unused:
+            self._remove(each)
+        if not peer.is_loaded:
+            self._agent.add_remote_agent(peer.info.agent_metadata)
+            peer.loaded(self._agent)
 
     def _remove(self, peer: Peer) -> None:
         peer.drop_lists()

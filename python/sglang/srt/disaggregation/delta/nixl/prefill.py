@@ -1,7 +1,7 @@
 """NIXL's part of a prefill rank: its half of SGLang's manager, and the sender.
 
-Chunks are queued for transfer workers, and decode ranks' messages are checked before NIXL is told
-of them.
+Chunks are queued for transfer workers, which also tell NIXL of the decode ranks that registered.
+Those ranks' messages are checked.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class NixlTransferInfo(DeltaTransferInfo):
 
 
 class NixlAnnouncements(Announcements):
-    """SGLang's NIXL messages begin with a guard; NIXL itself is told of a rank that registers."""
+    """SGLang's NIXL messages begin with a guard."""
 
     def take(self, frames: list[bytes]) -> None:
         """Take one message of a decode rank; raises as ``take_message`` does."""
