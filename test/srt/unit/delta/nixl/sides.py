@@ -141,7 +141,7 @@ class Bench:
         ``in_note``: decode takes metadata in a note."""
         destination = Destination(
             pages=np.array(to, np.int32),
-            state_pages=state[1],
+            state_pages=np.array(state[1], np.int32),
             metadata_slot=slots[1],
             pool_pages=None if is_stock else self.decode.slots,
             metadata_slots=None if is_stock else 5,
@@ -151,7 +151,7 @@ class Bench:
             chunk_id=2,
             pages=np.array(pages, np.int32),
             metadata_slot=slots[0] if is_last else None,
-            state_pages=state[0],
+            state_pages=np.array(state[0], np.int32),
             destinations={"decode": destination},
         )
         return Chunk(ROOM, ("decode",), load, is_last, 1e9, 0.0)
@@ -169,7 +169,7 @@ class Bench:
             found.append(target)
         for (_, source), is_sent in (
             *((buffer, chunk.is_last and not to.takes_metadata) for buffer in ours.metadata),
-            *((buffer, chunk.is_last and bool(load.state_pages)) for buffer in ours.state),
+            *((buffer, chunk.is_last and len(load.state_pages)) for buffer in ours.state),
         ):
             target = next(was)
             is_state = len(found) >= len(ours.kv) + len(ours.metadata)

@@ -125,7 +125,7 @@ class NixlBackend:
         try:
             yield from self._kv(load, to, known, transfer)
             if chunk.is_last:
-                if load.state_pages:
+                if len(load.state_pages):
                     yield from self._state(load, to, known, transfer)
                 if not self._is_in_note(to):
                     yield from self._metadata(load, to, known, transfer)
@@ -183,7 +183,7 @@ class NixlBackend:
                 metadata = metadata_bytes(self._layout.ours, load.metadata_slot)
                 notes[name] = [wire.done(room, self._writer, metadata)]
             else:
-                notes[name] = wire.stock_notes(room, self._writer, bool(load.state_pages))
+                notes[name] = wire.stock_notes(room, self._writer, len(load.state_pages) > 0)
         for name in chunk.peers:
             peer = self._peers.hold(name)
             try:
@@ -224,11 +224,9 @@ class NixlBackend:
                 f"room {room}: {len(load.state_pages)} pages of state, and decode rank "
                 f"{peer.name} listed {len(to.state_pages)}",
             )
-        source, destination = (
-            np.array(pages, np.int32) for pages in (load.state_pages, to.state_pages)
-        )
         pair = self._layout.state(peer.info)
-        yield from self._pages(pair, source, destination, "VRAM", peer, transfer, False)
+        pages = load.state_pages, to.state_pages
+        yield from self._pages(pair, *pages, "VRAM", peer, transfer, False)
 
     def _metadata(
         self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer

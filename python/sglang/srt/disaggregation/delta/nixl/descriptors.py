@@ -47,8 +47,8 @@ class Destination(msgspec.Struct, frozen=True, eq=False):
     """Where a chunk goes at one decode rank."""
 
     pages: Pages
-    #: Pages of the state that goes with the last chunk.
-    state_pages: tuple[int, ...]
+    #: With the last chunk, where this rank has state.
+    state_pages: Pages
     metadata_slot: int
     #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
     pool_pages: int | None
@@ -64,7 +64,7 @@ class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
     pages: Pages
     #: With the last chunk only.
     metadata_slot: int | None
-    state_pages: tuple[int, ...]
+    state_pages: Pages
     #: By the name of the peer.
     destinations: dict[str, Destination]
 
@@ -86,8 +86,7 @@ def cut_chunk(
     Raises:
         DeltaMismatch: a rank listed another number of pages there.
     """
-    own = np.array(pages, dtype=np.int32)
-    own.setflags(write=False)
+    own = _copy(pages)
     destinations = {}
     for info in announcements:
         if info.is_dummy():
@@ -101,7 +100,7 @@ def cut_chunk(
         frame = info.delta
         destinations[info.agent_name] = Destination(
             pages=listed,
-            state_pages=_numbers(info.dst_state_indices),
+            state_pages=_copy(info.dst_state_indices if state_pages is not None else ()),
             metadata_slot=info.dst_aux_index,
             pool_pages=(frame.pool_pages or None) if frame else None,
             metadata_slots=(frame.metadata_slots or None) if frame else None,
@@ -111,16 +110,16 @@ def cut_chunk(
         chunk_id=chunk_id,
         pages=own,
         metadata_slot=metadata_slot,
-        state_pages=_numbers(state_pages),
+        state_pages=_copy(state_pages if state_pages is not None else ()),
         destinations=destinations,
     )
 
 
-def _numbers(pages: Sequence[Any] | None) -> tuple[int, ...]:
+def _copy(pages: Sequence[Any] | Pages) -> Pages:
     """SGLang gives lists of numbers, arrays, and lists of arrays."""
-    if pages is None or not len(pages):
-        return ()
-    return tuple(np.asarray(pages, np.int64).reshape(-1).tolist())
+    own = np.array(pages, np.int32).reshape(-1)
+    own.setflags(write=False)
+    return own
 
 
 # ---- the memory of both sides ----

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -55,6 +55,14 @@ class NixlTransferInfo(DeltaTransferInfo):
 
     #: Of a later release's message without pages: nothing goes to it from here, not even metadata.
     is_left_out: bool = False
+
+    @classmethod
+    @override
+    def from_zmq(cls, msg: list[bytes]) -> Self:
+        info = super().from_zmq(msg)
+        # SGLang makes a list of the array, which the scheduler's thread would have to read.
+        info.dst_state_indices = np.array(info.dst_state_indices, np.int32)
+        return info
 
     @override
     def is_dummy(self) -> bool:
