@@ -48,6 +48,9 @@ class PrefetchLine(PrefetchStates):
         #: What was known when the line was last gone through to its end, or to where nobody behind
         #: gets more.
         self._gone_through: object = None
+        #: Those that the scheduler asked for in the last step, and in this one, in its order.
+        self._asked_before: dict[Prefetch, None] = {}
+        self._asked: dict[Prefetch, None] = {}
 
     @property
     def busy(self) -> bool:
@@ -70,6 +73,7 @@ class PrefetchLine(PrefetchStates):
         """The requests that wait, first in line first; told in each step. Who is not among them is
         gone. ``full``: none of them is admitted in this step, whoever it is."""
         self._full = full
+        self._asked_before, self._asked = self._asked, {}
         if not len(self.line):
             return
         gone, moved = self.line.arrange(list(rids))
@@ -84,6 +88,7 @@ class PrefetchLine(PrefetchStates):
         prefetch = self.line.get(rid)
         if prefetch is None:
             return True
+        self._asked[prefetch] = None
         if self._ready(prefetch):
             prefetch.asked_ms = None
             return True
@@ -221,14 +226,17 @@ class PrefetchLine(PrefetchStates):
 
     def _fetch_in_line(self) -> None:
         """Fetch what is missing, first in line first, unless nothing has changed since."""
-        known = (self._news, self.fetches.changes, self.fetches.let_go, self.fetches.capacity)
+        fetches, asked = self.fetches, len(self._asked_before)
+        known = (self._news, asked, fetches.changes, fetches.let_go, fetches.capacity)
         if known == self._gone_through:
             return
         before, looked_at = TokensAhead(self.line, self._context.page_size), 0
         for prefetch in self.line:
             if prefetch.state is not State.FOUND and prefetch.state is not State.FETCHING:
                 continue
-            if prefetch.all_comes in (OWN, self.fetches.let_go):
+            if prefetch.all_comes in (OWN, fetches.let_go):
+                continue
+            if fetches.capacity < fetches.least_pages and self._passed_over(prefetch):
                 continue
             looked_at += 1
             if not self._fetch(prefetch, before):
@@ -282,14 +290,23 @@ class PrefetchLine(PrefetchStates):
 
     def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
         """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
-        the last one first, until there is room for ``pages``."""
+        the last one first, until there is room for ``pages``; then those that it passes over."""
         for other in reversed(list(self.line)):
-            if other.place <= prefetch.place or self.fetches.capacity >= pages:
+            if self.fetches.capacity >= pages:
                 return
+            if other.place <= prefetch.place and not self._passed_over(other):
+                continue
             staged = [piece for piece in other.pieces if piece.staged]
             self.fetches.drop(other, staged)
             if staged:
                 self._look(other, 0)
+
+    def _passed_over(self, prefetch: Prefetch) -> bool:
+        """Whether the scheduler asked for somebody behind it in the last step, and not for it: it
+        cannot run yet, such as one whose LoRA adapter has no slot."""
+        asked = self._asked_before
+        last = next(reversed(asked), None)
+        return last is not None and prefetch not in asked and prefetch.place < last.place
 
     # ---- into the tree ----
 
