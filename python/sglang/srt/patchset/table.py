@@ -336,7 +336,18 @@ _BUFFER_ONLY = (
 #: The groups, in the order in which their rows are bound.
 GROUPS: tuple[Group, ...] = (
     Group("base", "flags, and the check at scheduler start that what they need is attached", _BASE),
-    Group("delta", "the protocol of both sides: prefixes, rooms that end early, peers", _DELTA),
+    Group(
+        "delta",
+        "the protocol of both sides: prefixes, rooms that end early, peers",
+        _DELTA,
+        exchanges=(
+            Exchange(
+                module=f"{_DISAGG}.common.conn",
+                names=("get_zmq_socket_on_host",),
+                why="a rank's socket takes no frame without a bound",
+            ),
+        ),
+    ),
     Group(
         "nixl_async",
         "asynchronous NIXL transfer",

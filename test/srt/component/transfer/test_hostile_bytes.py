@@ -13,11 +13,13 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from component.transfer.bare import ADDRESS, decode
 from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, Dialect
@@ -26,6 +28,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import capability, observability, wire
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 VALUES: tuple[Any, ...] = (
     *(-1, 0, 1, 5, 7, 2**31 - 1, 2**31, -(2**63), 2**63, 2**64 - 1, 1.5, float("nan"), None, True),
@@ -88,6 +91,53 @@ def announced(manager: Any) -> dict[int, dict[str, Any]]:
     """What decode ranks have announced, by room and decode rank."""
     rooms = {} if manager.rooms is None else manager.rooms._rooms
     return {number: dict(room.announcements) for number, room in rooms.items()}
+
+
+class Rank(conn.CommonKVManager):
+    """A prefill rank with SGLang's own socket, and nothing else."""
+
+    moves_deltas = True
+
+    def register_to_bootstrap(self) -> None: ...
+
+
+def test_a_frame_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a stranger that has a rank reserve memory without a bound; a frame of the
+    longest prompt is taken, and others' connections stay."""
+    for name in ("tp_size", "tp_rank", "cp_size", "cp_rank", "dp_size", "dp_rank"):
+        monkeypatch.setattr(conn, f"get_attention_{name}", lambda: 1)
+    monkeypatch.setattr(conn, "get_local_ip_auto", lambda: "127.0.0.1")
+    monkeypatch.setattr(conn, "get_pp_group", lambda: None)
+    monkeypatch.setattr(Rank, "__abstractmethods__", frozenset())
+    stock = conn.get_zmq_socket_on_host
+    server = SimpleNamespace(
+        host="", disaggregation_bootstrap_port=0, dist_init_addr=None, dp_size=1, pp_size=1,
+        enable_dp_attention=False,
+    )  # fmt: skip
+    args = SimpleNamespace(system_dp_rank=0, pp_rank=0)
+    manager: Any = Rank(args, DisaggregationMode.PREFILL, server)
+    assert conn.get_zmq_socket_on_host is stock
+    context = zmq.Context.instance()
+    near, far = (context.socket(zmq.PUSH) for _ in range(2))
+    closed = far.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        for each in (near, far):
+            each.setsockopt(zmq.LINGER, 0)
+            each.connect(f"tcp://127.0.0.1:{manager.rank_port}")
+
+        def arrived() -> int:
+            assert manager.server_socket.poll(20_000)
+            return len(manager.server_socket.recv())
+
+        near.send(b"before")
+        assert arrived() == len(b"before")
+        far.send(bytes(wire.MOST_FRAME + 1))
+        assert closed.poll(20_000), "the connection is closed"
+        near.send(bytes(wire.MOST_FRAME))
+        assert arrived() == wire.MOST_FRAME
+    finally:
+        for each in (near, far, manager.server_socket):
+            each.close(0)
 
 
 def tables(manager: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.served_rooms import ServedRooms
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.exchange import exchanged
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
@@ -131,7 +132,9 @@ class DeltaManager(CommonKVManager):
         is_mla_backend: bool | None = False,
     ) -> None:  # fmt: skip
         self.start_delta(disaggregation_mode, server_args)  # before the threads that use it
-        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        names = {"get_zmq_socket_on_host": wire.bounded_socket} if self.moves_deltas else {}
+        with exchanged("delta", "sglang.srt.disaggregation.common.conn", names):
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
     def start_delta(self, mode: DisaggregationMode, server_args: ServerArgs) -> None:
         """Set up the side that this rank is on."""

@@ -294,6 +294,24 @@ def decode_control(frames: Sequence[bytes]) -> Message | None:
     return message
 
 
+#: Bytes of the longest frame that a rank takes, and 16 times what is needed: the page numbers of a
+#: prompt of a million tokens in pages of one token are 4 MB. ZeroMQ reserves what a stranger says
+#: that its frame has.
+MOST_FRAME = 1 << 26
+
+
+def bounded_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, host: str | None = None
+) -> tuple[int, zmq.Socket[bytes]]:
+    """SGLang's ``get_zmq_socket_on_host``: the port of a socket that closes a connection over which
+    a longer frame comes, and the socket."""
+    from sglang.srt.utils.network import get_zmq_socket_on_host
+
+    context.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME)  # of the sockets that it makes
+    port, socket = get_zmq_socket_on_host(context, kind, host)
+    return port, socket
+
+
 #: Peers come and go, and each chooses its own address: the one unused for longest makes room, and
 #: gets so many milliseconds for what it has not sent. (A socket takes two or three descriptors.)
 _MAX_SOCKETS, _LEAVING_MS = 4096, 10_000
