@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.buffer_only.worth import (
     full_rounds,
 )
 
-#: A call of 10 ms for 8 MB; 10,000 tokens a second.
-SPEEDS = Speeds(call_us=10_000, call_bytes=8_000_000, tokens_per_s=10_000)
+#: A call of 10 ms for 8 MB; a query of 2 ms; 10,000 tokens a second.
+SPEEDS = Speeds(call_us=10_000, call_bytes=8_000_000, query_us=2_000, tokens_per_s=10_000)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ SPEEDS = Speeds(call_us=10_000, call_bytes=8_000_000, tokens_per_s=10_000)
         (Hit(1000, calls=4, call_bytes=8_000_000), 0.01),
         (Hit(1000, calls=5, call_bytes=8_000_000), 0.02),
         (Hit(1000, calls=1, call_bytes=8_000_000, calls_ahead=8), 0.03),
+        (Hit(1000, calls=1, call_bytes=8_000_000, queries=3), 0.016),
     ],
 )
 def test_how_long_a_fetch_takes(hit: Hit, seconds: float):
@@ -71,6 +72,14 @@ def test_what_was_never_measured_is_tried(missing: str):
     """Or nothing would ever be known of it."""
     hit = Hit(1, calls=100, call_bytes=8_000_000)
     assert choose(replace(SPEEDS, **{missing: 0}), hit, 4, 0) is Choice.UNMEASURED
+
+
+def test_lookups_alone_may_take_longer_than_computing():
+    """Of a store that has nothing no call is ever measured."""
+    speeds = replace(SPEEDS, call_bytes=0, call_us=0)
+    hit = Hit(25, calls=1, call_bytes=8_000_000, queries=1)
+    assert choose(speeds, hit, 4, 0) is Choice.UNMEASURED
+    assert choose(speeds, replace(hit, queries=2), 4, 0) is Choice.SLOWER
 
 
 def test_a_slow_store_is_tried_now_and_then():

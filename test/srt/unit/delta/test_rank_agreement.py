@@ -80,7 +80,7 @@ def test_the_length_is_fixed(backups: int, fetches: int) -> None:
     lengths = set()
     vote = TransferVote(0, 0, 0, (1,) * backups, (1,) * fetches, (1,) * fetches)
     agree(vote, Checksum(), lambda vector: lengths.add(len(vector)) or vector)
-    assert lengths == {10 + BACKUP_SLOTS + QUERY_SLOTS + FETCH_SLOTS}
+    assert lengths == {11 + BACKUP_SLOTS + QUERY_SLOTS + FETCH_SLOTS}
     with pytest.raises(ValueError, match="at most"):
         agree(TransferVote(0, 0, 0, (1,) * (BACKUP_SLOTS + 1)), Checksum(), list)
 

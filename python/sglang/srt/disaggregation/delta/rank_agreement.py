@@ -217,8 +217,9 @@ class TransferVote(Vote):
     store_up: int = 1
     #: Leading tokens that the store has of the path that is looked up, or ``PENDING``.
     touched: int = 0
-    #: Of ``worth.Speeds``, the slowest rank's: the time of a call negated.
+    #: Of ``worth.Speeds``, the slowest rank's: the times of a call and of a query negated.
     minus_call_us: int = 0
+    minus_query_us: int = 0
     call_bytes: int = 0
     tokens_per_s: int = 0
 

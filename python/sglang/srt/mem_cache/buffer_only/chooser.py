@@ -23,13 +23,16 @@ class Chooser:
         self.speeds = Speeds()
         self._slower_in_a_row = 0
 
-    def rule(self, fetches: Fetches, tokens_ahead: int) -> Callable[[int], Choice]:
+    def rule(
+        self, fetches: Fetches, tokens_ahead: int, queries: int = 0
+    ) -> Callable[[int], Choice]:
         """Whether a hit of so many pages is there before it could be computed, by what is known
         now; can be asked on any thread.
 
         Args:
             fetches: that it would be one of.
             tokens_ahead: that those in line before its request will compute.
+            queries: one behind the other until it is known.
         """
         page, page_bytes = self._context.page_size, self._context.page_bytes
         piece_pages, running = fetches.piece_pages, fetches.running
@@ -44,6 +47,7 @@ class Chooser:
                 call_bytes=min(pages, piece_pages) * page_bytes,
                 calls_ahead=running,
                 tokens_ahead=tokens_ahead,
+                queries=queries,
             )
             return choose(speeds, hit, SIDE_BY_SIDE, slower_in_a_row)
 

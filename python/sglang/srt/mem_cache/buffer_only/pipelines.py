@@ -120,6 +120,7 @@ class Pipelines:
         calls = self.prefetches.fetches
         speeds = (
             -int(calls.call_seconds.value * 1e6),
+            -int(self.prefetches.queries.seconds.value * 1e6),
             int(calls.call_bytes.value),
             int(1 / self._token_seconds.value) if self._token_seconds.value else 0,
         )

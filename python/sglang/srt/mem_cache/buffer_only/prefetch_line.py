@@ -143,7 +143,12 @@ class PrefetchLine(PrefetchStates):
     def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks, and on time that has run out."""
         self.load_backs.finish(agreed.load_back_copies)
-        self._chooser.speeds = Speeds(-agreed.minus_call_us, agreed.call_bytes, agreed.tokens_per_s)
+        self._chooser.speeds = Speeds(
+            call_us=-agreed.minus_call_us,
+            call_bytes=agreed.call_bytes,
+            query_us=-agreed.minus_query_us,
+            tokens_per_s=agreed.tokens_per_s,
+        )
         self._came(agreed.fetches)
         self._take_answers(agreed.queries)
         for prefetch in self.line.due(self._context.now_ms):

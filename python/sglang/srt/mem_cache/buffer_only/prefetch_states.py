@@ -86,13 +86,16 @@ class PrefetchStates:
                 return
             last_hash = page_hashes(node, context.page_size)[-1] if begin else None
             before = context.prefix_keys(node)
-        rule = self._chooser.rule(self.fetches, line.of(prefetch))
+        ahead = line.of(prefetch)
+        rule = self._chooser.rule(self.fetches, ahead)
         wanted = len(prefetch.key) // context.page_size - begin
         new = prefetch.state is State.WAITING and not prefetch.pieces
         if new:
             parts = self._chooser.best_parts(self.fetches, wanted)
-            choices = {rule(pages) for pages in parts}
-            if choices == {Choice.SLOWER}:
+            asked = self._chooser.rule(self.fetches, ahead, self.queries.rounds)
+            choices = {asked(pages) for pages in parts}
+            # A trial waits for nobody's answer but its own.
+            if choices == {Choice.SLOWER} or (choices == {Choice.TRIAL} and self.queries.under_way):
                 # It need not even wait for an answer, which takes a step: that may be a batch.
                 prefetch.choice = self._chooser.chosen(Choice.UNASKED)
                 prefetch.begin = begin

@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.delta.rank_agreement import PENDING, QUERY_SLOTS
 from sglang.srt.mem_cache.buffer_only.page_store import Found, search
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
+from sglang.srt.mem_cache.buffer_only.worth import Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
@@ -26,11 +27,19 @@ class Queries:
         self._context = context
         self._threads = context.make_thread("query", THREADS)
         self._under_way: list[Query] = []
+        #: Of those that were answered, on this rank. Where few are asked, because the last ones
+        #: were slow, a few that are not must tell.
+        self.seconds = Mean(keep=0.5)
 
     @property
     def under_way(self) -> tuple[Query, ...]:
         """Those without an answer of all ranks."""
         return tuple(self._under_way)
+
+    @property
+    def rounds(self) -> int:
+        """Queries one behind the other until another one is answered."""
+        return len(self._under_way) // THREADS + 1
 
     @property
     def has_slot(self) -> bool:
@@ -84,6 +93,8 @@ class Queries:
             if pages == PENDING:
                 continue
             self._under_way.remove(query)
+            if not query.job.cancelled:
+                self.seconds.add(query.job.seconds)
             self._context.counters["store_query_failures"] += query.job.fault is not None
             if query.owner is not None:
                 query.owner.query = None

@@ -39,6 +39,8 @@ class Speeds:
     #: Mean time of a call that fetches, and its mean size.
     call_us: int = 0
     call_bytes: int = 0
+    #: Mean time of a query.
+    query_us: int = 0
     #: Of prefill.
     tokens_per_s: int = 0
 
@@ -53,6 +55,7 @@ class Hit:
         call_bytes: of one of them.
         calls_ahead: that the store is busy with.
         tokens_ahead: that those in line before it will compute.
+        queries: one behind the other until it is known, where it is not yet.
     """
 
     tokens: int
@@ -60,15 +63,20 @@ class Hit:
     call_bytes: int
     calls_ahead: int = 0
     tokens_ahead: int = 0
+    queries: int = 0
 
 
 def fetch_seconds(speeds: Speeds, hit: Hit, side_by_side: int) -> float:
     """Until the hit is in the stage, with so many calls side by side.
 
     A call that is smaller than the mean is not taken for faster: it may be latency that counts.
+    Where no call was measured, only the queries count.
     """
+    asked = hit.queries * speeds.query_us / 1e6
+    if not speeds.call_bytes:
+        return asked
     rounds = math.ceil((hit.calls + hit.calls_ahead) / side_by_side)
-    return rounds * speeds.call_us / 1e6 * max(1.0, hit.call_bytes / speeds.call_bytes)
+    return asked + rounds * speeds.call_us / 1e6 * max(1.0, hit.call_bytes / speeds.call_bytes)
 
 
 def full_rounds(calls: int, calls_ahead: int, side_by_side: int) -> set[int]:
@@ -82,12 +90,12 @@ def full_rounds(calls: int, calls_ahead: int, side_by_side: int) -> set[int]:
 
 def choose(speeds: Speeds, hit: Hit, side_by_side: int, slower_in_a_row: int) -> Choice:
     """Whether to fetch ``hit``; ``slower_in_a_row``: hits that were not, since the last trial."""
-    if not (speeds.call_bytes and speeds.tokens_per_s):
+    if not speeds.tokens_per_s:
         return Choice.UNMEASURED
     waits = hit.tokens_ahead / speeds.tokens_per_s
     late = max(0.0, fetch_seconds(speeds, hit, side_by_side) - waits)
     if late <= hit.tokens / speeds.tokens_per_s:
-        return Choice.FASTER
+        return Choice.FASTER if speeds.call_bytes else Choice.UNMEASURED
     return Choice.TRIAL if slower_in_a_row + 1 >= TRIAL_EVERY else Choice.SLOWER
 
 
