@@ -1,8 +1,8 @@
 """A bounded pool of threads for questions to other servers, some of which never answer.
 
 In a plain pool a few servers that hang take every thread, and questions to healthy servers wait for
-their timeouts. Here an address has at most ``_EACH`` questions under way, and addresses that were
-slow last time share half of the threads.
+their timeouts. Here an address has at most ``_EACH`` questions under way, addresses that were slow
+last time share half of the threads, and an eighth is left for those that were quick last time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TypeVar  # Any: arguments and answers
 
 T = TypeVar("T")
 
-#: Questions that may be under way to one address.
-_EACH = 2
-#: Seconds from which an answer is slow, and addresses that are remembered as slow.
-_SLOW_S, _MOST_SLOW = 1.0, 1024
+#: Questions that may be under way to one address, and that may wait.
+_EACH, _MOST_WAITING = 2, 4096
+#: Seconds from which an answer is slow, and addresses of which that is remembered.
+_SLOW_S, _MOST_KNOWN = 1.0, 4096
 
 
 class AddressPool:
@@ -31,22 +31,27 @@ class AddressPool:
     ) -> None:
         """``name``: of the threads, which are started when they are needed."""
         self._executor = ThreadPoolExecutor(threads, name)
-        self._slow_limit = threads // 2
+        #: Threads that slow addresses may have, and those with all that were never asked.
+        self._slow_limit, self._limit = threads // 2, threads - max(threads // 8, 1)
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._under_way: Counter[str] = Counter()
-        #: Addresses whose last question was slow, the oldest first.
-        self._slow: dict[str, None] = {}
+        #: Whether the last answer of an address was quick; the one asked longest ago comes first.
+        self._was_quick: dict[str, bool] = {}
 
     def submit(self, address: str, ask: Callable[..., T], *args: Any) -> Future[T]:
-        """Call ``ask`` with ``args`` in a thread, after earlier questions to ``address``."""
+        """Call ``ask`` with ``args`` in a thread, after earlier questions to ``address``. Its
+        result is an ``OSError`` where too many of those wait."""
         future: Future[T] = Future()
         with self._lock:
-            self._waiting.setdefault(address, deque()).append(
-                partial(self._run, address, future, ask, args)
-            )
-            self._start()
+            waiting = self._waiting.setdefault(address, deque())
+            if len(waiting) < _MOST_WAITING:
+                waiting.append(partial(self._run, address, future, ask, args))
+                self._start()
+                return future
+        text = f"{address} does not answer, and {_MOST_WAITING} questions to it wait"
+        future.set_exception(OSError(text))
         return future
 
     def shutdown(self) -> None:
@@ -55,13 +60,17 @@ class AddressPool:
 
     def _start(self) -> None:
         """Start what may start. Under the lock."""
-        slow = sum(self._under_way[address] for address in self._slow)
+        busy: Counter[bool | None] = Counter()
+        for address, count in self._under_way.items():
+            busy[self._was_quick.get(address)] += count
         for address, questions in list(self._waiting.items()):
-            is_slow = address in self._slow
+            kind = self._was_quick.get(address)
             while questions and self._under_way[address] < _EACH:
-                if is_slow and slow >= self._slow_limit:
+                if kind is False and busy[False] >= self._slow_limit:
                     break
-                slow += is_slow
+                if not kind and busy[False] + busy[None] >= self._limit:
+                    break
+                busy[kind] += 1
                 self._under_way[address] += 1
                 self._executor.submit(questions.popleft())
             if not questions:
@@ -76,11 +85,10 @@ class AddressPool:
         except BaseException as raised:
             error = raised
         with self._lock:
-            self._slow.pop(address, None)
-            if self._clock() - began >= _SLOW_S:
-                self._slow[address] = None
-                if len(self._slow) > _MOST_SLOW:
-                    del self._slow[next(iter(self._slow))]
+            self._was_quick.pop(address, None)
+            self._was_quick[address] = self._clock() - began < _SLOW_S
+            if len(self._was_quick) > _MOST_KNOWN:
+                del self._was_quick[next(iter(self._was_quick))]
             self._under_way[address] -= 1
             if not self._under_way[address]:
                 del self._under_way[address]

@@ -9,6 +9,8 @@ tensor-parallel ranks does; and without data-parallel attention all say that the
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 import requests
@@ -35,7 +37,8 @@ class ServedRooms:
         """This rank serves ``room``: have the bootstrap server at ``address`` (host:port) know it.
         Never waits. A rank that does not speak for its data-parallel group says nothing."""
         if self._manager.writer_id == 0:
-            self.pool.submit(address, self._tell, address, room)
+            told = self.pool.submit(address, self._tell, address, room)
+            told.add_done_callback(partial(self._log, address, room))
 
     @property
     def rank(self) -> int:
@@ -62,9 +65,11 @@ class ServedRooms:
     def _tell(self, address: str, room: int) -> None:
         served = {"bootstrap_room": room, "dp_rank": self.rank}
         url = f"http://{address}/register_dp_rank"
-        try:
-            requests.post(url, json=served, timeout=_TIMEOUT_S).raise_for_status()
-        except Exception as error:  # the address is what the client says
+        requests.post(url, json=served, timeout=_TIMEOUT_S).raise_for_status()
+
+    def _log(self, address: str, room: int, told: Future[None]) -> None:
+        error = told.exception()
+        if error is not None:  # the address is what the client says
             logger.error(
                 "bootstrap server %s was not told that data-parallel rank %d serves room %d (%s): "
                 "the decode server of this request waits for that until its deadline",
