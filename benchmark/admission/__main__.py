@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,14 +70,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with one_rank():
         for page in args.pages:
             set_arguments(page)
-            for running in args.running:
-                load = Load(page=page, running=running)
+            loads = [Load(page=page, running=running) for running in args.running]
+            loads.append(replace(loads[-1], queued=args.line))
+            # Long tails: shorter ones are not waited for.
+            copies = {"queued": 10 * args.copies, "copies": args.copies, "depth": 20}
+            loads.append(replace(loads[-1], **copies))
+            for load in loads:
                 arms = {name: build(load) for name, build in BUILDERS.items()}
-                for admits in ADMITS:
+                for admits in ADMITS if load.copies == 1 else (0,):
                     steps = args.steps if admits == 0 else args.steps // 4
-                    result = measure(arms, admits, steps)
-                    case = {"page": page, "running": running, "admits": admits}
-                    cases.append({**case, "steps": steps, **result})
+                    case = {"page": page, "running": load.running, "admits": admits}
+                    case |= {"queued": load.queued, "copies": load.copies, "steps": steps}
+                    cases.append(case | measure(arms, admits, steps))
     summary = {"machine": describe(), "cases": cases}
     write_summary(args.out / f"{args.name}.summary.json", summary)
     _print(cases, console)
@@ -86,7 +91,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _print(cases: list[dict[str, Any]], console: Console) -> None:
     rows = [
         [
-            f"page {case['page']}, {case['running']} running",
+            f"page {case['page']}, {case['running']} running, {case['queued']} in line"
+            + f", {case['copies']} of each" * (case["copies"] > 1),
             str(case["admits"]),
             *(
                 f"{case[name]['cpu_median_us']:,.0f} / {case[name]['cpu_p99_us']:,.0f}"
@@ -107,6 +113,8 @@ def main() -> int:
     add("--steps", type=int, default=1000, help="blocked steps an arm; a quarter where some enter")
     add("--pages", type=int, nargs="+", default=list(PAGES), help="page sizes")
     add("--running", type=int, nargs="+", default=list(RUNNING), help="running requests")
+    add("--line", type=int, default=10_000, help="requests in line, in the last cases of a page")
+    add("--copies", type=int, default=64, help="of each of ten prompts in line, likewise")
     add("--name", default="admission", help="of the summary")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the summary")
     args, console = parser.parse_args(), Console(width=110)

@@ -121,6 +121,15 @@ class Ours(Arm):
         self._grow_trunks()
         self._start_running()
         self.fill_queue()
+        if load.copies > 1:
+            self._start_leaders()
+
+    def _start_leaders(self) -> None:
+        """The first of each prompt is announced, and stays in transfer."""
+        while admitted := self.queue.pop_preallocated()[0]:
+            self.queue.transfer_queue.queue += admitted
+        leaders = len(self.queue.transfer_queue.queue)
+        assert leaders == self.load.queued // self.load.copies, f"{leaders} leaders"
 
     def _count_matches(self) -> None:
         original = self.tree.match_prefix

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +29,21 @@ VOCABULARY = 50_000
 LAYERS = 1
 #: What a running request reserves, SGLang's default.
 RESERVE = 512
+#: Prompts of a line that differ.
+PROMPTS = 64
 
 
 @dataclass(frozen=True)
 class Load:
     """One decode server: ``prompt`` tokens a request, in ``depth`` tree nodes of which the last is
-    its own; ``trunks`` prefixes that requests share."""
+    its own; ``trunks`` prefixes that requests share. Behind the first ``PROMPTS`` in line prompts
+    repeat: nobody looks at them."""
 
     page: int
     running: int
     queued: int = 64
+    #: How many in line have the same prompt. More than one: the first of each is in transfer.
+    copies: int = 1
     prompt: int = 10_000
     depth: int = 40
     trunks: int = 16
@@ -63,6 +69,12 @@ class Load:
 
     def tokens(self, number: int) -> list[int]:
         """The prompt of request ``number``."""
+        if number >= self.running:
+            number = self.running + (number - self.running) // self.copies % PROMPTS
+        return self._prompt(number)
+
+    @lru_cache(maxsize=1024)  # noqa: B019, a load is as good as a module's constant
+    def _prompt(self, number: int) -> list[int]:
         own = [(number * 104_729 + at * 17 + 1) % VOCABULARY for at in range(self.prompt)]
         return self.trunk(number % self.trunks) + own[self.shared :]
 
@@ -125,7 +137,7 @@ def queues(load: Load, owner: Any, tree: Any, rows: Any, pool: Any, allocator: A
         rows=rows,
         pool=pool,
         allocator=allocator,
-        metadata_slots=load.queued + load.running + 8,
+        metadata_slots=PROMPTS + load.running + 8,
         reserve=RESERVE,
         group=dist.group.WORLD,
         manager=SimpleNamespace(
@@ -137,7 +149,7 @@ def queues(load: Load, owner: Any, tree: Any, rows: Any, pool: Any, allocator: A
 
 def request_rows(load: Load) -> Any:
     """The request-to-slot table."""
-    rows = load.running + load.queued + 8
+    rows = load.running + PROMPTS + 8
     return DecodeReqToTokenPool(rows, load.prompt + 6_000, "cpu", False, 8)
 
 
@@ -153,8 +165,8 @@ def one_rank() -> Iterator[None]:
     """The process group of a server with one rank."""
     torch.set_num_threads(1)
     # Nobody is told that it waits, or for too long, while this measures.
-    for name in ("_DECODE_WAIT_LOG", "_DECODE_ADMISSION_TIMEOUT"):
-        os.environ[f"SGLANG_DISAGGREGATION{name}"] = "1000000"
+    for name in ("WAIT_LOG", "ADMISSION_TIMEOUT", "PREFIX_WAIT_TIMEOUT"):
+        os.environ[f"SGLANG_DISAGGREGATION_DECODE_{name}"] = "1000000"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

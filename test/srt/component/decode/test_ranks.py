@@ -15,6 +15,7 @@ from component.decode.pair import Diverged, Pair, RankGroup, ranks_reduce
 from component.decode.rank_life import RankLife
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.delta import rank_agreement
+from sglang.srt.disaggregation.delta.decode import candidates
 
 WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
@@ -72,8 +73,11 @@ def test_ranks_stay_in_step(
     """Guards against ranks that match different prefixes, admit or answer different requests, or
     commit a transfer at different steps: prefill would write into wrong offsets, and the next
     collective would hang the server. Rooms fail, metadata land and deadlines pass on one rank
-    before the other, and each rank's tree evicts other prefixes."""
+    before the other, and each rank's tree evicts other prefixes. Where prefixes are waited for, a
+    step checks less than the line."""
     monkeypatch.setenv(WAIT_TOKENS, wait)
+    if wait != "0":
+        monkeypatch.setattr(candidates, "CHECKED", 2)
     lives = live(seed, 1000, gloo=gloo)
     assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
     for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):

@@ -11,6 +11,7 @@ from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from component.decode.peer import Room
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.decode import candidates as line
 
 TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
 LOG = "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG"
@@ -253,3 +254,64 @@ def test_cannot_finish_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         scene.decoder.submit(ids(start, 180), new=200)
     scene.tick()
     assert "cannot_finish" in scene.decoder.decode_metrics.refusals
+
+
+LONG_LINE = 1000
+
+
+def long_line(scene: Scene) -> list[Any]:
+    """So many requests in line that no step looks at all of them."""
+    return [scene.decoder.submit(ids(2 + number, 200), new=4) for number in range(LONG_LINE)]
+
+
+def polls_of_a_step(scene: Scene) -> int:
+    """How many receivers the next step polls."""
+    polled: list[Room] = []
+    with pytest.MonkeyPatch.context() as patch:
+        poll = Room.poll
+        patch.setattr(Room, "poll", lambda room: polled.append(room) or poll(room))
+        scene.decoder.tick_queues()
+    return len(polled)
+
+
+@pytest.mark.hazard("step-per-waiting-request")
+def test_a_step_looks_at_a_part_of_a_long_line(scene: Scene) -> None:
+    """Guards against a step that costs the more the more requests wait; and against one that
+    nobody looks at: who fails or has waited too long is answered within a turn of the line."""
+    reqs = long_line(scene)
+    scene.tick()
+    steps = -(-LONG_LINE // line.CHECKED)
+    assert all(polls_of_a_step(scene) < 300 for _ in range(steps))
+    gone = [reqs[at] for at in (0, 1, 127, 128, 500, 999)]
+    for req in gone:
+        room(scene, req).state = KVPoll.Failed
+    for _ in range(steps):
+        scene.tick()
+    assert scene.decoder.queued == [req for req in reqs if req not in gone]
+    ends = scene.decoder.mailbox.ends
+    assert [ends[req.rid] for req in reqs] == [int(req in gone) for req in reqs]
+    scene.now = 300.0
+    for _ in range(steps):
+        assert polls_of_a_step(scene) < 300
+    assert scene.decoder.queued == [] and all(ends[req.rid] == 1 for req in reqs)
+    scene.decoder.drain()
+    check_idle(scene.decoder)
+
+
+@pytest.mark.hazard("step-per-waiting-request")
+def test_a_long_line_is_logged_in_few_lines(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against seconds of log lines in one step: all who wait for the same are one."""
+    reqs = long_line(scene)
+    with caplog.at_level(logging.WARNING):
+        scene.tick()
+        scene.now = 10.0
+        steps = -(-LONG_LINE // line.CHECKED)
+        for _ in range(2 * steps):
+            scene.tick()
+    found = waits(caplog)
+    assert len(found) < 20
+    words = [word.strip(",;") for text in found for word in text.split()]
+    # The head is named by those behind it, too.
+    assert [words.count(req.rid) for req in reqs[1:]] == [1] * (LONG_LINE - 1)
+    assert f"request {reqs[0].rid} (bootstrap_room={reqs[0].bootstrap_room}) has" in found[0]
+    assert f"request {reqs[0].rid} ahead of it does not fit" in found[1]

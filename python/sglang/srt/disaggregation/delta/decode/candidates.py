@@ -55,6 +55,9 @@ TRIED = 8
 #: Candidates of a step at most, with those that wait for an arriving prefix. They are found without
 #: a match, and hold no lock.
 LOOKED_AT = 128
+#: Requests in line, beside the candidates, whose failure and waiting time a step looks at. A longer
+#: line is gone through part by part: a step costs the same however many wait.
+CHECKED = 128
 #: Seconds between two errors about ranks whose pools differ.
 LOG_EVERY_S = 30.0
 
@@ -106,7 +109,7 @@ class Candidate:
     @property
     def resumes(self) -> bool:
         """Whether it was retracted, and not just handshaken."""
-        return self.entry is None
+        return bool(self.req.is_retracted)
 
     @property
     def length(self) -> int:
@@ -329,7 +332,7 @@ class AgreedSteps:
     @contextmanager
     def step(
         self,
-        ready: list[QueueEntry],
+        checked: list[QueueEntry],
         first: list[Candidate],
         limits: Limits,
         arriving: ArrivingPrefixes,
@@ -338,16 +341,17 @@ class AgreedSteps:
     ) -> Iterator[tuple[AdmissionVote, list[Candidate]]]:
         """What the ranks agree on, and who may be tried, with leases; takes the leases back.
 
-        ``ready``: entries without pages whose handshake is done; ``first``: the candidates. Both
-        are the same requests on all ranks, and there is at least one of either.
+        ``checked``: entries without pages whose handshake is done, the candidates' among them;
+        ``first``: the candidates. Both are the same requests on all ranks, and there is at least
+        one of either.
         """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         queue, budget, tree = self._queue, self._budget, self._queue.tree_cache
         pool, now, failed = budget.pool(), queue.clock(), KVPoll.Failed
-        states = [_state(entry, now, limits, failed) for entry in ready]
+        states = [_state(entry, now, limits, failed) for entry in checked]
         if min(states, default=State.FINE) <= State.EXPIRED:
-            ended = {id(e) for e, s in zip(ready, states, strict=True) if s <= State.EXPIRED}
+            ended = {id(e) for e, s in zip(checked, states, strict=True) if s <= State.EXPIRED}
             for candidate in first:
                 candidate.given_up = id(candidate.entry) in ended
         rows = queue.req_to_token_pool.available_size()
@@ -370,7 +374,7 @@ class AgreedSteps:
             agreed = vote
             if not alone(queue.gloo_group):
                 checksum = Checksum()
-                checksum.note([entry.req.rid for entry in ready], [one.req.rid for one in first])
+                checksum.note([entry.req.rid for entry in checked], [one.req.rid for one in first])
                 agreed = agree(vote, checksum, over(queue.gloo_group))
             if agreed.pools_differ:
                 self._log_difference(agreed, pool)

@@ -61,6 +61,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
     #: Candidates of the next step. More than can be tried only while the line moves: each costs a
     #: little, and behind one that does not fit nobody is looked at.
     _looked_at: int = line.LOOKED_AT
+    #: Where the part of the line begins that is checked next.
+    _next_part: int = 0
 
     @cached_property
     def _budget(self) -> DecodeBudget:
@@ -143,16 +145,16 @@ class RadixPreallocQueue(DecodePreallocQueue):
             limits = self._limits
             arriving = line.under_way(self)
             first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
+            checked = self._to_check(ready, first)
             taken: list[QueueEntry] = []
-            with self._steps.step(ready, first, limits, arriving) as (agreed, candidates):
-                failed += self._answer(ready, agreed)
-                self._end_waits(ready, agreed)
+            with self._steps.step(checked, first, limits, arriving) as (agreed, candidates):
+                failed += self._answer(checked, agreed)
                 stopped = self._admit(candidates, arriving, agreed, admitted, taken)
             self._note_refusal(first, candidates, agreed, stopped)
             moves = admitted or taken or Offer.WAITS in agreed.offers
             self._looked_at = line.LOOKED_AT if moves else line.TRIED
             self._leave([*admitted, *taken])
-            self._log_waits([entry.req for entry in self._ready()], limits)
+            waiting.log_waits(self, [entry.req for entry in checked], limits.log_after)
         return admitted, failed
 
     @override
@@ -167,17 +169,18 @@ class RadixPreallocQueue(DecodePreallocQueue):
             wait = record_of(req).wait
             if wait.since is None:
                 wait.since = self.clock()
-        ready = self._ready()  # nobody is admitted while these wait, but who failed is answered
+        # Nobody is admitted while these wait, but who failed is answered.
+        checked = self._to_check(self._ready(), [])
         limits = self._limits
         first = [Candidate(None, req) for req in self.retracted_queue[: line.TRIED]]
-        step = self._steps.step(ready, first, limits, {}, slots_needed=False)
+        step = self._steps.step(checked, first, limits, {}, slots_needed=False)
         with step as (agreed, candidates):
-            self._answer(ready, agreed)
+            self._answer(checked, agreed)
             back: list[Req] = []
             stopped = self._resume(candidates, agreed, back)
         self._note_refusal(first, candidates, agreed, stopped)
         self.retracted_queue = self.retracted_queue[len(back) :]
-        self._log_waits(self.retracted_queue, limits)
+        waiting.log_waits(self, self.retracted_queue, limits.log_after)
         return back
 
     @property
@@ -199,21 +202,32 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
         return [entry for entry in self.queue if entry.waiting_for_input]
 
+    def _to_check(self, ready: list[QueueEntry], first: Sequence[Candidate]) -> list[QueueEntry]:
+        """Those whose state the ranks agree on in this step: the candidates, none of which may get
+        in after it failed, and the next part of the line."""
+        at = self._next_part if line.CHECKED < len(ready) > self._next_part else 0
+        self._next_part = at + line.CHECKED
+        entries = [candidate.entry for candidate in first if candidate.entry is not None]
+        known = set(map(id, entries))
+        return entries + [e for e in ready[at : self._next_part] if id(e) not in known]
+
     def _leave(self, gone: Sequence[object]) -> None:
         """Take entries out of the lists that hold them."""
         if not gone:
             return
+        self._next_part = max(self._next_part - len(gone), 0)  # so that nobody is left out
         ids = {id(entry) for entry in gone}
         self.queue = [entry for entry in self.queue if id(entry) not in ids]
         self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in ids]
 
     # ---- who leaves without pages ----
 
-    def _answer(self, ready: list[QueueEntry], agreed: AdmissionVote) -> list[QueueEntry]:
-        """Tell the clients of requests that failed, were aborted or waited for too long."""
-        if min(agreed.states, default=State.FINE) > State.EXPIRED:
+    def _answer(self, checked: list[QueueEntry], agreed: AdmissionVote) -> list[QueueEntry]:
+        """Tell the clients of requests that failed, were aborted or waited for too long; end waits
+        for prefixes that lasted as long as they may."""
+        if min(agreed.states, default=State.FINE) == State.FINE:
             return []
-        gone = waiting.answer(self, ready, agreed.states, self._limits)
+        gone = waiting.answer(self, checked, agreed.states, self._limits)
         self._leave(gone)
         return gone
 
@@ -245,14 +259,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if candidate.resumes or candidate.is_alone:
             return True
         return bool(self.kv_manager.peer_takes_delta(bootstrap_addr(req)))
-
-    def _end_waits(self, ready: list[QueueEntry], agreed: AdmissionVote) -> None:
-        """Who waited long enough for another request's prefix is tried from the next step on."""
-        if State.WAITED_ENOUGH not in agreed.states:
-            return
-        for entry, state in zip(ready, agreed.states, strict=True):
-            if state == State.WAITED_ENOUGH:
-                record_of(entry.req).wait.prefix_timed_out = True
 
     def _admit(
         self,
@@ -396,19 +402,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
             record.refused_for.add(refusal.reason)
             self.scheduler.decode_metrics.refused(refusal.reason)
 
-    def what_is_missing(self, req: Req) -> str:
-        """What a request waits for, in words."""
-        in_line = chain(self.retracted_queue, (entry.req for entry in self._ready()))
+    def what_is_missing(self) -> Callable[[Req], str]:
+        """Says what a request waits for, in words, as line and pool are now."""
+        in_line = chain(self.retracted_queue, (entry.req for entry in self.queue))
         head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
-        entry = next((entry for entry in self.queue if entry.req is req), None)
-        wanted = self._budget.cost(Candidate(entry, req), 0)
-        return waiting.missing(req, head, wanted, self._budget.describe())
+        pool = self._budget.describe()
 
-    def _log_waits(self, reqs: Sequence[Req], limits: Limits) -> None:
-        """A warning once a wait, when it has become long."""
-        now = self.clock()
-        for req in reqs:
-            wait = record_of(req).wait
-            if wait.since is not None and now - wait.since >= limits.log_after and not wait.logged:
-                wait.logged = True
-                waiting.log_wait(req, now - wait.since, self.what_is_missing(req))
+        wanted = self._budget.cost
+        return lambda req: waiting.missing(req, head, wanted(Candidate(None, req), 0), pool)

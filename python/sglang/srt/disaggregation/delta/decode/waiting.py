@@ -7,7 +7,8 @@ Its client is answered, once, and prefill is told not to wait for an announcemen
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
+#: What a request waits for, in words.
+Lacks = Callable[["Req"], str]
 
 #: Why a request is refused, in words.
 REASONS = {
@@ -52,43 +55,62 @@ def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
     return f"{why}; {wanted} tokens wanted, {pool}"
 
 
-def log_wait(req: Req, waited: float, lacks: str) -> None:
-    """A warning: ``req`` has waited for so many seconds, and ``lacks`` what these words say."""
-    logger.warning(
-        "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s",
-        req.rid,
-        req.bootstrap_room,
-        waited,
-        " after it was retracted" if req.is_retracted else "",
-        lacks,
-    )
+def log_waits(queue: RadixPreallocQueue, reqs: Sequence[Req], after: float) -> None:
+    """A warning once for each wait that has become long, ``after`` seconds: of those that wait for
+    the same, the first is described and the others are named."""
+    now = queue.clock()
+    late: defaultdict[str | None, list[tuple[float, Req]]] = defaultdict(list)
+    for req in reqs:
+        wait = record_of(req).wait
+        if wait.logged or wait.since is None or now - wait.since < after:
+            continue
+        if req.finished_reason is None:
+            wait.logged = True
+            late[wait.refusal and wait.refusal.reason].append((now - wait.since, req))
+    lacks = queue.what_is_missing() if late else str
+    for (waited, first), *others in late.values():
+        also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for _, r in others)
+        logger.warning(
+            "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",
+            first.rid,
+            first.bootstrap_room,
+            waited,
+            " after it was retracted" if first.is_retracted else "",
+            lacks(first),
+            also if others else "",
+        )
 
 
 def answer(
     queue: RadixPreallocQueue,
-    ready: Sequence[QueueEntry],
+    checked: Sequence[QueueEntry],
     states: Sequence[int],
     limits: Limits,
 ) -> list[QueueEntry]:
-    """Tell the clients of those of ``ready`` that failed or waited for too long, by the ``states``
-    that the ranks agreed on; who leaves."""
+    """Tell the clients of those of ``checked`` that failed or waited for too long, by the
+    ``states`` that the ranks agreed on; who leaves.
+
+    Who waited long enough for another request's prefix is tried from the next step on."""
     gone: list[QueueEntry] = []
-    for entry, state in zip(ready, states, strict=True):
+    lacks: Lacks | None = None
+    for entry, state in zip(checked, states, strict=True):
         req = entry.req
         if state == State.FAILED:
             if queue.without_prefill.save(entry, why_failed(queue, entry)):
                 continue  # tried from the next step on
             fail(queue, entry, "Aborted while it waited for decode memory: request")
         elif state == State.EXPIRED:
+            lacks = lacks or queue.what_is_missing()
             waited = queue.clock() - (record_of(req).wait.since or 0.0)
             message = (
                 f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited "
                 f"{waited:.0f} s for decode memory, and "
                 f"{environment.ADMISSION_TIMEOUT.name} allows {limits.for_memory:.0f} s: "
-                f"{queue.what_is_missing(req)}"
+                f"{lacks(req)}"
             )
             give_up(queue.scheduler, entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
+            record_of(req).wait.prefix_timed_out |= state == State.WAITED_ENOUGH
             continue
         gone.append(entry)
     return gone
