@@ -22,7 +22,7 @@ def test_a_dummy_is_what_says_so(dummy: bool | None, empty: bool) -> None:
     slot = b"" if empty and dummy is not False else b"3"
     ours = dummy is not None
     reader.handle(MOONCAKE.announcement(pages=pages, slot=slot, ours=ours, is_dummy=bool(dummy)))
-    info = manager.rooms.life(7).announcements[PEER]
+    info = manager.rooms.room(7).announcements[PEER]
     assert info.is_dummy is (empty if dummy is None else dummy)
 
 
@@ -30,7 +30,7 @@ def test_registering_again_ends_the_refusal() -> None:
     """Guards against a decode server that stays shut out after one failed transfer."""
     manager, reader = MOONCAKE.acquainted()
     reader.handle(MOONCAKE.announcement())
-    manager.session_failed(manager.rooms.life(7).announcements[PEER])
+    manager.session_failed(manager.rooms.room(7).announcements[PEER])
     assert manager.has_failed_session(PEER) and not manager.decode_kv_args_table
     reader.handle(MOONCAKE.registration())
     assert not manager.has_failed_session(PEER) and not manager.session_failures
@@ -47,7 +47,7 @@ def test_messages_of_staging_reach_it() -> None:
         reader.handle([b"WATERMARK", *(str(number).encode() for number in mark), session])
     assert manager._staging_ctx.remote_watermarks == {PEER: (1, 5)}
     reader.handle([b"STAGING_RSP", b"7", b"0", b"128", b"1", b"256", session])
-    place = manager.rooms.life(7).announcements[PEER].staging
+    place = manager.rooms.room(7).announcements[PEER].staging
     assert (place.offsets[0], place.rounds[0], place.ends[0]) == (128, 1, 256)
     reader.handle([b"STAGING_RSP", b"7", b"9999999999", b"128", b"1", b"256", session])
     assert len(place.offsets) == 1, "a stranger's number is no table length"

@@ -169,7 +169,7 @@ def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) 
     manager = rank.manager
     rank.announce(1)
     rank.send(1)
-    room = manager.rooms.life(1)
+    room = manager.rooms.room(1)
     manager.rooms.fail(1, Reason.ABORTED, "withdrawn")
     assert room.is_over, "its request may go"
     manager.rooms.forget(room)
@@ -189,7 +189,7 @@ def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) 
     assert rank.failed() == {} and manager.chunk_deadlines.rooms() == [1]
     rank.take(0.0)
     assert manager.chunk_deadlines.rooms() == [] and not manager.rooms.is_under_way(1)
-    assert early.life is not late.life
+    assert early.owner is not late.owner
 
 
 @pytest.mark.hazard("slow-peer")

@@ -40,6 +40,6 @@ def test_a_chunk_that_is_about_to_be_sent() -> None:
     manager.fail_known = fail_and_poll
     manager.decode_kv_args_table["D"] = SimpleNamespace(endpoint="10.0.0.1", dst_port=4000)
     manager.decode_ranks.take(wire.Withdraw(ROOM, "D", "10.0.0.1", 4000, "no reason"))
-    worker.take(SimpleNamespace(room=ROOM, is_last_chunk=True, life=sender._room))
+    worker.take(SimpleNamespace(room=ROOM, is_last_chunk=True, owner=sender._room))
     assert polls == [KVPoll.Failed] and served == []
     assert "no reason" in manager.failure_records[ROOM]

@@ -21,11 +21,12 @@ from sglang.srt.disaggregation.delta.mooncake.worker import (
     SettlingExecutor,
     serve_staging,
 )
+from sglang.srt.disaggregation.delta.prefill.room import Room
 
 
-def chunk(room: int) -> Any:
+def chunk(room: Room) -> Any:
     """A chunk of ``room``, as far as it is looked at before anything is sent."""
-    return SimpleNamespace(room=room, is_last_chunk=True, life=None)
+    return SimpleNamespace(room=room.number, is_last_chunk=True, owner=room)
 
 
 def test_announcements_as_stock_staging_reads_them() -> None:
@@ -129,10 +130,10 @@ def test_a_worker_outlives_what_it_cannot_even_report() -> None:
     """Guards against a thread that ends, and with it every later transfer of its queue."""
     manager = prefill("mooncake")
     worker = ChunkWorker(manager, ThreadPoolExecutor(1))
-    manager.rooms.claim(7)
+    room, _ = manager.rooms.claim(7)
     manager.update_status(7, KVPoll.WaitingForInput)
     manager.rooms.destinations = lambda *_: 1 / 0
-    worker.take(chunk(7))  # neither what it has to do nor whom to tell can be known
+    worker.take(chunk(room))  # neither what it has to do nor whom to tell can be known
     assert manager.request_status == {7: KVPoll.Failed}
     assert not manager.rooms.is_under_way(7), "it was left busy"
 
@@ -142,7 +143,7 @@ def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyP
     that is called drained at once, and against a server that takes it for a leak meanwhile."""
     manager = prefill("mooncake")
     (room,) = open_rooms(manager, 7)
-    assert manager.rooms.enter(7)
+    assert manager.rooms.enter(room)
     manager.rooms.fail(7, Reason.TRANSPORT, "refused")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1000")
     manager.leave_later(7)
@@ -175,7 +176,7 @@ def serve(manager: Any, rooms: list[int], worker: Any, executor: Any = None) -> 
     """Let ``worker(queue)`` serve the chunks of ``rooms``, then end."""
     queue = Queue()
     for room in rooms:
-        queue.put(chunk(room))
+        queue.put(chunk(manager.rooms.room(room)))
     with pytest.raises(Stop):
         serve_staging(
             manager, queue, executor or ThreadPoolExecutor(1), lambda gated, _: worker(gated)
@@ -274,7 +275,7 @@ def test_a_transfer_that_fails_in_the_staging_worker() -> None:
             manager.update_status(room, KVPoll.Failed)
 
     queue = Queue()
-    for room in (1, 2):
+    for room in (first, later):
         queue.put(chunk(room))
     with pytest.raises(Stop):
         serve_staging(manager, queue, ThreadPoolExecutor(1), worker)

@@ -25,7 +25,7 @@ def request() -> Any:
     sender.__dict__.update(
         kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None, _room=manager.rooms.claim(ROOM)[0]
     )
-    assert manager.rooms.enter(ROOM)
+    assert manager.rooms.enter(sender._room)
     return SimpleNamespace(rid="r", disagg_kv_sender=sender)
 
 
@@ -46,7 +46,9 @@ def test_pages_stay_until_the_engines_call_returns_on_every_rank() -> None:
         for _ in range(3):
             assert turn() == [[], []]
         assert theirs.rooms.stopped(ROOM) == "it failed on another rank of this server"
-        assert theirs.rooms.destinations(ROOM) == [] and not theirs.rooms.enter(ROOM)
+        assert theirs.rooms.destinations(ROOM) == [] and not theirs.rooms.enter(
+            requests[1].disagg_kv_sender._room
+        )
         theirs.rooms.leave(ROOM)
         assert turn() == [["r"], ["r"]]
         pair.close()

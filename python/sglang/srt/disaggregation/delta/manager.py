@@ -298,7 +298,9 @@ class DeltaManager(CommonKVManager):
 
     def failure_of(self, room: int) -> str:
         """Why a room failed, for its client and the log."""
-        elsewhere = "it failed on another rank of this server"
+        elsewhere = (
+            f"room {room} failed on another rank of this server, or was two requests' number"
+        )
         return str(self.failure_records.get(room, elsewhere))
 
     def forget_status(self, room: int) -> None:
@@ -313,7 +315,7 @@ class DeltaManager(CommonKVManager):
         """Decode has all of ``room``."""
         self.advance(room, kv_poll().Success)
 
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+    def room_stopped(self, room: Room, kind: Reason) -> None:
         """``room`` failed; a backend with queues of its own drops what is in them."""
 
     def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
@@ -325,8 +327,8 @@ class DeltaManager(CommonKVManager):
         """A room starts when its request is here and all its decode ranks have announced it,
         whichever comes last; whether the latter have. Prefill only."""
         assert self.rooms is not None
-        life = self.rooms.life(room)
-        is_announced = life is not None and life.reason is None and life.is_announced
+        known = self.rooms.room(room)
+        is_announced = known is not None and known.reason is None and known.is_announced
         if is_announced:
             self.advance(room, kv_poll().WaitingForInput)
         return is_announced

@@ -199,10 +199,6 @@ class Announcements:
         if peer not in manager.decode_kv_args_table:
             manager.decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
-        refused = manager.rooms.one_too_many(info.room, peer)
-        if refused is not None:
-            manager.decode_ranks.tell(info.room, refused, [info])
-            raise BadMessage(refused)
         if manager.rooms.announce(info.room, peer, info, info.required_dst_info_num):
             manager.take_announcement(info.room)
 

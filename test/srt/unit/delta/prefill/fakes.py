@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
+from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 
@@ -144,16 +145,16 @@ class FakeRooms:
     backend: ScriptedBackend | None = None
     entries: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def enter(self, room: int, life: object | None) -> bool:
-        if room in self.stopped:
+    def enter(self, room: Room) -> bool:
+        if room.number in self.stopped:
             return False
-        self.busy.add(room)
+        self.busy.add(room.number)
         return True
 
-    def complete(self, room: int, life: object | None) -> bool:
-        if room in self.stopped:
+    def complete(self, room: Room) -> bool:
+        if room.number in self.stopped:
             return False
-        self.completed.add(room)
+        self.completed.add(room.number)
         return True
 
     def take_back(self, room: int) -> None:
@@ -170,20 +171,15 @@ class FakeRooms:
         self.entries.append(("done", chunk.room, chunk.payload.index))
 
     def room_failed(
-        self,
-        room: int,
-        reason: Reason,
-        text: str,
-        error: BaseException | None,
-        life: object | None,
+        self, room: Room, reason: Reason, text: str, error: BaseException | None
     ) -> None:
-        self.entries.append(("failed", room, reason, text, error))
+        self.entries.append(("failed", room.number, reason, text, error))
 
     def room_overdue(self, room: int) -> None:
         self.entries.append(("overdue", room))
 
     def drained(self, room: int) -> None:
-        """``WatchedWorker`` has nothing more to do for a life of ``room``."""
+        """``WatchedWorker`` has nothing more to do for ``room``."""
         self.entries.append(("drained", room))
 
     def of(self, room: int) -> list[Any]:
@@ -201,7 +197,7 @@ class FakeRooms:
 
 
 class WatchedWorker(Worker):
-    """Says when a life of a room has ended on it and nothing of it is under way."""
+    """Says when a room has ended on it and nothing of it is under way."""
 
     def __init__(self, backend: Any, rooms: Any, *arguments: Any) -> None:
         super().__init__(backend, rooms, *arguments)
@@ -226,15 +222,22 @@ class Bench:
             self.backend, self.rooms, Settings(**settings), self.stats, 0, self.clock
         )
         self._indices: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        #: By number, the last that was opened.
+        self.held: dict[int, Room] = {}
 
-    def life(self, room: int) -> object | None:
-        """What tells it from another one of its number."""
-        return None
-
-    def open(self, *rooms: int) -> None:
+    def open(self, *numbers: int) -> None:
         """Requests begin."""
-        for room in rooms:
-            self.worker.open(room, self.life(room))
+        for number in numbers:
+            self.held[number] = Room(number)
+            self.worker.open(self.held[number])
+
+    def cancel(self, number: int, reason: Reason = Reason.ABORTED) -> None:
+        """The room table has given the room up."""
+        self.worker.cancel(self.held.get(number) or Room(number), reason)
+
+    def forget(self, number: int) -> None:
+        """The request of the room is done with."""
+        self.worker.forget(self.held.get(number) or Room(number))
 
     def submit(
         self, room: int, *peers: str, last: bool = False, within: float = 120.0, **script: Any

@@ -29,14 +29,14 @@ def test_a_post_that_raises() -> None:
     assert bench.rooms.of(1) == ["failed", "drained"]
     bench.settle()
     assert bench.rooms.of(2) == ["done 0", "drained"]
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.open(1)
     bench.submit(1, last=True)
     bench.run()
     bench.settle()
     assert bench.rooms.of(1)[2:] == ["done 2", "drained"]
-    bench.worker.forget(1)
-    bench.worker.forget(2)
+    bench.forget(1)
+    bench.forget(2)
     bench.check_empty()
 
 
@@ -65,7 +65,7 @@ def test_handles_of_a_post_that_raised_halfway_are_waited_for() -> None:
     assert bench.rooms.of(1) == ["failed"] and bench.backend.released == 0
     bench.settle()
     assert bench.rooms.of(1) == ["failed", "drained"] and bench.rooms.busy == set()
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -108,7 +108,7 @@ def test_the_first_cause_counts() -> None:
     bench.backend.handles[1].state = RuntimeError("the cause")
     bench.run(0.1)
     bench.settle(1, State.ERROR)
-    bench.worker.cancel(1, Reason.ABORTED)
+    bench.cancel(1, Reason.ABORTED)
     bench.run(200)
     assert bench.rooms.of(1) == ["failed", "overdue", "drained"]
     assert "the cause" in bench.rooms.failure(1)[1]
@@ -124,7 +124,7 @@ def test_peers_that_cannot_be_told() -> None:
     bench.settle()
     assert bench.rooms.of(1) == ["failed", "drained"] and bench.rooms.completed == set()
     assert "a could not be told that it is complete: RuntimeError" in bench.rooms.failure(1)[1]
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -141,7 +141,7 @@ def test_a_room_that_was_given_up_is_never_complete(how: str) -> None:
     if how == "overdue":
         bench.run(6)
     elif how == "cancelled":
-        bench.worker.cancel(1, Reason.ABORTED)
+        bench.cancel(1, Reason.ABORTED)
     elif how == "stopped at the gate":
         bench.rooms.stopped.add(1)
     else:
@@ -152,7 +152,7 @@ def test_a_room_that_was_given_up_is_never_complete(how: str) -> None:
     assert bench.backend.completed == [] and bench.rooms.completed == set()
     assert bench.rooms.of(1)[-1] == "drained" and "done 0" not in bench.rooms.of(1)
     assert second.releases == 1
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -175,8 +175,8 @@ def test_nobody_believes_that_siblings_of_a_lost_connection_are_over() -> None:
     assert bench.rooms.busy == {1, 2} and bench.backend.released == 0
     bench.run(2)
     assert bench.rooms.busy == set() and bench.backend.released == 2
-    bench.worker.forget(1)
-    bench.worker.forget(2)
+    bench.forget(1)
+    bench.forget(2)
     bench.check_empty()
 
 
@@ -207,9 +207,7 @@ def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.run()
     bench.settle()
     assert bench.rooms.of(3) == ["done 0", "drained"]
-    assert bench.worker.tables() | {"rooms": 0, "under_way": 0} == dict.fromkeys(
-        bench.worker.tables(), 0
-    )
+    assert bench.worker.tables() | {"rooms": 0} == dict.fromkeys(bench.worker.tables(), 0)
     bench.check()
 
 
@@ -219,13 +217,13 @@ def test_ended_is_for_ever() -> None:
     bench = Bench()
     bench.open(1, 2)
     bench.submit(1, last=True)
-    bench.worker.cancel(2, Reason.ABORTED)
+    bench.cancel(2, Reason.ABORTED)
     bench.run()
     bench.settle()
     before = list(bench.rooms.entries)
     for room in (1, 2):
         bench.submit(room)
-        bench.worker.cancel(room, Reason.ABORTED)
+        bench.cancel(room, Reason.ABORTED)
     bench.run(500)
     assert bench.rooms.entries == before and len(bench.backend.handles) == 1
 
@@ -236,10 +234,10 @@ def test_unknown_rooms() -> None:
     nothing."""
     bench = Bench()
     bench.open(1)
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.submit(1)
-    bench.worker.cancel(1, Reason.ABORTED)
-    bench.worker.forget(1)
+    bench.cancel(1, Reason.ABORTED)
+    bench.forget(1)
     assert bench.run() is None
     assert bench.rooms.entries == [] and bench.backend.posts == []
     bench.check_empty()
@@ -255,7 +253,7 @@ def test_cancel_before_anything_was_posted() -> None:
     bench.submit(1)
     bench.submit(1, last=True)
     bench.run()
-    bench.worker.cancel(1, Reason.ABORTED)
+    bench.cancel(1, Reason.ABORTED)
     assert bench.rooms.of(1) == ["drained"]
     bench.settle()
     assert {post[0] for post in bench.backend.posts} == {2}
@@ -271,14 +269,14 @@ def test_cancel_while_something_is_under_way() -> None:
         bench.submit(1, "a", "b")
     bench.run()
     assert len(bench.backend.handles) == 4
-    bench.worker.cancel(1, Reason.ABORTED)
+    bench.cancel(1, Reason.ABORTED)
     for handle in bench.backend.handles:
         assert bench.rooms.of(1) == [] and bench.rooms.busy == {1}
         handle.state = State.DONE
         bench.run(0.1)
     assert bench.rooms.of(1) == ["drained"] and bench.rooms.busy == set()
     assert len(bench.backend.handles) == 4
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -292,11 +290,11 @@ def test_a_landed_chunk_of_a_room_that_ends() -> None:
     bench.run()
     bench.backend.handles[1].state = State.DONE
     bench.run(0.1)
-    bench.worker.cancel(1, Reason.ABORTED)
+    bench.cancel(1, Reason.ABORTED)
     assert bench.rooms.of(1) == []
     bench.settle()
     assert bench.rooms.of(1) == ["drained"]
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -313,8 +311,8 @@ def test_the_gate_stops_a_room() -> None:
     bench.settle()
     assert bench.rooms.of(1) == ["done 0", "drained"] and bench.rooms.of(2) == ["drained"]
     assert len(bench.backend.posts) == 1 and bench.backend.completed == []
-    bench.worker.forget(1)
-    bench.worker.forget(2)
+    bench.forget(1)
+    bench.forget(2)
     bench.check_empty()
 
 
@@ -335,7 +333,7 @@ def test_a_gate_that_raises(lands: bool) -> None:
     bench.settle()
     assert bench.backend.completed == []
     assert bench.rooms.of(1) == ["failed", "drained"]
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -381,53 +379,11 @@ def test_forgotten_while_under_way() -> None:
     bench.submit(1)
     bench.submit(1, last=True)
     bench.run()
-    bench.worker.forget(1)
+    bench.forget(1)
     assert bench.rooms.busy == {1}
     bench.settle()
     assert bench.rooms.entries == []
     bench.check_empty()
-
-
-@pytest.mark.hazard("late-notification")
-def test_a_number_that_is_used_again() -> None:
-    """Guards against the old life's transfers completing, failing or quieting the new one, and
-    against the gate being left while those of the old life are under way."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1, last=True)
-    bench.run()
-    (old,) = bench.backend.handles
-    bench.worker.forget(1)
-    bench.open(1)
-    bench.submit(1, last=True)
-    bench.run()
-    new = bench.backend.handles[1]
-    new.state = State.DONE
-    bench.run(0.1)
-    assert bench.rooms.of(1) == ["done 1", "drained"] and bench.rooms.busy == {1}
-    old.state = State.ERROR
-    bench.run(0.1)
-    bench.let_doubt_pass()
-    assert bench.rooms.of(1) == ["done 1", "drained"] and bench.rooms.busy == set()
-    bench.worker.forget(1)
-    bench.check_empty()
-
-
-def test_an_open_room_is_opened_once() -> None:
-    """Guards against a second ``open`` that loses what was queued; and one that follows an ended
-    life begins a new one."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1)
-    bench.open(1)
-    bench.run()
-    assert bench.backend.posts == [(1, 0, "a")]
-    bench.worker.cancel(1, Reason.ABORTED)
-    bench.open(1)
-    bench.submit(1, last=True)
-    bench.run()
-    bench.settle()
-    assert bench.rooms.of(1) == ["done 1", "drained"]
 
 
 def test_chunks_cannot_change() -> None:
@@ -464,8 +420,8 @@ def test_failures_are_counted_once_by_reason() -> None:
     bench.submit(2, within=1.0)
     bench.submit(3)
     bench.run()
-    bench.worker.cancel(3, Reason.PEER_LOST)
-    bench.worker.cancel(3, Reason.ABORTED)
+    bench.cancel(3, Reason.PEER_LOST)
+    bench.cancel(3, Reason.ABORTED)
     bench.run(2)
     counted = {reason: count for reason, count in bench.stats.failures.items() if count}
     assert counted == {Reason.TRANSPORT: 1, Reason.TIMEOUT: 1, Reason.PEER_LOST: 1}

@@ -21,7 +21,6 @@ class Prefill(Bench):
         #: Rooms of which decode was told that they are drained, with the reason.
         self.told: list[tuple[int, str]] = []
         self.table = RoomTable(self, clock=self.clock)
-        self.held: dict[int, Room] = {}
         self.worker._table = Both(self.table, self.rooms)
 
     def fail_known(self, room: int, text: str) -> bool:
@@ -30,8 +29,8 @@ class Prefill(Bench):
     def room_delivered(self, room: int) -> None:
         pass
 
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
-        self.worker.cancel(room, kind, life)
+    def room_stopped(self, room: Room, kind: Reason) -> None:
+        self.worker.cancel(room, kind)
 
     def room_drained(self, room: int, reason: str, announcements: list[Any]) -> None:
         assert announcements == ["decode"] and not self.backend.open_handles(room)
@@ -42,10 +41,7 @@ class Prefill(Bench):
         self.held[room], refused = self.table.claim(room)
         assert refused is None
         self.table.announce(room, "decode", "decode")
-        self.open(room)
-
-    def life(self, room: int) -> object | None:
-        return self.table.life(room)
+        self.worker.open(self.held[room])
 
     def withdraw(self, room: int) -> bool:
         """Decode gives it up; whether its request may go at once."""
@@ -55,7 +51,7 @@ class Prefill(Bench):
     def done(self, room: int) -> None:
         """The request is done with."""
         self.table.forget(self.held[room])
-        self.worker.forget(room, self.held[room])
+        self.forget(room)
 
     def again(self, room: int) -> None:
         """Its request is done with, and another one has its number; the worker has heard of
@@ -191,8 +187,8 @@ def test_a_deadline_of_an_earlier_request_of_the_number() -> None:
     prefill.worker.cancel = cancel  # type: ignore[method-assign]
     for it in late:
         cancel(*it)
-    prefill.worker.forget(2, old)
-    prefill.open(2)
+    prefill.worker.forget(old)
+    prefill.worker.open(prefill.held[2])
     prefill.submit(2, last=True)
     prefill.settle()  # the first room's place is free
     prefill.settle()
@@ -216,7 +212,7 @@ def test_a_word_about_an_earlier_request_of_the_number(command: str) -> None:
     if command == "cancel":
         cancel(*late[0])
     else:
-        prefill.worker.forget(1, old)
+        prefill.worker.forget(old)
     prefill.submit(1, last=True)
     prefill.run()
     prefill.settle()

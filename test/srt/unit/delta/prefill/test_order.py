@@ -25,7 +25,7 @@ def test_a_room_from_open_to_forget() -> None:
     assert bench.backend.completed == [7]
     assert bench.rooms.of(7) == ["done 0", "done 1", "drained"] and bench.rooms.busy == set()
     assert bench.run() is None
-    bench.worker.forget(7)
+    bench.forget(7)
     bench.check_empty()
 
 
@@ -194,7 +194,7 @@ def test_one_post_a_step() -> None:
     bench.submit(1)
     bench.submit(2)
     assert bench.worker.step(bench.clock.now) == 0.0
-    bench.worker.cancel(2, Reason.ABORTED)
+    bench.cancel(2, Reason.ABORTED)
     bench.run()
     assert bench.backend.posts == [(1, 0, "a")]
 

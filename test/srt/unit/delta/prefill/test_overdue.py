@@ -21,7 +21,7 @@ def test_deadline_of_what_waits() -> None:
     bench.run()
     bench.submit(2, within=5.0)
     bench.submit(3, within=5.0)
-    bench.worker.cancel(3, Reason.ABORTED)
+    bench.cancel(3, Reason.ABORTED)
     bench.run(4.9)
     assert bench.rooms.of(2) == []
     bench.run(0.2)
@@ -47,7 +47,7 @@ def test_deadline_of_what_is_under_way() -> None:
     assert bench.rooms.busy == {1}
     bench.settle()
     assert bench.rooms.of(1) == ["failed", "overdue", "drained"] and bench.rooms.busy == set()
-    bench.worker.forget(1)
+    bench.forget(1)
     bench.check_empty()
 
 
@@ -59,7 +59,7 @@ def test_cancelled_and_overdue() -> None:
     bench.run()
     bench.submit(1, within=9.0)
     bench.run()
-    bench.worker.cancel(1, Reason.ABORTED)
+    bench.cancel(1, Reason.ABORTED)
     bench.run(6)
     assert bench.rooms.of(1) == []  # the second one has time left
     bench.run(4)
@@ -85,7 +85,7 @@ def test_overdue_transfers_do_not_use_up_the_window() -> None:
     bench.run()
     assert len(bench.backend.open_handles(peer="b")) == 3
     for room in range(99):
-        bench.worker.forget(room)
+        bench.forget(room)
     assert bench.worker.tables()["rooms"] == 11
 
 
@@ -112,7 +112,7 @@ def test_a_peer_that_comes_back() -> None:
     assert all(bench.rooms.of(room) == ["done 0", "drained"] for room in rooms)
     bench.settle()
     for room in range(28):
-        bench.worker.forget(room)
+        bench.forget(room)
     bench.check_empty()
 
 

@@ -84,11 +84,14 @@ class Threads:
             prepare_thread=lambda: self.prepared.append(threading.get_ident()),
             clock=clock,
         )
+        #: By number.
+        self.rooms: dict[int, Room] = {}
         self.pool.start()
 
     def send(self, room: int, chunks: int = 1) -> None:
         """A whole room."""
-        self.pool.open(room)
+        self.rooms[room] = Room(room)
+        self.pool.open(self.rooms[room])
         now = time.monotonic()
         for index in range(chunks):
             last = index == chunks - 1
@@ -166,8 +169,8 @@ def test_the_scheduler_never_waits_for_a_post() -> None:
     threads.send(same)
     threads.send(other)
     assert threads.bell.over.get(timeout=LONG_S) == other
-    threads.pool.cancel(same, Reason.ABORTED)
-    threads.pool.cancel(0, Reason.ABORTED)
+    for room in threads.rooms[same], threads.rooms[0]:
+        threads.pool.cancel(room, Reason.ABORTED)
     assert threads.bell.of(0) == threads.bell.of(same) == []
     backend.go_on.set()
     assert {threads.bell.over.get(timeout=LONG_S) for _ in range(2)} == {0, same}
@@ -219,7 +222,7 @@ class Failed(list[tuple[int, str]]):
             self.append((room, text))
         return False
 
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+    def room_stopped(self, room: Room, kind: Reason) -> None:
         assert kind is Reason.INTERNAL
 
     def room_drained(self, room: int, reason: str, announcements: list[object]) -> None:
@@ -245,7 +248,7 @@ def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     backend = Stuck()
     threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
     watchdog, table, rooms, failed = watched(threads, range(20))
-    assert table.enter(0), "its worker is about to hang with a write of it"
+    assert table.enter(rooms[0]), "its worker is about to hang with a write of it"
     threads.send(0)
     assert backend.entered.wait(LONG_S)
     watchdog.tick()

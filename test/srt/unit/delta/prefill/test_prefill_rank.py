@@ -41,6 +41,10 @@ class Side:
         if refused is not None:
             self.rooms.fail(room, Reason.ABORTED, refused)
 
+    def enter(self, room: int = ROOM) -> bool:
+        """A worker asks whether it may post a write."""
+        return self.rooms.enter(self.rooms.room(room) or Room(room))
+
     def forget(self, room: int = ROOM) -> None:
         """The request of a room is done with."""
         self.rooms.forget(self.held.pop(room))
@@ -105,8 +109,8 @@ def test_all_ranks_are_told_by_the_writer(side: Side) -> None:
     against an answer in another rank's name, which would count for that one."""
     side.manager.attn_tp_rank = 3
     side.request()
-    side.announce(peer="D", host="10.0.0.1")
-    side.announce(peer="E", host="10.0.0.2")
+    side.announce(peer="D", host="10.0.0.1", required_dst_info_num=2)
+    side.announce(peer="E", host="10.0.0.2", required_dst_info_num=2)
     side.rooms.fail(ROOM, Reason.ABORTED, "aborted")
     sent = side.sockets.take()
     assert [host for host, _, _ in sent] == ["10.0.0.1", "10.0.0.2"]
@@ -118,10 +122,10 @@ def test_decode_hears_of_it_when_the_write_has_settled(side: Side) -> None:
     """Guards against pages that decode gives to others while they are written."""
     side.request()
     side.announce()
-    assert side.rooms.enter(ROOM)
+    assert side.enter(ROOM)
     side.withdraw()
     side.rooms.fail(ROOM, Reason.TRANSPORT, "broken")
-    assert side.stopped() == [] and not side.rooms.enter(ROOM)
+    assert side.stopped() == [] and not side.enter(ROOM)
     side.rooms.leave(ROOM)
     assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
 
@@ -130,8 +134,8 @@ def test_one_rank_that_cannot_be_told_hides_no_other(side: Side) -> None:
     """Guards against an unusable address that ends the scheduler, or the telling of the others."""
     side.sockets.refuse.add("10.0.0.1")
     side.request()
-    side.announce(peer="D", host="10.0.0.1")
-    side.announce(peer="E", host="10.0.0.2")
+    side.announce(peer="D", host="10.0.0.1", required_dst_info_num=2)
+    side.announce(peer="E", host="10.0.0.2", required_dst_info_num=2)
     side.rooms.fail(ROOM, Reason.ABORTED, "aborted")
     assert [host for host, _, _ in side.stopped()] == ["10.0.0.2"]
 
@@ -183,7 +187,7 @@ def test_withdrawn_while_open(side: Side) -> None:
     side.withdraw()
     assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")], "once"
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
-    assert not side.rooms.enter(ROOM)
+    assert not side.enter(ROOM)
 
 
 @pytest.mark.parametrize("steps", [(), ("request",), ("announce",), ("request", "announce of 2")])
@@ -237,7 +241,7 @@ def test_withdrawn_while_its_request_arrives(side: Side, claims: str) -> None:
     side.withdraw()
     if claims == "after":
         side.request()
-    assert side.held[ROOM].is_over and not side.rooms.enter(ROOM)
+    assert side.held[ROOM].is_over and not side.enter(ROOM)
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
     assert side.manager.failure_records == {ROOM: "decode gave it up: bored"}
     assert len(side.stopped()) == 1
@@ -248,24 +252,19 @@ def test_withdrawn_while_its_request_arrives(side: Side, claims: str) -> None:
 def test_withdrawn_by_a_rank_of_another_request(side: Side, steps: str) -> None:
     """Clients choose numbers. Guards against a request that fails because a decode server that was
     given another one of its number gives that up; and against that server's pages held for their
-    whole bound, and its request waiting here, for nobody."""
+    whole bound."""
     side.request()
     side.announce()
     for step in steps.split():
-        getattr(side.rooms, step)(ROOM)
+        getattr(side.rooms, step)(side.held[ROOM])
     side.manager.decode_kv_args_table["E"] = SimpleNamespace(endpoint="10.0.0.2", dst_port=4000)
     side.withdraw(peer="E", host="10.0.0.2")
     assert not side.held[ROOM].is_stopped and side.manager.failure_records == {}
-    told = side.stopped()
+    assert [(host, room) for host, room, _ in side.stopped()] == [("10.0.0.2", ROOM)]
     if "complete" not in steps:
-        assert [(host, room) for host, room, _ in told] == [("10.0.0.2", ROOM)]
-        assert side.rooms.enter(ROOM) and side.rooms.complete(ROOM)
+        assert side.enter(ROOM) and side.rooms.complete(side.held[ROOM])
     side.rooms.leave(ROOM)
     side.forget()
-    if "complete" not in steps:
-        side.request()
-        assert side.held[ROOM].is_stopped, "decode does not want it any more"
-        side.forget()
     side.request()
     assert not side.held[ROOM].is_stopped
 
@@ -301,7 +300,7 @@ def test_another_room_is_not_touched(side: Side) -> None:
     side.request(8)
     side.announce(8)
     side.withdraw(7)
-    assert side.manager.request_status[8] == KVPoll.Bootstrapping and side.rooms.enter(8)
+    assert side.manager.request_status[8] == KVPoll.Bootstrapping and side.enter(8)
 
 
 def test_a_stranger_is_told_to_connect_again(side: Side) -> None:
@@ -393,7 +392,7 @@ def test_a_late_word_to_a_decode_rank_that_is_gone(side: Side) -> None:
     sockets = side.ranks._sockets = wire.PeerSockets(side.clock)
     side.request()
     side.announce(host="127.0.0.1")
-    assert side.rooms.enter(ROOM)
+    assert side.enter(ROOM)
     side.ranks.take(wire.Ping("a:1", "D", "127.0.0.1", 4000))
     assert advance(side, 120) == ["D"]
     assert advance(side, 5) == [] and not sockets._sockets
@@ -441,7 +440,7 @@ def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
     side.clock.now += 30  # half of the quarantine bound
     if noticed_by == "tick":
         side.ranks.tick()
-    assert not side.rooms.enter(ROOM) and side.rooms.enter(8)
+    assert not side.enter(ROOM) and side.enter(8)
     assert "did not run for 30 s" in side.manager.failure_records[ROOM]
     assert [room for _, room, _ in side.stopped()] == [ROOM]
 
@@ -451,7 +450,7 @@ def test_a_process_that_was_slow(side: Side) -> None:
     side.request()
     side.announce()
     side.clock.now += 29
-    assert side.rooms.enter(ROOM) and side.ranks.tick() == []
+    assert side.enter(ROOM) and side.ranks.tick() == []
     assert advance(side, 300) == [] and side.manager.request_status[ROOM] != KVPoll.Failed
 
 
@@ -461,7 +460,7 @@ def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
     room: the room is stopped, nobody says that it failed, and it waits for ever."""
     told: list[tuple[int, Reason]] = []
     side.manager.room_stopped = (  # type: ignore[method-assign]
-        lambda room, kind, life: told.append((room, kind))
+        lambda room, kind: told.append((room.number, kind))
     )
     side.announce()
     unclaimed = side.rooms.unclaimed
@@ -474,7 +473,7 @@ def test_a_request_that_comes_as_its_announcement_ends(side: Side) -> None:
 
     side.rooms.unclaimed = found  # type: ignore[method-assign]
     advance(side, 30)
-    assert [room for _, room, _ in side.stopped()] == [ROOM] and not side.rooms.enter(ROOM)
+    assert [room for _, room, _ in side.stopped()] == [ROOM] and not side.enter(ROOM)
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
     assert "no request for it reached" in side.manager.failure_records[ROOM]
     assert told == [(ROOM, Reason.TIMEOUT)]
@@ -508,7 +507,7 @@ def test_a_scheduler_that_is_busy_with_one_thing(side: Side) -> None:
     assert side.stopped() == [] and side.rooms.claim(7)[1] is None
     advance(side, 2)
     assert side.stopped() == [] and side.rooms.claim(8)[1] is None
-    assert side.rooms.destinations(7) and side.rooms.enter(8)
+    assert side.rooms.destinations(7) and side.enter(8)
 
 
 def test_a_busy_scheduler_still_ends_what_nobody_asked_for(side: Side) -> None:

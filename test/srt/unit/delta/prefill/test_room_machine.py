@@ -79,6 +79,8 @@ class Rank:
         self.requests: dict[int, Request] = {}
         #: Those that are gone and of which something is under way.
         self.gone: list[Request] = []
+        #: Of all requests that are gone.
+        self.past: list[Room] = []
         self.listings: list[Listing] = []
         self.answered: defaultdict[tuple[int, str], int] = defaultdict(int)
         self.steps: list[tuple[State, Event, State]] = []
@@ -105,10 +107,10 @@ class Rank:
     def room_delivered(self, room: int) -> None:
         self.interrupted()
 
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+    def room_stopped(self, room: Room, kind: Reason) -> None:
         self.interrupted()
-        request = self.requests.get(room)
-        if request is not None:
+        request = self.requests.get(room.number)
+        if request is not None and request.room is room:
             request.is_over_on_worker = True
 
     def room_drained(self, room: int, reason: str, announcements: list[Any]) -> None:
@@ -131,26 +133,26 @@ class Rank:
     def request(self, number: int) -> None:
         first = self.requests.get(number)
         if first is not None:
-            if self.table.life(number) is first.room:
+            if self.table.room(number) is first.room:
                 self.second(number)
             return
         self.status[number] = None
         room, refused = self.table.claim(number)
         self.requests[number] = Request(number, room)
         if refused is not None:
-            self.table.fail(number, Reason.ABORTED, refused, life=room)
+            self.table.fail(number, Reason.ABORTED, refused, meant=room)
         for listing in self.listings:
             if listing.number == number and not listing.heard:
                 listing.writers.append(self.requests[number])
 
     def second(self, number: int) -> None:
         """Another request of a number whose request is here: refused, and nobody sees a change."""
-        room = self.table.life(number)
+        room = self.table.room(number)
         assert room is not None
         before = room.state, room.reason, dict(room.announcements)
         refused, reason = self.table.claim(number)
         assert reason is not None and refused is not room and refused.is_over
-        self.table.fail(number, Reason.ABORTED, reason, life=refused)
+        self.table.fail(number, Reason.ABORTED, reason, meant=refused)
         self.table.forget(refused)
         assert (room.state, room.reason, dict(room.announcements)) == before
 
@@ -173,6 +175,7 @@ class Rank:
         del self.requests[request.number]
         if request.writes or request.is_telling:
             self.gone.append(request)
+        self.past.append(request.room)
         self.table.forget(request.room)
         self.status.pop(request.number, None)
 
@@ -200,7 +203,7 @@ class Rank:
         if not self.is_ready(number):
             return False
         request = self.requests[number]
-        if not self.table.enter(number):
+        if not self.table.enter(request.room):
             request.is_over_on_worker = True
             return False
         assert not request.is_freed and request.room.state is State.SENDING
@@ -222,7 +225,7 @@ class Rank:
         request = self.requests[number]
         was_entered, request.writes = bool(request.writes), 0
         request.is_over_on_worker = True
-        if self.table.complete(number):
+        if self.table.complete(request.room):
             request.is_telling = True
             assert not request.is_freed, "the note reads the metadata slot"
             self.interrupted()
@@ -233,17 +236,28 @@ class Rank:
                         listing.heard.append("complete")
             else:
                 self.table.take_back(number)
-                self.table.room_failed(number, Reason.TRANSPORT, "no note", ValueError())
+                self.table.room_failed(request.room, Reason.TRANSPORT, "no note", ValueError())
             request.is_telling = False
         if was_entered and not self.under_way(number):
             self.table.leave(number)
         if is_told:
             self.table.chunk_done(Chunk(number, (), None, True, 0.0, 0.0))
 
+    def late(self) -> None:
+        """A worker comes to a chunk, and to the deadline of one, whose request is gone; its number
+        may be another's by now."""
+        for room in self.past:
+            holder = self.table.room(room.number)
+            before = None if holder is None else (holder.state, holder.reason)
+            assert not self.table.enter(room) and not self.table.complete(room)
+            if holder is not room:
+                self.table.room_failed(room, Reason.TIMEOUT, "late", None)
+                assert holder is None or (holder.state, holder.reason) == before
+
     def overdue(self, number: int) -> None:
         request = self.requests.get(number)
         if request is not None and request.writes and not request.is_over_on_worker:
-            self.table.room_failed(number, Reason.TIMEOUT, "late", None)
+            self.table.room_failed(request.room, Reason.TIMEOUT, "late", None)
             request.is_over_on_worker = True
             self.table.room_overdue(number)
 
@@ -262,12 +276,11 @@ class Rank:
         self.table.announce(number, peer, listing.info, len(PEERS[number]))
 
     def withdraw(self, number: int, peer: str) -> None:
-        room = self.table.life(number)
-        is_of_others = room is not None and room.is_announced and peer not in PEERS[number]
-        if is_of_others and room is not None and room.reason is None and not room.is_complete:
-            before = room.state
+        room = self.table.room(number)
+        if room is not None and not room.is_of(peer):
+            before = room.state, room.reason
             self.ranks.take(wire.Withdraw(number, peer, "a stranger", 4000, "bored"))
-            assert (room.state, room.reason) == (before, None)
+            assert (room.state, room.reason) == before
             self.sockets.take()  # it is told at once: nothing is written for it
             return
         self.ranks.take(wire.Withdraw(number, peer, f"{peer} itself", 4000, "bored"))
@@ -329,6 +342,10 @@ class Threads(RuleBasedStateMachine):
     def meanwhile(self, name: str, number: int, peer: str) -> None:
         """This happens inside the table's next call to its listener, on another thread."""
         self.rank.interruptions.append(self.actions(name, number, peer))
+
+    @rule()
+    def late(self) -> None:
+        self.rank.late()
 
     @rule(seconds=st.sampled_from((1, 29, 31)))
     def turns(self, seconds: int) -> None:
@@ -407,7 +424,7 @@ def test_a_late_write_completes_no_room_that_was_given_up(rank: Rank) -> None:
     rank.poll(1)
     assert request.is_freed and rank.listings[0].heard == []
     rank.land(request)
-    assert not rank.table.complete(1) and rank.listings[0].heard == ["stopped"]
+    assert not rank.table.complete(request.room) and rank.listings[0].heard == ["stopped"]
 
 
 def test_a_failure_between_the_last_write_and_the_word_to_decode(rank: Rank) -> None:
@@ -465,6 +482,20 @@ def test_a_number_that_is_used_again_while_a_transfer_lingers(rank: Rank) -> Non
     assert rank.listings[0].heard == ["stopped"]
     rank.request(1)
     rank.announce(1, "D")
+    assert rank.post(1)
+
+
+@pytest.mark.hazard("room-number-reused")
+def test_a_worker_that_is_late_with_a_request_that_is_gone(rank: Rank) -> None:
+    """It was aborted, and its number is another's when the worker comes to its chunk."""
+    for _ in range(2):
+        rank.announce(1, "D")
+        rank.request(1)
+        rank.abort(1)
+        rank.poll(1)
+    rank.announce(1, "D")
+    rank.request(1)
+    rank.late()
     assert rank.post(1)
 
 

@@ -19,7 +19,8 @@ WINDOW, QUOTA = 4, 2
 
 
 class Lives(RuleBasedStateMachine):
-    """A life of a room has a number of its own as well, so that reused numbers are told apart."""
+    """Numbers are used again, as the room table lets them: when nothing of the room before is under
+    way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,8 @@ class Lives(RuleBasedStateMachine):
 
     @rule(room=ROOMS)
     def open(self, room: int) -> None:
-        if self.alive[room] is not None:
+        handles = self.bench.backend.handles
+        if self.alive[room] is not None or any(h.room == room and not h.releases for h in handles):
             return
         self.bench.open(room)
         self.bench.rooms.stopped.discard(room)
@@ -73,7 +75,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(room=ROOMS)
     def cancel(self, room: int) -> None:
-        self.bench.worker.cancel(room, Reason.ABORTED)
+        self.bench.cancel(room, Reason.ABORTED)
         if self.alive[room] is not None:
             self.cancelled.add(room)
 
@@ -83,7 +85,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(room=ROOMS)
     def forget(self, room: int) -> None:
-        self.bench.worker.forget(room)
+        self.bench.forget(room)
         self.alive[room] = None
         self.silent.setdefault(room, len(self.bench.rooms.of(room)))
 
@@ -223,12 +225,12 @@ class Lives(RuleBasedStateMachine):
             self.bench.settle()
         for room in range(6):
             if self.alive[room] is not None:
-                self.bench.worker.cancel(room, Reason.ABORTED)
+                self.bench.cancel(room, Reason.ABORTED)
         self.bench.let_doubt_pass()
         for room in range(6):
             if self.alive[room] is not None:
                 assert self._told(room)[-1] == "drained"
-            self.bench.worker.forget(room)
+            self.bench.forget(room)
         self.bench.run(1.0)
         self.bench.check_empty()
         assert self.bench.run() is None

@@ -92,18 +92,18 @@ class DeltaMooncakeManager(MooncakeKVManager):
         from sglang.srt.disaggregation.mooncake.conn import TransferKVChunk
 
         assert self.rooms is not None
-        life = self.rooms.life(bootstrap_room)
-        if life is None or not life.announcements:
+        room = self.rooms.room(bootstrap_room)
+        if room is None or not room.announcements:
             raise pages.DeltaMismatch(
                 f"room {bootstrap_room}: no decode rank's pages are known for it"
             )
         chunk = TransferKVChunk(
             bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
         )
-        chunk.life = life
+        chunk.owner = room
         self.chunk_deadlines.queued(chunk)  # before a worker may be through with it
         # As SGLang spreads them: what goes to the same decode ranks waits in the same queue.
-        ports = sum(int(session.rpartition(":")[2]) for session in life.announcements)
+        ports = sum(int(session.rpartition(":")[2]) for session in room.announcements)
         self.transfer_queues[ports % len(self.transfer_queues)].put(chunk)
 
     @override
@@ -122,9 +122,9 @@ class DeltaMooncakeManager(MooncakeKVManager):
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         assert self.rooms is not None
-        room, life = chunk.room, chunk.life
-        infos = self.rooms.destinations(room, life)
-        if not self.rooms.fail(room, kind, text, life=life):
+        is_known = self.rooms.room(chunk.room) is chunk.owner
+        infos = self.rooms.destinations(chunk.room) if is_known else []
+        if not self.rooms.fail(chunk.room, kind, text, meant=chunk.owner):
             return  # they were told that it is complete
         for info in infos:
             if not info.is_dummy and not (settled and info.is_ours):
@@ -156,7 +156,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
             room = chunk.room
             if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
                 continue
-            infos = self.rooms.destinations(room, chunk.life)
+            infos = list(chunk.owner.announcements.values())
             waits_for = ", ".join(info.mooncake_session_id for info in infos if not info.is_dummy)
             what = (
                 f"a transfer to decode rank {peer} was not over"

@@ -180,8 +180,8 @@ def _place_chunk(
     """Decode has reserved a place for a chunk: (chunk, offset, round, end)."""
     from sglang.srt.disaggregation.mooncake.conn import StagingTransferInfo
 
-    life = manager.rooms.life(room)
-    info = life.announcements.get(session) if life is not None else None
+    known = manager.rooms.room(room)
+    info = known.announcements.get(session) if known is not None else None
     if info is None:
         raise BadMessage(f"a staging place for room {room}, which is not announced here")
     if not 0 <= place[0] <= len(info.dst_kv_indices):  # a table of that length is made

@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.pages import Pages
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
     from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo, Registration
+    from sglang.srt.disaggregation.delta.prefill.room import Room
     from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,9 @@ class QueuedChunk(Protocol):
     #: With the last chunk: metadata slot, and pages of state where the model has some.
     prefill_aux_index: int | None
     state_indices: list[int] | None
-    #: Ours: what the room table tells the room from others of that number by. A room that ended
-    #: while this waited is over at once, and its number may be used again before a worker comes
-    #: to this chunk.
-    life: object | None
+    #: Ours: the room that it is of. One that ended while this waited is over at once, and its
+    #: number may be used again before a worker comes to this chunk.
+    owner: Room
 
 
 class ChunkQueue(Protocol):
@@ -160,7 +160,7 @@ class ChunkWorker:
     def take(self, chunk: QueuedChunk) -> None:
         """Send one ``TransferKVChunk``, or fail its room. Never raises."""
         try:
-            if self._manager.rooms.enter(chunk.room, chunk.life):
+            if self._manager.rooms.enter(chunk.owner):
                 self._serve(chunk)
         except Exception as error:  # the thread must outlive what it meets
             logger.exception(
@@ -168,7 +168,7 @@ class ChunkWorker:
                 chunk.room,
             )
             text = f"room {chunk.room}: {error!r}"
-            self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, text, life=chunk.life)
+            self._manager.rooms.fail(chunk.room, Reason.TRANSPORT, text, meant=chunk.owner)
         finally:
             self._manager.chunk_deadlines.over(chunk)
 
@@ -198,7 +198,7 @@ class ChunkWorker:
             if self._is_stopped(room):
                 return
             self._send_to(info, chunk)
-        if not chunk.is_last_chunk or not manager.rooms.complete(room):
+        if not chunk.is_last_chunk or not manager.rooms.complete(chunk.owner):
             return
         for info in infos:
             manager.send_status(info, KVPoll.Success)
@@ -305,8 +305,8 @@ class AnnouncedRooms:
         return bool(self[room])
 
     def __getitem__(self, room: int) -> dict[str, MooncakeTransferInfo]:
-        life = self._rooms.life(room)
-        return dict(life.announcements) if life is not None else {}  # it may end meanwhile
+        known = self._rooms.room(room)
+        return dict(known.announcements) if known is not None else {}  # it may end meanwhile
 
     def get(self, room: int, _default: object = None) -> dict[str, MooncakeTransferInfo]:
         """Those of one room, maybe none."""
@@ -336,7 +336,7 @@ class GatedQueue:
         self.leave(None)
         while True:
             chunk = self._queue.get()
-            if self._manager.rooms.enter(chunk.room, chunk.life):
+            if self._manager.rooms.enter(chunk.owner):
                 self._chunk = chunk
                 infos = self._manager.rooms.destinations(chunk.room)
                 self._sound = [info for info in infos if not self._has_failed(info)]

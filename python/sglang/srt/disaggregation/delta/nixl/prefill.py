@@ -146,9 +146,8 @@ class NixlPrefill(NixlKVManager):
         atexit.register(self.transfers.stop, _DRAIN_S)
 
     @override
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
-        if life is not None:  # else no request had it: a worker's may be a later one's by now
-            self.transfers.cancel(room, kind, life)
+    def room_stopped(self, room: Room, kind: Reason) -> None:
+        self.transfers.cancel(room, kind)
 
     def _prepare_thread(self) -> None:
         import torch
@@ -228,7 +227,7 @@ class DeltaNixlSender(NixlKVSender):
         self._is_left_out = False
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
         if not self.is_stopped:
-            mgr.transfers.open(bootstrap_room, self._room)
+            mgr.transfers.open(self._room)
 
     @override
     def send(
@@ -286,5 +285,5 @@ class DeltaNixlSender(NixlKVSender):
 
     def clear(self) -> None:
         """Forget the room: called by the scheduler once the request left the in-flight queue."""
-        self.kv_mgr.transfers.forget(self.bootstrap_room, self._room)
+        self.kv_mgr.transfers.forget(self._room)
         self.forget()

@@ -151,11 +151,12 @@ class DecodeRanks:
         # of that number. Of a room that is complete the completion itself is the answer.
         is_peer = room in rooms.numbers(message.peer)
         is_told = rooms.stopped(room) is None and is_peer
-        if is_peer or message.peer in self._manager.decode_kv_args_table:
-            # One that is not a peer of the room may withdraw it before its announcement is here.
-            refused = rooms.one_too_many(room, message.peer)
-        else:
+        known = rooms.room(room)
+        refused = None
+        if not is_peer and message.peer not in self._manager.decode_kv_args_table:
             refused = f"room {room}: decode rank {message.peer} is not registered here"
+        elif known is not None and not known.is_of(message.peer):
+            refused = f"room {room}: other decode ranks have announced it"
         if refused is None:
             rooms.fail(room, Reason.ABORTED, text)
         if not message.wants_answer or is_told:

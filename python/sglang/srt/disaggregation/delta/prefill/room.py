@@ -113,7 +113,8 @@ STOPPED = {State.STOPPED} | OVER
 
 @dataclass(eq=False)
 class Room:
-    """One life of a room number. Written by the table, read by anybody without its lock.
+    """One request's transfer; a later one of its number is another ``Room``. Written by the table,
+    read by anybody without its lock.
 
     The scheduler asks each request in each step: what it reads are plain attributes.
     """
@@ -147,6 +148,11 @@ class Room:
     def is_announced(self) -> bool:
         """Whether all its decode ranks have announced it."""
         return 0 < self.needed <= len(self.announcements)
+
+    def is_of(self, peer: str) -> bool:
+        """Whether a decode rank may be one of its own: it has announced the room, or others are
+        still to do so."""
+        return peer in self.announcements or not self.is_announced
 
 
 class _Ended(NamedTuple):
@@ -240,10 +246,9 @@ class Listener(Protocol):
     def room_delivered(self, room: int) -> None:
         """Decode has all of it; comes before ``Room.delivered``."""
 
-    def room_stopped(self, room: int, kind: Reason, life: Room | None) -> None:
+    def room_stopped(self, room: Room, kind: Reason) -> None:
         """It failed: whoever has chunks of it in a queue drops them. May come more than once, and
-        when the number is a later room's already. ``life``: the one that failed, where it was
-        known."""
+        when its number is a later room's already."""
 
     def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """It was given up, and nothing is written for it now and later: these decode ranks may

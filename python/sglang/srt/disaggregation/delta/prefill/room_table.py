@@ -29,7 +29,6 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.room import (
     COMPLETE,
-    GONE,
     OVER,
     STOPPED,
     TRANSITIONS,
@@ -99,12 +98,9 @@ class RoomTable:
     def claim(self, number: int) -> tuple[Room, str | None]:
         """The request of a room is here: its room, and why it must fail at once, or None.
 
-        Decode may withdraw a room before its request gets here. A number that failed here before is
-        one that a new request uses again; but not while a write of the earlier one is under way,
-        and not before the scheduler is done with the earlier request: as one room, the new one
-        would end with it, unsent, or end it. How far it has come differs between the ranks of a
-        server, which must all say the same. The decode ranks of the new one are refused as well,
-        once decode has all of the earlier one (``announce``).
+        Decode may withdraw a room before its request gets here. A number may be used again when the
+        scheduler is done with its request and no write is under way. Before that another request
+        of the number is refused, with a room of its own that is not in the table.
         """
         with self._lock:
             room = self._rooms.get(number)
@@ -117,8 +113,6 @@ class RoomTable:
                 reason = room.reason or (
                     f"room {number}: an earlier transfer still uses its number"
                 )
-                if room.reason is None and room.state not in GONE:
-                    self._ended.add(number, reason, had_request=True)
                 STATS.failed(Reason.ABORTED)  # ``fail`` counts none of another request's
                 refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
                 return refused, reason
@@ -141,18 +135,18 @@ class RoomTable:
         kind: Reason,
         text: str,
         error: BaseException | None = None,
-        life: object | None = None,
+        meant: Room | None = None,
     ) -> bool:
         """Give one room up: nothing more is posted for it, and its decode ranks are told when what
         was posted has settled. The first failure of a room counts; later ones change nothing. False
         if the room is complete: decode is being told so, and no failure changes that.
 
-        ``life``: the room that is meant, where its number may be another's by now. Such a failure
-        is nobody's any more, and changes nothing.
+        ``meant``: the room, where its number may be a later one's by now. Such a failure is
+        nobody's any more, and changes nothing.
         """
         with self._lock:
             room = self._rooms.get(number)
-            if life is not None and room is not life:
+            if meant is not None and room is not meant:
                 return True
             if room is not None and room.state in COMPLETE:
                 return False
@@ -164,7 +158,8 @@ class RoomTable:
             log("KV transfer of room %s failed: %s", number, text)
         if told is not None:
             self._listener.room_drained(number, text, told)
-        self._listener.room_stopped(number, kind, room)
+        if room is not None:
+            self._listener.room_stopped(room, kind)
         return True
 
     def _stop(
@@ -187,7 +182,7 @@ class RoomTable:
         if room is None or room.delivered or room.is_over:
             return
         if not room.is_stopped:
-            self.room_failed(number, kind, text, None)
+            self.room_failed(room, kind, text, None)
         self.room_overdue(number)
 
     # ---- decode ranks ----
@@ -200,7 +195,7 @@ class RoomTable:
         A decode rank may announce a room after it failed here: it is told at once. But where
         something is under way, maybe to these very pages, it is told when that has settled. One
         that uses the number of a complete room again, before the scheduler is done with that one's
-        request, is told at once too, and so is its request when it comes.
+        request, or of a room that other decode ranks have announced, is told at once too.
 
         A second announcement by one decode rank fails the room: chunks may have gone to the pages
         of the first one, and decode would take the second one's as written.
@@ -214,8 +209,8 @@ class RoomTable:
                 room.is_complete or (room.state is State.LINGERING and room.reason is None)
             ):  # nobody would be told when the latter is left
                 refused = f"room {number}: an earlier request of its number has not ended here yet"
-                if number not in self._ended:  # else its request was here, and refused as well
-                    self._ended.add(number, refused)
+            elif room is not None and room.reason is None and not room.is_of(peer):
+                refused = f"room {number}: other decode ranks have announced it already"
             if refused is None:
                 if room is None:
                     room = Room(number, announced_at=self.scheduler_time.seconds())
@@ -229,36 +224,20 @@ class RoomTable:
             self._listener.room_drained(number, refused, [announcement])
         else:
             text = f"room {number}: decode rank {peer} announced it a second time"
-            self.fail(number, Reason.MISMATCH, text, life=room)
+            self.fail(number, Reason.MISMATCH, text, meant=room)
         return False
-
-    def one_too_many(self, number: int, peer: str) -> str | None:
-        """Why ``peer`` may neither announce nor end a room that others have announced: it is of
-        another request of the number, and would be told of pages that were never written. That
-        request is refused as well, whenever it comes. None if it may."""
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.reason is not None or room.is_complete:
-                return None  # ``announce`` knows what to do
-            if peer in room.announcements or not room.is_announced:
-                return None
-            reason = f"room {number}: other decode ranks have announced it already"
-            if number not in self._ended:  # else its request was here, and refused
-                self._ended.add(number, reason)
-            return reason
 
     # ---- transfer workers. What is raised here costs the room, and no other one. ----
 
-    def enter(self, number: int, life: object | None = None) -> bool:
+    def enter(self, room: Room) -> bool:
         """Whether a write may be posted now; if so, ``leave`` follows once nothing is under way.
 
-        ``life``: the room that the chunk is of. A room is drained, and its number used again,
-        before its worker has heard of that and dropped what is in its queue.
+        Asked for the room that the chunk is of, and not by number: a room is drained, and its
+        number used again, before its worker has heard of that and dropped what is in its queue.
         """
         self._check_suspension()
         with self._lock:
-            room = self._of(number, life)
-            return room is not None and self._move(room, Event.ENTER)
+            return self._move(room, Event.ENTER)
 
     def leave(self, number: int) -> None:
         """Nothing that was posted under this number is under way. Changes nothing when nothing was
@@ -270,12 +249,11 @@ class RoomTable:
             announcements = list(room.announcements.values())
         self._listener.room_drained(number, room.reason, announcements)
 
-    def complete(self, number: int, life: object | None = None) -> bool:
+    def complete(self, room: Room) -> bool:
         """Every write of the room has settled: whether decode may be told so. If so nothing can
         fail it any more but ``take_back``; if not, decode is never told."""
         with self._lock:
-            room = self._of(number, life)
-            return room is not None and self._move(room, Event.COMPLETE)
+            return self._move(room, Event.COMPLETE)
 
     def take_back(self, number: int) -> None:
         """Decode could not be told that the room is complete: it may fail after all."""
@@ -296,18 +274,11 @@ class RoomTable:
             self._listener.room_delivered(number)
             room.delivered = True
 
-    def room_failed(
-        self,
-        number: int,
-        kind: Reason,
-        text: str,
-        error: BaseException | None,
-        life: object | None = None,
-    ) -> None:
+    def room_failed(self, room: Room, kind: Reason, text: str, error: BaseException | None) -> None:
         """Its worker gave it up, maybe while something is under way; unless decode has all of it.
         ``error``: the backend's, if it was one."""
-        if not self.fail(number, kind, text, error, life):
-            self.deliver(number)
+        if not self.fail(room.number, kind, text, error, meant=room):
+            self.deliver(room.number)
 
     def room_overdue(self, number: int) -> None:
         """Its request is let go, although something is under way: it missed its deadline or was
@@ -317,21 +288,16 @@ class RoomTable:
             if room is not None:
                 self._move(room, Event.OVERDUE)
 
-    def _of(self, number: int, life: object | None) -> Room | None:
-        """The room, unless it is another one than ``life``. With the lock."""
-        room = self._rooms.get(number)
-        return room if life is None or room is life else None
-
     # ---- questions; those about one room need no lock ----
 
-    def life(self, number: int) -> Room | None:
-        """What tells the room from an earlier or later one with its number."""
+    def room(self, number: int) -> Room | None:
+        """The one that has the number now."""
         return self._rooms.get(number)
 
-    def destinations(self, number: int, life: object | None = None) -> list[Announcement]:
-        """What the decode ranks of a room announced so far; of another than ``life`` none."""
+    def destinations(self, number: int) -> list[Announcement]:
+        """What the decode ranks of a room announced so far."""
         with self._lock:
-            room = self._of(number, life)
+            room = self._rooms.get(number)
             return list(room.announcements.values()) if room else []
 
     def stopped(self, number: int) -> str | None:

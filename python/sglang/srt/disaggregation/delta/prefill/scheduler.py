@@ -350,7 +350,7 @@ class DeltaSender(CommonKVSender):
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are told once what was posted has settled."""
         # By name of the room: its number is another request's where this one was refused.
-        self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text, life=self._room)
+        self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text, meant=self._room)
 
     def fail_if_unannounced(self) -> None:
         """Decode announces a room when it has memory for it; it is not waited for without end."""
@@ -388,7 +388,7 @@ class DeltaSender(CommonKVSender):
     def forget(self) -> None:
         """Leave no entry of this request in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
-        holder = manager.rooms.life(room)
+        holder = manager.rooms.room(room)
         # Before the room goes: from then on decode may announce another one of its number.
         if holder is None or holder is self._room or holder.state in UNCLAIMED:
             manager.forget_status(room)

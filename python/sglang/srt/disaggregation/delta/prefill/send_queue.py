@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar  # Any: handles are the backend's own
 
+from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,10 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False)
 class RoomQueue:
-    """One life of a room number on its worker, from ``open`` to ``forget``."""
+    """A room on its worker, from ``open`` to ``forget``."""
 
-    number: int
-    #: What the room table tells it from others of that number by; None: any.
-    life: object | None = None
+    #: The room table's: a later room of its number is another one.
+    room: Room
     #: Chunks that are not done, in order.
     sends: deque[ChunkSend] = field(default_factory=deque)
     #: Transfers that were posted and are not over.
@@ -59,6 +59,11 @@ class RoomQueue:
     said_overdue: bool = False
     #: The room table is told nothing more.
     forgotten: bool = False
+
+    @property
+    def number(self) -> int:
+        """The room's."""
+        return self.room.number
 
     @property
     def has_landed(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
+from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
@@ -213,24 +214,23 @@ class TransferPool:
         for each in self._threads:
             each.thread.start()
 
-    def open(self, room: int, life: object | None = None) -> None:
-        """A request of ``room`` begins; ``life`` tells it from others of that number (None: there
-        are none)."""
-        self._put(room, lambda worker: worker.open(room, life))
+    def open(self, room: Room) -> None:
+        """A request of ``room`` begins."""
+        self._put(room.number, lambda worker: worker.open(room))
 
     def submit(self, chunk: Chunk) -> None:
         """Queue a chunk of an open room. Dropped if the room has ended."""
         self._put(chunk.room, lambda worker: worker.submit(chunk))
 
-    def cancel(self, room: int, reason: Reason, life: object | None = None) -> None:
-        """End a room that the table has given up: it is not told so. A room that is not open, has
-        ended, or was opened with another ``life`` is left alone."""
-        self._put(room, lambda worker: worker.cancel(room, reason, life))
+    def cancel(self, room: Room, reason: Reason) -> None:
+        """End a room that the table has given up: it is not told so. Harmless for one that is not
+        open, or has ended."""
+        self._put(room.number, lambda worker: worker.cancel(room, reason))
 
-    def forget(self, room: int, life: object | None = None) -> None:
+    def forget(self, room: Room) -> None:
         """The request is done with: nothing is kept of its room but what is under way. A callback
         that is just being made may still come after this."""
-        self._put(room, lambda worker: worker.forget(room, life))
+        self._put(room.number, lambda worker: worker.forget(room))
 
     def stop(self, drain_s: float = 5.0) -> None:
         """End all rooms, wait at most so many seconds for what is under way, and end the threads.

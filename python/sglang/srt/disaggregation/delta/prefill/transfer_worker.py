@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill import send_queue
+from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     ChunkSend,
@@ -65,21 +65,14 @@ class Worker:
         #: Transfers with handles under way, in the order of posting; polled when they are due.
         self._posted: dict[Transfer, None] = {}
         self._overdue = send_queue.OverdueTransfers(settings.overdue)
-        #: Posted transfers that are not over by room number, over all lives of the number: what the
-        #: room table hears of.
-        self._under_way: Counter[int] = Counter()
         self._stopped = False
 
     # ---- commands ----
 
-    def open(self, number: int, life: object | None = None) -> None:
+    def open(self, room: Room) -> None:
         """A request begins; until then, and after ``forget``, its room is unknown here."""
-        room = self._rooms.get(number)
-        if self._stopped or (room is not None and not room.ended):
-            return
-        if room is not None:
-            room.forgotten = True  # its number is used again
-        self._rooms[number] = RoomQueue(number, life)
+        if not self._stopped:
+            self._rooms[room.number] = RoomQueue(room)
 
     def submit(self, chunk: Chunk) -> None:
         """Queue it. A chunk of a room that is unknown or has ended is dropped without a word."""
@@ -95,28 +88,26 @@ class Worker:
         self._complete(room)
         self._deliver(room)
 
-    def cancel(self, number: int, reason: Reason, life: object | None = None) -> None:
+    def cancel(self, room: Room, reason: Reason) -> None:
         """End the room, and no later one of its number, for a reason that the caller has already
         told whoever must know."""
-        room = self._of(number, life)
-        if room is not None and not room.ended:
+        queue = self._of(room)
+        if queue is not None and not queue.ended:
             self._stats.failed(reason)
-            self._end(room)
+            self._end(queue)
 
-    def forget(self, number: int, life: object | None = None) -> None:
+    def forget(self, room: Room) -> None:
         """The request is done with: the table is told nothing more of it but ``leave``, when what
         is under way has settled."""
-        room = self._of(number, life)
-        if room is not None:
-            del self._rooms[number]
-            room.forgotten = True
-            self._end(room)
+        queue = self._of(room)
+        if queue is not None:
+            del self._rooms[room.number]
+            queue.forgotten = True
+            self._end(queue)
 
-    def _of(self, number: int, life: object | None) -> RoomQueue | None:
-        """The room, unless it is known to be another one than ``life``."""
-        room = self._rooms.get(number)
-        is_other = room is not None and None not in (life, room.life) and room.life is not life
-        return None if is_other else room
+    def _of(self, room: Room) -> RoomQueue | None:
+        queue = self._rooms.get(room.number)
+        return queue if queue is not None and queue.room is room else None
 
     def stop(self) -> None:
         """Take nothing in any more, and end every room. What is under way is still waited for."""
@@ -148,7 +139,6 @@ class Worker:
             "deadlines": len(self._deadlines),
             "posted": len(self._posted),
             "overdue": len(self._overdue),
-            "under_way": len(self._under_way),
         }
 
     # ---- time ----
@@ -186,7 +176,6 @@ class Worker:
             self._end(room)
             return
         room.posted += 1
-        self._under_way[room.number] += 1
         self._stats.queued(now - transfer.chunk.enqueued_at)
         self._posted[transfer] = None
         failure: Exception | None = None
@@ -252,9 +241,7 @@ class Worker:
         self._queue.finish(transfer, delivered=moved)
         send.transfers.remove(transfer)
         self._complete(room)
-        self._under_way[room.number] -= 1
-        if not self._under_way[room.number]:
-            del self._under_way[room.number]
+        if not room.posted:
             self._call(self._table.leave, room.number)
         if room.ended:
             self._discard_if_over(send)
@@ -313,10 +300,10 @@ class Worker:
 
     # ---- a room's way ----
 
-    def _may(self, step: Callable[[int, object | None], bool], room: RoomQueue) -> bool:
+    def _may(self, step: Callable[[Room], bool], room: RoomQueue) -> bool:
         """Ask the room table for a step. What it raises fails the room."""
         try:
-            return step(room.number, room.life)
+            return step(room.room)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, repr(error), error)
             return False
@@ -361,7 +348,7 @@ class Worker:
             return
         self._stats.failed(reason)
         text = f"room {room.number}: {text}"
-        self._tell(room, self._table.room_failed, room.number, reason, text, error, room.life)
+        self._tell(room, self._table.room_failed, room.room, reason, text, error)
         self._end(room)
 
     def _end(self, room: RoomQueue) -> None:
