@@ -119,6 +119,8 @@ class Manager:
     state_lens: list[int] = field(default_factory=list)
     #: Prefill servers that do not understand a prefix.
     stock_peers: set[str] = field(default_factory=set)
+    #: Rooms of requests in the queues.
+    request_status: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens, state_item_lens=self.state_lens)

@@ -14,6 +14,7 @@ from benchmark.harness import without_engine
 from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from component.decode.peer import Mailbox
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.unserved import CheckedTokenizer, check_values, why_unserved
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
@@ -79,6 +80,21 @@ def test_a_decode_server_answers(fields: dict[str, Any], told: str) -> None:
     decoder._add_request_to_queue(req)
     reason = decoder.mailbox.reasons[req.rid]
     assert reason["status_code"] == 400 and told in reason["message"]
+    check_idle(decoder)
+
+
+@pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")
+def test_a_room_number_in_use() -> None:
+    """A client chose the number, and uses it twice. Guards against KV that was never written
+    counting as arrived, with that of the first request of the number."""
+    decoder = Decoder(16, 1024)
+    decoder.kv_manager.request_status[7] = KVPoll.WaitingForInput
+    req = request(bootstrap_room=7)
+    decoder._add_request_to_queue(req)
+    reason = decoder.mailbox.reasons[req.rid]
+    assert reason["status_code"] == 400
+    assert "bootstrap_room 7 is in use by another request" in reason["message"]
+    assert decoder.kv_manager.request_status == {7: KVPoll.WaitingForInput}
     check_idle(decoder)
 
 

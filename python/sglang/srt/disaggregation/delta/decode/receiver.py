@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import STATS
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -46,52 +45,17 @@ class DeltaReceiver(CommonKVReceiver):
     conclude_state: KVPoll | None
     #: Prefill was told of pages, and may write to them.
     announced = False
-    #: Why it failed, where what the tables hold of its number is another request's (or was, and is
-    #: gone): it touches none of them.
-    own_reason: str | None = None
     _epoch = 0
 
     def __init__(
         self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
-        if mgr.servers is not None and bootstrap_room in mgr.request_status:
-            self._refuse(mgr, bootstrap_addr, bootstrap_room)
-            return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if self._servers is not None and self._servers.deferred(bootstrap_room) is not None:
             self._fail(
                 Reason.MISMATCH,
                 f"bootstrap_room {bootstrap_room} is still in use by a request that ended early",
             )
-
-    def _refuse(self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None) -> None:
-        """Its number is in use here: what arrives under it would count for both requests, and KV
-        that was never written would enter the tree."""
-        self.kv_mgr, self.bootstrap_addr, self.bootstrap_room = mgr, bootstrap_addr, bootstrap_room
-        self.require_staging = False
-        self.end_alone(f"bootstrap_room {bootstrap_room} is in use by another request")
-        STATS.failed(Reason.MISMATCH)
-
-    def end_alone(self, text: str) -> None:
-        """Fail this request, and leave what is known of its number to the other one that has it."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        self.own_reason, self.conclude_state = text, KVPoll.Failed
-
-    def end_forgotten(self) -> KVPoll:
-        """Nothing is known of its number. Without the flag, as in SGLang, requests of a number
-        share its entries, and the first that ends takes them along."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        self.end_alone(
-            f"another request of its number, bootstrap_room {self.bootstrap_room}, has ended"
-        )
-        return KVPoll.Failed
-
-    @property
-    def failure(self) -> str:
-        """Why the room failed, for its client and the log."""
-        return self.own_reason or str(self.kv_mgr.failure_of(self.bootstrap_room))
 
     @property
     def _servers(self) -> PrefillServers | None:
@@ -122,8 +86,6 @@ class DeltaReceiver(CommonKVReceiver):
 
     @override
     def init(self, prefill_dp_rank: int) -> None:
-        if self.own_reason is not None:
-            return  # connected, it would withdraw the other one's room
         servers = self._servers
         if servers is None:
             super().init(prefill_dp_rank)
@@ -269,8 +231,6 @@ class DeltaReceiver(CommonKVReceiver):
 
     @override
     def abort(self) -> None:
-        if self.own_reason is not None:
-            return  # it has ended, and the record would be the other one's
         super().abort()
         why = self._servers.refusals.get(self.bootstrap_addr) if self._servers else None
         if why is not None:  # SGLang gives up a handshake that failed too often in this way, too
@@ -278,8 +238,6 @@ class DeltaReceiver(CommonKVReceiver):
 
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
-        if self.own_reason is not None:
-            return
         room, manager = self.bootstrap_room, self.kv_mgr
         manager.forget_status(room)
         manager.required_prefill_response_num_table.pop(room, None)

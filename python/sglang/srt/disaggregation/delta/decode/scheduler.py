@@ -17,7 +17,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode.adapters import first_that_fit
 from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
-from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUGES, METRICS
 from sglang.srt.disaggregation.delta.observability import STATS
@@ -292,6 +292,11 @@ class DisaggScheduler(DecodeFlush):
         # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
         is_retracted = is_retracted or bool(req.is_retracted)
         why = None if is_retracted else why_unserved(req, on_decode=True)
+        if why is None and not is_retracted and not is_fake(req):
+            # What arrives would count for both, and KV that was never written would enter the tree.
+            rooms = self.disagg_decode_prealloc_queue.kv_manager.request_status
+            if req.bootstrap_room in rooms:
+                why = f"bootstrap_room {req.bootstrap_room} is in use by another request"
         if why is not None:
             refuse(self, req, why)
             return

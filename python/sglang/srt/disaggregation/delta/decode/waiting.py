@@ -138,9 +138,6 @@ def give_up(
 
 def why_failed(queue: RadixPreallocQueue, entry: QueueEntry) -> str:
     """Why the room of a request failed, as far as this rank knows."""
-    own: str | None = getattr(entry.kv_receiver, "own_reason", None)
-    if own is not None:
-        return own
     records = getattr(queue.kv_manager, "failure_records", {})
     why: str = records.get(entry.req.bootstrap_room, "it was aborted, or failed on another rank")
     return why

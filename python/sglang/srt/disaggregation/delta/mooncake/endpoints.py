@@ -111,8 +111,7 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
     def __init__(
         self, mgr: DeltaMooncakeManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
-        is_refused = bootstrap_room in mgr.request_status  # what is there is another request's
-        if mgr.servers is not None and bootstrap_room is not None and not is_refused:
+        if mgr.servers is not None and bootstrap_room is not None:
             mgr.open_progress(bootstrap_room)  # before anything of the room may arrive
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
@@ -132,7 +131,9 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
         if self._servers is None:
             is_known = self.bootstrap_room in self.kv_mgr.request_status
             if self.conclude_state is None and not is_known:
-                return self.end_forgotten()
+                # As in SGLang, requests of a number share its entries, and the first that ends
+                # takes them along.
+                self.conclude_state = KVPoll.Failed
             return super().poll()
         if self.conclude_state is not None:
             return self.conclude_state
@@ -157,16 +158,16 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
     def failure_exception(self) -> None:
         from sglang.srt.disaggregation.mooncake.conn import KVTransferError
 
-        if self._servers is None and self.own_reason is None:
+        if self._servers is None:
             super().failure_exception()
             return
-        text = self.failure
+        text = self.kv_mgr.failure_of(self.bootstrap_room)
         self.clear()
         raise KVTransferError(self.bootstrap_room, text)
 
     @override
     def clear(self) -> None:
-        if self._servers is None and self.own_reason is None:
+        if self._servers is None:
             super().clear()
             return
         self.forget()

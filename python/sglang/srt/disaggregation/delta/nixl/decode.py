@@ -228,9 +228,9 @@ class DeltaNixlReceiver(NixlKVReceiver):
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
-        status = manager.request_status.get(room)
-        if status is None:
-            return self.end_forgotten()
+        # Without the flag requests of a number share its entries, as in SGLang, and the first that
+        # ends takes them along.
+        status = manager.request_status.get(room, KVPoll.Failed)
         if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
             manager.collect_arrivals(room)
             status = KVPoll.WaitingForInput
@@ -246,15 +246,14 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
     @override
     def failure_exception(self) -> None:
-        reason = self.failure
+        reason = self.kv_mgr.failure_of(self.bootstrap_room)
         self.clear()
         raise RuntimeError(reason)
 
     @override
     def clear(self) -> None:
-        if self.own_reason is None:
-            self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
-            self.kv_mgr.forget_asker(self.bootstrap_room)
+        self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
+        self.kv_mgr.forget_asker(self.bootstrap_room)
         self.forget()
 
 
