@@ -136,14 +136,8 @@ _DELTA = (
     Replacement(
         module="sglang.srt.managers.tokenizer_manager",
         name="TokenizerManager",
-        mixin=f"{_DISAGG}.delta.samples:SamplesTokenizer",
-        why="each of parallel samples has a room of its own",
-    ),
-    Replacement(
-        module="sglang.srt.managers.tokenizer_manager",
-        name="TokenizerManager",
-        mixin=f"{_DISAGG}.delta.unserved:CheckedTokenizer",
-        why="token ids and parameters that would end both servers have status 400",
+        mixin=f"{_DISAGG}.delta.unserved:PairTokenizer",
+        why="parallel samples have rooms of their own; what would end both servers has status 400",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",

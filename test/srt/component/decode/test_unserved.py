@@ -1,9 +1,11 @@
-"""Requests that a pair cannot serve, at the queues of a decode and a prefill server."""
+"""Requests that a pair cannot serve, at the tokenizer of its servers."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import re
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,41 +15,29 @@ import torch
 from benchmark.harness import without_engine
 from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
-from component.decode.peer import Mailbox
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.unserved import CheckedTokenizer, check_values, why_unserved
-from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.disaggregation.delta.unserved import check_values
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
-    TransferBackend,
 )
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
-from unit.delta.nixl.prefill_rank import PrefillRank
-
-#: As SGLang builds a request of a session, whatever the router wrote.
-SESSION = {"bootstrap_host": None, "bootstrap_port": None, "bootstrap_room": None}
-LOGPROBS = {"return_logprob": True, "top_logprobs_num": 129}
-#: With what the client is told.
-UNSERVED = [
-    (SESSION, "has no room"),
-    ({"bootstrap_room": -1}, "has no room"),
-    ({"bootstrap_room": 2**63}, "has no room"),
-    ({"bootstrap_room": [7]}, "has no room"),
-    (LOGPROBS, "top_logprobs_num is 129"),
-]
+from sglang.srt.utils.aio_rwlock import RWLock
 
 
 def test_what_metadata_hold() -> None:
     """Guards against bounds that are not those of SGLang's buffers, where it raises."""
     buffers = MetadataBuffers(1, 16, torch.float32)
-    most = request(bootstrap_room=2**63 - 1, return_logprob=True, top_logprobs_num=128)
+    most = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
+    most.bootstrap_room, most.return_logprob, most.top_logprobs_num = 2**63 - 1, True, 128
     most.output_ids, most.metadata_buffer_index = [1], 0
     most.output_top_logprobs_val, most.output_top_logprobs_idx = [[0.5] * 128], [[1] * 128]
     most.output_token_logprobs_val, most.output_token_logprobs_idx = [0.5], [1]
-    assert why_unserved(most, on_decode=True) is None
+    fields = {"bootstrap_room": 2**63 - 1, "return_logprob": True, "top_logprobs_num": 128}
+    check_values(asked({}, **fields), [3], False, 1000)
     buffers.set_buf(most)
     assert buffers.bootstrap_room[0, 0].item() == 2**63 - 1
     for name, value in (("bootstrap_room", 2**63), ("output_top_logprobs_val", [[0.5] * 129])):
@@ -57,98 +47,32 @@ def test_what_metadata_hold() -> None:
             buffers.set_buf(over)
 
 
-def request(**fields: Any) -> Any:
-    req = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
-    for name, value in fields.items():
-        setattr(req, name, value)
-    return req
+FIELDS: dict[str, Any] = {
+    "input_ids": [3, 2, 1],
+    "bootstrap_host": "h",
+    "bootstrap_room": 1,
+    "rid": "a",
+}
 
 
-NO_PREFILL = [{"bootstrap_host": None}, {"bootstrap_host": ["h"]}, {"bootstrap_port": [8998]}]
+def asked(sampling: Any, **fields: Any) -> GenerateReqInput:
+    """As a client sends it, and SGLang has normalized it."""
+    obj = GenerateReqInput(sampling_params=sampling, **FIELDS | fields)
+    obj.top_logprobs_num = fields.get("top_logprobs_num", 0)
+    obj.logprob_start_len = fields.get("logprob_start_len", -1)
+    return obj
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"), [*UNSERVED, *((fields, "has no room") for fields in NO_PREFILL)]
-)
-def test_a_decode_server_answers(fields: dict[str, Any], told: str) -> None:
-    """Guards against one client's request that raises in SGLang's queue and ends the server, with
-    all that its other clients wait for."""
-    decoder = Decoder(16, 1024)
-    req = request(**fields)
-    decoder.submitted.append(req)
-    decoder.init_req_max_new_tokens(req)
-    decoder._add_request_to_queue(req)
-    reason = decoder.mailbox.reasons[req.rid]
-    assert reason["status_code"] == 400 and told in reason["message"]
-    check_idle(decoder)
-
-
-@pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")
-def test_a_room_number_in_use() -> None:
-    """A client chose the number, and uses it twice. Guards against KV that was never written
-    counting as arrived, with that of the first request of the number."""
-    decoder = Decoder(16, 1024)
-    decoder.kv_manager.request_status[7] = KVPoll.WaitingForInput
-    req = request(bootstrap_room=7)
-    decoder._add_request_to_queue(req)
-    reason = decoder.mailbox.reasons[req.rid]
-    assert reason["status_code"] == 400
-    assert "bootstrap_room 7 is in use by another request" in reason["message"]
-    assert decoder.kv_manager.request_status == {7: KVPoll.WaitingForInput}
-    check_idle(decoder)
-
-
-def test_what_sglang_found_is_said() -> None:
-    """Guards against a client that is not told that its session is unknown."""
-    decoder = Decoder(16, 1024)
-    req = request(**SESSION, to_finish=FINISH_ABORT("session id x does not exist", 400))
-    decoder._add_request_to_queue(req)
-    assert decoder.mailbox.reasons[req.rid]["message"] == "session id x does not exist"
-
-
-@pytest.mark.parametrize(("fields", "told"), [*UNSERVED, ({}, "")])
-def test_a_prefill_server_answers(
-    fields: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against the same on a prefill server, which needs no flag for it, and against one that
-    answers those of a room."""
-    rank, mailbox = PrefillRank(monkeypatch), Mailbox()
-    queue = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
-    scheduler = Scheduler.__new__(Scheduler)
-    scheduler.__dict__.update(
-        disaggregation_mode=DisaggregationMode.PREFILL,
-        disagg_prefill_bootstrap_queue=queue,
-        enable_hicache_storage=False,
-        model_config=SimpleNamespace(num_key_value_heads=1),
-        stream_output=lambda reqs, *_: mailbox.stream(reqs),
-    )
-    queue.__dict__.update(
-        kv_manager=rank.manager,
-        transfer_backend=TransferBackend.NIXL,
-        scheduler=scheduler,
-        bootstrap_port=8998,
-        max_total_num_tokens=1024,
-        tp_rank=0,
-        pp_rank=0,
-        queue=[],
-    )
-    req = request(**fields)
-    scheduler._add_request_to_queue(req)
-    assert bool(queue.queue) == (not fields)
-    if fields:
-        reason = mailbox.reasons[req.rid]
-        assert reason["status_code"] == 400 and told in reason["message"]
-        assert rank.leftovers() == {}
-
-
-def tokenized(sampling: dict[str, Any], **fields: Any) -> Any:
-    """As SGLang's tokenizer makes it of a client's request, which has looked at little of it."""
-    wanted = dict.fromkeys(("mm_inputs", "input_embeds", "token_ids_logprob", "extra_key", "rid"))
-    wanted |= {"top_logprobs_num": 0, "logprob_start_len": -1, "input_ids": [3, 2, 1]} | fields
-    return SimpleNamespace(sampling_params=SamplingParams(**sampling), **wanted)
-
-
+#: SGLang builds the request of a session without its room, and raises at the others.
 INVALID = [
+    ({}, {"session_params": {"id": "x"}}, "has no room"),
+    ({}, {"bootstrap_host": None}, "has no room"),
+    ({}, {"bootstrap_host": ["h"]}, "bootstrap_host is ['h']"),
+    ({}, {"bootstrap_port": [8998]}, "bootstrap_port is [8998]"),
+    ({}, {"bootstrap_room": [7]}, "bootstrap_room is [7]"),
+    ({}, {"bootstrap_room": -1}, "bootstrap_room is -1"),
+    ({}, {"bootstrap_room": 2**63}, f"bootstrap_room is {2**63}"),
+    ({}, {"return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num is 129"),
     ({}, {"input_ids": [3, -1]}, "input_ids has -1"),
     ({}, {"input_ids": [VOCABULARY, 1]}, f"input_ids has {VOCABULARY}"),
     ({}, {"input_ids": [2**70]}, f"input_ids has {2**70}"),
@@ -163,6 +87,8 @@ INVALID = [
     ({"stop_token_ids": [VOCABULARY], "min_new_tokens": 2}, {}, f"stop_token_ids has {VOCABULARY}"),
     ({"logit_bias": {"5": 1e39}}, {}, "logit_bias of 5 is 1e+39"),
     ({"logit_bias": {"5": float("nan")}}, {}, "logit_bias of 5 is nan"),
+    ({"logit_bias": {"5": None}}, {}, "logit_bias of 5 is"),
+    ({}, {"lora_id": ["a"]}, "lora_id is ['a']"),
     ({"logit_bias": [5]}, {}, "logit_bias is [5]"),
     ({"temperature": float("nan")}, {}, "temperature is nan"),
     ({"repetition_penalty": 0}, {}, "repetition_penalty is 0"),
@@ -172,8 +98,11 @@ INVALID = [
     ({"stream_interval": "a"}, {}, "stream_interval is 'a'"),
     ({"json_schema": {"type": "object"}}, {}, "json_schema is {"),
     ({"json_schema": "\ud800"}, {}, "half of a surrogate pair"),
+    ({"json_schema": "{"}, {}, "Expecting property name"),
+    ({"regex": "\0"}, {}, "regex is '\\x00'"),  # xgrammar ends the process
     ({}, {"extra_key": "\ud800"}, "half of a surrogate pair"),
     ({"custom_params": 5}, {}, "custom_params is 5"),
+    ({"structural_tag": ""}, {}, "structural_tag is empty"),
 ]
 
 
@@ -183,42 +112,159 @@ def test_what_would_raise_in_a_scheduler_is_refused(
 ) -> None:
     """Guards against one client's ids and numbers that end both servers: SGLang's tokenizer, which
     answers a ``ValueError`` with status 400, sends them on to the schedulers."""
+    obj = asked(sampling, **fields)
     with pytest.raises(ValueError, match=re.escape(told)):
-        check_values(tokenized(sampling, **fields), VOCABULARY)
+        check_values(obj, obj.input_ids, False, VOCABULARY)
 
 
 def test_ordinary_values_are_served() -> None:
     """Guards against a refusal of what SGLang serves."""
     sampling = {"stop_token_ids": [1], "logit_bias": {"2": -100}, "temperature": 0, "top_k": -1}
-    fields = {"token_ids_logprob": [0, VOCABULARY - 1], "top_logprobs_num": 5, "rid": "a"}
-    check_values(tokenized(sampling, **fields), VOCABULARY)
-    check_values(tokenized({}, input_ids=[10**6], mm_inputs={"an": "image"}), VOCABULARY)
+    fields = {"token_ids_logprob": [0, VOCABULARY - 1], "top_logprobs_num": 5}
+    check_values(asked(sampling, **fields), [3, 2, 1], False, VOCABULARY)
+    # As SGLang's own checks of health come, and as stock answers it, with status 400.
+    check_values(asked({"json_schema": "$$ANY$$"}, bootstrap_room=0), [0], False, VOCABULARY)
+    check_values(asked({}, bootstrap_room=None, bootstrap_host=None), [0], False, VOCABULARY)
+    check_values(asked({}), [10**6], True, VOCABULARY)
 
 
+class Tokenizer(TokenizerManager):
+    """SGLang's with ours, as the replacement table binds it, without its processes."""
+
+    def __init__(self, mode: str = "prefill") -> None:
+        self.server_args = SimpleNamespace(
+            disaggregation_mode=mode,
+            dp_size=1,
+            tokenizer_metrics_allowed_custom_labels=["tenant"],
+            disable_radix_cache=False,
+            enable_lora=False,
+            enable_trace=False,
+            language_only=False,
+            tokenizer_worker_num=1,
+            allow_auto_truncate=False,
+            enable_tokenizer_batch_encode=False,
+            enable_dp_attention=False,
+        )
+        self.model_config = SimpleNamespace(vocab_size=VOCABULARY)
+        self.disaggregation_mode = DisaggregationMode(mode)
+        self.context_len, self.num_reserved_tokens, self.validate_total_tokens = 4096, 0, True
+        self.is_generation, self.mm_processor, self.tokenizer = True, None, None
+        self.preferred_sampling_params, self.sampling_params_class = None, SamplingParams
+        self.request_logger = SimpleNamespace(log_received_request=lambda *_: None)
+        self.enable_priority_scheduling, self.default_priority_value = False, None
+        self.is_pause, self.enable_metrics = False, True
+        self.is_pause_cond, self.model_update_lock = asyncio.Condition(), RWLock()
+        self.rid_to_state = {}
+        self.sent: list[Any] = []
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+
+    def auto_create_handle_loop(self) -> None:
+        """No schedulers answer."""
+
+    async def _wait_one_response(self, obj: Any, state: Any, request: Any = None) -> Any:
+        """Answers at once, as SGLang notes it."""
+        del self.rid_to_state[obj.rid]
+        yield {"meta_info": {"id": obj.rid}}
+
+
+@pytest.fixture(autouse=True)
+def no_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks for images to share, by the arguments of a server that runs."""
+    monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda tokenized: tokenized)
+
+
+def answer(tokenizer: Tokenizer, obj: Any) -> Any:
+    """The first response, as SGLang's HTTP server asks for it; the generator is closed then."""
+
+    async def ask() -> Any:
+        async with aclosing(tokenizer.generate_request(obj)) as responses:
+            return await anext(responses)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("mode", "is_refused"), [("prefill", True), ("decode", True), ("null", False)]
+    ("sampling", "fields", "told"),
+    [
+        ({}, {"input_ids": [-1]}, "input_ids has -1"),
+        ({"top_k": "a"}, {}, "top_k is 'a'"),
+        ({"top_p": [1]}, {}, "top_p is [1]"),
+        ({"n": 2**40}, {}, f"n is {2**40}"),  # lists of this length would be made of its fields
+        ({"n": 2**16}, {}, f"n is {2**16}"),  # more than there are numbers of rooms
+        ({"n": 0}, {}, "n is 0"),
+        ({"n": "2"}, {}, "n is '2'"),
+        ({"stop": 5}, {}, "int"),
+        ({"json_schema": "[" * 100_000}, {}, "recursion"),  # xgrammar ends the process
+        ({"stop_regex": "([a"}, {}, "unterminated character set"),
+        ({"unknown": 5}, {}, "unknown"),
+        ({}, {"custom_labels": {"a": "b"}}, "custom_labels has ['a']"),
+        ({"max_new_tokens": 4096}, {}, "maximum context length"),  # SGLang's own
+    ],
 )
-def test_the_tokenizer_of_each_server_of_a_pair_refuses(mode: str, is_refused: bool) -> None:
-    """Guards against a check that one of the two servers lacks: the other would wait for a room."""
-    request = tokenized({}, input_ids=[-1], bootstrap_room=1)
+def test_the_tokenizer_of_each_server_of_a_pair_refuses(
+    mode: str, sampling: dict[str, Any], fields: dict[str, Any], told: str
+) -> None:
+    """Guards against a check that one of the two servers lacks: the other would wait for a room;
+    against memory that a refused request takes for good; and against a client that is told of an
+    internal error, where it sent something wrong."""
+    tokenizer = Tokenizer(mode)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        answer(tokenizer, GenerateReqInput(sampling_params=sampling, **FIELDS | fields))
+    assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
-    class Tokenizer(CheckedTokenizer, Tokenizing):
-        server_args = SimpleNamespace(disaggregation_mode=mode)
-        model_config = SimpleNamespace(vocab_size=VOCABULARY)
 
+def test_labels_that_the_server_allows() -> None:
+    fields = {"custom_labels": {"tenant": "a"}}
+    obj = GenerateReqInput(sampling_params={}, **FIELDS | fields)
+    assert answer(Tokenizer(), obj)["meta_info"] == {"id": "a"}
+
+
+def test_other_servers_are_stock() -> None:
+    obj = GenerateReqInput(sampling_params={}, **FIELDS | {"input_ids": [-1]})
+    assert answer(Tokenizer("null"), obj)["meta_info"] == {"id": "a"}
+
+
+def test_a_batch_with_one_that_is_refused() -> None:
+    """Guards against the others' prompts in memory, for good, and a server that waits for them when
+    it is asked to end: SGLang notes all of a batch before it looks at one."""
     tokenizer = Tokenizer()
-    tokenizer.made = request
-    if mode != "null":
-        with pytest.raises(ValueError, match="input_ids has -1"):
-            tokenizer._create_tokenized_object(None, "", [-1])
-    else:
-        assert tokenizer._create_tokenized_object(None, "", [-1]) is request
+    batch = {"input_ids": [[3], [-1], [5]], "bootstrap_room": [1, 2, 3], "rid": ["a", "b", "c"]}
+    batch["bootstrap_host"] = ["h"] * 3
+    with pytest.raises(ValueError, match="input_ids has -1"):
+        answer(tokenizer, GenerateReqInput(sampling_params={}, **batch))
+    assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 
-class Tokenizing:
-    """Stands for SGLang's."""
+def test_samples_leave_nothing() -> None:
+    """Guards against the same of parallel samples, of which SGLang notes each twice."""
+    tokenizer = Tokenizer()
+    assert len(answer(tokenizer, GenerateReqInput(sampling_params={"n": 3}, **FIELDS))) == 3
+    assert len(tokenizer.sent) == 4 and tokenizer.rid_to_state == {}
 
-    made: Any = None
 
-    def _create_tokenized_object(self, *_: Any) -> Any:
-        return self.made
+def test_an_id_that_is_in_use() -> None:
+    """Guards against a refused request that takes along what is noted of the one whose id it has,
+    and that is being looked at."""
+    tokenizer = Tokenizer()
+    first = GenerateReqInput(sampling_params={}, **FIELDS)
+    tokenizer._req_stats_init(first)
+    with pytest.raises(ValueError, match="Duplicate request IDs"):
+        answer(tokenizer, GenerateReqInput(sampling_params={}, **FIELDS))
+    assert tokenizer.rid_to_state["a"].obj is first
+
+
+@pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")
+def test_a_room_number_in_use() -> None:
+    """A client chose the number, and uses it twice. Guards against KV that was never written
+    counting as arrived, with that of the first request of the number."""
+    decoder = Decoder(16, 1024)
+    decoder.kv_manager.request_status[7] = KVPoll.WaitingForInput
+    req = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
+    req.bootstrap_room = 7
+    decoder._add_request_to_queue(req)
+    reason = decoder.mailbox.reasons[req.rid]
+    assert reason["status_code"] == 400
+    assert "bootstrap_room 7 is in use by another request" in reason["message"]
+    assert decoder.kv_manager.request_status == {7: KVPoll.WaitingForInput}
+    check_idle(decoder)

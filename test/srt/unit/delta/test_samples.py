@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta import samples
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK
+from sglang.srt.disaggregation.delta.unserved import PairTokenizer
 
 ROOM = 2**62 + 12345
 
@@ -32,7 +33,7 @@ class Stock:
         self.sent.append(tokenized)
 
 
-class Tokenizer(samples.SamplesTokenizer, Stock):  # type: ignore[misc]
+class Tokenizer(PairTokenizer, Stock):  # type: ignore[misc]
     """As the replacement table binds it."""
 
 
@@ -88,8 +89,3 @@ def test_a_pair_whose_prefill_server_does_not_number_them(monkeypatch: pytest.Mo
         asyncio.run(Tokenizer("decode")._tokenize_one_request(request(2)))
     monkeypatch.setattr(samples, "fetch_capabilities", lambda address: None)
     assert asyncio.run(Tokenizer("decode")._tokenize_one_request(request(2)))  # asked later
-
-
-def test_more_samples_than_there_are_numbers() -> None:
-    with pytest.raises(ValueError, match="n is 65536"):
-        asyncio.run(Tokenizer("prefill")._tokenize_one_request(request(2**16)))

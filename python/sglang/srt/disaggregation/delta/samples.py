@@ -8,17 +8,8 @@ the samples get numbers that follow from it by one rule, which both servers of a
 from __future__ import annotations
 
 import asyncio
-import itertools
-from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and after the tokenizer
-
-from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.capability import fetch_capabilities
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-else:
-    TokenizerManager = object
 
 #: A room has 63 bits; the number of a sample is in the upper ones, so that a data-parallel rank,
 #: which follows from the lower ones, is the same for all samples of a prompt where the number of
@@ -32,44 +23,15 @@ def room_of_sample(room: int, index: int) -> int:
     return room ^ (index << _SHIFT)
 
 
-class SamplesTokenizer(TokenizerManager):
-    """Numbers the rooms of parallel samples. Stock for requests without a room."""
+async def check_samples(address: str, samples: int) -> None:
+    """Ask the prefill server at ``address`` (host:port) whether it numbers samples, too.
 
-    @override
-    async def _tokenize_one_request(self, obj: Any) -> Any:
-        in_a_pair = getattr(obj, "bootstrap_room", None) is not None  # embeddings have none
-        samples = (obj.sampling_params or {}).get("n", 1) if in_a_pair else 1
-        if samples > 1:
-            await self._check_samples(obj, samples)
-        tokenized = await super()._tokenize_one_request(obj)
-        if samples > 1:
-            tokenized.sample_indices = itertools.count()  # shared by the copies that are sent
-        return tokenized
-
-    async def _check_samples(self, obj: Any, samples: int) -> None:
-        """Refuse what the pair cannot serve.
-
-        Raises:
-            ValueError: the client gets status 400.
-        """
-        if samples > MOST_SAMPLES:
-            raise ValueError(f"n is {samples}; a pair serves {MOST_SAMPLES} samples at most")
-        if self.server_args.disaggregation_mode != "decode":
-            return
-        address = f"{obj.bootstrap_host}:{obj.bootstrap_port}"
-        prefill = await asyncio.to_thread(fetch_capabilities, address)
-        if prefill is not None and not prefill.samples:
-            raise ValueError(
-                f"n is {samples}, and prefill server {address} gives all samples of a request one "
-                "room: it runs without this package, or with an older version of it"
-            )
-
-    @override
-    def _send_one_request(self, tokenized_obj: Any) -> Any:
-        indices = vars(tokenized_obj).pop("sample_indices", None)
-        if indices is not None:
-            room = room_of_sample(tokenized_obj.bootstrap_room, next(indices))
-            tokenized_obj.bootstrap_room = room
-            # What decode says of a room is looked up there.
-            self.rid_to_state[tokenized_obj.rid].obj.bootstrap_room = room
-        return super()._send_one_request(tokenized_obj)
+    Raises:
+        ValueError: the client gets status 400.
+    """
+    prefill = await asyncio.to_thread(fetch_capabilities, address)
+    if prefill is not None and not prefill.samples:
+        raise ValueError(
+            f"n is {samples}, and prefill server {address} gives all samples of a request one "
+            "room: it runs without this package, or with an older version of it"
+        )

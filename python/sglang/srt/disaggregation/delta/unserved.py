@@ -7,30 +7,35 @@ anything.
 
 from __future__ import annotations
 
-import logging
-from http import HTTPStatus
+import itertools
+import json
+from collections.abc import AsyncIterator
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any  # Any: SGLang's scheduler and request, of either side
+from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and after the tokenizer
 
 from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.samples import MOST_SAMPLES, check_samples, room_of_sample
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 else:
     TokenizerManager = object
 
-logger = logging.getLogger(__name__)
-
 #: What SGLang's metadata buffers take as the number of a room (more raises, although they have 64
 #: bits without a sign), and how many top log probabilities of the first token they hold.
-_ROOMS, _MOST_TOP_LOGPROBS = 2**63, 128
+_MOST_ROOM, _MOST_TOP_LOGPROBS = 2**63 - 1, 128
 
 #: What a number may be for SGLang's kernels and tensors: its type, and its bounds. SGLang takes the
 #: sampling parameters of ``/generate`` as they are, and checks some bounds of some of them.
 _SAMPLING: dict[str, tuple[type, float, float]] = {
     "temperature": (Real, 0, 1e30),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "frequency_penalty": (Real, -2, 2),
+    "presence_penalty": (Real, -2, 2),
     "repetition_penalty": (Real, 1e-6, 2),  # logits are divided by it
-    "top_k": (Integral, 1, 2**31 - 1),
+    "top_k": (Integral, -1, 2**31 - 1),
     "max_new_tokens": (Integral, 0, 2**31 - 1),
     "min_new_tokens": (Integral, 0, 2**31 - 1),
     "stream_interval": (Integral, 0, 2**31 - 1),
@@ -43,9 +48,42 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
-class CheckedTokenizer(TokenizerManager):
+class PairTokenizer(TokenizerManager):
     """Refuses what would raise in a scheduler and end it, on both servers of a pair, before it is
-    sent to one. SGLang makes status 400 of a ``ValueError`` here."""
+    sent to one, and numbers the rooms of parallel samples. SGLang makes status 400 of a
+    ``ValueError`` here. On other servers it checks nothing."""
+
+    @override
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """As SGLang's, which keeps what it has noted of requests that were refused, and of those
+        that only stand for their samples, prompts included; a server that ends waits for them."""
+        if self.server_args.disaggregation_mode != "null" and obj.sampling_params:
+            # SGLang makes lists of this length of all that the client gave, before it is asked.
+            params = obj.sampling_params
+            wanted = (params[0] if isinstance(params, list) else params).get("n")
+            check_number("n", wanted, Integral, 1, MOST_SAMPLES)
+        try:
+            async for response in super().generate_request(obj, request):
+                yield response
+        finally:
+            several = isinstance(obj.rid, list)
+            params = obj.sampling_params if several else [obj.sampling_params]
+            for rid, own in zip(obj.rid if several else [obj.rid], params or (), strict=False):
+                state = self.rid_to_state.get(rid)
+                # Another request may have the same id: this one is refused then.
+                if state is not None and state.obj.sampling_params is own and not is_sent(state):
+                    del self.rid_to_state[rid]
+
+    @override
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        room = getattr(obj, "bootstrap_room", None)  # embeddings have none
+        samples = 1 if room is None else obj.sampling_params.get("n", 1)
+        if samples > 1 and self.server_args.disaggregation_mode == "decode":
+            await check_samples(f"{obj.bootstrap_host}:{obj.bootstrap_port}", samples)
+        tokenized = await super()._tokenize_one_request(obj)
+        if samples > 1:
+            tokenized.sample_indices = itertools.count()  # shared by the copies that are sent
+        return tokenized
 
     @override
     def _create_tokenized_object(
@@ -57,29 +95,73 @@ class CheckedTokenizer(TokenizerManager):
         mm_inputs: Any = None,
         token_type_ids: list[int] | None = None,
     ) -> Any:
-        tokenized = super()._create_tokenized_object(
-            obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids
-        )
-        if self.server_args.disaggregation_mode != "null" and hasattr(tokenized, "bootstrap_room"):
-            check_values(tokenized, self.model_config.vocab_size)
-        return tokenized
+        try:
+            if self.server_args.disaggregation_mode != "null" and hasattr(obj, "bootstrap_room"):
+                others = mm_inputs is not None or input_embeds is not None
+                check_values(obj, input_ids, others, self.model_config.vocab_size)
+                allowed = self.server_args.tokenizer_metrics_allowed_custom_labels or ()
+                unknown = sorted(set(obj.custom_labels or ()) - set(allowed))
+                if unknown and self.enable_metrics:  # which raise where answers are counted
+                    raise ValueError(f"custom_labels has {unknown}: the server allows {allowed}")
+            return super()._create_tokenized_object(
+                obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids
+            )
+        except Exception as error:  # of values that only the client gave
+            raise ValueError(error) from error
+
+    @override
+    def _send_one_request(self, tokenized_obj: Any) -> Any:
+        indices = vars(tokenized_obj).pop("sample_indices", None)
+        if indices is not None:
+            room = room_of_sample(tokenized_obj.bootstrap_room, next(indices))
+            tokenized_obj.bootstrap_room = room
+            # What decode says of a room is looked up there.
+            self.rid_to_state[tokenized_obj.rid].obj.bootstrap_room = room
+        return super()._send_one_request(tokenized_obj)
 
 
-def check_values(request: Any, vocabulary: int) -> None:
-    """Look at all that a client gave for ``request``, which SGLang has tokenized.
+def is_sent(state: Any) -> bool:
+    """Whether the schedulers have been sent a request, by what the tokenizer notes of it."""
+    return bool(state.time_stats.api_server_dispatch_finish_time)
+
+
+def check_number(name: str, value: Any, number: Any, low: float, high: float) -> None:
+    """Look at one number that a client gave; None is the absence of one.
+
+    Raises:
+        ValueError: ``value`` is no ``number`` (``Integral`` or ``Real``) from ``low`` to ``high``.
+    """
+    if value is not None and not (isinstance(value, number) and low <= value <= high):
+        kind = "an integer" if number is Integral else "a number"
+        raise ValueError(f"{name} is {value!r}: it has to be {kind} from {low} to {high}")
+
+
+def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: int) -> None:
+    """Look at all that a client gave for the request ``obj``, before SGLang's own checks: those
+    raise at types that they do not expect.
+
+    Args:
+        input_ids: the prompt's, where ``obj`` has none.
+        has_other_input: images, sounds or embeddings belong to the prompt. A multimodal processor
+            puts ids of its own between the client's.
 
     Raises:
         ValueError: a value that SGLang's scheduler or the model would raise at.
     """
-    params = request.sampling_params
-    if not (request.input_ids or request.mm_inputs or request.input_embeds):
+    params = obj.sampling_params
+    if not (input_ids or has_other_input):
         raise ValueError("input_ids is empty: a prompt has one token at least")
+    # SGLang builds the request of a session without the address of its room.
+    if obj.session_params or (obj.bootstrap_room is not None and obj.bootstrap_host is None):
+        raise ValueError(
+            "the request has no room of a prefill and a decode server: send it through a router. "
+            "Sessions (session_params) are not served by a pair"
+        )
     ids = {
-        # A multimodal processor puts ids of its own between the client's.
-        "input_ids": request.input_ids if request.mm_inputs is None else (),
+        "input_ids": () if has_other_input else input_ids,
         # Others are compared only: an id that is no token stops nothing.
-        "stop_token_ids": params.stop_token_ids if params.min_new_tokens else (),
-        "token_ids_logprob": request.token_ids_logprob,
+        "stop_token_ids": params.get("stop_token_ids") if params.get("min_new_tokens") else (),
+        "token_ids_logprob": obj.token_ids_logprob,
     }
     for name, values in ids.items():
         whole = all(issubclass(kind, Integral) for kind in set(map(type, values or ())))
@@ -91,63 +173,38 @@ def check_values(request: Any, vocabulary: int) -> None:
                 f"{name} has {wrong!r}, which is no token of the model: ids are 0 to "
                 f"{vocabulary - 1}"
             )
-    numbers: list[tuple[str, Any, Any, float, float]] = [
-        (name, getattr(params, name), *bounds) for name, bounds in _SAMPLING.items()
-    ]
-    numbers += [
-        ("top_logprobs_num", request.top_logprobs_num, Integral, 0, vocabulary),
-        ("logprob_start_len", request.logprob_start_len, Integral, -1, 2**31 - 1),
-    ]
-    bias = {} if params.logit_bias is None else params.logit_bias
+    bias = params.get("logit_bias")
+    most_tops = _MOST_TOP_LOGPROBS if obj.return_logprob else vocabulary
     others: list[tuple[str, Any, type]] = [
-        ("json_schema", params.json_schema, str),
-        ("regex", params.regex, str),
-        ("ebnf", params.ebnf, str),
-        ("structural_tag", params.structural_tag, str),
-        ("extra_key", request.extra_key, str),
-        ("rid", request.rid, str),
-        ("custom_params", params.custom_params, dict),
+        ("bootstrap_host", obj.bootstrap_host, str),  # SGLang takes lists, too
+        ("bootstrap_port", obj.bootstrap_port, int),
+        *((kind, params.get(kind), str) for kind in ("json_schema", "regex", "ebnf")),
+        ("structural_tag", params.get("structural_tag"), str),
+        ("extra_key", obj.extra_key, str),
+        ("rid", obj.rid, str),
+        ("lora_id", obj.lora_id, str),
+        ("custom_params", params.get("custom_params"), dict),
         ("logit_bias", bias, dict),
     ]
     for name, value, kind in others:
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r}: it has to be a {kind.__name__}")
-        if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
-            raise ValueError(f"{name} is {value!r}: it has a half of a surrogate pair")
-    numbers += [(f"logit_bias of {i}", bias[i], Real, -_MOST_BIAS, _MOST_BIAS) for i in bias]
-    for name, value, number, low, high in numbers:
-        if value is not None and not (isinstance(value, number) and low <= value <= high):
-            kinds = {Integral: "an integer", Real: "a number"}
-            raise ValueError(
-                f"{name} is {value!r}: it has to be {kinds[number]} from {low} to {high}"
-            )
-
-
-def why_unserved(req: Any, *, on_decode: bool = False) -> str | None:
-    """Why a pair cannot serve ``req``; None if it can."""
-    room, host, port = req.bootstrap_room, req.bootstrap_host, req.bootstrap_port
-    has_room = isinstance(room, int) and 0 <= room < _ROOMS
-    has_prefill = isinstance(host, str) and isinstance(port, int)  # SGLang takes lists, too
-    if not has_room or (on_decode and not has_prefill):
-        return (
-            f"it has no room of a prefill and a decode server (bootstrap_host={host}, "
-            f"bootstrap_port={port}, bootstrap_room={room}): send it through a router. Sessions "
-            "(session_params) are not served by a pair"
-        )
-    if req.return_logprob and (req.top_logprobs_num or 0) > _MOST_TOP_LOGPROBS:
-        return (
-            f"prefill sends {_MOST_TOP_LOGPROBS} top log probabilities of the first token at most, "
-            f"and top_logprobs_num is {req.top_logprobs_num}"
-        )
-    return None
-
-
-def refuse(scheduler: Any, req: Any, why: str) -> None:
-    """Answer a request that is not served with status 400."""
-    from sglang.srt.disaggregation.utils import prepare_abort
-
-    message = f"Request {req.rid} is not served: {why}"
-    logger.warning(message)
-    prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
-    req.finished_reason = req.to_finish or req.finished_reason  # what SGLang found is said instead
-    scheduler.stream_output([req], req.return_logprob)
+        # At a null character xgrammar ends the process.
+        text = str(value).replace("\0", "").encode(errors="ignore").decode()
+        if kind is str and value is not None and text != value:
+            raise ValueError(f"{name} is {value!r}: it has a null or a half of a surrogate pair")
+    if params.get("json_schema") not in (None, "$$ANY$$"):
+        json.loads(params["json_schema"])  # xgrammar's parser ends the process at deep nesting
+    if params.get("structural_tag") == "":  # which SGLang takes for none, and looks for another
+        raise ValueError("structural_tag is empty")
+    # None would be the absence of a number elsewhere; here it is the number.
+    biases = {i: "null" if value is None else value for i, value in (bias or {}).items()}
+    numbers: list[tuple[str, Any, Any, float, float]] = [
+        ("bootstrap_room", obj.bootstrap_room, Integral, 0, _MOST_ROOM),
+        ("top_logprobs_num", obj.top_logprobs_num, Integral, 0, most_tops),
+        ("logprob_start_len", obj.logprob_start_len, Integral, -1, 2**31 - 1),
+        *((name, params.get(name), *bounds) for name, bounds in _SAMPLING.items()),
+        *((f"logit_bias of {i}", b, Real, -_MOST_BIAS, _MOST_BIAS) for i, b in biases.items()),
+    ]
+    for each in numbers:
+        check_number(*each)

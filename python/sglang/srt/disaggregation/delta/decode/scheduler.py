@@ -10,6 +10,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of SGLang
 
 from typing_extensions import override
@@ -23,7 +24,6 @@ from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUG
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state
-from sglang.srt.disaggregation.delta.unserved import refuse, why_unserved
 from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
@@ -291,14 +291,14 @@ class DisaggScheduler(DecodeFlush):
         # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
         # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
         is_retracted = is_retracted or bool(req.is_retracted)
-        why = None if is_retracted else why_unserved(req, on_decode=True)
-        if why is None and not is_retracted and not is_fake(req):
+        rooms = self.disagg_decode_prealloc_queue.kv_manager.request_status
+        if req.bootstrap_room in rooms and not is_retracted and not is_fake(req):
             # What arrives would count for both, and KV that was never written would enter the tree.
-            rooms = self.disagg_decode_prealloc_queue.kv_manager.request_status
-            if req.bootstrap_room in rooms:
-                why = f"bootstrap_room {req.bootstrap_room} is in use by another request"
-        if why is not None:
-            refuse(self, req, why)
+            from sglang.srt.disaggregation.utils import prepare_abort
+
+            message = f"bootstrap_room {req.bootstrap_room} is in use by another request"
+            prepare_abort(req, f"Request {req.rid}: {message}", HTTPStatus.BAD_REQUEST)
+            self.stream_output([req], req.return_logprob)
             return
         super()._add_request_to_queue(req, is_retracted)
 

@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend, end_yielded
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
-from sglang.srt.disaggregation.delta.unserved import refuse, why_unserved
 
 if TYPE_CHECKING:
     import torch
@@ -211,14 +210,6 @@ class DeltaScheduler(Scheduler):
         super().abort_request(recv_req)
         if self._prefill_manager is not None:
             close_rooms(queued, self.waiting_queue)
-
-    @override
-    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
-        why = why_unserved(req) if self._prefill_manager is not None else None
-        if why is not None:
-            refuse(self, req, why)
-            return
-        super()._add_request_to_queue(req, is_retracted)
 
     @override
     def init_disaggregation(self) -> None:

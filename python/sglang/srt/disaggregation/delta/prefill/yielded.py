@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta.unserved import is_sent
 from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput
 
 if TYPE_CHECKING:
@@ -166,14 +167,10 @@ class YieldingTokenizer(TokenizerManager):
             state = self.rid_to_state.get(rid)
             if state is None or state.finished:
                 del rooms.here[room]
-            elif self._is_sent(rid):
+            elif is_sent(state):
                 del rooms.here[room]
                 self._end_yielded(rid)
         return bool(rooms.absent or rooms.here)
-
-    def _is_sent(self, rid: str) -> bool:
-        """Whether the schedulers have been sent it."""
-        return bool(self.rid_to_state[rid].time_stats.api_server_dispatch_finish_time)
 
     def _end_yielded(self, rid: str) -> None:
         self.send_to_scheduler.send_pyobj(EndYielded(rid=rid))
