@@ -140,6 +140,24 @@ _DELTA = (
         why="parallel samples have rooms of their own; what would end both servers has status 400",
     ),
     Replacement(
+        module="sglang.srt.constrained.base_grammar_backend",
+        name="BaseGrammarBackend",
+        mixin=f"{_DISAGG}.delta.unserved:CheckedGrammars",
+        why="a grammar at which its library raises has status 400",
+    ),
+    Replacement(
+        module="sglang.srt.constrained.llguidance_backend",
+        name="GuidanceGrammar",
+        mixin=f"{_DISAGG}.delta.unserved:GuidedMask",
+        why="a grammar that allows no token ends its request, not the server",
+    ),
+    Replacement(
+        module="sglang.srt.sampling.sampling_batch_info",
+        name="SamplingBatchInfo",
+        mixin=f"{_DISAGG}.delta.unserved:MaskedBatch",
+        why="the same, of other libraries",
+    ),
+    Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
         mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",

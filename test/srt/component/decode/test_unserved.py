@@ -1,9 +1,11 @@
-"""Requests that a pair cannot serve, at the tokenizer of its servers."""
+"""Requests that a pair cannot serve, at the tokenizer of its servers, and grammars that allow no
+token, where a batch is sampled."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import re
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 from benchmark.harness import without_engine
 from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.unserved import check_values
 from sglang.srt.disaggregation.utils import (
@@ -24,6 +27,7 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.aio_rwlock import RWLock
 
@@ -268,3 +272,68 @@ def test_a_room_number_in_use() -> None:
     assert "bootstrap_room 7 is in use by another request" in reason["message"]
     assert decoder.kv_manager.request_status == {7: KVPoll.WaitingForInput}
     check_idle(decoder)
+
+
+class Grammars(BaseGrammarBackend):
+    """A grammar library that raises, as xgrammar does at tags of a shape it does not expect."""
+
+    def dispatch_structural_tag(self, key_string: str) -> Any:
+        return json.loads(key_string)["format"]
+
+
+def test_a_grammar_that_raises() -> None:
+    """Guards against a scheduler that ends with it: SGLang takes the result of its thread there."""
+    value, _ = Grammars().get_cached_or_future_value(("structural_tag", "{}"), False)
+    invalid = value.result()
+    assert isinstance(invalid, InvalidGrammarObject) and "format" in invalid.error_message
+
+
+class Bits:
+    """A grammar as xgrammar's: a bit for each of 40 tokens that it allows."""
+
+    finished = False
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: str) -> torch.Tensor:
+        return torch.full((batch_size, 2), -1, dtype=torch.int32)
+
+    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
+        vocab_mask[idx] = torch.tensor([self.allowed, 0])
+
+    def move_vocab_mask(self, vocab_mask: torch.Tensor, device: str) -> torch.Tensor:
+        return vocab_mask
+
+    def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        """Not asked here."""
+
+
+def test_a_grammar_that_allows_no_token() -> None:
+    """Guards against a server that ends with one request whose grammar leads nowhere: logits that
+    are all masked have no probabilities, and the sampler raises. SGLang ends the request when the
+    grammar refuses the token that was drawn."""
+    batch = SamplingBatchInfo.__new__(SamplingBatchInfo)
+    batch.grammars, batch.temperatures = [Bits(0), None, Bits(4)], torch.ones(3)
+    batch.vocab_size, batch.device = 40, "cpu"
+    batch.update_regex_vocab_mask()
+    assert batch.vocab_mask.tolist() == [[-1, -1], [-1, -1], [4, 0]]
+    batch.grammars = None
+    batch.update_regex_vocab_mask()
+    assert batch.vocab_mask is None
+
+
+def test_a_mask_that_raises() -> None:
+    """Guards against the same with llguidance, which raises at a grammar that allows no token, when
+    its mask is asked for and at the next token. SGLang ends the request there."""
+    llguidance = pytest.importorskip("llguidance")
+    from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+
+    tokenizer = llguidance.LLTokenizer("byte")
+    grammar = GuidanceGrammar(tokenizer, llguidance.grammar_from("ebnf", "root ::= root"))
+    grammar.fill_vocab_mask(grammar.allocate_vocab_mask(tokenizer.vocab_size, 1, "cpu"), 0)
+    with pytest.raises(ValueError, match="NoExtensionBias"):
+        grammar.accept_token(65)

@@ -15,7 +15,7 @@ SGLang's manager, sender and receiver for it, as rows in ``patchset/table.py``.
 ``sparse_index``    the index cache of sparse attention, which lies beside the KV
 ``address_pool``    threads for questions to servers, of which some hang
 ``rank_agreement``  what the ranks of one server agree on before a step, in one reduction
-``unserved``        requests that a pair cannot serve, which are answered at once
+``unserved``        requests that a pair cannot serve, and grammars at which SGLang ends
 ``samples``         room numbers of parallel samples
 ``manager``         the thin overrides of SGLang's manager and bootstrap server
 ``metrics``         every counter, gauge and histogram, declared once; why rooms fail

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and after the tokenizer
 
@@ -18,9 +19,14 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.samples import MOST_SAMPLES, check_samples, room_of_sample
 
 if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+    from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 else:
-    TokenizerManager = object
+    BaseGrammarBackend = GuidanceGrammar = SamplingBatchInfo = TokenizerManager = object
 
 #: What SGLang's metadata buffers take as the number of a room (more raises, although they have 64
 #: bits without a sign), and how many top log probabilities of the first token they hold.
@@ -118,6 +124,42 @@ class PairTokenizer(TokenizerManager):
             # What decode says of a room is looked up there.
             self.rid_to_state[tokenized_obj.rid].obj.bootstrap_room = room
         return super()._send_one_request(tokenized_obj)
+
+
+class CheckedGrammars(BaseGrammarBackend):
+    """Makes what raises at a grammar the client's error: SGLang's scheduler ends."""
+
+    @override
+    def _init_value_dispatch(self, key: tuple[str, str], require_reasoning: bool) -> Any:
+        from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+
+        try:
+            return super()._init_value_dispatch(key, require_reasoning)
+        except Exception as error:
+            return InvalidGrammarObject(repr(error))
+
+
+class GuidedMask(GuidanceGrammar):
+    """Leaves it to the next token that the grammar allows none, as other libraries do: SGLang ends
+    the request there, and the scheduler where a mask raises."""
+
+    @override
+    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
+        with suppress(ValueError):
+            super().fill_vocab_mask(vocab_mask, idx)
+
+
+class MaskedBatch(SamplingBatchInfo):
+    """Draws any token where a grammar allows none, which it then refuses: of no token at all there
+    are no probabilities, and the sampler raises at those of the whole batch."""
+
+    @override
+    def update_regex_vocab_mask(self) -> None:
+        super().update_regex_vocab_mask()
+        # A bit for each token that is allowed; the mask of outlines has truth values, of those that
+        # are not.
+        if self.vocab_mask is not None and self.vocab_mask.dtype.is_signed:
+            self.vocab_mask.masked_fill_(~self.vocab_mask.any(-1, keepdim=True), -1)
 
 
 def is_sent(state: Any) -> bool:

@@ -55,6 +55,8 @@ class Request(Protocol):
     #: The send cursor, in tokens.
     start_send_idx: int
     req_pool_idx: int
+    #: What holds its answer to a schema; None where nothing does.
+    grammar: object
 
 
 def ended(requests: Sequence[Request], groups: Sequence[ProcessGroup]) -> list[str]:
@@ -89,6 +91,10 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     def send_kv_chunk(
         self, req: Request, last_chunk: bool = False, end_idx: int | None = None
     ) -> None:
+        if last_chunk:
+            # Decode's grammar takes the first token, and fails the request where it cannot. SGLang
+            # asks this one, too: it would free the pages that are being sent, and again at the end.
+            req.grammar = None
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         pool = self.token_to_kv_pool_allocator.get_kvcache()
