@@ -206,6 +206,35 @@ def test_two_servers_that_make_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.batch_exists(hashes(1)) == 0
 
 
+def test_temporary_files_of_killed_writers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each writer that is killed would leave some for ever. Those of writers that run stay, and
+    so does all that is not ours."""
+
+    def killed(*_: Any) -> None:
+        raise SystemExit
+
+    pool = host_pool("mha", "page_first_direct")
+    store = backends.file(pool, tmp_path)
+    assert store.batch_set_v1(hashes(1), slots(1)) == [True]
+    (page,) = tmp_path.iterdir()
+    with monkeypatch.context() as patched:  # nothing cleans up behind a killed writer
+        patched.setattr(os, "replace", killed)
+        patched.setattr(os, "unlink", lambda path: None)
+        for number in (2, 3):
+            with pytest.raises(SystemExit):
+                store.batch_set_v1(hashes(3)[number - 1 : number], slots(number))
+    stale, fresh = (path for path in tmp_path.iterdir() if path != page)
+    others = [tmp_path / "notes.bin.txt", tmp_path / f"{page.name}.{'x' * 32}"]
+    for path in others:
+        path.touch()
+    for path in (page, stale, *others):
+        os.utime(path, (1.0, 1.0))
+    backends.file(pool, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([page, fresh, *others])
+
+
 def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
     """Guards against a file whose writer died: found for ever, and read by nobody."""
     pool = host_pool("mha", "page_first_direct")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import uuid
 from collections.abc import Callable
@@ -25,6 +26,10 @@ else:
     _File = PartStore
 
 
+#: Seconds after which nobody writes to a temporary file any more.
+STALE_S = 600.0
+
+
 class FileParts(_File):
     """A file is there only when it has its full length, so that one whose writer died is written
     again, and nobody reads one that is being written."""
@@ -40,6 +45,11 @@ class FileParts(_File):
         folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or file_path
         os.makedirs(folder, exist_ok=True)
         super().__init__(storage_config, file_path)
+        # Of writers that were killed; those of others that run are younger.
+        for path in glob.iglob(os.path.join(glob.escape(folder), f"*.bin.{'[0-9a-f]' * 32}")):
+            with contextlib.suppress(OSError):
+                if os.path.getmtime(path) < time.time() - STALE_S:
+                    os.unlink(path)
 
     @override
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
