@@ -95,6 +95,7 @@ class Scheduler(BufferOnlyScheduler, Stock):
 def scheduler(busy: bool = False) -> Scheduler:
     found = Scheduler()
     found.server_args = SimpleNamespace(enable_dp_attention=False)
+    found.model_config = SimpleNamespace(is_multimodal=False)
     found.offload_tags = set()
     hits = {"r": 8}
     found.said = []
@@ -317,6 +318,22 @@ def test_a_request_waits_for_no_hit_that_it_cannot_use(wanted: bool, start: int,
     )  # fmt: skip
     # The tree leaves the last of them to be computed.
     assert keys == [list(range(asked + 1))]
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+def test_the_images_of_a_request_reach_its_keys():
+    """Of a model that takes images; of others the key stays as it is, also where there is none."""
+    item = SimpleNamespace(pad_value=1_000_005, hash=5)
+    req = request(
+        origin_input_ids=[1, 1_000_005, 2], output_ids=[], extra_key=None, return_logprob=False,
+        multimodal_inputs=SimpleNamespace(mm_items=[item]),
+    )  # fmt: skip
+    found, keys = scheduler(), []
+    found.tree_cache.request_prefetch = lambda rid, key: keys.append(key.extra_key)
+    found._prefetch_kvcache(req)
+    found.model_config.is_multimodal = True
+    found._prefetch_kvcache(req)
+    assert keys == [None, ""] and keys[1].images == req.extra_key.images == ((1, 5),)
 
 
 def batch(tokens: int, extend: bool = True) -> SimpleNamespace:

@@ -14,6 +14,7 @@ leaves the device leaves the tree.
 ``store_client``      calls of a store with a deadline; the circuit breaker
 ``call_threads``      the threads of these calls
 ``namespaces``        whose KV a page is: model, weights, layout, tenant; keys
+``images``            the full hashes of a prompt's images, which are in its keys
 ``page_store``        pages in and out of the store, and the threads that wait for it
 
 ``backup_queue``  what waits to be written; marks on the nodes

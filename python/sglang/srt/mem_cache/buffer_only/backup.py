@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.buffer_only.backup_queue import (
     path_pieces,
     settle,
 )
+from sglang.srt.mem_cache.buffer_only.images import has_own_images, tokens_above
 from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
 from sglang.srt.mem_cache.buffer_only.touch import recent
@@ -221,7 +222,7 @@ class Backups:
         page, found = self._context.page_size, []
         while pages > 0 and (pending := self.queue.head()) is not None:
             for node in pending.pieces():
-                if not covered(node.parent):
+                if not (covered(node.parent) and has_own_images(node)):
                     self.queue.drop(pending, UNCOVERED)
                     break
                 left = len(node.key) - node.launched
@@ -245,7 +246,8 @@ class Backups:
             node, length = segment.node, len(segment.node.key)
             first, last = (length - segment.start) // page, (length - segment.end) // page
             hashes = page_hashes(node, page)[first:last]
-            keys.extend(context.store.keys(hashes, node.key.extra_key))
+            begin = tokens_above(node) // page + first
+            keys.extend(context.store.keys(hashes, node.key.extra_key, begin))
             context.tree.inc_lock_ref(node)
         staging = context.stage.allocate(Direction.BACKUP, len(keys))
         assert staging is not None, "there was capacity for it"

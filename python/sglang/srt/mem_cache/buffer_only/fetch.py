@@ -186,7 +186,7 @@ class Fetches:
         if len(self._reserved) == THREADS:
             return None  # the other half of the slots is for what was found
         (page_hash,) = hashes_of(key.token_ids[begin * page : (begin + 1) * page], last_hash, page)
-        (first_key,) = context.store.keys([page_hash], key.extra_key)
+        (first_key,) = context.store.keys([page_hash], key.extra_key, begin)
         if first_key in self._brought or first_key in self._reserved:
             return None
         staging = context.stage.allocate(Direction.PREFETCH, pages)

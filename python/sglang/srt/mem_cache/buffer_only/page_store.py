@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them; arguments of a call
 
+from sglang.srt.mem_cache.buffer_only.images import images_before
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES
 
@@ -151,17 +152,18 @@ class PageStore:
         self.namespace = namespace
         self._page_size, self.batch_pages = page_size, batch_pages
 
-    def keys(self, hashes: Sequence[str], extra_key: str | None) -> list[str]:
-        """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``."""
-        return self.namespace.within(extra_key).keys(hashes)
+    def keys(self, hashes: Sequence[str], extra_key: str | None, begin: int = 0) -> list[str]:
+        """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``: those from
+        page ``begin`` of its prompt on."""
+        return page_keys(self.namespace, hashes, extra_key, begin, self._page_size)
 
     def path_keys(self, node: Node) -> list[str]:
         """Keys of all pages up to the end of ``node``, in the order of the prompt."""
-        pieces = []
+        extra_key, hashes = node.key.extra_key, list[str]()
         while node.parent is not None:
-            pieces.append(self.keys(page_hashes(node, self._page_size), node.key.extra_key))
+            hashes[:0] = page_hashes(node, self._page_size)
             node = node.parent
-        return [key for piece in reversed(pieces) for key in piece]
+        return self.keys(hashes, extra_key)
 
     def query(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, job: Job) -> int:
         """How many of ``keys`` are in the store, up to the first that is not."""
@@ -218,12 +220,23 @@ class Found:
     keys: list[str] = field(default_factory=list)
 
 
+def page_keys(
+    namespace: Namespace, hashes: Sequence[str], extra_key: str | None, begin: int, page_size: int
+) -> list[str]:
+    """As :meth:`PageStore.keys`, in ``namespace``."""
+    own, keys = namespace.within(extra_key), list[str]()
+    for page, page_hash in enumerate(hashes, begin + 1):
+        keys += own.within(images_before(extra_key, page * page_size)).keys([page_hash])
+    return keys
+
+
 def search(
     store: PageStore,
     tokens: Sequence[Any],
     page_size: int,
     last_hash: str | None,
     extra_key: str | None,
+    begin: int,
     prefix_keys: Sequence[str] | None,
     first_pages: int = BATCH_PAGES,
 ) -> Callable[[Job], int]:
@@ -231,17 +244,19 @@ def search(
 
     Args:
         last_hash: page hash of the page before them; None at the start of a prompt.
+        begin: pages of the prompt before them.
         prefix_keys: keys of all pages before them, where the backend wants them.
         first_pages: that the store is asked for first. Of most prompts it has nothing: the rest
             need not be hashed to know that.
     """
 
-    namespace = store.namespace.within(extra_key)
+    namespace = store.namespace
 
     def work(job: Job) -> int:
         found = job.found = Found()
         for hashes in _hashed_batches(tokens, last_hash, page_size, first_pages):
-            keys = namespace.keys(hashes)
+            at = begin + len(found.keys)
+            keys = page_keys(namespace, hashes, extra_key, at, page_size)
             before = None if prefix_keys is None else [*prefix_keys, *found.keys]
             good = store.query(keys, before, job)
             found.hashes.extend(hashes[:good])

@@ -71,6 +71,7 @@ class Queries:
             context.page_size,
             last_hash,
             key.extra_key,
+            begin,
             prefix_keys,
             minimal_transfer(context.page_size, context.settings.prefetch_threshold),
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any  # Any: answers of SGLang's, handed on
 
 from typing_extensions import override
 
+from sglang.srt.mem_cache.buffer_only.images import image_key
 from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
 from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 
@@ -88,6 +89,8 @@ class BufferOnlyScheduler(NamingScheduler):
     def _prefetch_kvcache(self, req: Request) -> None:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
+        if self.model_config.is_multimodal:  # before the first look at the tree
+            req.extra_key = image_key(req)
         tokens = [*req.origin_input_ids, *req.output_ids]
         if req.return_logprob and req.logprob_start_len >= 0:
             # SGLang takes no prefix beyond there: the request would wait for what it computes.

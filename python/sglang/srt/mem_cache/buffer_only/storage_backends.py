@@ -177,10 +177,9 @@ class PartsFactory(StorageBackendFactory):
     def create_backend(
         cls, backend_name: str, storage_config: Any, mem_pool_host: Any, **kwargs: Any
     ) -> Any:
-        if is_stage(mem_pool_host):
-            _refuse_lost_parts(backend_name, mem_pool_host)
         backend = super().create_backend(backend_name, storage_config, mem_pool_host, **kwargs)
         if is_stage(mem_pool_host):
+            _refuse_lost_parts(backend_name, mem_pool_host)
             _refuse_missing_calls(backend_name, type(backend))
         return backend
 

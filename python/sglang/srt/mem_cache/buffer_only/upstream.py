@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.cache_controller import CacheOperation, HiCacheAck
     from sglang.srt.mem_cache.buffer_only.backup_queue import PendingBackup
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class Key(Protocol):
@@ -49,8 +48,6 @@ class Node(Protocol):
 class Allocator(Protocol):
     """Of the device pool; sizes in tokens."""
 
-    size: int
-
     def available_size(self) -> int: ...
 
     def alloc(self, need_size: int) -> torch.Tensor | None: ...
@@ -60,7 +57,6 @@ class Tree(Protocol):
     """``HiRadixCache``."""
 
     root_node: Node
-    page_size: int
     evictable_size_: int
     #: Of ``tree.BufferOnlyTree``, as is ``room``.
     inserts: int
@@ -153,10 +149,6 @@ class Controller(Protocol):
     load_queue: list[CacheOperation]
     ack_write_queue: list[HiCacheAck]
     ack_load_queue: list[HiCacheAck]
-    storage_backend: HiCacheStorage
-    storage_backend_type: str
-    prefetch_threshold: int
-    backup_skip: bool
 
     def start_writing(self) -> None: ...
 
@@ -172,6 +164,7 @@ class Request(Protocol):
     origin_input_ids: list[int]
     output_ids: list[int]
     extra_key: str | None
+    multimodal_inputs: Any  # MultimodalInputs, or None
     lora_id: str | None
     return_logprob: bool
     logprob_start_len: int

@@ -1,0 +1,116 @@
+"""Two images that SGLang takes for one: the 30 bits of their hashes that stand in a prompt are the
+same. In the store their pages must not meet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import check_idle
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.mem_cache.buffer_only.images import ImageKey, image_key
+from sglang.srt.mem_cache.buffer_only.page_store import hashes_of
+
+ONE = 0x1234567890ABCDEF
+#: Another image with the same placeholder.
+OTHER = ONE + (7 << 30)
+TEXT = prompt(1, 2)
+CACHES = pytest.mark.parametrize(
+    "changes",
+    [{}, {"alone": True}, {"settings": {"pass_prefix_keys": True}}],
+    ids=["a rank of several", "the only rank", "prefix keys"],
+)
+
+
+def request(*images: int, extra_key: str | None = None) -> Any:
+    """Two pages of text, six tokens of each image, and text to the end of the seventh page."""
+    items = [MultimodalDataItem(Modality.IMAGE, hash=image) for image in images]
+    for item in items:
+        item.set_pad_value()
+    tokens = TEXT + [token for item in items for token in [item.pad_value] * 6]
+    req = SimpleNamespace(
+        origin_input_ids=[*tokens, *range(7 * PAGE + 1 - len(tokens))],
+        extra_key=extra_key,
+        multimodal_inputs=MultimodalInputs(items) if items else None,
+    )
+    req.extra_key = image_key(req)
+    return req
+
+
+def serve(cache: Cache, rid: str, req: Any, more: tuple[int, ...] = ()) -> int:
+    """Tokens that were fetched or found for a request."""
+    hit = cache.serve(rid, [*req.origin_input_ids, *more], req.extra_key)
+    cache.settle()
+    return hit
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+@CACHES
+def test_images_with_one_placeholder_do_not_meet_in_the_store(changes: dict[str, Any]):
+    """The text before them does, and so do requests with the same images, and with none."""
+    cache = Cache(tokens=100 * PAGE, **changes)
+    mine, theirs, text = request(ONE), request(OTHER), request()
+    assert mine.origin_input_ids == theirs.origin_input_ids
+    serve(cache, "mine", mine)
+    cache.flush()
+    assert serve(cache, "theirs", theirs) == 2 * PAGE
+    for req, hit in ((mine, 6), (theirs, 6), (text, 2)):
+        cache.flush()
+        assert serve(cache, "again", req) == hit * PAGE
+    check_idle(cache)
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+@CACHES
+def test_what_was_computed_behind_another_image_is_not_written(changes: dict[str, Any]):
+    """One server's own tree knows the placeholder alone, as SGLang's does."""
+    cache = Cache(tokens=100 * PAGE, **changes)
+    mine, theirs, more = request(ONE), request(OTHER), tuple(range(500, 500 + 3 * PAGE))
+    serve(cache, "mine", mine)
+    assert serve(cache, "theirs", theirs, more) == 7 * PAGE, "SGLang's tree takes it for a hit"
+    serve(cache, "and its next turn", theirs, (*more, *range(900, 900 + 3 * PAGE)))
+    cache.flush()
+    assert serve(cache, "again", theirs, more) == 2 * PAGE
+    cache.flush()
+    assert serve(cache, "and again", theirs, more) == 9 * PAGE
+    check_idle(cache)
+
+
+def test_what_is_used_is_looked_up_under_its_keys():
+    """Or all of it would count as lost."""
+    cache = Cache(tokens=100 * PAGE)
+    req = request(ONE)
+    serve(cache, "r", req)
+    cache.now += 11
+    serve(cache, "r", req)
+    cache.now += 11
+    cache.store.calls.clear()
+    serve(cache, "r", req)
+    for _ in range(3):
+        cache.step()
+    looked_up = [keys for method, keys in cache.store.calls if method == "batch_exists"]
+    own = cache.keys(req.origin_input_ids, req.extra_key)
+    assert looked_up and all(keys == own for keys in looked_up)
+    assert not cache.buffer.context.counters["store_lost_pages"]
+
+
+def test_where_images_begin():
+    """In the order of the prompt, also those of one placeholder; what is not in it counts from its
+    start. The key is equal to the plain one: the tree shares what it shared."""
+    req = request(ONE, 5, OTHER, extra_key="tenant")
+    assert req.extra_key == "tenant" and hash(req.extra_key) == hash("tenant")
+    assert req.extra_key.images == ((8, ONE), (8, OTHER), (14, 5))
+    req.multimodal_inputs.mm_items[1].pad_value = 3_000_000
+    assert image_key(req).images[0] == (0, 5)
+    assert image_key(request()) == "" and image_key(request()).images == ()
+
+
+def test_keys_without_images_are_what_they_were():
+    """Of a prompt's text, and of requests of models that take no images."""
+    store = Cache().buffer.context.store
+    hashes = hashes_of(TEXT, None, PAGE)
+    assert store.keys(hashes, ImageKey("")) == store.keys(hashes, None)
+    assert store.keys(hashes, ImageKey("tenant")) == store.keys(hashes, "tenant")
