@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from benchmark.harness import servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
+from benchmark.harness.fleet import start
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
+from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
 from sglang.srt.disaggregation.delta.event_log import Admitted, Event, Sent
@@ -65,6 +69,18 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
         "prefill_args": () if changes.get("stock_prefill") or changes.get("stock") else DOZE,
     }
     return PairConfig(model=model, **{**defaults, **changes})
+
+
+@contextmanager
+def balancer(pair: Pair, logs: Path, *, mini: bool) -> Iterator[str]:
+    """The URL of one of SGLang's load balancers in front of a running pair: the one in Rust, or the
+    small one in Python (``--mini-lb``)."""
+    config = servers.router(allocate_ports(2), [pair.layout[0]], [pair.layout[1]])
+    if mini:
+        config = replace(config, role="mini-lb", command=(*config.command, "--mini-lb"))
+    with start(config, logs) as process:
+        process.wait_ready()
+        yield config.url
 
 
 def prompt_maker(model: Path, seed: int) -> Any:

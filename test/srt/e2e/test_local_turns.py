@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,23 @@ from typing import Any
 import pytest
 import requests
 
-from benchmark.harness import metrics, servers
+from benchmark.harness import metrics
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.fleet import start
 from benchmark.harness.pair import Aggregated, Pair
-from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import HOST
 from benchmark.harness.watchdog import kill_group
 from chaos.faults import scheduler_of, signal_all
-from e2e.support import DOZE, Ids, Reference, pair_config, prompt_maker, settle, take_turns
+from e2e.support import (
+    DOZE,
+    Ids,
+    Reference,
+    balancer,
+    pair_config,
+    prompt_maker,
+    settle,
+    take_turns,
+)
 
 TURNS = "sglang:decode_turns_total"
 LIMIT = 256
@@ -209,17 +216,13 @@ def test_the_mini_load_balancer(model: Path, reference: Reference, logs: Path) -
     for log probabilities: an empty one that it cannot read would be the client's error."""
     tokens = prompt_maker(model, seed=17)
     params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    with Pair(local_config(model, logs, page_size=16), logs) as pair, ExitStack() as stack:
-        config = servers.router(allocate_ports(2), [pair.layout[0]], [pair.layout[1]])
-        config = replace(config, role="mini-lb", command=(*config.command, "--mini-lb"))
-        process = start(config, logs)
-        stack.callback(process.stop)
-        process.wait_ready()
+    config = local_config(model, logs, page_size=16)
+    with Pair(config, logs) as pair, balancer(pair, logs, mini=True) as url:
 
         def ask(ids: Ids, **more: Any) -> Any:
             """The answer; the last piece of it, where it streams."""
             body = {"input_ids": ids, "sampling_params": params, **more}
-            answer = requests.post(f"{config.url}/generate", json=body, timeout=60)
+            answer = requests.post(f"{url}/generate", json=body, timeout=60)
             assert answer.status_code == 200, answer.text
             streams = more.get("stream", False)
             return json.loads(answer.text.split("data: ")[-2] if streams else answer.text)

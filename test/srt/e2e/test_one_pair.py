@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from e2e.support import (
     EventLogs,
     Reference,
     assert_tiled,
+    balancer,
     pair_config,
     prompt_maker,
     send_and_leave,
@@ -52,6 +54,7 @@ class Served:
     """A running pair."""
 
     pair: Pair
+    logs: Path
     events: EventLogs
     page: int
     page_bytes: int
@@ -71,7 +74,7 @@ def served(
     logs = tmp_path_factory.mktemp(f"{backend}{page}")
     sizes = {"page_size": page, "decode_tokens": POOL_TOKENS}
     with Pair(pair_config(model, logs, backend=backend, env=env, **sizes), logs) as pair:
-        yield Served(pair, EventLogs(logs), page, page * kv_bytes_per_token(model))
+        yield Served(pair, logs, EventLogs(logs), page, page * kv_bytes_per_token(model))
 
 
 @pytest.mark.hazard("bad-kv-in-tree", "tenants-share")
@@ -168,30 +171,34 @@ def test_second_turn_moves_only_new_pages(
     assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
 
 
+def request_body(prompt: list[int], n: int = 1, **wishes: Any) -> dict[str, Any]:
+    """A request for eight tokens, each the most probable one; ``json_schema`` is a wish, too."""
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": n}
+    if "json_schema" in wishes:
+        params["json_schema"] = wishes.pop("json_schema")
+    return {"input_ids": prompt, "sampling_params": params, **wishes}
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
+    """Status and text of the answer."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 def ask_both(
-    pair: Pair, prompt: list[int], room: int, n: int = 1, **wishes: object
+    pair: Pair, prompt: list[int], room: int, n: int = 1, **wishes: Any
 ) -> list[tuple[int, str]]:
     """One request to both servers, at the same time; status and text that each answers."""
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": n},
-        "bootstrap_host": HOST,
-        "bootstrap_port": pair.layout[0].bootstrap_port,
-        "bootstrap_room": room,
-        **wishes,
-    }
-
-    def ask(url: str) -> tuple[int, str]:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return int(answer.status), answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
+    address = {"bootstrap_host": HOST, "bootstrap_port": pair.layout[0].bootstrap_port}
+    body = {**address, "bootstrap_room": room, **request_body(prompt, n, **wishes)}
+    urls = [f"{url}/generate" for url in (pair.prefill_url, pair.decode_url)]
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(ask, (pair.prefill_url, pair.decode_url)))
+        return list(pool.map(post, urls, [body] * 2))
 
 
 @pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
@@ -210,6 +217,31 @@ def test_what_a_pair_cannot_serve_is_refused(
     settle(pair)
     assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
     settle(pair)
+
+
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+def test_grammars_that_lead_nowhere(served: Served, model: Path, reference: Reference) -> None:
+    """Guards against a client whose grammar ends both servers: xgrammar raises at some that it
+    cannot compile, and the sampler at one that allows no token; prefill's half of such a request
+    freed its pages twice. The other half must neither wait for its deadline nor leave anything."""
+    pair, prompt = served.pair, prompt_maker(model, seed=14)(300)
+    dead = 'root ::= "1" x\nx ::= x'
+    refused = [
+        ({"structural_tag": "{}"}, 400),
+        ({"structural_tag": ""}, 400),
+        ({"regex": "\0"}, 400),
+        ({"json_schema": "[" * 100_000}, 400),
+        ({"json_schema": '{"type": "unknown"}'}, 400),
+        ({"ebnf": "root ::= root"}, 500),  # no token is drawn that the grammar takes
+        ({"ebnf": dead, "temperature": 1}, 200),  # ends early, after the first token
+    ]
+    for number, (sampling, status) in enumerate(refused):
+        params = {"temperature": 0, "max_new_tokens": 8, **sampling}
+        found = ask_both(pair, prompt, 4740 + number, sampling_params=params)
+        assert found[1][0] == status and found[0][0] in (200, status), (sampling, found)
+    pair.check()
+    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
+    pair.check()
 
 
 @pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
@@ -247,6 +279,35 @@ def test_parallel_samples(served: Served, model: Path, reference: Reference) -> 
     assert len(admitted[0].pages) == -(-len(prompt) // page)
     assert all(len(each.pages) <= 1 for each in admitted[1:])  # of a prompt that is held
     assert_tiled(admitted, sent, served.page_bytes)
+
+
+@pytest.mark.parametrize("mini", [False, True], ids=["router", "mini-lb"])
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+def test_parallel_samples_through_a_load_balancer(
+    served: Served, model: Path, reference: Reference, mini: bool
+) -> None:
+    """The same as clients ask for them: SGLang's load balancers give a request one room, and read
+    prefill's answer, too, where log probabilities are asked for."""
+    pair, tokens = served.pair, prompt_maker(model, seed=12 + mini)
+    served.events.read()
+    with balancer(pair, served.logs, mini=mini) as url:
+        for more in ({}, {"return_logprob": True}, {"json_schema": '{"type": "integer"}'}):
+            for stream in (False, True):
+                prompt = tokens(300)
+                body = request_body(prompt, n=3, stream=stream, **more)
+                status, text = post(f"{url}/generate", body)
+                assert status == 200, text
+                found = samples_in(text, streamed=stream)
+                settle(pair)
+                if "json_schema" in more:
+                    assert found == [found[0]] * 3 != [[]] * 3
+                else:
+                    assert found == reference.answers([prompt], 8) * 3
+                admitted, sent = served.events.read()
+                assert len(admitted) == 4  # the prompt, whose KV crosses once, and three samples
+                assert len(admitted[0].pages) == -(-len(prompt) // served.page)
+                assert all(len(each.pages) <= 1 for each in admitted[1:])
+                assert_tiled(admitted, sent, served.page_bytes)
 
 
 def samples_in(body: str, *, streamed: bool) -> list[list[int]]:
@@ -297,7 +358,8 @@ def test_requests_of_any_shape(
     The last of this pair: SGLang logs a traceback for a type that it does not expect."""
     pair, prompt = served.pair, prompt_maker(model, seed=11)(300)
     before = pair.generate([prompt], 8)
-    fuzz.send_for(pair, seconds, workers=4 if seconds > 20 else 1)
+    with balancer(pair, served.logs, mini=True) as url:
+        fuzz.send_for(pair, url, seconds, workers=4 if seconds > 20 else 1)
     pair.check()
     assert pair.generate([prompt], 8) == before == reference.answers([prompt], 8)
     pair.check()
