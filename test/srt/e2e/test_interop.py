@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker, settle
+from sglang.srt.patchset import __version__
 
 TRANSFERS = (
     *(
@@ -34,6 +37,8 @@ NEW_METRICS = (
     "sglang:kv_transfer_stuck_workers_total",
     *TRANSFERS,
 )
+INFO = "sglang:disagg_patchset_info"
+"""What every server with this package says of itself."""
 
 
 def two_turns(pair: Pair, reference: Reference, prompts: list[Ids]) -> None:
@@ -67,6 +72,18 @@ def metric_names(pair: Pair) -> tuple[set[str], set[str]]:
     return set(prefill) - late, set(decode) - late
 
 
+def check_identity(pair: Pair) -> None:
+    """Both servers say in their logs and answers what they are."""
+    for role, url in (("prefill", pair.prefill_url), ("decode", pair.decode_url)):
+        (said,) = re.findall(rf"patchset {__version__}: .*", pair.processes[role].log_text())
+        assert said.endswith("flags none")
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+            (state,) = json.load(answer)["internal_states"]
+        about = state["disagg_patchset"]
+        assert about == about | {"version": __version__, "flags": ""}
+        assert f"{about['version']}: feature groups {about['groups']};" in said
+
+
 @pytest.mark.hazard("peer-ignores-prefix")
 def test_stock_and_patched_servers_serve_each_other(
     model: Path, reference: Reference, logs: Path
@@ -74,7 +91,7 @@ def test_stock_and_patched_servers_serve_each_other(
     """A stock prefill cannot read a prefix length: it would write the prompt's start into pages
     meant for its tail. So it must be sent none, and the other way round a stock decode server must
     be served its whole prompts. Then, with no flag at all, a patched server must look like stock:
-    the same log lines and the same metrics."""
+    the same log lines and the same metrics, but for what says that it is patched."""
     prompts = some_prompts(model)
     interval = ("--decode-log-interval", "1")
     mixed = pair_config(model, logs, stock_prefill=True, page_size=16, decode_args=interval)
@@ -95,6 +112,7 @@ def test_stock_and_patched_servers_serve_each_other(
         settle(pair)
         patched_names = metric_names(pair)
         patched_lines = log_shapes(pair)
+        check_identity(pair)
 
     stock_decode = pair_config(
         model, logs, page_size=16, radix=False, decode_args=interval,
@@ -106,8 +124,9 @@ def test_stock_and_patched_servers_serve_each_other(
         stock_decode_names = metric_names(pair)[1]
         stock_decode_lines = log_shapes(pair)["decode"]
 
-    assert set(TRANSFERS) <= patched_names[0] - stock_prefill_names <= set(NEW_METRICS)
-    assert patched_names[1] == stock_decode_names
+    assert {INFO, *TRANSFERS} <= patched_names[0] - stock_prefill_names <= {INFO, *NEW_METRICS}
+    assert patched_names[1] - stock_decode_names == {INFO}
+    assert stock_decode_names <= patched_names[1]
     assert stock_prefill_lines and stock_decode_lines
     assert patched_lines["prefill"] == stock_prefill_lines
     assert patched_lines["decode"] == stock_decode_lines

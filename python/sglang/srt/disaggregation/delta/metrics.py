@@ -46,7 +46,7 @@ class Metric:
     name: str
     #: "counter", "gauge" or "histogram".
     kind: str
-    #: Which servers have it: "decode", "prefill" or "both".
+    #: Which servers have it: "decode", "prefill" or "both"; "every": aggregated ones too.
     side: str
     help: str
     #: Labels beside those that SGLang gives all its metrics.
@@ -101,6 +101,12 @@ def declare(
 
 
 _DECLARED = (
+    *declare(
+        "gauge",
+        "every",
+        {"disagg_patchset_info": "1; what this server is, in the labels"},
+        labels=("version", "groups", "protocol", "flags"),
+    ),
     *declare(
         "counter",
         "decode",
