@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmark.harness import metrics
 from benchmark.harness.client import Request
@@ -37,6 +39,7 @@ from e2e.support import (
     settle,
     take_turns,
 )
+from unit.documents import alert_rules
 
 POOL_TOKENS = 3200
 """Of decode: a fraction of what the scenarios put into it, so that it evicts all the time."""
@@ -125,6 +128,35 @@ def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
     settle(pair)
     assert_tiled(*events.read(), served.page_bytes)
     assert metrics.gained(before, pair.metrics()[1])[HIT_TOKENS] > 0
+
+
+@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
+def test_alert_rules_are_tested_on_series_of_this_shape(served: Served) -> None:
+    """Guards against an alert that promtool has fire and that no server can."""
+    exported = {
+        role: {(s.name, frozenset(s.labels)) for family in families for s in family.samples}
+        for role, families in served_families(served.pair).items()
+    }
+    missing = {
+        (name, role)
+        for name, role, labels in alert_rules.series()
+        if role in exported and (name, labels) not in exported[role]
+    }
+    # Counters that begin with the first event.
+    begin_later = {
+        "sglang:decode_admission_refused_total",
+        "sglang:num_retracted_requests_total",
+    }
+    assert {each for each in missing if each[0] not in begin_later} == set()
+
+
+def served_families(pair: Pair) -> dict[str, list[Metric]]:
+    """What each server exports."""
+    found = {}
+    for role, url in (("prefill", pair.prefill_url), ("decode", pair.decode_url)):
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            found[role] = list(text_string_to_metric_families(answer.read().decode()))
+    return found
 
 
 @pytest.mark.hazard("cached-tokens-twice")

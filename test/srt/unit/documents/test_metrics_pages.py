@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 
 import pytest
-import yaml
 
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
+from unit.documents import alert_rules
 from unit.documents.pages import ROOT, SITE_PACKAGES
 
 OPERATIONS = ROOT / "docs" / "operations"
@@ -58,11 +58,6 @@ def dashboard() -> list[str]:
     ]
 
 
-def alerts() -> dict[str, str]:
-    content = yaml.safe_load((OPERATIONS / "prometheus_rules.yaml").read_text())
-    return {rule["alert"]: rule["expr"] for group in content["groups"] for rule in group["rules"]}
-
-
 def test_the_page_lists_the_metrics(ours) -> None:
     """Guards against a metric that nobody can know of, and one that is gone."""
     rows = _ROW.findall((OPERATIONS / "metrics.md").read_text())
@@ -76,7 +71,7 @@ def test_dashboard_and_alerts_use_metrics_that_exist(ours) -> None:
     known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
     assert len(dashboard()) > 20
     assert used(dashboard()) - known == set()
-    assert used(alerts().values()) - known == set()
+    assert used(rule["expr"] for rule in alert_rules.rules().values()) - known == set()
 
 
 def test_the_dashboard_shows_every_metric_of_ours(ours) -> None:
@@ -97,9 +92,3 @@ def test_panels_do_not_overlap() -> None:
     ]
     assert len(cells) == len(set(cells))
     assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])
-
-
-def test_every_alert_is_explained() -> None:
-    """Guards against an alert that says nothing to the person on call."""
-    table = (OPERATIONS / "metrics.md").read_text().split("## Labels")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(alerts())
