@@ -1,11 +1,16 @@
-"""The examples for Docker and Kubernetes: that they parse, and that their flags exist."""
+"""The examples for Docker and Kubernetes: that they are valid, and that their flags exist."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+import pytest
 import yaml
 
 from unit.documents import pages
@@ -52,6 +57,112 @@ def check_roles(commands: dict[str, list[str]]) -> None:
     assert router[at + 2] == value(prefill, "--disaggregation-bootstrap-port")
     assert router[at + 1].rpartition(":")[2] == value(prefill, "--port")
     assert value(router, "--decode").rpartition(":")[2] == value(decode, "--port")
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """What a file of the examples declares."""
+    return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+
+
+def pods_by_app() -> dict[str, dict[str, Any]]:
+    """Of each workload: its pods' specification, by the label that selects them."""
+    found = {}
+    for each in documents("kubernetes.yaml"):
+        if each["kind"] != "Service":
+            template = each["spec"]["template"]
+            found[template["metadata"]["labels"]["app"]] = template["spec"]
+    return found
+
+
+def selected(selector: dict[str, Any]) -> set[str]:
+    """The values of the label ``app`` that a selector names."""
+    (expression,) = selector.get("matchExpressions") or [
+        {"key": key, "operator": "In", "values": [value]}
+        for key, value in selector["matchLabels"].items()
+    ]
+    assert (expression["key"], expression["operator"]) == ("app", "In")
+    return set(expression["values"])
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "networkpolicy.yaml"])
+def test_kubernetes_takes_the_files(name: str) -> None:
+    """Guards against a field that is misspelt or in the wrong place, against the schemas of the
+    first and the last Kubernetes that the validator knows."""
+    versions = kubernetes_validate.utils.all_versions()
+    for each in documents(name):
+        for version in (versions[0], versions[-1]):
+            kubernetes_validate.validate(each, version.rpartition(".")[0], strict=True)
+    wrong = {**documents(name)[0], "specs": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, versions[-1].rpartition(".")[0], strict=True)
+
+
+def test_scraped_pods_have_the_port() -> None:
+    """Guards against a monitor that selects nothing. Its kind is the Prometheus operator's, whose
+    schema is in no package."""
+    (monitor,) = documents("podmonitor.yaml")
+    assert (monitor["kind"], monitor["apiVersion"]) == ("PodMonitor", "monitoring.coreos.com/v1")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    pods = pods_by_app()
+    assert selected(monitor["spec"]["selector"]) == {"prefill", "decode"}
+    for app in ("prefill", "decode"):
+        (container,) = pods[app]["containers"]
+        assert endpoint["port"] in {port["name"] for port in container["ports"]}
+        assert "--enable-metrics" in container["command"]
+
+
+def test_every_pod_is_behind_a_policy() -> None:
+    """Guards against a workload that anybody reaches, and a policy that keeps its router out."""
+    pods, covered = pods_by_app(), set()
+    for policy in documents("networkpolicy.yaml"):
+        apps = selected(policy["spec"]["podSelector"])
+        assert apps <= set(pods)
+        covered |= apps
+        ports = {p["port"] for rule in policy["spec"]["ingress"] for p in rule.get("ports", ())}
+        for app in apps:
+            (container,) = pods[app]["containers"]
+            assert ports <= {port["containerPort"] for port in container["ports"]}
+    assert covered == set(pods)
+    servers = documents("networkpolicy.yaml")[0]["spec"]["ingress"]
+    assert [selected(rule["from"][0]["podSelector"]) for rule in servers] == [
+        {"prefill", "decode"},
+        {"router"},
+    ]
+
+
+def test_probes_name_ports_and_wait_for_a_token() -> None:
+    """Guards against a probe that fails every healthy server: /health answers after a second at
+    the earliest and 20 at the latest."""
+    for app, pod in pods_by_app().items():
+        (container,) = pod["containers"]
+        names = {port["name"] for port in container["ports"]}
+        probes = {name: container[name] for name in container if name.endswith("Probe")}
+        assert {"readinessProbe", "livenessProbe"} <= set(probes)
+        for probe in probes.values():
+            assert probe["httpGet"]["port"] in names
+            assert app == "router" or probe["timeoutSeconds"] > 20
+
+
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [
+        ("compose-spec", "examples/docker-compose.yaml"),
+    ],
+)
+def test_schemas(schema: str, file: str, tmp_path: Path) -> None:
+    """Guards against a file that Docker refuses."""
+    text = (pages.ROOT / file).read_text()
+    assert valid(schema, pages.ROOT / file)
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(re.sub("^(services|jobs):", r"\1x:", text, flags=re.MULTILINE))
+    assert not valid(schema, broken)
+
+
+def valid(schema: str, file: Path) -> bool:
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    done = subprocess.run([*check, str(file)], capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode == 0
 
 
 def test_compose() -> None:

@@ -56,7 +56,8 @@ def test_variables_exist() -> None:
     """Guards against a variable in an operator's page that nothing reads."""
     sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "test/srt").glob("*.py")]
     sources += (pages.SITE_PACKAGES / "sglang/srt").glob("*.py")
-    sources += (pages.SITE_PACKAGES / "sglang/srt/disaggregation").rglob("*.py")
+    for folder in ("disaggregation", "utils"):
+        sources += (pages.SITE_PACKAGES / "sglang/srt" / folder).rglob("*.py")
     read = set(re.findall(r"SGLANG_\w+", "".join(path.read_text() for path in sources)))
     named = set()
     for page in (ROOT / "docs" / "operations").glob("*.md"):
