@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -147,10 +148,12 @@ def test_probes_name_ports_and_wait_for_a_token() -> None:
     ("schema", "file"),
     [
         ("compose-spec", "examples/docker-compose.yaml"),
+        ("github-workflows", ".github/workflows/ci.yml"),
+        ("github-workflows", ".github/workflows/nightly.yml"),
     ],
 )
 def test_schemas(schema: str, file: str, tmp_path: Path) -> None:
-    """Guards against a file that Docker refuses."""
+    """Guards against a file that Docker or the runner refuses."""
     text = (pages.ROOT / file).read_text()
     assert valid(schema, pages.ROOT / file)
     broken = tmp_path / "broken.yaml"
@@ -163,6 +166,23 @@ def valid(schema: str, file: Path) -> bool:
     done = subprocess.run([*check, str(file)], capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode == 0
+
+
+def test_workflows_run_what_there_is() -> None:
+    """Guards against a runner without the libraries that an environment needs, or without a command
+    that was renamed."""
+    setup = (pages.ROOT / "scripts/setup_env.sh").read_text()
+    libraries = re.findall(r"^    \[lib\S+\]=(\S+)$", setup, re.MULTILINE)
+    assert len(libraries) >= 5
+    runs = {}
+    for name in ("ci", "nightly"):
+        text = (pages.ROOT / f".github/workflows/{name}.yml").read_text()
+        steps = yaml.safe_load(text)["jobs"]["test"]["steps"]
+        install, runs[name] = [step["run"] for step in steps if "run" in step]
+        assert set(libraries) <= set(install.split())
+    assert runs == {"ci": ".ci/run", "nightly": "make test-nightly"}
+    assert os.access(pages.ROOT / ".ci/run", os.X_OK)
+    assert re.search("^test-nightly:", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_compose() -> None:
