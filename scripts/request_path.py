@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
 os.environ.setdefault("UCX_TLS", "tcp,self")
 ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "python/sglang/srt"
 sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
 
 #: Not on a request's way: in production; and what a thread does now and then for a server.
@@ -29,8 +30,11 @@ class Trace:
     """The files of the package in which something was called, by side."""
 
     def __init__(self, package: Path) -> None:
+        """``package``: the folder ``sglang/srt`` in which the package's files are installed; a
+        wheel's lie among SGLang's, which do not count."""
         self.files: dict[str, set[str]] = {"decode": set(), "prefill": set()}
         self._package = f"{package}{os.sep}"
+        self._ours = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py")}
         self._side = ""
         self._recording = False
         self._owners: dict[str, str] = {}
@@ -70,7 +74,7 @@ class Trace:
         is_main = thread is threading.main_thread()
         side = self._side if is_main else self._recording and thread.__dict__.get("side")
         name = name[len(self._package) :]
-        if side and not name.startswith(ELSEWHERE):
+        if side and name in self._ours and not name.startswith(ELSEWHERE):
             self.files[side].add(name)
 
 
@@ -151,8 +155,9 @@ def main() -> int:
     import component.nixl.pair
     import component.prefill.prefiller  # noqa: F401
     from component.one_rank import one_rank
+    from sglang.srt import patchset
 
-    trace = Trace(ROOT / "python/sglang/srt")
+    trace = Trace(Path(patchset.__file__).parents[1])
     with one_rank():
         transfer(trace)
         decode(trace)
