@@ -66,6 +66,18 @@ def test_variables_exist() -> None:
     assert named - read == set()
 
 
+def test_sizing_has_the_measured_delays() -> None:
+    """Guards against advice that the only measurement speaks against, as it stood there before."""
+    text = (ROOT / "docs/operations/sizing.md").read_text()
+    said = re.findall(r"(\d\.\d\d) (?:ms at p50 )?instead of (\d\.\d\d)", " ".join(text.split()))
+    measured = []
+    for transport in ("shm", "tcp"):
+        folders = (ROOT / f"benchmark/kv_transfer/results/pause-{us}" for us in (0, 1000))
+        results = [next((folder / transport).glob("*.md")).read_text() for folder in folders]
+        measured.append(tuple(re.findall(r"\| ours \| ([\d.]+) /", page)[0] for page in results))
+    assert said == measured
+
+
 def test_where_is_it() -> None:
     """Guards against a table of places that sends its reader to a file or a name that is gone.
 
