@@ -30,13 +30,6 @@ _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Json = Mapping[str, Any]
 Cell = Callable[[Json], str]
 
-#: What an arm is called in the table of README.md.
-TITLES = {
-    "stock": "stock 0.5.10.post1",
-    "patched": "patched, no flag",
-    "flag": "with the flag",
-}
-
 
 def made(summary: Json, command: str) -> str:
     """The line above a table: when, where, by which command."""
@@ -49,70 +42,75 @@ def made(summary: Json, command: str) -> str:
 _RADIX = _BENCHMARK / "decode_radix_cache" / "results"
 
 
-def _which(runs: int) -> str:
-    """In words, the run that ``median_run`` takes."""
-    return f"the slower of {runs} runs" if runs == 2 else f"median of {runs} runs"
-
-
-def radix() -> str:
-    """README.md: three arms, and how much of the gain is not the flag's."""
-    summary = _read(_RADIX / "throughput.summary.json")
-    runs, medians = summary["runs"], radix_page.medians(summary)
-    load, wire = summary["load"], _read(_RADIX / "wire.summary.json")
-    arms = [name for name in TITLES if name in runs]
-
-    def row(name: str, cell: Cell) -> list[str]:
-        return [f"the same: {name}", *(cell(medians[arm]) for arm in arms)]
-
-    rows = [
-        [
-            f"{load['requests']} requests at once over {load['groups']} prefixes of "
-            f"{load['prefix_tokens']:,} tokens, decode pool of {load['decode_pool']:,}: "
-            "running together",
-            *(str(medians[name]["peak_running"]) for name in arms),
-        ],
-        row(f"requests/s, {_which(len(runs['stock']))}", radix_page.rate),
-        row("TTFT p50", radix_page.time("ttft_s", "p50")),
-        row("inter-token latency p50", radix_page.time("itl_s", "p50")),
-        row("KV moved", radix_page.moved),
-        [
-            f"{wire['load']['requests']} requests over {wire['load']['groups']} prefixes of "
-            f"{wire['load']['prefix_tokens']:,} tokens, UCX on TCP: bytes on the wire",
-            *(_megabytes(wire["arms"].get(name, {}).get("carried")) for name in arms),
-        ],
-    ]
-    command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(runs)}"
-    last = (
-        f"The last row: {wire['date']}, commit {wire['commit']}, "
-        "`python -m benchmark.decode_radix_cache wire`."
+def worth() -> str:
+    """README.md: what each feature is worth, what it costs, and how much is not the flag's."""
+    radix, wire = (_read(_RADIX / f"{name}.summary.json") for name in ("throughput", "wire"))
+    medians, load = radix_page.medians(radix), radix["load"]
+    rates = [radix_page.rate(medians[name]) for name in ("stock", "patched", "flag")]
+    moved = [radix_page.moved(medians[name]) for name in ("stock", "flag")]
+    on_tcp = [_megabytes(wire["arms"][name]["carried"]) for name in ("stock", "flag")]
+    local = _read(_BENCHMARK / "local_turns" / "results" / "summary.json")
+    clients = max(local["load"]["cold_clients"])
+    study = _read(_BENCHMARK / "agentic" / "studies" / "results" / "worth" / "summary.json")
+    titles = {"pd-stock": "stock", "pd-radix": "radix cache", "pd-local": "local turns too"}
+    against = "; ".join(
+        f"{of} sessions at once: "
+        + ", ".join(f"{_of_first(arms[arm], 'e2e')} {title}" for arm, title in titles.items())
+        for of, arms in study["loads"].items()
     )
-    table = markdown(["", *(TITLES[name] for name in arms)], rows)
-    return f"{made(summary, command)}{table}\n{last}{attribution(medians)}"
+    same = radix["outputs_identical"] and local["outputs_identical"]
+    return (
+        f"- **Radix cache**, {load['requests']} requests at once over {load['groups']} prefixes: "
+        f"{rates[0]} requests/s stock, {rates[1]} with the package and no flag, {rates[2]} with "
+        f"the flag; KV moved {moved[0]} stock, {moved[1]} with the flag. Another load over TCP, "
+        f"as the kernel counts it: {on_tcp[0]} and {on_tcp[1]}.{attribution(medians)}"
+        f"- **Local turns**, {local['load']['talks']} sessions alone, without and with: "
+        f"{_local_turns_gain(local, 0)}. Beside {clients} clients whose new prompts keep prefill "
+        f"busy: {_local_turns_gain(local, clients)}.\n"
+        "- **Against two aggregated servers**, agentic traffic: mean end-to-end time of a prefill "
+        f"and a decode server over theirs, with 95 % intervals (below 1: shorter). {against}.\n"
+        f"- Measured on {radix['date']} to {study['date']}. Outputs are "
+        f"{'identical' if same else 'NOT identical'} in all arms of the first two.\n"
+    )
+
+
+def _of_first(arm: Json, what: str) -> str:
+    value, low, high = arm["of_first_arm"][what]["mean"]
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _local_turns_gain(summary: Json, clients: int) -> str:
+    """Three numbers of the arm that chooses, each after that of the arm without local turns."""
+    found = local_page.medians(summary, clients)
+    remote, chosen = found[local_page.REMOTE], found[local_page.CHOSEN]
+    times = (
+        f"{p} {remote['ttft_later_s'][p] * 1e3:,.0f} and {chosen['ttft_later_s'][p] * 1e3:,.0f} ms"
+        for p in ("p50", "p99")
+    )
+    rates = f"{remote['requests_per_s']:.2f} and {chosen['requests_per_s']:.2f} requests/s"
+    return f"TTFT of later turns {', '.join(times)}; {rates}"
 
 
 def attribution(medians: Mapping[str, Json]) -> str:
     """Which part of the requests/s is the flag's and which is not, as far as arms were measured."""
     rates = {name: run["summary"]["requests_per_s"] for name, run in medians.items()}
-    said = []
     if "patched" not in rates:
-        said.append(
-            "This run has no arm without the flag: what it shows is the flag and NIXL's sleeping "
-            "progress thread together"
+        return (
+            " This run has no arm without the flag: it shows the flag and NIXL's sleeping progress "
+            "thread together.\n"
         )
-    else:
-        said.append(
-            f"Without any flag the package gives {rates['patched'] / rates['stock']:.2f} times "
-            "stock's requests/s here, and the flag "
-            f"{rates['flag'] / rates['patched']:.2f} times that"
-        )
+    said = (
+        f" Without a flag the package gives {rates['patched'] / rates['stock']:.2f} times "
+        f"stock's requests/s, and the flag {rates['flag'] / rates['patched']:.2f} times that."
+    )
     if "flag, spinning" in rates:
-        said.append(
-            "NIXL's progress thread, which spins in stock and sleeps here, accounts for "
-            f"{rates['flag'] / rates['flag, spinning']:.2f} times: with the thread spinning too "
-            "(on prefill at a lower priority than in stock), the flag gives "
-            f"{rates['flag, spinning'] / rates['stock']:.2f} times stock's"
+        said += (
+            " NIXL's progress thread spins in stock and sleeps here: that accounts for "
+            f"{rates['flag'] / rates['flag, spinning']:.2f} times, and for less where cores are "
+            "idle. With the thread spinning here too (on prefill at a lower priority than in "
+            f"stock), the flag gives {rates['flag, spinning'] / rates['stock']:.2f} times stock's."
         )
-    return "".join(f"\n{sentence}." for sentence in said) + "\n"
+    return f"{said}\n"
 
 
 def throughput() -> str:
@@ -187,14 +185,6 @@ def local_turns() -> str:
     claims = "".join(f"- {claim}\n" for claim in local_page.claims(summary))
     shown = "\n".join(tables)
     return f"{intro}{shown}\nOutputs are {same} in all arms.\n\n{claims}"
-
-
-def local_turns_short() -> str:
-    """README.md: talks alone, and beside the most cold prompts."""
-    summary, intro = _local_turns()
-    clients = summary["load"]["cold_clients"]
-    head, rows = local_page.short(summary, min(clients), max(clients))
-    return intro + markdown(head, rows)
 
 
 # ---- buffer-only ----
@@ -344,13 +334,12 @@ def variables(group: str) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "radix": radix,
+    "worth": worth,
     "throughput": throughput,
     "wire": wire,
     "speculation": speculation,
     "demo": demo,
     "local-turns": local_turns,
-    "local-turns-short": local_turns_short,
     "hicache": hicache,
     "transfer": transfer,
     "runs": runs,

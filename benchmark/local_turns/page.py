@@ -86,21 +86,6 @@ def table(summary: Json, clients: int) -> tuple[list[str], list[list[str]]]:
     return ["", *arms], rows
 
 
-def short(summary: Json, *loads: int) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of what matters most: that of some loads in one table."""
-    wanted = {
-        "requests/s of the talks",
-        "TTFT of later turns: p50, p99",
-        "from one token to the next: p50, p99",
-    }
-    rows = []
-    for clients in loads:
-        head, found = table(summary, clients)
-        beside = f"{clients} cold clients" if clients else "talks alone"
-        rows += [[f"{beside}: {name}", *cells] for name, *cells in found if name in wanted]
-    return head, rows
-
-
 def _claim(text: str, measured: float, bound: float, *, at_least: bool = False) -> Verdict:
     """A bound on a ratio, and what was measured."""
     holds = measured >= bound if at_least else measured <= bound
