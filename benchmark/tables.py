@@ -3,7 +3,7 @@
 A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers are those of the
 files that the benchmark's command left in its ``results/`` folder, the command is above it, and a
 test compares them, so that no table says what no run showed. Tables of environment variables are
-made from ``sglang.srt.patchset.environment``.
+made from ``sglang.srt.patchset.environment``, those of replaced classes from its table and sources.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmark import replaced
 from benchmark.decode_radix_cache import page as radix_page
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
@@ -23,6 +24,7 @@ from benchmark.harness.variants import PROGRESS_DELAY
 from benchmark.hicache_buffer_only import page as hicache_page
 from benchmark.local_turns import page as local_page
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.table import GROUPS
 
 _BENCHMARK = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -282,6 +284,18 @@ def transfer() -> str:
     return intro + markdown(["", *arms.values()], rows)
 
 
+def progress_delay() -> str:
+    """docs/upstream.md: what a pause of NIXL's progress thread is worth."""
+    idle = {e["arm"]: _native(e) for e in _lines(_TRANSFER, "idle") if e["kind"] == "idle"}
+    runs = radix_page.medians(_read(_RADIX / "throughput.summary.json"))
+    rates = {name: run["summary"]["requests_per_s"] for name, run in runs.items()}
+    return (
+        f"NIXL's threads of an idle prefill process take {idle['stock']} of a core without the "
+        f"pause and {idle['ours']} with it. A pair with the radix cache serves "
+        f"{rates['flag, spinning']:.2f} requests/s without it and {rates['flag']:.2f} with it.\n"
+    )
+
+
 def runs() -> str:
     """benchmark/kv_transfer: the newest page of each run."""
     newest = {}
@@ -343,7 +357,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "hicache": hicache,
     "transfer": transfer,
     "runs": runs,
+    "progress-delay": progress_delay,
     **{f"variables-{group}": partial(variables, group) for group in environment.GROUPS},
+    **{f"replaced-{g.name.replace('_', '-')}": partial(replaced.table, g.name) for g in GROUPS},
 }
 
 FILES = tuple(
