@@ -88,13 +88,17 @@ def test_sizing_has_the_measured_delays() -> None:
     assert said == measured
 
 
-def test_where_is_it() -> None:
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [("design.md", "Where is it"), ("request.md", "Where to set a breakpoint")],
+)
+def test_where_is_it(page, heading) -> None:
     """Guards against a table of places that sends its reader to a file or a name that is gone.
 
     A row is ``| question | `path` `name`, ... |``: the names are defined in the file before them.
     """
-    text = (ROOT / "docs" / "design.md").read_text()
-    found = re.search(r"## Where is it\n(.*?)\n## ", text, re.DOTALL)
+    text = (ROOT / "docs" / page).read_text()
+    found = re.search(rf"## {heading}\n(.*?)(?:\n## |\Z)", text, re.DOTALL)
     assert found
     rows = [line for line in found[1].splitlines() if line.startswith("|")][2:]
     assert len(rows) >= 6
