@@ -10,7 +10,7 @@ import pytest
 
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
-from unit.documents import alert_rules
+from unit.documents import alert_rules, pages
 from unit.documents.pages import ROOT, SITE_PACKAGES
 
 OPERATIONS = ROOT / "docs" / "operations"
@@ -64,6 +64,15 @@ def test_the_page_lists_the_metrics(ours) -> None:
     listed = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
     assert len(rows) == len(listed)
     assert listed == ours
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_name_metrics_as_they_are_scraped(ours, page) -> None:
+    """Guards against a name that finds nothing in Prometheus, as a counter's without _total."""
+    known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
+    known |= set(ours) | set(theirs())  # a histogram by its own name
+    names = set(re.findall(r"sglang:[a-z]\w*[a-z0-9](?![\w*])", page.read_text()))
+    assert names - known == set()
 
 
 def test_dashboard_and_alerts_use_metrics_that_exist(ours) -> None:
