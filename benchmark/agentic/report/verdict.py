@@ -4,10 +4,10 @@ rounds; nothing else is called better or worse."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmark.agentic.load.outcome import client
-from benchmark.agentic.report.numbers import NAMES, Interval, Level
+from benchmark.agentic.report.numbers import NAMES, QUANTITIES, Interval, Level
 from benchmark.agentic.studies.record import Run
 
 ROUNDS = 3
@@ -17,7 +17,7 @@ SHARE = 0.9
 
 
 def answer(run: Run, levels: Sequence[Level]) -> str:
-    """Which arm is best at each load, and by how much."""
+    """Which arm has the lowest time at each load, by how much, and in what it loses."""
     if min((level.rounds for level in levels), default=0) < ROUNDS:
         rounds = min((level.rounds for level in levels), default=0)
         return (
@@ -46,10 +46,24 @@ def _best(run: Run, level: Level) -> str:
     beaten = [arm for arm in others if arm not in tied]
     over = ", ".join(f"{share(ratios[arm])} of {titles[arm]}'s" for arm in beaten)
     if not tied:
-        return f"{at}, **{titles[best]} is best**: its {what} is {seconds(means[best])}, {over}."
+        text = f"{at}, **{titles[best]} has the lowest {what}**: {seconds(means[best])}, {over}."
+        return " ".join((text, *_worse(level, best, titles)))
     names = ", ".join(f"{titles[arm]} ({share(ratios[arm])})" for arm in tied)
     text = f"{at}, **no verdict between {titles[best]} and {names}**, by {what}"
     return f"{text}; {titles[best]} takes {over}." if beaten else f"{text}."
+
+
+def _worse(level: Level, best: str, titles: Mapping[str, str]) -> Iterator[str]:
+    """In what the arm that wins by one quantity loses to another arm."""
+    goodput = {arm: level.goodput(arm) for arm in level.cells}
+    for arm in (arm for arm in level.cells if arm != best):
+        ratios = {q: level.ratio(level.values(best, q), level.values(arm, q)) for q in QUANTITIES}
+        lost = [f"mean {NAMES[q]} is {share(of)}" for q, of in ratios.items() if of.low > 1]
+        if lost:
+            yield (
+                f"But its {', its '.join(lost)} times {titles[arm]}'s, and {goodput[best]:.2f} "
+                f"requests/s meet the SLO instead of {goodput[arm]:.2f}."
+            )
 
 
 def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:

@@ -91,7 +91,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int = 3
     """Of all arms, in turn. Fewer than three give no verdict."""
     by: Quantity = "e2e"
-    """The quantity whose mean says which arm is best."""
+    """The quantity by whose mean arms are ranked."""
     slo: Slo = Slo()
     pool_tokens: int | None = None
     """On the rig, instead of the fleet file's."""

@@ -102,9 +102,24 @@ def test_a_difference_is_one_beyond_its_interval() -> None:
     text = answer(made, levels(made))
     assert "no verdict between b and c (" in text and "b takes 0.80" in text and "of a's" in text
     clear = run(cells("a", 1.0), cells("b", 0.8))
-    assert "**b is best**" in answer(clear, levels(clear))
+    assert "**b has the lowest mean" in answer(clear, levels(clear))
     same = run(cells("a", 1.0), cells("b", 1.0))
-    assert "is best" not in answer(same, levels(same))
+    assert "has the lowest" not in answer(same, levels(same))
+
+
+def test_an_arm_that_wins_by_one_quantity_says_in_what_it_loses() -> None:
+    """Guards against a headline that calls an arm best whose answers begin five times as late."""
+    made = run(cells("a", 1.0), cells("b", 1.0))
+    for cell in made.at("b", 4):
+        cell.outcomes = [
+            msgspec.structs.replace(o, tpot_s=0.005, ttft_s=o.ttft_s * 5) for o in cell.outcomes
+        ]
+    made.study = msgspec.structs.replace(made.study, by="tpot")
+    text = answer(made, levels(made))
+    assert "**b has the lowest mean TPOT**: 5 ms" in text
+    assert re.search(r"\. But its mean TTFT is (4\.9|5\.0)\d \[.*\] times a's, and ", text)
+    slow, good = (levels(made)[0].goodput(arm) for arm in ("b", "a"))
+    assert f"and {slow:.2f} requests/s meet the SLO instead of {good:.2f}." in text and slow < good
 
 
 def test_arms_whose_rounds_differ_as_a_whole_get_few_verdicts() -> None:
@@ -124,11 +139,11 @@ def test_arms_whose_rounds_differ_as_a_whole_get_few_verdicts() -> None:
                 made.append(Cell(name, row, 4, outcomes=[*map(outcome, range(REQUESTS), times)]))
             arms.append(made)
         found = run(*arms)
-        named += "is best" in answer(found, levels(found))
+        named += "has the lowest" in answer(found, levels(found))
     assert named <= 6
     # Where they agree, three rounds are enough.
     clear = run(cells("a", 1.0), cells("b", 0.9))
-    assert "**b is best**" in answer(clear, levels(clear))
+    assert "**b has the lowest mean" in answer(clear, levels(clear))
 
 
 def test_fewer_than_three_rounds_give_no_verdict() -> None:
@@ -169,7 +184,11 @@ def test_an_arm_that_answered_nothing_is_not_best() -> None:
         cell.outcomes = [msgspec.structs.replace(o, tpot_s=0.02) for o in cell.outcomes]
     made.study = msgspec.structs.replace(made.study, by="tpot")
     text = answer(made, levels(made))
-    assert "**b is best**" in text and "0.50 [0.50, 0.50] of c's" in text and "nan" not in text
+    assert (
+        "**b has the lowest mean" in text
+        and "0.50 [0.50, 0.50] of c's" in text
+        and "nan" not in text
+    )
     made.cells = made.at("dead", 4)
     assert answer(made, levels(made)) == "At 4 sessions at once, no arm has a TPOT."
 
@@ -414,7 +433,7 @@ def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
         lines.write(torn[:50])
     assert record.load(tmp_path).cells == again.cells
     both = cli.merged(made, run(cells("a", 0.5)))
-    assert "**after: a is best**" in answer(both, levels(both))
+    assert "**after: a has the lowest mean" in answer(both, levels(both))
     assert both.environment["commit"] == "c0"
     other = run(cells("a", 1.0))
     other.environment["commit"] = "c1"

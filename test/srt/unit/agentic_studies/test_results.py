@@ -11,6 +11,13 @@ from benchmark.agentic.fleet.spec import Arm
 from benchmark.agentic.studies.spec import FOLDER
 
 
+def test_each_headline_is_that_of_its_summary() -> None:
+    """Guards against a first sentence that was changed on the page alone."""
+    for page in (FOLDER / "results").glob("*/page.md"):
+        told = json.loads((page.parent / "summary.json").read_text())
+        assert told["answer"] in page.read_text(), page
+
+
 @pytest.mark.parametrize("study", ["interference", "linear_lmetric", "worth"])
 def test_committed_pages_and_summaries_are_of_one_run(study: str) -> None:
     """Guards against one of the two being written again without the other."""
