@@ -48,7 +48,9 @@ def title(summary: Json, clients: int) -> str:
         if clients
         else "alone"
     )
-    return f"{load['talks']} talks of {load['turns']} turns {beside}, {_rounds(summary['rounds'])}"
+    return (
+        f"{load['talks']} sessions of {load['turns']} turns {beside}, {_rounds(summary['rounds'])}"
+    )
 
 
 def table(summary: Json, clients: int) -> tuple[list[str], list[list[str]]]:
@@ -64,14 +66,14 @@ def table(summary: Json, clients: int) -> tuple[list[str], list[list[str]]]:
         return [f"{m[of]:,.0f}" for m in arms.values()]
 
     rows = [
-        ["requests/s of the talks", *(f"{m['requests_per_s']:.2f}" for m in arms.values())],
+        ["requests/s of the sessions", *(f"{m['requests_per_s']:.2f}" for m in arms.values())],
         [
             "each round",
             *(", ".join(f"{m['requests_per_s']:.2f}" for m in of) for of in runs.values()),
         ],
         ["TTFT of first turns: p50, p99", *times("ttft_first_s", "p50", "p99")],
         ["TTFT of later turns: p50, p99", *times("ttft_later_s", "p50", "p99")],
-        ["from one token to the next: p50, p99", *times("gap_s", "p50", "p99")],
+        ["inter-token latency: p50, p99", *times("gap_s", "p50", "p99")],
         ["end to end: p50", *times("latency_s", "p50")],
         ["computed by prefill, tokens", *count("prefill_tokens")],
         ["computed by decode, tokens", *count("local_tokens")],
@@ -121,7 +123,7 @@ def claims(summary: Json) -> list[Verdict]:
         _claim(
             "busy, requests/s: chosen over remote", rate(chosen) / rate(remote), 1.8, at_least=True
         ),
-        _claim("busy, gap p99: chosen over remote", gap(chosen) / gap(remote), 2),
+        _claim("busy, ITL p99: chosen over remote", gap(chosen) / gap(remote), 2),
         _claim(f"quiet, {later}: chosen over {better}", ttft(quiet[CHOSEN]) / least, 1.1),
         _claim(f"quiet, requests/s: {better} over chosen", most / rate(quiet[CHOSEN]), 1.1),
         _claim(
@@ -132,14 +134,14 @@ def claims(summary: Json) -> list[Verdict]:
     ]
     if AGGREGATED in arms:
         over = gap(busy[AGGREGATED]) / gap(chosen)
-        found.append(_claim("busy, gap p99: two aggregated over chosen", over, 10, at_least=True))
+        found.append(_claim("busy, ITL p99: two aggregated over chosen", over, 10, at_least=True))
     return found
 
 
 PANELS: Mapping[str, Callable[[Json], float]] = {
     "TTFT p50 of later turns, ms": lambda m: m["ttft_later_s"]["p50"] * 1e3,
-    "from one token to the next, p99, ms": lambda m: m["gap_s"]["p99"] * 1e3,
-    "requests/s of the talks": lambda m: m["requests_per_s"],
+    "inter-token latency p99, ms": lambda m: m["gap_s"]["p99"] * 1e3,
+    "requests/s of the sessions": lambda m: m["requests_per_s"],
     "cold prompts, tokens a second": lambda m: m["cold_tokens_per_s"],
 }
 
