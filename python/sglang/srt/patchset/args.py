@@ -82,8 +82,8 @@ class DisaggArgs(_Base):
         group.add_argument(
             compat.FLAG,
             action="store_true",
-            help="Decode server only: keep the KV of finished requests in a radix tree, and have "
-            "the prefill server send only the pages that the tree does not hold. Needs "
+            help="Decode server only: keep the KV of finished requests in a radix tree. The "
+            "prefill server then sends only the pages that the tree does not hold. Needs "
             f"--disaggregation-transfer-backend {' or '.join(compat.DELTA_BACKENDS)}.",
         )
         group.add_argument(
@@ -91,26 +91,26 @@ class DisaggArgs(_Base):
             type=int,
             default=0,
             metavar="TOKENS",
-            help="Decode server with the radix cache only: the largest number of new tokens of a "
-            "prompt that this server may compute itself, where that is expected to be done before "
-            "the prefill server would have sent them. 0, the default: never.",
+            help="Local prefill: the largest number of new tokens of a prompt that this decode "
+            "server may compute itself. It does so if it expects to be done before the prefill "
+            "server would have sent them. Needs the decode radix cache. Default: 0, never.",
         )
         group.add_argument(
             compat.LOCAL_WHEN_LOST,
             type=int,
             default=0,
             metavar="TOKENS",
-            help="The same where the prefill server of a request is lost or cannot be reached, or "
-            "its transfer failed: up to so many new tokens are computed here, where the request "
-            "would fail. 0, the default: it fails.",
+            help="Fallback prefill: the largest number of new tokens that this decode server "
+            "computes itself if the prefill server of a request is lost or cannot be reached, or "
+            "its transfer failed. Default: 0, the request fails.",
         )
         group.add_argument(
             compat.LOCAL_SHARE,
             type=float,
             default=0.5,
             metavar="SHARE",
-            help="The part of the time that this may take while requests run, above 0 and at most "
-            "1. In any case a decode step follows each chunk. Default: 0.5.",
+            help="The part of the time that local prefill may take while requests run, above 0 and "
+            "at most 1. A decode step follows each chunk in any case. Default: 0.5.",
         )
         compat_buffer_only.add_arguments(group)
 

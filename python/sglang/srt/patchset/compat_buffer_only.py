@@ -61,15 +61,16 @@ def add_arguments(group: Any) -> None:
         choices=MODES,
         default="cache",
         help="What HiCache's host memory is: 'cache' keeps evicted KV (SGLang's behaviour), "
-        "'buffer_only' is a small stage between the device and --hicache-storage-backend.",
+        "'buffer_only' is a small staging buffer between the device and "
+        "--hicache-storage-backend.",
     )
     group.add_argument(
         PAGES,
         type=int,
         default=None,
-        help=f"Size of the stage of {ON}, in pages of --page-size tokens. Default: what {SIZE} "
-        f"holds; else {settings.RATIO_FLAG} times the device pool, where it is not SGLang's own "
-        f"{settings.CACHE_RATIO:g}; else what a fast store delivers while pages stay in the stage.",
+        help=f"Size of the staging buffer of {ON}, in pages of --page-size tokens. Default: what "
+        f"{SIZE} holds; else {settings.RATIO_FLAG} times the device pool, if that flag is not "
+        f"SGLang's own {settings.CACHE_RATIO:g}; else 5 GB, at most the device pool's pages.",
     )
 
 

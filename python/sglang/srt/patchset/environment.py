@@ -132,7 +132,7 @@ DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "package",
     "Feature groups that stay stock: `delta`, `nixl_async`, `mooncake_delta`, `decode_radix`, "
     "`buffer_only`. The decode radix cache needs `decode_radix`, `delta` and the group of its "
-    "backend; prefill needs the latter two to be sent prefixes.",
+    "backend. A prefill server needs the latter two, or whole prompts are moved from it.",
     (),
     "names with commas between them",
     lambda text: tuple(name for part in text.split(",") if (name := part.strip())),
@@ -141,10 +141,10 @@ DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
 
 QUARANTINE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "both", 60.0,
-    "How long decode holds the pages of an aborted or failed transfer at most while prefill may "
-    "still write to them. Give it to both sides: a prefill process that did not run for half of it "
-    "posts nothing more for the rooms of before, and a transfer that the transport broke off "
-    "counts as under way for so long.",
+    "Deferred release: the longest time for which decode holds the pages of an aborted or failed "
+    "transfer that prefill may still write to. Set it on both sides. A prefill process that did "
+    "not run for half of this time posts nothing more for earlier rooms. A transfer that the "
+    "transport broke off counts as under way for this time.",
 )  # fmt: skip
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
@@ -154,56 +154,55 @@ EVENT_LOG: Variable[str] = Variable(
 
 PREFIX_WAIT_TOKENS = _integer(
     "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "decode", 256,
-    "A request waits for another one's transfer, or for another turn that is computed here, if at "
-    "least so many tokens after its match are just arriving. `0` never waits.",
+    "A request waits for another request's transfer or local prefill if that brings at least so "
+    "many tokens after its match. `0` never waits.",
     unit="tokens",
 )  # fmt: skip
 PREFIX_WAIT_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "decode", 30.0,
-    "How long it waits for that at most.",
+    "Longest time for which it waits for that.",
 )  # fmt: skip
 ADMISSION_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "decode", 300.0,
-    "How long a request waits for decode memory at most; then its client gets an error that says "
+    "Longest time for which a request waits for decode memory. Then its client gets status 503 and "
     "what was missing.",
 )  # fmt: skip
 WAIT_LOG = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
-    "After how long the log says that a request waits for memory, and for how much.",
+    "Time after which the log says that a request waits for memory, and for how much.",
 )  # fmt: skip
 LOCAL_CHUNK = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,
-    "With `--disaggregation-decode-local-tokens`: how many prompt tokens a decode server computes "
-    "between two decode steps at most. A page at least.",
+    "With `--disaggregation-decode-local-tokens`: the largest number of prompt tokens that decode "
+    "computes between two decode steps. At least a page.",
     least=1, unit="tokens",
 )  # fmt: skip
 LOCAL_ALWAYS = _switch(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS", "decode",
-    "Every turn within `--disaggregation-decode-local-tokens` is computed by decode, whatever that "
-    "costs. For comparisons.",
+    "Decode computes every turn within `--disaggregation-decode-local-tokens`, whatever it costs. "
+    "For comparisons.",
 )  # fmt: skip
 HANDSHAKE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,
-    "How long one question of decode to a prefill's bootstrap server may take. It is asked in the "
+    "Longest time of one query of decode to a prefill's bootstrap server. Queries run in the "
     "background.",
 )  # fmt: skip
 
 TRANSFER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", "prefill", 120.0,
-    "How long a chunk may take, over NIXL and over Mooncake, from prefill's queue to its end. Then "
-    "its room fails with the names of the decode ranks that it did not reach, and the reason "
-    "`timeout`.",
+    "Longest time of a chunk, over NIXL and over Mooncake, from prefill's queue to its end. Then "
+    "its room fails with the reason `timeout`, and names the decode ranks that it did not reach.",
 )  # fmt: skip
 CLAIM_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 30.0,
-    "How long a room that decode announced waits for its request on prefill, in time of the "
-    "scheduler's turns (a turn counts at most a second: time in which prefill compiles or loads "
-    "something, or is paused, does not count); then decode is told.",
+    "Longest time for which a room that decode announced waits for its request on prefill. Then "
+    "decode is notified. Each step of the scheduler counts for at most a second, so time in which "
+    "prefill compiles, loads or is paused does not count.",
 )  # fmt: skip
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,
-    "After how long without a sign prefill forgets a decode rank that used to send signs. Of those "
-    "that send none (stock, or without the flag) the longest unused are forgotten beyond 4,096.",
+    "Time without a ping after which prefill forgets a decode rank that used to ping. Of ranks "
+    "that never ping (stock, or without the flag) the longest unused are forgotten beyond 4,096.",
 )  # fmt: skip
 
 QUEUES = _integer(
@@ -218,8 +217,8 @@ THREADS = _integer(
 )  # fmt: skip
 WORKER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_WORKER_TIMEOUT", "nixl", 30.0,
-    "After how long without a finished step a transfer thread with something to do is stuck. Its "
-    "rooms then fail, with the reason `internal`, until it goes on.",
+    "Time without a finished step after which a busy transfer thread counts as stuck. Its rooms "
+    "then fail with the reason `internal`, until it makes progress.",
 )  # fmt: skip
 TRANSFER_LOG_INTERVAL = _seconds(
     "SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "nixl", 60.0,
@@ -227,15 +226,15 @@ TRANSFER_LOG_INTERVAL = _seconds(
 )  # fmt: skip
 NIXL_PROGRESS_DELAY = _integer(
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY", "nixl", 1000,
-    "Pause of NIXL's own progress thread, on prefill and decode. `0` has it spin, as stock SGLang "
-    "does.",
+    "Pause of NIXL's own progress thread, on prefill and decode. With `0` it spins, as in stock "
+    "SGLang.",
     unit="microseconds",
 )  # fmt: skip
 DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
     "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS", "nixl",
-    "What describing a chunk costs on this machine: ranges, each range, a prepared list, each of "
-    "its entries. A chunk gets the cheaper form. `python -m benchmark.kv_transfer choice` measures "
-    "them (the default: on a 2-core CPU) and prints the variable.",
+    "Costs of describing a chunk on this machine: for ranges, for each range, for a prepared list, "
+    "for each of its entries. A chunk gets the cheaper form. `python -m benchmark.kv_transfer "
+    "choice` measures them and prints the variable (the default is of a 2-core CPU).",
     (75.0, 0.064, 15.0, 0.0028),
     "four numbers of microseconds of at least 0, with commas between them", _four_numbers,
     "75,0.064,15,0.0028",
@@ -243,8 +242,8 @@ DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
 
 BUFFER_READ_TIMEOUT = _seconds(
     "SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "store", 10.0,
-    "Longest wait of a request for its prefetch, from when the scheduler first looks at it. Then "
-    "it computes.",
+    "Longest wait of a request for its prefetch, from when the scheduler first checks it. Then its "
+    "tokens are computed.",
 )  # fmt: skip
 BUFFER_ALWAYS_FETCH = _switch(
     "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH", "store",
@@ -256,7 +255,7 @@ STORE_DEADLINE = _seconds(
 )  # fmt: skip
 STORE_FIRST_RETRY = _seconds(
     "SGLANG_HICACHE_STORE_FIRST_RETRY", "store", 1.0,
-    "A store that is down is probed after so long, then after twice that, and so on.",
+    "A store that is down is probed after this time, then after twice that, and so on.",
 )  # fmt: skip
 STORE_LONGEST_RETRY = _seconds(
     "SGLANG_HICACHE_STORE_LONGEST_RETRY", "store", 60.0,
@@ -264,15 +263,14 @@ STORE_LONGEST_RETRY = _seconds(
 )  # fmt: skip
 STORE_MAX_CALLS = _integer(
     "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 16,
-    "Calls of the store under way at one time, given-up ones included. While there are so many, "
-    "none is started.",
+    "Largest number of store calls under way at one time, including those that were given up.",
     least=1,
 )  # fmt: skip
 
 CHECK_INVARIANTS = _switch(
     "SGLANG_DISAGGREGATION_CHECK_INVARIANTS", "tests",
-    "Check decode's pools, tree and tables whenever the server becomes idle, and end it if they do "
-    "not add up.",
+    "Check decode's pools, tree and tables whenever the server becomes idle. If they are not "
+    "consistent, the server ends.",
 )  # fmt: skip
 #: Read by the start-up hook, which can import nothing.
 CPU_STANDIN = _switch(
