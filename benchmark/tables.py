@@ -54,7 +54,11 @@ def worth() -> str:
     local = _read(_BENCHMARK / "local_turns" / "results" / "summary.json")
     clients = max(local["load"]["cold_clients"])
     study = _read(_BENCHMARK / "agentic" / "studies" / "results" / "worth" / "summary.json")
-    titles = {"pd-stock": "stock", "pd-radix": "radix cache", "pd-local": "local turns too"}
+    titles = {
+        "pd-stock": "stock",
+        "pd-radix": "with the radix cache",
+        "pd-local": "with local turns too",
+    }
     against = "; ".join(
         f"{of} sessions at once: "
         + ", ".join(f"{_of_first(arms[arm], 'e2e')} {title}" for arm, title in titles.items())
@@ -70,8 +74,8 @@ def worth() -> str:
         f"{_local_turns_gain(local, 0)}. Beside {clients} clients whose new prompts keep prefill "
         f"busy: {_local_turns_gain(local, clients)}.\n"
         "- **Against two aggregated servers**, agentic traffic: mean end-to-end time of a prefill "
-        f"and a decode server over theirs, with 95 % intervals (below 1: shorter). {against}.\n"
-        f"- Measured on {radix['date']} to {study['date']}. Outputs are "
+        f"and a decode server over theirs, with 95 % intervals (below 1: shorter). {against}. "
+        f"Measured on {radix['date']} to {study['date']}. Outputs are "
         f"{'identical' if same else 'NOT identical'} in all arms of the first two.\n"
     )
 
