@@ -21,12 +21,12 @@ from benchmark.agentic.router.settings import Settings
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmark.agentic route",
-        description="Routes to colocated workers, or to prefill and decode workers, by policy.",
+        description="Routes to aggregated workers, or to prefill and decode workers, by policy.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("--host", default="127.0.0.1", help="to listen on")
     made.add_argument("--port", type=int, default=8000, help="to listen on")
-    made.add_argument("--worker", action="append", default=[], metavar="URL", help="colocated")
+    made.add_argument("--worker", action="append", default=[], metavar="URL", help="aggregated")
     made.add_argument(
         "--prefill", action="append", default=[], nargs=2, metavar=("URL", "BOOTSTRAP_PORT")
     )
