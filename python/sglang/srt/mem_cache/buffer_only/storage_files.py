@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING

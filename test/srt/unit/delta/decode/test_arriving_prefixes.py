@@ -23,6 +23,7 @@ def candidate(ids: list[int], extra_key: str | None = None, port: int = 1) -> Ca
         extra_key=extra_key,
         bootstrap_host="p",
         bootstrap_port=port,
+        is_retracted=False,
     )
     return Candidate(SimpleNamespace(), req, shares=True)  # type: ignore[arg-type]
 
