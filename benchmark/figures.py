@@ -20,8 +20,8 @@ from benchmark.harness.models import REPOSITORY
 from benchmark.local_turns import page as local_page
 
 FOLDER = REPOSITORY / "docs" / "figures"
-_RADIX = REPOSITORY / "benchmark/decode_radix_cache/results/throughput.summary.json"
-_LOCAL = REPOSITORY / "benchmark/local_turns/results/summary.json"
+RADIX = REPOSITORY / "benchmark/decode_radix_cache/results/throughput.summary.json"
+LOCAL = REPOSITORY / "benchmark/local_turns/results/summary.json"
 
 Json = Mapping[str, Any]
 
@@ -138,7 +138,7 @@ def _ms(of: str, p: str) -> tuple[Callable[[Json], float], str]:
 
 def worth() -> str:
     """Throughput and latencies of all arms, those that got worse beside those that got better."""
-    radix, local = _read(_RADIX), _read(_LOCAL)
+    radix, local = _read(RADIX), _read(LOCAL)
     svg = Svg(_LEFT + 4 * _PANEL, 380)
     medians = {arm: run["summary"] for arm, run in radix_page.medians(radix).items() if arm in ARMS}
     runs = {arm: [run["summary"] for run in radix["runs"][arm]] for arm in medians}
@@ -213,7 +213,7 @@ def held(load: Json) -> list[int]:
 
 def turns() -> str:
     """What crosses the wire in two turns of a session of the benchmark of local turns."""
-    load = _read(_LOCAL)["load"]
+    load = _read(LOCAL)["load"]
     (first, second), answer, have = prompts(load)[:2], load["answer_tokens"], held(load)[1]
     new = second - have * PAGE
     svg = Svg(820, 436)

@@ -31,7 +31,7 @@ def test_every_figure_is_shown_on_the_first_page() -> None:
 def test_two_turns_move_the_pages_that_were_measured() -> None:
     """Guards against a drawing that counts other pages than the servers do: over all turns of all
     sessions its counts are the bytes of each round."""
-    summary = json.loads(figures._LOCAL.read_text())
+    summary = json.loads(figures.LOCAL.read_text())
     load = summary["load"]
     whole = sum(figures.pages(tokens) for tokens in figures.prompts(load))
     moved = {"PD, stock": whole, "PD, remote": whole - sum(figures.held(load))}
