@@ -124,7 +124,7 @@ def test_tokens_of_one_that_has_generated() -> None:
     """Guards against matching the last token of a retracted request, which has no KV yet."""
     queued = candidate("a", 3)
     assert (queued.token_ids, queued.length, queued.resumes) == ([0, 1, 2], 3, False)
-    req = SimpleNamespace(origin_input_ids=[0, 1], output_ids=[7, 8])
+    req = SimpleNamespace(origin_input_ids=[0, 1], output_ids=[7, 8], is_retracted=True)
     retracted = Candidate(None, req)
     assert (retracted.token_ids, retracted.length, retracted.resumes) == ([0, 1, 7], 3, True)
 
