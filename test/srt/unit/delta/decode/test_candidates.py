@@ -51,7 +51,11 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
 def candidate(name: str, tokens: int = 100, *, shares: bool = True, given_up: bool = False) -> Any:
     """A request in line."""
     req = SimpleNamespace(
-        rid=name, extra_key=None, origin_input_ids=list(range(tokens)), output_ids=[]
+        rid=name,
+        extra_key=None,
+        origin_input_ids=list(range(tokens)),
+        output_ids=[],
+        is_retracted=False,
     )
     return Candidate(SimpleNamespace(), req, shares, given_up)
 

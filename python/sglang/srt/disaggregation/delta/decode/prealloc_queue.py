@@ -154,7 +154,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             moves = admitted or taken or Offer.WAITS in agreed.offers
             self._looked_at = line.LOOKED_AT if moves else line.TRIED
             self._leave([*admitted, *taken])
-            waiting.log_waits(self, [entry.req for entry in checked], limits.log_after)
+            self._log_waits([entry.req for entry in checked], limits)
         return admitted, failed
 
     @override
@@ -180,7 +180,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             stopped = self._resume(candidates, agreed, back)
         self._note_refusal(first, candidates, agreed, stopped)
         self.retracted_queue = self.retracted_queue[len(back) :]
-        waiting.log_waits(self, self.retracted_queue, limits.log_after)
+        self._log_waits(self.retracted_queue, limits)
         return back
 
     @property
@@ -401,6 +401,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if refusal.reason not in record.refused_for:
             record.refused_for.add(refusal.reason)
             self.scheduler.decode_metrics.refused(refusal.reason)
+
+    def _log_waits(self, reqs: Sequence[Req], limits: Limits) -> None:
+        """A warning once for each wait that has become long."""
+        since = self.clock() - limits.log_after
+        waits = ((req, record_of(req).wait) for req in reqs if req.finished_reason is None)
+        late = [r for r, w in waits if w.since is not None and w.since <= since and not w.logged]
+        if late:
+            waiting.log_waits(self, late)
 
     def what_is_missing(self) -> Callable[[Req], str]:
         """Says what a request waits for, in words, as line and pool are now."""

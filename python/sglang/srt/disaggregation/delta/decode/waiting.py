@@ -55,26 +55,22 @@ def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
     return f"{why}; {wanted} tokens wanted, {pool}"
 
 
-def log_waits(queue: RadixPreallocQueue, reqs: Sequence[Req], after: float) -> None:
-    """A warning once for each wait that has become long, ``after`` seconds: of those that wait for
-    the same, the first is described and the others are named."""
-    now = queue.clock()
-    late: defaultdict[str | None, list[tuple[float, Req]]] = defaultdict(list)
-    for req in reqs:
+def log_waits(queue: RadixPreallocQueue, late: Sequence[Req]) -> None:
+    """A warning once for each wait that has become long: of those that wait for the same, the first
+    is described and the others are named."""
+    same: defaultdict[str | None, list[Req]] = defaultdict(list)
+    for req in late:
         wait = record_of(req).wait
-        if wait.logged or wait.since is None or now - wait.since < after:
-            continue
-        if req.finished_reason is None:
-            wait.logged = True
-            late[wait.refusal and wait.refusal.reason].append((now - wait.since, req))
-    lacks = queue.what_is_missing() if late else str
-    for (waited, first), *others in late.values():
-        also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for _, r in others)
+        wait.logged = True
+        same[wait.refusal and wait.refusal.reason].append(req)
+    lacks = queue.what_is_missing()
+    for first, *others in same.values():
+        also = f"; {len(others)} more wait for the same: " + ", ".join(req.rid for req in others)
         logger.warning(
             "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",
             first.rid,
             first.bootstrap_room,
-            waited,
+            queue.clock() - (record_of(first).wait.since or 0.0),
             " after it was retracted" if first.is_retracted else "",
             lacks(first),
             also if others else "",
