@@ -125,7 +125,7 @@ GROUPS = {
 
 ACTIVE: Variable[bool] = Variable(
     "SGLANG_PATCHSET", "package", "`0` turns the package off.", True, "`0` to turn it off",
-    lambda text: text.strip().lower() not in ("0", "false", "no", "off"), "on",
+    lambda text: text.strip().lower() not in _OFF, "on",
 )  # fmt: skip
 DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "SGLANG_PATCHSET_DISABLE",
