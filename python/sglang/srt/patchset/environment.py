@@ -74,6 +74,7 @@ def _integer(
 
 
 _ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off")
+_SPELLINGS = "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`"
 
 
 def _boolean(text: str) -> bool:
@@ -90,7 +91,7 @@ def _switch(name: str, group: str, text: str) -> Variable[bool]:
         group,
         text,
         False,
-        "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`",
+        _SPELLINGS,
         _boolean,
         "off",
     )
@@ -124,8 +125,7 @@ GROUPS = {
 }
 
 ACTIVE: Variable[bool] = Variable(
-    "SGLANG_PATCHSET", "package", "`0` turns the package off.", True, "`0` to turn it off",
-    lambda text: text.strip().lower() not in _OFF, "on",
+    "SGLANG_PATCHSET", "package", "`0` turns the package off.", True, _SPELLINGS, _boolean, "on",
 )  # fmt: skip
 DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "SGLANG_PATCHSET_DISABLE",

@@ -374,7 +374,13 @@ GROUPS: tuple[Group, ...] = (
             ),
         ),
     ),
-    Group("mooncake_delta", "the delta protocol over Mooncake", _MOONCAKE_DELTA, needs=("delta",)),
+    Group(
+        "mooncake_delta",
+        "the delta protocol over Mooncake",
+        _MOONCAKE_DELTA,
+        needs=("delta",),
+        obstacle=f"{_DISAGG}.delta.mooncake.worker:obstacle",
+    ),
     Group("decode_radix", "decode-side radix cache", _DECODE_RADIX, needs=("delta",)),
     Group(
         "buffer_only",

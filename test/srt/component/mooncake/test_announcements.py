@@ -6,7 +6,7 @@ import pytest
 
 from component.transfer.messages import MOONCAKE
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender, PrefillStagingContext
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
 PEER = MOONCAKE.peer
 
@@ -34,23 +34,6 @@ def test_registering_again_ends_the_refusal() -> None:
     assert manager.has_failed_session(PEER) and not manager.decode_kv_args_table
     reader.handle(MOONCAKE.registration())
     assert not manager.has_failed_session(PEER) and not manager.session_failures
-
-
-def test_messages_of_staging_reach_it() -> None:
-    """Guards against a prefill server with SGLang's staging buffers that never learns where decode
-    has room, and against a watermark that goes back."""
-    manager, reader = MOONCAKE.acquainted()
-    manager.enable_staging, manager._staging_ctx = True, PrefillStagingContext()
-    reader.handle(MOONCAKE.announcement())
-    session = PEER.encode()
-    for mark in ((1, 5), (1, 3)):
-        reader.handle([b"WATERMARK", *(str(number).encode() for number in mark), session])
-    assert manager._staging_ctx.remote_watermarks == {PEER: (1, 5)}
-    reader.handle([b"STAGING_RSP", b"7", b"0", b"128", b"1", b"256", session])
-    place = manager.rooms.room(7).announcements[PEER].staging
-    assert (place.offsets[0], place.rounds[0], place.ends[0]) == (128, 1, 256)
-    reader.handle([b"STAGING_RSP", b"7", b"9999999999", b"128", b"1", b"256", session])
-    assert len(place.offsets) == 1, "a stranger's number is no table length"
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(9, True), (12, True), (8, False), (13, False)])

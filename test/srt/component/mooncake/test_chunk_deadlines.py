@@ -15,8 +15,6 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.worker import (
     ChunkDeadlines,
     ChunkWorker,
-    GatedQueue,
-    SettlingExecutor,
 )
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
@@ -66,12 +64,6 @@ class Rank:
 
     def failed(self) -> dict[int, str]:
         return dict(self.manager.failure_records)
-
-
-def gated(rank: Rank) -> GatedQueue:
-    """The queue as SGLang's worker for staging buffers sees it."""
-    queue = rank.manager.transfer_queues[0]
-    return GatedQueue(queue, rank.manager, SettlingExecutor(ThreadPoolExecutor(1)))
 
 
 @pytest.fixture
@@ -144,25 +136,8 @@ def test_what_has_ended_otherwise(rank: Rank) -> None:
     assert rank.manager.chunk_deadlines.rooms() == [] and rank.said == []
 
 
-def test_a_chunk_that_is_put_back_keeps_its_deadline(rank: Rank) -> None:
-    """Guards against a chunk that decode's staging buffer never has a place for going round for
-    ever, and against an entry that stays when it was sent."""
-    rank.announce(1, 2)
-    rank.send(1)
-    rank.send(2)
-    queue = gated(rank)
-    queue.put(queue.get())
-    assert queue.get().room == 2
-    assert rank.manager.chunk_deadlines.rooms() == [1, 2]
-    assert queue.get().room == 1
-    assert rank.manager.chunk_deadlines.rooms() == [1]
-    queue.leave(None)
-    assert rank.manager.chunk_deadlines.rooms() == []
-
-
 @pytest.mark.hazard("room-number-reused")
-@pytest.mark.parametrize("staging", [False, True])
-def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) -> None:
+def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank) -> None:
     """Guards against an aborted request's chunk, still in its queue when the number is used again,
     being sent for the later request: were it the last one, decode would take what is not there. Nor
     may it take the deadline of the later one's chunk away, or fail it with its own."""
@@ -181,9 +156,6 @@ def test_a_chunk_of_an_earlier_request_of_the_number(rank: Rank, staging: bool) 
     manager._tick()
     assert rank.failed() == {} and rank.said == []
     early, late = (manager.transfer_queues[0]._buf[at] for at in (0, 1))
-    if staging:
-        assert gated(rank).get() is late
-        return
     rank.take(60.0)
     assert rank.now == 10.0, "nothing was sent"
     assert rank.failed() == {} and manager.chunk_deadlines.rooms() == [1]

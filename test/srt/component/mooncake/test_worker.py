@@ -13,13 +13,10 @@ import pytest
 
 from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.worker import (
-    AnnouncedRooms,
     ChunkWorker,
     SettlingExecutor,
-    serve_staging,
 )
 from sglang.srt.disaggregation.delta.prefill.room import Room
 
@@ -27,17 +24,6 @@ from sglang.srt.disaggregation.delta.prefill.room import Room
 def chunk(room: Room) -> Any:
     """A chunk of ``room``, as far as it is looked at before anything is sent."""
     return SimpleNamespace(room=room.number, is_last_chunk=True, owner=room)
-
-
-def test_announcements_as_stock_staging_reads_them() -> None:
-    """Guards against SGLang's staging code missing the decode ranks of a room, or taking them out
-    of the room table."""
-    rooms = prefill("mooncake").rooms
-    seen, info = AnnouncedRooms(rooms), object()
-    assert 7 not in seen and seen.get(7, {}) == {}
-    rooms.announce(7, "D", info, 1)
-    seen.pop(7)
-    assert 7 in seen and seen[7] == seen.get(7, {}) == {"D": info}
 
 
 def test_all_layers_settle_before_a_chunk_is_done() -> None:
@@ -142,7 +128,8 @@ def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyP
     """Guards against a room that stays busy for ever after the engine refused a write, against one
     that is called drained at once, and against a server that takes it for a leak meanwhile."""
     manager = prefill("mooncake")
-    (room,) = open_rooms(manager, 7)
+    manager.update_status(7, KVPoll.WaitingForInput)
+    room, _ = manager.rooms.claim(7)
     assert manager.rooms.enter(room)
     manager.rooms.fail(7, Reason.TRANSPORT, "refused")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1000")
@@ -157,129 +144,3 @@ def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyP
     manager.leave_later(7)
     manager._tick()
     assert manager.rooms.numbers() == []
-
-
-class Stop(BaseException):
-    """Ends a thread that serves for ever."""
-
-
-class Queue(FastQueue):
-    """Ends the thread when it is empty."""
-
-    def get(self) -> Any:
-        if not self._buf:
-            raise Stop
-        return super().get()
-
-
-def serve(manager: Any, rooms: list[int], worker: Any, executor: Any = None) -> None:
-    """Let ``worker(queue)`` serve the chunks of ``rooms``, then end."""
-    queue = Queue()
-    for room in rooms:
-        queue.put(chunk(manager.rooms.room(room)))
-    with pytest.raises(Stop):
-        serve_staging(
-            manager, queue, executor or ThreadPoolExecutor(1), lambda gated, _: worker(gated)
-        )
-
-
-def open_rooms(manager: Any, *rooms: int) -> list[Any]:
-    """Requests that are ready to be sent."""
-    for room in rooms:
-        manager.update_status(room, KVPoll.WaitingForInput)
-    return [manager.rooms.claim(room)[0] for room in rooms]
-
-
-def test_the_staging_worker_is_behind_the_gate() -> None:
-    """Guards against rooms called drained while SGLang's own worker for staging buffers is at them,
-    and against chunks that it sends for a room that was stopped."""
-    manager = prefill("mooncake")
-    open_rooms(manager, 1, 2, 3)
-    manager.rooms.fail(2, Reason.ABORTED, "withdrawn")
-    seen: list[tuple[int, bool]] = []
-
-    def worker(queue: Any) -> None:
-        while True:
-            room = queue.get().room
-            manager.rooms.fail(room, Reason.ABORTED, "later")
-            seen.append((room, manager.rooms.is_under_way(room)))
-
-    serve(manager, [1, 2, 3], worker)
-    assert seen == [(1, True), (3, True)], "drained while it was at it"
-    assert not any(manager.rooms.is_under_way(room) for room in (1, 3))
-
-
-def test_a_chunk_that_decode_has_no_place_for_comes_again() -> None:
-    """Guards against a room that is left busy, or dropped, when its chunk is put back."""
-    manager = prefill("mooncake")
-    open_rooms(manager, 1)
-    served: list[int] = []
-
-    def worker(queue: Any) -> None:
-        queue.put(queue.get())
-        while True:
-            served.append(queue.get().room)
-
-    serve(manager, [1], worker)
-    assert served == [1] and not manager.rooms.is_under_way(1)
-
-
-def test_the_staging_worker_starts_again() -> None:
-    """SGLang's worker ends with an exception at the first unexpected thing: that may fail one room,
-    not all that come after it. A failure that it only noted stops its room as well."""
-    manager = prefill("mooncake")
-    open_rooms(manager, 1, 2, 3)
-    served: list[int] = []
-
-    def worker(queue: Any) -> None:
-        while True:
-            room = queue.get().room
-            served.append(room)
-            if room == 1:
-                raise RuntimeError("Transfer thread failed")
-            if room == 2:
-                manager.record_failure(room, "session failed")
-                manager.update_status(room, KVPoll.Failed)
-
-    serve(manager, [1, 2, 3], worker)
-    assert served == [1, 2, 3]
-    assert manager.rooms.stopped(1) == "room 1: Transfer thread failed"
-    assert manager.rooms.stopped(2) == "session failed"
-    assert manager.rooms.stopped(3) is None
-    assert manager.request_status == {1: 0, 2: 0, 3: KVPoll.WaitingForInput}
-
-
-@pytest.mark.hazard("siblings-write-on")
-def test_a_transfer_that_fails_in_the_staging_worker() -> None:
-    """Guards against a room called drained while other layers of its failed chunk are still
-    written: SGLang's worker waits for none after the first that fails, and the engine's error says
-    nothing of the others. Nor may the decode rank be refused for ever: it has to register again."""
-    manager, info = prefill("mooncake"), SimpleNamespace(mooncake_session_id="D:1", is_ours=True)
-    first, later = open_rooms(manager, 1, 2)
-    for room in (1, 2):
-        manager.rooms.announce(room, "D:1", info)
-    manager.decode_kv_args_table["D:1"] = object()
-    release, ended = threading.Event(), []
-    told: list[int] = []
-    manager.room_drained = lambda room, reason, infos: told.append(room)
-
-    def worker(queue: Any, executor: Any) -> None:
-        while True:
-            room = queue.get().room
-            if room == 1:
-                executor.submit(lambda: (release.wait(10), ended.append(1)))
-                threading.Timer(0.05, release.set).start()
-            # As SGLang does, for a transfer that failed and for a decode rank to which one has.
-            manager.failed_sessions.add("D:1")
-            manager.record_failure(room, "failed")
-            manager.update_status(room, KVPoll.Failed)
-
-    queue = Queue()
-    for room in (first, later):
-        queue.put(chunk(room))
-    with pytest.raises(Stop):
-        serve_staging(manager, queue, ThreadPoolExecutor(1), worker)
-    assert ended == [1], "left while a layer was still written"
-    assert first.is_over and manager.rooms.is_under_way(1) and told == [2]
-    assert later.is_over and not manager.rooms.is_under_way(2), "nothing of it was written"
-    assert manager.decode_kv_args_table == {}

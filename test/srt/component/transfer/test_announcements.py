@@ -19,7 +19,6 @@ from sglang.srt.disaggregation.delta.observability import INTERVAL_S
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
-STAGING = "SGLANG_DISAGG_STAGING_BUFFER is not set here"
 
 #: What cannot be served, and what the log says of it; then what only one backend could be sent.
 REFUSED: list[tuple[Dialect, list[bytes], str]] = [
@@ -49,8 +48,6 @@ REFUSED += [
     (MOONCAKE, MOONCAKE.registration()[:9], "10 wanted"),
     (MOONCAKE, MOONCAKE.registration(session=b"10.0.0.2"), "does not end with a port"),
     (MOONCAKE, MOONCAKE.announcement(pages=(), slot=b""), "no metadata slot is named"),
-    (MOONCAKE, [b"WATERMARK", b"1", b"2"], STAGING),
-    (MOONCAKE, [b"STAGING_RSP", *[b"1"] * 5, b"10.0.0.2:4001"], STAGING),
 ]
 
 both = pytest.mark.parametrize("say", DIALECTS, ids=repr)
@@ -220,11 +217,6 @@ def test_broken_messages_change_nothing(say: Dialect, caplog: pytest.LogCaptureF
         wire.encode_control(wire.Withdraw(7, say.peer, "10.0.0.2", 4000, "gone")),
         wire.encode_control(wire.Ping("10.0.0.1:5", say.peer, "10.0.0.2", 4000)),
     ]
-    if say is MOONCAKE:
-        kinds += [
-            [b"WATERMARK", b"1", b"2", say.peer.encode()],
-            [b"STAGING_RSP", *[b"1"] * 5, say.peer.encode()],
-        ]
     for _ in range(count):
         reader.handle(broken(rng, rng.choice(kinds)))
     assert dropped > 0.3 * count

@@ -48,7 +48,7 @@ class AddressPool:
             waiting = self._waiting.setdefault(address, deque())
             if len(waiting) < _MOST_WAITING:
                 waiting.append(partial(self._run, address, future, ask, args))
-                self._start()
+                self._start([address])
                 return future
         text = f"{address} does not answer, and {_MOST_WAITING} questions to it wait"
         future.set_exception(OSError(text))
@@ -58,12 +58,13 @@ class AddressPool:
         """Wait for the questions that are under way."""
         self._executor.shutdown(wait=True)
 
-    def _start(self) -> None:
-        """Start what may start. Under the lock."""
+    def _start(self, addresses: list[str]) -> None:
+        """Start what may start of the questions to ``addresses``. Under the lock."""
         busy: Counter[bool | None] = Counter()
         for address, count in self._under_way.items():
             busy[self._was_quick.get(address)] += count
-        for address, questions in list(self._waiting.items()):
+        for address in addresses:
+            questions = self._waiting[address]
             kind = self._was_quick.get(address)
             while questions and self._under_way[address] < _EACH:
                 if kind is False and busy[False] >= self._slow_limit:
@@ -92,7 +93,7 @@ class AddressPool:
             self._under_way[address] -= 1
             if not self._under_way[address]:
                 del self._under_way[address]
-            self._start()
+            self._start(list(self._waiting))
         if error is None:
             future.set_result(answer)
         else:

@@ -218,9 +218,6 @@ class DeltaManager(CommonKVManager):
         """Read what the transport says has arrived, for room ``asker``; nothing where it says so by
         itself."""
 
-    def forget_asker(self, room: int) -> None:
-        """``room`` does not ask again."""
-
     def expect_metadata(self, room: int, slot: int) -> bool:
         """``room`` is being announced with this metadata slot: whether its metadata may come in the
         note that completes it, instead of a write into the slot."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from numbers import Integral, Real
@@ -46,11 +47,10 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
     "min_new_tokens": (Integral, 0, 2**31 - 1),
     "stream_interval": (Integral, 0, 2**31 - 1),
     "sampling_seed": (Integral, -(2**63), 2**63 - 1),
-    "ignore_eos": (Integral, 0, 1),
-    "skip_special_tokens": (Integral, 0, 1),
-    "spaces_between_special_tokens": (Integral, 0, 1),
-    "no_stop_trim": (Integral, 0, 1),
 }
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+#: What a scheduler asks its tokenizer for.
+_TEXT = ("stop", "stop_regex", "min_new_tokens")
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
@@ -66,7 +66,7 @@ class PairTokenizer(TokenizerManager):
         if self.server_args.disaggregation_mode != "null" and obj.sampling_params:
             # SGLang makes lists of this length of all that the client gave, before it is asked.
             params = obj.sampling_params
-            wanted = (params[0] if isinstance(params, list) else params).get("n")
+            wanted = (params[0] if isinstance(params, list) else params).get("n", 1)
             check_number("n", wanted, Integral, 1, MOST_SAMPLES)
         try:
             async for response in super().generate_request(obj, request):
@@ -107,6 +107,9 @@ class PairTokenizer(TokenizerManager):
                 check_values(obj, input_ids, others, self.model_config.vocab_size)
                 allowed = self.server_args.tokenizer_metrics_allowed_custom_labels or ()
                 unknown = sorted(set(obj.custom_labels or ()) - set(allowed))
+                needs = [name for name in _TEXT if obj.sampling_params.get(name)]
+                if needs and self.tokenizer is None:
+                    raise ValueError(f"{needs[0]} needs the tokenizer (--skip-tokenizer-init)")
                 if unknown and self.enable_metrics:  # which raise where answers are counted
                     raise ValueError(f"custom_labels has {unknown}: the server allows {allowed}")
             return super()._create_tokenized_object(
@@ -168,12 +171,12 @@ def is_sent(state: Any) -> bool:
 
 
 def check_number(name: str, value: Any, number: Any, low: float, high: float) -> None:
-    """Look at one number that a client gave; None is the absence of one.
+    """Look at one number that a client gave.
 
     Raises:
         ValueError: ``value`` is no ``number`` (``Integral`` or ``Real``) from ``low`` to ``high``.
     """
-    if value is not None and not (isinstance(value, number) and low <= value <= high):
+    if not (isinstance(value, number) and low <= value <= high):
         kind = "an integer" if number is Integral else "a number"
         raise ValueError(f"{name} is {value!r}: it has to be {kind} from {low} to {high}")
 
@@ -201,8 +204,8 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
         )
     ids = {
         "input_ids": () if has_other_input else input_ids,
-        # Others are compared only: an id that is no token stops nothing.
-        "stop_token_ids": params.get("stop_token_ids") if params.get("min_new_tokens") else (),
+        # A request with min_new_tokens masks those of all requests that run with it.
+        "stop_token_ids": params.get("stop_token_ids"),
         "token_ids_logprob": obj.token_ids_logprob,
     }
     for name, values in ids.items():
@@ -227,26 +230,39 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
         ("lora_id", obj.lora_id, str),
         ("custom_params", params.get("custom_params"), dict),
         ("logit_bias", bias, dict),
+        *(("custom_labels", label, str) for label in (obj.custom_labels or {}).values()),
+        *(("stop", stop, str) for stop in _listed(params.get("stop"))),
+        *(("stop_regex", stop, str) for stop in _listed(params.get("stop_regex"))),
+        *((name, params.get(name, True), bool) for name in _SWITCHES),
     ]
     for name, value, kind in others:
-        if value is not None and not isinstance(value, kind):
+        if not isinstance(value, kind) and (value is not None or kind is bool):
             raise ValueError(f"{name} is {value!r}: it has to be a {kind.__name__}")
         # At a null character xgrammar ends the process.
         text = str(value).replace("\0", "").encode(errors="ignore").decode()
         if kind is str and value is not None and text != value:
             raise ValueError(f"{name} is {value!r}: it has a null or a half of a surrogate pair")
+    for stop in _listed(params.get("stop_regex")):
+        re.compile(
+            stop
+        )  # which SGLang does in the scheduler; it has parsed it before, which is less
     if params.get("json_schema") not in (None, "$$ANY$$"):
         json.loads(params["json_schema"])  # xgrammar's parser ends the process at deep nesting
     if params.get("structural_tag") == "":  # which SGLang takes for none, and looks for another
         raise ValueError("structural_tag is empty")
-    # None would be the absence of a number elsewhere; here it is the number.
-    biases = {i: "null" if value is None else value for i, value in (bias or {}).items()}
     numbers: list[tuple[str, Any, Any, float, float]] = [
         ("bootstrap_room", obj.bootstrap_room, Integral, 0, _MOST_ROOM),
         ("top_logprobs_num", obj.top_logprobs_num, Integral, 0, most_tops),
         ("logprob_start_len", obj.logprob_start_len, Integral, -1, 2**31 - 1),
         *((name, params.get(name), *bounds) for name, bounds in _SAMPLING.items()),
-        *((f"logit_bias of {i}", b, Real, -_MOST_BIAS, _MOST_BIAS) for i, b in biases.items()),
     ]
     for each in numbers:
-        check_number(*each)
+        if each[1] is not None:
+            check_number(*each)
+    for token, weight in (bias or {}).items():
+        check_number(f"logit_bias of {token}", weight, Real, -_MOST_BIAS, _MOST_BIAS)
+
+
+def _listed(values: Any) -> list[Any]:
+    """SGLang takes one value for a list of it."""
+    return values if isinstance(values, list) else [] if values is None else [values]

@@ -200,7 +200,7 @@ def test_withdrawn_by_a_rank_that_never_registered(side: Side, steps: tuple[str,
         else:
             side.announce(required_dst_info_num=2 if step.endswith("2") else 1)
     side.withdraw(peer="stranger", host="10.0.0.9")
-    text = f"room {ROOM}: decode rank stranger is not registered here"
+    text = f"room {ROOM}: decode rank stranger is none of its peers"
     assert side.stopped() == [("10.0.0.9", ROOM, text)]
     if "request" not in steps:
         side.request()

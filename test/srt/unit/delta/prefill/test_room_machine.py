@@ -277,7 +277,7 @@ class Rank:
 
     def withdraw(self, number: int, peer: str) -> None:
         room = self.table.room(number)
-        if room is not None and not room.is_of(peer):
+        if room and room.is_announced and peer not in room.announcements:
             before = room.state, room.reason
             self.ranks.take(wire.Withdraw(number, peer, "a stranger", 4000, "bored"))
             assert (room.state, room.reason) == before

@@ -211,7 +211,6 @@ class PrefillServers:
         with self._lock:
             if self._deferred.get(deferred.room) is deferred:
                 del self._deferred[deferred.room]
-                self._manager.forget_asker(deferred.room)
 
     def deferred_rooms(self) -> list[int]:
         """The rooms that are given up and not drained yet."""

@@ -73,7 +73,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
         elif self._room.is_over:  # or be that one's
             status = KVPoll.Failed
         elif status == KVPoll.Failed:
-            if not self._room.is_stopped:  # stock's staging worker only sets the status
+            if not self._room.is_stopped:  # SGLang's code only sets the status
                 manager.rooms.fail(room, Reason.TRANSPORT, manager.failure_of(room))
             if not self._room.is_over:
                 return KVPoll.Transferring  # it still reads pages, which must not be freed

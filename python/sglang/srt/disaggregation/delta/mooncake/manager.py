@@ -25,13 +25,11 @@ from sglang.srt.disaggregation.delta.mooncake.messages import (
     RoomProgress,
 )
 from sglang.srt.disaggregation.delta.mooncake.worker import (
-    AnnouncedRooms,
     ChunkDeadlines,
     ChunkQueue,
     ChunkWorker,
     QueuedChunk,
     SettlingExecutor,
-    serve_staging,
 )
 from sglang.srt.disaggregation.delta.pages import Pages, page_ceil
 from sglang.srt.patchset import environment
@@ -55,8 +53,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     @override
     def start_prefill_thread(self) -> None:
-        assert self.rooms is not None
-        self.transfer_infos = AnnouncedRooms(self.rooms)
         # Stock makes these after the thread that uses them has started.
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
@@ -170,11 +166,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def transfer_worker(
         self, queue: ChunkQueue, executor: Executor, staging_buffer: object = None
     ) -> None:
-        if self.enable_staging:
-            stock = super().transfer_worker
-            serve_staging(
-                self, queue, executor, lambda gated, calls: stock(gated, calls, staging_buffer)
-            )
         worker = ChunkWorker(self, executor)
         while True:
             worker.take(queue.get())
@@ -261,11 +252,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        if self.enable_staging and status:
-            # In order with the messages of stock's staging. A failure (0) has to keep no order, and
-            # may come from the reader thread: stock's sockets are its workers' alone.
-            super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
-            return
         frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
         assert self.decode_ranks is not None
         self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
@@ -274,11 +260,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
     def send_aux_data_to_endpoint(
         self, remote: str, dst_port: int, room: int, buffer_index: int, aux_index: int, data: bytes
     ) -> None:
-        if self.enable_staging:
-            super().send_aux_data_to_endpoint(
-                remote, dst_port, room, buffer_index, aux_index, data
-            )  # fmt: skip
-            return
         numbers = [str(int(number)).encode("ascii") for number in (room, buffer_index, aux_index)]
         frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
         assert self.decode_ranks is not None

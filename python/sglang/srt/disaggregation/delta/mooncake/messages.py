@@ -1,7 +1,6 @@
 """What peers send over Mooncake's sockets, and what a decode rank makes of it.
 
-To a prefill rank: registrations, rooms' announcements, and places in a staging buffer. To a decode
-rank: how a room ended for one writer, and metadata that the engine cannot carry:
+To a prefill rank: registrations and rooms' announcements. To a decode rank: how a room ended for one writer, and metadata that the engine cannot carry:
 
 <room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
 AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
@@ -26,8 +25,6 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 from sglang.srt.disaggregation.delta.wire import metadata_fit
 
 if TYPE_CHECKING:
-    import threading
-
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
 
 logger = logging.getLogger(__name__)
@@ -35,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 _REGISTRATION_FRAMES = 10
 _AUX_DATA = b"AUX_DATA"
-_WATERMARK = b"WATERMARK"
-_STAGING_REPLY = b"STAGING_RSP"
-_STAGING = (_WATERMARK, _STAGING_REPLY)
 
 
 @dataclasses.dataclass
@@ -98,14 +92,6 @@ class Registration(Protocol):
     enable_hisparse: bool
 
 
-class StagingContext(Protocol):
-    """What SGLang's prefill ranks know of decode's staging buffers."""
-
-    watermark_cv: threading.Condition
-    #: By session: round and tail up to which decode has consumed its ring.
-    remote_watermarks: dict[str, tuple[int, int]]
-
-
 class MooncakeAnnouncements(Announcements):
     """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
 
@@ -113,10 +99,7 @@ class MooncakeAnnouncements(Announcements):
         """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.mooncake import conn
 
-        if frames and frames[0] in _STAGING:
-            _take_staging(self._manager, frames)
-        else:
-            self.take_message(conn, frames, _REGISTRATION_FRAMES)
+        self.take_message(conn, frames, _REGISTRATION_FRAMES)
 
     @override
     def _register(self, info: Registration) -> None:
@@ -146,49 +129,6 @@ class MooncakeAnnouncements(Announcements):
         if not info.is_dummy and info.dst_aux_index is None:
             raise BadMessage(f"room {info.room}: no metadata slot is named")
         super()._announce(info)
-
-
-def _take_staging(manager: DeltaMooncakeManager, frames: list[bytes]) -> None:
-    """A message of decode's about its staging buffer.
-
-    Raises:
-        BadMessage: staging is off here, or the room is unknown.
-        ValueError, IndexError: it cannot be parsed.
-    """
-    if not manager.enable_staging:
-        raise BadMessage(f"{frames[0]!r}, but SGLANG_DISAGG_STAGING_BUFFER is not set here")
-    if frames[0] == _WATERMARK:
-        mark = int(frames[1]), int(frames[2])
-        session = frames[3].decode("ascii") if len(frames) > 3 else ""
-        _raise_watermark(manager._staging_ctx, session, mark)
-    else:
-        room, chunk, offset, round_, end = (int(frame) for frame in frames[1:6])
-        _place_chunk(manager, room, frames[6].decode("ascii"), (chunk, offset, round_, end))
-
-
-def _raise_watermark(context: StagingContext, session: str, mark: tuple[int, int]) -> None:
-    """Decode has consumed its ring up to ``mark`` (round, tail)."""
-    with context.watermark_cv:
-        if mark > context.remote_watermarks.get(session, (0, 0)):
-            context.remote_watermarks[session] = mark
-            context.watermark_cv.notify_all()
-
-
-def _place_chunk(
-    manager: DeltaMooncakeManager, room: int, session: str, place: tuple[int, int, int, int]
-) -> None:
-    """Decode has reserved a place for a chunk: (chunk, offset, round, end)."""
-    from sglang.srt.disaggregation.mooncake.conn import StagingTransferInfo
-
-    known = manager.rooms.room(room)
-    info = known.announcements.get(session) if known is not None else None
-    if info is None:
-        raise BadMessage(f"a staging place for room {room}, which is not announced here")
-    if not 0 <= place[0] <= len(info.dst_kv_indices):  # a table of that length is made
-        raise BadMessage(f"room {room}: a staging place for chunk {place[0]}")
-    if info.staging is None:
-        info.staging = StagingTransferInfo()
-    info.staging.set_chunk(*place)
 
 
 class MooncakeStatuses:

@@ -4,9 +4,8 @@ The engine's calls return when what they moved has settled, so a room is busy ex
 chunk is in here, with one exception: a call that returns an error says nothing about the other
 writes of its batch.
 
-SGLang's staging buffers gather head slices on the GPU, and their worker is SGLang's own. It is fed
-from a queue that enters and leaves the room around every chunk, so that rooms end early as with our
-worker.
+SGLang's staging buffers gather head slices on the GPU by a worker of SGLang's own: with them the
+whole group stays stock.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar  # Any: of whatever is submitted
 
-from sglang.srt.disaggregation.delta.manager import is_failed
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import count_sent
 from sglang.srt.disaggregation.delta.pages import Pages
@@ -27,9 +25,17 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
     from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo, Registration
     from sglang.srt.disaggregation.delta.prefill.room import Room
-    from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 
 logger = logging.getLogger(__name__)
+
+
+def obstacle() -> str:
+    """Why SGLang's own Mooncake transfer is needed; empty if ours serves."""
+    from sglang.srt.environ import envs
+
+    name = "SGLANG_DISAGG_STAGING_BUFFER"
+    return f"{name} is set: SGLang's own worker sends" if getattr(envs, name).get() else ""
+
 
 Result = TypeVar("Result")
 
@@ -58,9 +64,6 @@ class ChunkQueue(Protocol):
 
     def get(self) -> QueuedChunk:
         """The next one; waits for it."""
-
-    def put(self, chunk: QueuedChunk) -> None:
-        """Behind all others."""
 
 
 class ChunkDeadlines:
@@ -289,106 +292,3 @@ class ChunkWorker:
             f"{info.mooncake_session_id} (status {status})",
             settled=False,
         )
-
-
-# ---- with SGLang's staging buffer (SGLANG_DISAGG_STAGING_BUFFER) ----
-
-
-class AnnouncedRooms:
-    """The room table as SGLang's code for staging reads it, which takes it for a manager's
-    ``transfer_infos``: by room, and then by decode rank. Nothing is kept here."""
-
-    def __init__(self, rooms: RoomTable) -> None:
-        self._rooms = rooms
-
-    def __contains__(self, room: int) -> bool:
-        return bool(self[room])
-
-    def __getitem__(self, room: int) -> dict[str, MooncakeTransferInfo]:
-        known = self._rooms.room(room)
-        return dict(known.announcements) if known is not None else {}  # it may end meanwhile
-
-    def get(self, room: int, _default: object = None) -> dict[str, MooncakeTransferInfo]:
-        """Those of one room, maybe none."""
-        return self[room]
-
-    def pop(self, room: int) -> None:
-        """They go with the room."""
-
-
-class GatedQueue:
-    """Chunks of rooms that may still be written; a room is busy from its chunk to the next one."""
-
-    def __init__(
-        self, queue: ChunkQueue, manager: DeltaMooncakeManager, executor: SettlingExecutor
-    ) -> None:
-        """``executor``: what the worker's calls of the engine run on."""
-        self._queue = queue
-        self._manager = manager
-        self._executor = executor
-        self._chunk: QueuedChunk | None = None
-        self._is_put_back = False
-        #: Decode ranks of the chunk to which no transfer had failed when it was handed out.
-        self._sound: list[MooncakeTransferInfo] = []
-
-    def get(self) -> QueuedChunk:
-        """Leave the room of the chunk before, and wait for one whose room may be entered."""
-        self.leave(None)
-        while True:
-            chunk = self._queue.get()
-            if self._manager.rooms.enter(chunk.owner):
-                self._chunk = chunk
-                infos = self._manager.rooms.destinations(chunk.room)
-                self._sound = [info for info in infos if not self._has_failed(info)]
-                return chunk
-            self._manager.chunk_deadlines.over(chunk)
-
-    def _has_failed(self, info: MooncakeTransferInfo) -> bool:
-        return self._manager.has_failed_session(info.mooncake_session_id)
-
-    def put(self, chunk: QueuedChunk) -> None:
-        """A chunk that decode has no place for yet, to be tried again; its deadline stays."""
-        self._is_put_back = True
-        self._queue.put(chunk)
-
-    def leave(self, error: BaseException | None) -> None:
-        """The worker is done with the last chunk; ``error``: what it raised, if it did."""
-        chunk, self._chunk = self._chunk, None
-        is_put_back, self._is_put_back = self._is_put_back, False
-        if chunk is None:
-            return
-        manager, room = self._manager, chunk.room
-        self._executor.settle()
-        broken = [info for info in self._sound if self._has_failed(info)]
-        for info in broken:
-            manager.session_failed(info)  # SGLang's worker only notes that it did
-        if error is not None:
-            manager.rooms.fail(room, Reason.TRANSPORT, f"room {room}: {error}")
-        elif is_failed(manager.request_status.get(room)):
-            text = manager.failure_records.get(room, f"room {room}: a transfer failed")
-            manager.rooms.fail(room, Reason.TRANSPORT, text)
-        # Where this chunk did not fail, a transfer of another queue's did: this one has settled.
-        if broken and manager.rooms.stopped(room) is not None:
-            manager.leave_later(room)
-        else:
-            manager.rooms.leave(room)
-        if not is_put_back:
-            manager.chunk_deadlines.over(chunk)
-
-
-def serve_staging(
-    manager: DeltaMooncakeManager,
-    queue: ChunkQueue,
-    executor: concurrent.futures.Executor,
-    worker: Callable[[GatedQueue, SettlingExecutor], None],
-) -> None:
-    """Run SGLang's ``worker(queue, executor)`` for ever. It ends with an exception at the first
-    unexpected thing; that fails one room, and it starts again."""
-    settling = SettlingExecutor(executor)
-    gated = GatedQueue(queue, manager, settling)
-    while True:
-        try:
-            worker(gated, settling)
-        except Exception as error:
-            logger.exception("SGLang's staging worker ended; its room fails, and it starts again")
-            gated.leave(error)

@@ -149,10 +149,6 @@ class NixlDecode(NixlKVManager):
             self.update_transfer_status()
         self._asked.add(asker)
 
-    @override
-    def forget_asker(self, room: int) -> None:
-        self._asked.discard(room)
-
     @cached_property
     def _asked(self) -> set[int]:
         """Rooms that asked in this turn."""
@@ -253,7 +249,6 @@ class DeltaNixlReceiver(NixlKVReceiver):
     @override
     def clear(self) -> None:
         self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
-        self.kv_mgr.forget_asker(self.bootstrap_room)
         self.forget()
 
 

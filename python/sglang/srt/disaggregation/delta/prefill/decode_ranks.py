@@ -149,22 +149,20 @@ class DecodeRanks:
         rooms, room, text = self._rooms, message.room, f"decode gave it up: {message.reason}"
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
-        is_peer = room in rooms.numbers(message.peer)
+        known, info = rooms.room(room), self._manager.decode_kv_args_table.get(message.peer)
+        is_peer = known is not None and message.peer in known.announcements
         is_told = rooms.stopped(room) is None and is_peer
-        known = rooms.room(room)
-        refused = None
-        if not is_peer and message.peer not in self._manager.decode_kv_args_table:
-            refused = f"room {room}: decode rank {message.peer} is not registered here"
-        elif known is not None and not known.is_of(message.peer):
-            refused = f"room {room}: other decode ranks have announced it"
-        if refused is None:
+        # One that has not announced it may be about to.
+        is_its_own = is_peer or (info is not None and (known is None or not known.is_announced))
+        if is_its_own:
             rooms.fail(room, Reason.ABORTED, text)
+        else:
+            text = f"room {room}: decode rank {message.peer} is none of its peers"
         if not message.wants_answer or is_told:
             return
-        if refused is not None or not rooms.is_under_way(room):
+        if not is_its_own or not rooms.is_under_way(room):
             # Nothing is known of its room any more, or it ended before: nothing is under way.
-            answer = wire.Stopped(room, self._manager.writer_id, refused or text)
-            self._answer(message, self._manager.decode_kv_args_table.get(message.peer), answer)
+            self._answer(message, info, wire.Stopped(room, self._manager.writer_id, text))
 
     # ---- liveness ----
 

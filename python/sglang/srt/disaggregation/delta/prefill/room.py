@@ -149,11 +149,6 @@ class Room:
         """Whether all its decode ranks have announced it."""
         return 0 < self.needed <= len(self.announcements)
 
-    def is_of(self, peer: str) -> bool:
-        """Whether a decode rank may be one of its own: it has announced the room, or others are
-        still to do so."""
-        return peer in self.announcements or not self.is_announced
-
 
 class _Ended(NamedTuple):
     reason: str

@@ -209,7 +209,12 @@ class RoomTable:
                 room.is_complete or (room.state is State.LINGERING and room.reason is None)
             ):  # nobody would be told when the latter is left
                 refused = f"room {number}: an earlier request of its number has not ended here yet"
-            elif room is not None and room.reason is None and not room.is_of(peer):
+            elif (
+                room
+                and room.reason is None
+                and room.is_announced
+                and (peer not in room.announcements)
+            ):
                 refused = f"room {number}: other decode ranks have announced it already"
             if refused is None:
                 if room is None:
