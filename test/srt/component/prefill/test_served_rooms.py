@@ -73,29 +73,6 @@ def test_one_rank_of_a_group_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bootstrap.told == []
 
 
-def test_a_bootstrap_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against requests that name an address which never answers: the bootstrap servers of
-    all others were told 15 s later."""
-    gate, is_told = threading.Event(), threading.Event()
-
-    def post(url: str, json: Any, timeout: float) -> Any:
-        if ADDRESS not in url:
-            assert gate.wait(60)
-        else:
-            is_told.set()
-        return SimpleNamespace(status_code=200, raise_for_status=lambda: None)
-
-    monkeypatch.setattr(requests, "post", post)
-    manager = rank()
-    try:
-        for room in range(12):
-            manager.served_rooms.tell("10.0.0.2:8998", room)
-        manager.served_rooms.tell(ADDRESS, ROOM)
-        assert is_told.wait(10)
-    finally:
-        gate.set()
-
-
 def test_a_bootstrap_server_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -400,7 +400,6 @@ def test_a_late_word_to_a_decode_rank_that_is_gone(side: Side) -> None:
     assert len(sockets._sockets) == 1
     advance(side, 121)
     assert not sockets._sockets
-    sockets._context.destroy(linger=0)
 
 
 def test_a_stranger_that_pings_leaves_nothing(side: Side) -> None:
@@ -427,7 +426,6 @@ def test_a_stranger_is_answered_once(side: Side) -> None:
     assert len(strangers._sockets) == 2 and side.sockets.take() == []
     advance(side, 2)
     assert not strangers._sockets
-    strangers._context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("noticed_by", ["tick", "enter"])
