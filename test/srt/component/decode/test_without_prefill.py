@@ -9,14 +9,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmark.harness import without_engine
 from component.decode.actions import Life
 from component.decode.checks import check_idle
-from component.decode.decoder import Decoder
+from component.decode.decoder import VOCABULARY, Decoder
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room
 from component.decode.rank_life import RankLife
 from component.decode.steps import turn
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 from sglang.srt.disaggregation.delta.decode.without_prefill import NoPrefill
@@ -208,21 +210,16 @@ def test_without_the_flag() -> None:
 
 
 @pytest.fixture
-def clock() -> SimpleNamespace:
-    """Seconds; each turn of the loop takes one, unless a test says otherwise."""
-    return SimpleNamespace(now=0.0, turn_s=1.0)
-
-
-@pytest.fixture
-def unreachable(decoder: Decoder, clock: SimpleNamespace) -> Decoder:
-    """No prefill server answers; it is asked ten times."""
+def unreachable(decoder: Decoder) -> Decoder:
+    """No prefill server answers; it is asked ten times. Each turn of the loop takes a second."""
+    clock = SimpleNamespace(now=0.0)
     decoder.kv_manager.servers = SimpleNamespace(is_asking=lambda address: False)
     queue, tick = decoder.disagg_decode_prealloc_queue, decoder.tick_queues
     queue.__dict__["_max_ensure_retries"] = 10
     queue.clock = lambda: clock.now
 
     def tick_later() -> None:
-        clock.now += clock.turn_s
+        clock.now += 1.0
         tick()
 
     decoder.__dict__["tick_queues"] = tick_later
@@ -234,73 +231,11 @@ def test_a_server_that_cannot_be_reached(unreachable: Decoder) -> None:
     req = unreachable.submit(HISTORY + NEW, ready=False, pending=True)
     turn(unreachable, 3)
     assert req.output_ids[:1] == [2]
-    turn(unreachable, 12)
     room = unreachable.rooms[-1]
-    assert req.finished() and not room.cleared  # the server may answer yet
-    unreachable.kv_manager.waiting_timeout = 0
+    assert room.cleared and not room.yielded and not room.withdrawn  # nobody was there to be told
     unreachable.drain()
     check_idle(unreachable)
     assert turns(unreachable)["local", "no_prefill"] == 1
-    assert room.cleared and not room.yielded and not room.withdrawn
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_a_server_that_answers_later_is_told(unreachable: Decoder, knows: bool) -> None:
-    """Guards against a client that a router keeps waiting: the server has its request, and would
-    wait for an announcement until its own deadline."""
-    req = unreachable.submit(HISTORY + NEW, ready=False, pending=True, new=2)
-    req.disagg_prefill_dp_rank = 0
-    turn(unreachable, 5)
-    room = unreachable.rooms[-1]
-    assert req.finished() and not room.cleared and not unreachable._nothing_waits
-    manager = unreachable.kv_manager
-    manager.stock_peers |= set() if knows else {"10.0.0.1:8998"}
-    manager.try_ensure_parallel_info = lambda address: True
-    turn(unreachable)
-    assert (room.yielded, len(room.withdrawn)) == (knows, not knows) and room.cleared
-    check_idle(unreachable)
-
-
-@pytest.mark.parametrize("beside", [[], [7] * (LOST + 1)], ids=["alone", "beside a long one"])
-def test_a_server_that_answers_much_later_is_told(unreachable: Decoder, beside: list[int]) -> None:
-    """Guards against a server that is given up for the turn's client, who has his answer, while
-    another one waits at a router."""
-    unreachable.submit(HISTORY + NEW, ready=False, pending=True, new=2).disagg_prefill_dp_rank = 0
-    turn(unreachable, 5)
-    room = unreachable.rooms[-1]
-    long = unreachable.submit(beside, ready=False, pending=True) if beside else None
-    turn(unreachable, 16)
-    assert (long is None or long.finished()) and not room.cleared
-    unreachable.kv_manager.try_ensure_parallel_info = lambda address: True
-    turn(unreachable)
-    assert room.yielded and room.cleared
-    check_idle(unreachable)
-
-
-def test_a_server_that_is_to_be_told_costs_little(
-    unreachable: Decoder, clock: SimpleNamespace
-) -> None:
-    """Guards against a scheduler that looks in every step at each of the turns of the last minutes
-    whose server is gone, and keeps their texts."""
-    reqs = [
-        unreachable.submit([*HISTORY, number], ready=False, pending=True, new=2)
-        for number in range(3)
-    ]
-    turn(unreachable, 8)
-    queue = unreachable.disagg_decode_prealloc_queue
-    assert all(req.finished() for req in reqs) and queue.pending_reqs == []
-    assert len(queue._handshakes.to_tell) == 3
-    assert not any(hasattr(e.req, "origin_input_ids") for e in queue._handshakes.to_tell)
-    looks = list[str]()
-    unreachable.kv_manager.try_ensure_parallel_info = looks.append
-    for turn_s, expected in ((0.01, 6), (0.5, 100)):
-        clock.turn_s = turn_s
-        looks.clear()
-        turn(unreachable, 100)
-        assert expected - 2 <= len(looks) <= expected
-    unreachable.kv_manager.waiting_timeout = 0
-    unreachable.drain()
-    check_idle(unreachable)
 
 
 def test_a_long_turn_has_attempts_of_its_own(unreachable: Decoder) -> None:
@@ -312,7 +247,6 @@ def test_a_long_turn_has_attempts_of_its_own(unreachable: Decoder) -> None:
     assert not req.finished()
     turn(unreachable, 11)
     assert req.finished()
-    unreachable.disagg_decode_prealloc_queue._handshakes.to_tell.clear()
     unreachable.drain()
     check_idle(unreachable)
 
@@ -353,6 +287,82 @@ def test_a_long_turn_fails_when_it_was_asked_often_enough(unreachable: Decoder) 
     assert req.finished() and unreachable.mailbox.ends[req.rid] == 1
     unreachable.drain()
     check_idle(unreachable)
+
+
+class NumberedRoom(Room):
+    """Its number is in the manager's table until it is cleared, as a backend's receiver's is."""
+
+    def __init__(self, rooms: dict[int, int], number: int) -> None:
+        super().__init__()
+        self._rooms, self._number = rooms, number
+        rooms[number] = KVPoll.Bootstrapping
+
+    def clear(self) -> None:
+        super().clear()
+        self._rooms.pop(self._number, None)
+
+
+class Unreached:
+    """A rank of a decode server whose prefill server does not answer."""
+
+    def __init__(self, rank: int, group: RankGroup) -> None:
+        self.decoder = Decoder(16, 1024, lost=LOST, chunk=32, group=group)
+        self.decoder.submit(HISTORY, new=1)
+        self.manager, self._now = self.decoder.kv_manager, 0.0
+        connections = SimpleNamespace(is_connected=lambda address, dp_rank: False)
+        self.manager.servers.connections = connections
+        self.manager.servers.is_asking = lambda address: False
+        queue = self.decoder.disagg_decode_prealloc_queue
+        queue.__dict__["_max_ensure_retries"] = 10
+        queue.clock = lambda: self._now
+        queue._create_receiver_and_enqueue = self._enqueue
+
+    def _enqueue(self, req: Any) -> Any:
+        room = NumberedRoom(self.manager.request_status, req.bootstrap_room)
+        self.decoder.rooms.append(room)
+        entry = DecodeRequest(req=req, kv_receiver=room)
+        self.decoder.disagg_decode_prealloc_queue.queue.append(entry)
+        return entry
+
+    def arrive(self, number: int, room: int) -> Any:
+        """A turn arrives, under the number ``room``."""
+        req = without_engine.request(number, HISTORY + NEW, 2, VOCABULARY)
+        req.bootstrap_host, req.bootstrap_room = "10.0.0.1", room
+        req.disagg_prefill_dp_rank = 0
+        self.decoder.init_req_max_new_tokens(req)
+        self.decoder.submitted.append(req)
+        self.decoder._add_request_to_queue(req)
+        return req
+
+    def second(self) -> None:
+        """A second passes, with a turn of the scheduler's loop."""
+        self._now += 1.0
+        turn(self.decoder)
+
+
+@pytest.mark.hazard("room-number-reused", "ranks-part-in-collective")
+def test_a_number_that_comes_again() -> None:
+    """The prefill server could not be reached, and later one rank's question is answered before the
+    other's. Guards against a number that is in use on one rank and not on the other: only one of
+    them refuses the next request of that number, and the server hangs."""
+    with ranks_reduce():
+        pair = Pair(Unreached)
+        try:
+            pair.run(lambda side: side.decoder.drain())
+            reqs = pair.run(lambda side: side.arrive(1, room=77))
+            for _ in range(6):
+                pair.run(Unreached.second)
+            assert all(req.finished() for req in reqs)
+            pair.sides[0].manager.try_ensure_parallel_info = lambda address: True
+            pair.run(Unreached.second)
+            reqs = pair.run(lambda side: side.arrive(2, room=77))
+            for _ in range(6):
+                pair.run(Unreached.second)
+            assert [req.output_ids for req in reqs] == [[2, 2]] * 2
+            pair.run(lambda side: check_idle(side.decoder))
+        finally:
+            pair.close()
+    assert [side.manager.request_status for side in pair.sides] == [{}, {}]
 
 
 # ---- long lives ----

@@ -296,24 +296,6 @@ def test_an_aborted_request_is_not_initialised(network: Network, decode: Decode)
     assert receiver.poll() == KVPoll.Failed and decode.registered == []
 
 
-def test_a_server_is_told_of_a_turn_that_it_missed(network: Network, decode: Decode) -> None:
-    """Decode computes a turn whose server did not answer, and the server has its half of the
-    request. Guards against one that is never told, and against a room that is never forgotten."""
-    told: list[tuple[str, int, int]] = []
-    manager = decode.manager
-    manager.peer_yields = lambda address: True
-    manager.servers.yield_room = lambda address, infos, room: told.append(
-        (address, len(infos), room)
-    )
-    receiver = decode.request(7)
-    (entry,) = decode.queue.queue
-    decode.queue.queue, decode.queue.pending_reqs = [], []
-    decode.queue.without_prefill._ask_on(entry.req, receiver)
-    decode.until(lambda: not decode.queue._handshakes.to_tell, "told")
-    assert told == [(ADDRESS, 1, 7)] and network.blocking == []
-    assert not any(manager.open_rooms().values())
-
-
 def test_a_server_lost_while_it_is_asked(network: Network, decode: Decode) -> None:
     """Guards against the addresses of ranks that are gone being used for the server after them."""
     network.hangs = "prefill_dp_rank=0"

@@ -191,8 +191,6 @@ class _Attempts:
 
     failed: int = 0
     again_at: float = 0.0
-    #: Those in a row, up to the last, that a request waited for.
-    awaited: int = 0
 
 
 class _Reached:
@@ -208,16 +206,6 @@ class _Reached:
         return 2 * int(self._entry.kv_receiver.poll()) + is_reached
 
 
-#: Seconds between two looks at the servers that are only to be told of something: of one that is
-#: gone there may be a request for each turn of the last minutes.
-_TELL_EVERY_S = 0.2
-
-
-def _only_tells(entry: QueueEntry) -> bool:
-    """Whether no request waits for this handshake (``without_prefill.Telling``)."""
-    return bool(getattr(entry.kv_receiver, "only_tells", False))
-
-
 class Handshakes:
     """One for each prealloc queue. Called in every step by the scheduler's thread.
 
@@ -230,30 +218,20 @@ class Handshakes:
         """``queue``: the prealloc queue."""
         self._queue = queue
         self._attempts: dict[str, _Attempts] = {}
-        #: Requests that are computed here, and whose servers are told when they answer.
-        self.to_tell: list[QueueEntry] = []
-        self._tell_at = 0.0
 
     def advance(self) -> None:
-        """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed. Now
-        and then the same for ``to_tell``."""
+        """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed."""
         queue = self._queue
-        tells: list[QueueEntry] = []
-        if self.to_tell and queue.clock() >= self._tell_at:
-            self._tell_at = queue.clock() + _TELL_EVERY_S
-            tells, self.to_tell = self.to_tell, []
         pending: dict[str, list[QueueEntry]] = {}
-        for entry in (*queue.pending_reqs, *tells):
+        for entry in queue.pending_reqs:
             if entry.kv_receiver.conclude_state is None:  # else who polls it answers
                 pending.setdefault(bootstrap_addr(entry.req), []).append(entry)
         waiting = []
         for address, entries in pending.items():
             waiting += self._advance(address, self._in_time(address, entries))
-        queue.pending_reqs = [entry for entry in waiting if not _only_tells(entry)]
-        self.to_tell += [entry for entry in waiting if _only_tells(entry)]
-        if tells or not self.to_tell:
-            for address in self._attempts.keys() - pending.keys():
-                del self._attempts[address]  # whoever asked went away
+        queue.pending_reqs = waiting
+        for address in self._attempts.keys() - pending.keys():
+            del self._attempts[address]  # whoever asked went away
 
     def finish(self) -> list[QueueEntry]:
         """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
@@ -305,14 +283,11 @@ class Handshakes:
 
     def _advance(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
         """Those of ``entries`` that are still not ready."""
-        # Who is only to be told of something waits for nothing: attempts for them count for nobody
-        # who comes later and needs the server, and they go on when those who did are failed.
-        need = [entry for entry in entries if not _only_tells(entry)]
-        known = self._is_known(address, waits=bool(need))
+        known = self._is_known(address)
         if known is None:
-            for entry in need:
+            for entry in entries:
                 entry.kv_receiver.abort()
-            return [entry for entry in entries if _only_tells(entry)]
+            return []
         if not known:
             if self._attempts[address].failed:
                 for entry in entries:
@@ -337,9 +312,8 @@ class Handshakes:
             waiting.append(entry)
         return waiting
 
-    def _is_known(self, address: str, waits: bool) -> bool | None:
-        """Whether the server's topology is known; None where it was asked for too often.
-        ``waits``: whether a request waits for the answer."""
+    def _is_known(self, address: str) -> bool | None:
+        """Whether the server's topology is known; None where it was asked for too often."""
         queue = self._queue
         attempts = self._attempts.setdefault(address, _Attempts())
         if queue.clock() < attempts.again_at:
@@ -350,15 +324,14 @@ class Handshakes:
         if queue.kv_manager.servers.is_asking(address):
             return False
         attempts.failed += 1
-        attempts.awaited = attempts.awaited + 1 if waits else 0
         attempts.again_at = queue.clock() + queue._ensure_retry_interval
-        if attempts.awaited < queue._max_ensure_retries:
+        if attempts.failed < queue._max_ensure_retries:
             return False
         logger.error(
             "prefill server %s did not say who it is in %d attempts: the requests that wait for it "
             "fail; look whether it runs, and whether this host reaches it",
             address,
-            attempts.awaited,
+            attempts.failed,
         )
         del self._attempts[address]
         return None

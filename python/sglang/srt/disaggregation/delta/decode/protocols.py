@@ -41,7 +41,6 @@ class Req(Protocol):
     lora_id: str | None
     bootstrap_host: str | None
     bootstrap_port: int
-    disagg_prefill_dp_rank: int | None
     bootstrap_room: int | None
     input_embeds: Any  # a tensor or nested lists; only whether there are any is asked
     multimodal_inputs: MultimodalInputs | None  # with the images that a model's own code has placed

@@ -323,10 +323,8 @@ class DisaggScheduler(DecodeFlush):
 
     @property
     def _nothing_waits(self) -> bool:
-        """Idle, also by what stock does not count: retracted requests, deferred frees, and prefill
-        servers that are to be told something when they answer."""
-        queue = self.disagg_decode_prealloc_queue
-        waits = queue.retracted_queue or queue._handshakes.to_tell or self._deferred
+        """Idle, also by what stock does not count: retracted requests and deferred frees."""
+        waits = self.disagg_decode_prealloc_queue.retracted_queue or self._deferred
         return bool(self.is_fully_idle() and not waits)
 
 

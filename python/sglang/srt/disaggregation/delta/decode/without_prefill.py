@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's, with more than protocols.py names
 
@@ -37,20 +34,13 @@ class NoPrefill:
 
     ``why``: what happened, for the log and the client. ``asking``: the receiver, if its prefill
     server is still being asked who it is; a request that is too long for this server goes on with
-    it, and ``ask_on`` is given it where the request is computed here.
+    it.
     """
 
     require_staging = False
 
-    def __init__(
-        self,
-        reason: str,
-        why: str,
-        asking: Any = None,
-        ask_on: Callable[[Any], None] | None = None,
-    ) -> None:
+    def __init__(self, reason: str, why: str, asking: Any = None) -> None:
         self.reason, self.why, self.asking = reason, why, asking
-        self._ask_on = ask_on
         self.conclude_state: int | None = None
 
     def poll(self) -> int:
@@ -69,64 +59,14 @@ class NoPrefill:
         """Nobody waits for an announcement that would have to be told."""
 
     def yield_room(self) -> None:
-        """Who is asked is told when it answers; else nobody is there to be told."""
-        if self.asking is not None and self._ask_on is not None:
-            self._ask_on(self.asking)
-            self.asking = None
+        """Nobody is there to be told: a server that has the request all the same ends it by its
+        own deadline."""
 
     def clear(self) -> None:
-        """Forget the room."""
+        """Forget the room. All ranks do so in one step, or one of them would refuse the next
+        request of this number alone."""
         if self.asking is not None:
             self.asking.clear()
-
-
-@dataclass
-class Asked:
-    """What is asked of a request whose server is to be told: no text, which would be kept for
-    minutes after the answer."""
-
-    bootstrap_host: str | None
-    bootstrap_port: int | None
-    bootstrap_room: int | None
-    disagg_prefill_dp_rank: int | None
-    delta: DecodeRecord
-
-
-class Telling:
-    """Stands among the handshakes for a request that is computed here.
-
-    Its prefill server did not answer, but may have the request, and a router may wait for that half
-    of the answer. So it is asked on, for as long as for any request, and told when it answers.
-    """
-
-    conclude_state = None
-    #: No request waits here: attempts for it fail nobody.
-    only_tells = True
-
-    def __init__(self, receiver: Any, yields: Callable[[], bool]) -> None:
-        """``yields``: whether the server knows the word that ends such a request well."""
-        self._receiver, self._yields = receiver, yields
-
-    def is_ready(self, rank: int) -> bool:
-        """Whether ``init`` may be called."""
-        return bool(self._receiver.is_ready(rank))
-
-    def init(self, rank: int) -> None:
-        """The server answered."""
-        self._receiver.init(rank)
-        if self._yields():
-            self._receiver.yield_room()
-        else:
-            self._receiver.withdraw("decode computes it")
-        self._receiver.clear()
-
-    def abort(self) -> None:
-        """It was asked often enough."""
-        self._receiver.clear()
-
-    def fail_handshake(self, text: str) -> None:
-        """It was waited for long enough."""
-        self._receiver.clear()
 
 
 class WithoutPrefill:
@@ -157,22 +97,7 @@ class WithoutPrefill:
         record_of(entry.req).tried_here = True
         if self.may_save(entry.req):
             why = f"prefill server {bootstrap_addr(entry.req)} could not be reached"
-            ask_on = partial(self._ask_on, entry.req)
-            self._in_line(entry, NoPrefill(NO_PREFILL, why, entry.kv_receiver, ask_on))
-
-    def _ask_on(self, req: Req, receiver: Any) -> None:
-        from sglang.srt.disaggregation.decode import DecodeRequest
-
-        asked = Asked(
-            req.bootstrap_host,
-            req.bootstrap_port,
-            req.bootstrap_room,
-            req.disagg_prefill_dp_rank,
-            DecodeRecord(handshake_since=record_of(req).handshake_since),
-        )
-        yields = partial(self._queue.kv_manager.peer_yields, bootstrap_addr(req))
-        telling = DecodeRequest(req=asked, kv_receiver=Telling(receiver, yields))
-        self._queue._handshakes.to_tell.append(telling)
+            self._in_line(entry, NoPrefill(NO_PREFILL, why, entry.kv_receiver))
 
     def take_back(self, req: Req, why: str) -> None:
         """The transfer of a request failed, and it is in line again, before all others."""
