@@ -197,6 +197,7 @@ def test_a_rank_that_prefill_never_names(network: Network, decode: Decode) -> No
     for its data-parallel rank for ever."""
     network.dp_size = 2
     receiver = decode.request(7)
+    decode.until(lambda: any("query_dp" in url for url in network.asked), "asked")
     for _ in range(3100):
         decode.step()
         if receiver.conclude_state is not None:
