@@ -271,9 +271,10 @@ class Chaos:
             since = self._servers.log_sizes()
             self._ask_again()
             self._count_leaks("after the last questions")
-            self._servers.wait_balanced(since)
             self._servers.wait_drained()
+            # Also changes what a server has whose part of all last questions decode computed.
             self._servers.flush()
+            self._servers.wait_balanced(since)
             self._count_leaks("after a flush")
             self._servers.wait_drained()
             self._check_staged()
