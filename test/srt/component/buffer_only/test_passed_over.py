@@ -64,6 +64,35 @@ def test_who_is_passed_over_keeps_nobody_waiting(cache: Cache):
     check_idle(cache)
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
+@pytest.mark.parametrize("alone", [False, True])
+def test_who_is_passed_over_with_a_hit_larger_than_the_stage(alone: bool):
+    """It was asked for once, when its adapter had a slot: those behind it would wait until its time
+    is over, since only one such hit goes into the tree at a time."""
+    cache = Cache(alone=alone, pages=16, tokens=400 * PAGE)
+    prompts = [[*prompt(number, 20), 0] for number in range(3)]
+    for tokens in prompts:
+        cache.compute(tokens)
+        cache.settle()
+    cache.flush()
+    line = ["skipped", "r1", "r2"]
+    cache.want("skipped", prompts[0])
+    cache.step(work=False)
+    assert not cache.tree.check_prefetch_progress("skipped")
+    for rid, tokens in zip(line[1:], prompts[1:], strict=True):
+        cache.want(rid, tokens)
+    for rid, tokens in zip(line[1:], prompts[1:], strict=True):
+        assert loop(cache, line, ["skipped"], 20) == rid
+        assert cache.compute(tokens, rid=rid) == 19 * PAGE
+        line.remove(rid)
+    assert loop(cache, line, [], 20) == "skipped"
+    assert cache.compute(prompts[0], rid="skipped") == 19 * PAGE
+    assert not cache.buffer.context.counters["prefetch_timeouts"]
+    cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+
+
 def test_who_is_asked_for_keeps_what_it_has():
     """One in front, half of whose hit is in the stage while the rest is on its way: those behind it
     are asked for too, and would have its pages fetched twice."""

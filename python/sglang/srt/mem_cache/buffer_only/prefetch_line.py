@@ -286,7 +286,7 @@ class PrefetchLine(PrefetchStates):
         while (gap := prefetch.missing(held, fetches.piece_pages, comes)) is not None:
             start, stop = gap
             least = min(stop - start, fetches.least_pages)
-            if fetches.capacity < least and prefetch.asked_ms is not None:
+            if fetches.capacity < least and self._is_next(prefetch):
                 self._take_from_the_last(prefetch, least)
             if fetches.capacity < least or not fetches.has_slot:
                 return False
@@ -313,6 +313,11 @@ class PrefetchLine(PrefetchStates):
         last = next(reversed(asked), None)
         return last is not None and prefetch not in asked and prefetch.place < last.place
 
+    def _is_next(self, prefetch: Prefetch) -> bool:
+        """Whether the scheduler waits for it. It does not for one that it asked for and passes over
+        now: those behind that one would wait until its time is over."""
+        return prefetch.asked_ms is not None and not self._passed_over(prefetch)
+
     # ---- into the tree ----
 
     def _load_ahead(self) -> None:
@@ -320,7 +325,7 @@ class PrefetchLine(PrefetchStates):
         scheduler waits for it and could admit it now. One copy at a time."""
         most = self.fetches.most
         for prefetch in self.line:
-            if prefetch.asked_ms is None or prefetch.state not in (State.FOUND, State.FETCHING):
+            if prefetch.state not in (State.FOUND, State.FETCHING) or not self._is_next(prefetch):
                 continue
             if len(self.load_backs) or len(prefetch.keys) <= most:
                 return
