@@ -79,6 +79,17 @@ def test_what_was_computed_behind_another_image_is_not_written(changes: dict[str
     check_idle(cache)
 
 
+@CACHES
+def test_an_image_that_is_shown_again_leaves_its_pages(changes: dict[str, Any]):
+    """In the next turn of a conversation: what was written for the first one is found."""
+    cache = Cache(tokens=100 * PAGE, **changes)
+    serve(cache, "a turn", request(ONE))
+    cache.flush()
+    # Two pages of text, and one of the image; in the fourth one it ends, and is shown again.
+    assert serve(cache, "the next turn", request(ONE, ONE)) == 3 * PAGE
+    check_idle(cache)
+
+
 def test_what_is_used_is_looked_up_under_its_keys():
     """Or all of it would count as lost."""
     cache = Cache(tokens=100 * PAGE)
@@ -103,6 +114,10 @@ def test_where_images_begin():
     req = request(ONE, 5, OTHER, extra_key="tenant")
     assert req.extra_key == "tenant" and hash(req.extra_key) == hash("tenant")
     assert req.extra_key.images == ((8, ONE), (8, OTHER), (14, 5))
+    assert request(ONE, 5, ONE).extra_key.images == ((8, ONE), (14, 5)), "shown twice, it is one"
+    # Of one placeholder nobody knows where each of several images is: all of them are named.
+    twice = request(ONE, ONE, OTHER), request(ONE, OTHER, ONE)
+    assert len({each.extra_key.images for each in twice}) == 2
     req.multimodal_inputs.mm_items[1].pad_value = 3_000_000
     assert image_key(req).images[0] == (0, 5)
     assert image_key(request()) == "" and image_key(request()).images == ()

@@ -27,11 +27,23 @@ class ImageKey(str):
 
 
 def image_key(req: Request) -> ImageKey:
-    """The ``extra_key`` of ``req`` with its images. One without a place counts from the start."""
+    """The ``extra_key`` of ``req`` with its images, each where it is first shown; that it is shown
+    again the tokens say. Of several with one placeholder they do not say which, so that all are
+    named. One without a place counts from the start."""
     key = ImageKey(req.extra_key or "")
     if req.multimodal_inputs is not None:
-        place = {token: at for at, token in reversed(list(enumerate(req.origin_input_ids)))}
-        found = [(place.get(one.pad_value, 0), one.hash) for one in req.multimodal_inputs.mm_items]
+        hashes: dict[int, list[int]] = {}
+        for one in req.multimodal_inputs.mm_items:
+            hashes.setdefault(one.pad_value, []).append(one.hash)
+        place: dict[int, int] = {}
+        for at, token in enumerate(req.origin_input_ids):
+            if token in hashes:
+                place.setdefault(token, at)
+        found = [
+            (place.get(pad, 0), name)
+            for pad, names in hashes.items()
+            for name in (names[:1] if pad in place and len(set(names)) == 1 else names)
+        ]
         key.images = tuple(sorted(found, key=lambda image: image[0]))
     return key
 
