@@ -53,3 +53,24 @@ def test_ranks_go_by_the_slowest_lookup():
     assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
     assert ranks.each(lambda cache: dict(cache.buffer.context.choices)) == {Choice.UNASKED: 1}
     ranks.close()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_slow_lookups_that_are_given_up_are_learned(alone: bool):
+    """With the policy ``timeout`` each one is given up before its answer: that it took longer than
+    the others is known all the same."""
+    pace = Pace(5.0)
+    cache = Cache(
+        tokens=1200 * PAGE,
+        alone=alone,
+        threads=lambda *args: PacedThreads(pace, *args),
+        settings={"policy": "timeout"},
+    )
+    pace.clock = lambda: cache.now
+    cache.buffer.ran(1.0, 1000)
+    stream(cache, [prompt(0, 6)])
+    assert cache.buffer.context.counters["prefetch_timeouts"] == 1
+    cache.now += 10
+    cache.step()
+    waits = stream(cache, [prompt(number, 6) for number in range(1, 11)])
+    assert max(waits) == 0 and cache.buffer.context.choices[Choice.UNASKED] == 10

@@ -94,7 +94,8 @@ class Queries:
             if pages == PENDING:
                 continue
             self._under_way.remove(query)
-            if not query.job.cancelled:
+            # One that was given up may have ended early: it counts if it took longer all the same.
+            if not query.job.cancelled or query.job.seconds > self.seconds.value:
                 self.seconds.add(query.job.seconds)
             self._context.counters["store_query_failures"] += query.job.fault is not None
             if query.owner is not None:
