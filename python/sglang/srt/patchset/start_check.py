@@ -16,7 +16,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.patchset import compat, compat_buffer_only, status
 from sglang.srt.patchset.identity import KEY, identity, line
-from sglang.srt.patchset.status import examine, require_active
+from sglang.srt.patchset.status import require_active
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
@@ -53,7 +53,7 @@ class CheckedScheduler(Scheduler):
         check(given["server_args"])
         equip(self, given["server_args"])
         super().__init__(*args, **kwargs)
-        about = identity(self.server_args, examine())
+        about = identity(self.server_args, status.state())
         if (self.tp_rank, self.pp_rank, self.dp_rank or 0) == (0, 0, 0):
             logger.info("%s", line(about))
         if self.current_scheduler_metrics_enabled:
@@ -63,6 +63,6 @@ class CheckedScheduler(Scheduler):
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         answer = super().get_internal_state(recv_req)
         # A dict of its own: SGLang answers with that of its arguments.
-        about = {KEY: identity(self.server_args, examine())}
+        about = {KEY: identity(self.server_args, status.state())}
         answer.internal_state = {**answer.internal_state, **about}
         return answer

@@ -11,7 +11,7 @@ import pytest
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.patchset import __version__
+from sglang.srt.patchset import __version__, status
 from sglang.srt.server_args import ServerArgs
 
 LABELS = {"model_name": "tiny", "engine_type": "decode"}
@@ -76,3 +76,15 @@ def test_one_line_a_server_and_no_metric_where_there_are_none(
     with caplog.at_level(logging.INFO):
         Scheduler(args, 1, False)
     assert [text for text in caplog.messages if "sglang-disagg-patchset" in text] == []
+
+
+def test_groups_that_a_server_has_no_use_for_are_not_asked(
+    args: ServerArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a server that imports NIXL, or complains that it is not there, only to say
+    what it is."""
+    monkeypatch.setattr(status.attachment, "examine", lambda name: pytest.fail(f"asked {name}"))
+    args.disaggregation_mode, args.disaggregation_decode_enable_radix_cache = "null", False
+    scheduler = Scheduler(args, 0, False)
+    answer = scheduler.get_internal_state(GetInternalStateReq())
+    assert "base" in answer.internal_state["disagg_patchset"]["groups"]
