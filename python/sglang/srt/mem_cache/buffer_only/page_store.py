@@ -152,10 +152,20 @@ class PageStore:
         self.namespace = namespace
         self._page_size, self.batch_pages = page_size, batch_pages
 
-    def keys(self, hashes: Sequence[str], extra_key: str | None, begin: int = 0) -> list[str]:
+    def keys(
+        self,
+        hashes: Sequence[str],
+        extra_key: str | None,
+        begin: int = 0,
+        namespace: Namespace | None = None,
+    ) -> list[str]:
         """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``: those from
-        page ``begin`` of its prompt on."""
-        return page_keys(self.namespace, hashes, extra_key, begin, self._page_size)
+        page ``begin`` of its prompt on. ``namespace``: the store's when the request came."""
+        own, keys = (namespace or self.namespace).within(extra_key), list[str]()
+        for page, page_hash in enumerate(hashes, begin + 1):
+            images = images_before(extra_key, page * self._page_size)
+            keys += own.within(images).keys([page_hash])
+        return keys
 
     def path_keys(self, node: Node) -> list[str]:
         """Keys of all pages up to the end of ``node``, in the order of the prompt."""
@@ -220,16 +230,6 @@ class Found:
     keys: list[str] = field(default_factory=list)
 
 
-def page_keys(
-    namespace: Namespace, hashes: Sequence[str], extra_key: str | None, begin: int, page_size: int
-) -> list[str]:
-    """As :meth:`PageStore.keys`, in ``namespace``."""
-    own, keys = namespace.within(extra_key), list[str]()
-    for page, page_hash in enumerate(hashes, begin + 1):
-        keys += own.within(images_before(extra_key, page * page_size)).keys([page_hash])
-    return keys
-
-
 def search(
     store: PageStore,
     tokens: Sequence[Any],
@@ -256,7 +256,7 @@ def search(
         found = job.found = Found()
         for hashes in _hashed_batches(tokens, last_hash, page_size, first_pages):
             at = begin + len(found.keys)
-            keys = page_keys(namespace, hashes, extra_key, at, page_size)
+            keys = store.keys(hashes, extra_key, at, namespace)
             before = None if prefix_keys is None else [*prefix_keys, *found.keys]
             good = store.query(keys, before, job)
             found.hashes.extend(hashes[:good])

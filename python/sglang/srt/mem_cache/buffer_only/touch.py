@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING
 from sglang.srt.mem_cache.buffer_only.backup_queue import path_pieces
-from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes, page_keys
+from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
@@ -128,8 +128,7 @@ class Touches:
         extra: list[str] | None = [] if context.settings.pass_prefix_keys else None
 
         def look_up(job: Job) -> int:
-            keys = page_keys(namespace, hashes, extra_key, 0, context.page_size)
-            return store.query(keys, extra, job)
+            return store.query(store.keys(hashes, extra_key, 0, namespace), extra, job)
 
         context.checksum.note("touch", tokens, hashes[-1])
         length = sum(len(piece.key) for piece in path)
