@@ -11,6 +11,7 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check_idle
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.mem_cache.buffer_only import images, page_store
 from sglang.srt.mem_cache.buffer_only.images import ImageKey, image_key
 from sglang.srt.mem_cache.buffer_only.page_store import hashes_of
 
@@ -129,3 +130,14 @@ def test_keys_without_images_are_what_they_were():
     hashes = hashes_of(TEXT, None, PAGE)
     assert store.keys(hashes, ImageKey("")) == store.keys(hashes, None)
     assert store.keys(hashes, ImageKey("tenant")) == store.keys(hashes, "tenant")
+
+
+def test_models_without_images_do_not_pay_for_them(monkeypatch: pytest.MonkeyPatch):
+    """Of a long conversation each backup would walk the whole path, and name each page."""
+    cache = Cache(tokens=100 * PAGE)
+    monkeypatch.setattr(images, "path_pieces", lambda *_: pytest.fail("walked a path"))
+    monkeypatch.setattr(page_store, "images_before", lambda *_: pytest.fail("named images"))
+    for pages in (2, 4, 6):
+        cache.serve("turn", prompt(1, pages))
+        cache.settle()
+    assert len(cache.store.content) == 6

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.buffer_only.backup_queue import (
     path_pieces,
     settle,
 )
-from sglang.srt.mem_cache.buffer_only.images import has_own_images, tokens_above
+from sglang.srt.mem_cache.buffer_only.images import ImageKey, has_own_images, tokens_above
 from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
 from sglang.srt.mem_cache.buffer_only.touch import recent
@@ -246,8 +246,9 @@ class Backups:
             node, length = segment.node, len(segment.node.key)
             first, last = (length - segment.start) // page, (length - segment.end) // page
             hashes = page_hashes(node, page)[first:last]
-            begin = tokens_above(node) // page + first
-            keys.extend(context.store.keys(hashes, node.key.extra_key, begin))
+            extra_key = node.key.extra_key  # only for images does it matter where the pages are
+            above = tokens_above(node) if isinstance(extra_key, ImageKey) else 0
+            keys.extend(context.store.keys(hashes, extra_key, above // page + first))
             context.tree.inc_lock_ref(node)
         staging = context.stage.allocate(Direction.BACKUP, len(keys))
         assert staging is not None, "there was capacity for it"

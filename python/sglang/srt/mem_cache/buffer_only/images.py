@@ -60,7 +60,10 @@ def tokens_above(node: Node) -> int:
 
 def has_own_images(node: Node) -> bool:
     """Whether all nodes above ``node`` have the images of its own request there."""
-    own, length = node.key.extra_key, tokens_above(node) + len(node.key)
+    own = node.key.extra_key
+    if not isinstance(own, ImageKey):
+        return True  # the model takes none
+    length = tokens_above(node) + len(node.key)
     return all(
         images_before(above.key.extra_key, length - back) == images_before(own, length - back)
         for above, back in path_pieces(node, length)

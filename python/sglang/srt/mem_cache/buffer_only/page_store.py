@@ -162,6 +162,8 @@ class PageStore:
         """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``: those from
         page ``begin`` of its prompt on. ``namespace``: the store's when the request came."""
         own, keys = (namespace or self.namespace).within(extra_key), list[str]()
+        if not getattr(extra_key, "images", ()):
+            return own.keys(hashes)
         for page, page_hash in enumerate(hashes, begin + 1):
             images = images_before(extra_key, page * self._page_size)
             keys += own.within(images).keys([page_hash])
