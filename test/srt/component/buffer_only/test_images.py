@@ -141,3 +141,12 @@ def test_models_without_images_do_not_pay_for_them(monkeypatch: pytest.MonkeyPat
         cache.serve("turn", prompt(1, pages))
         cache.settle()
     assert len(cache.store.content) == 6
+
+
+def test_a_tenant_that_is_called_like_an_image():
+    """A client chooses its salt: it shares nothing with requests that show the image."""
+    store, key = Cache().buffer.context.store, ImageKey("")
+    key.images = ((0, ONE),)
+    (shown,) = store.keys(["aa" * 32], key)
+    assert shown not in store.keys(["aa" * 32], str(ONE))
+    assert shown not in store.keys(["aa" * 32], f"images {ONE}")

@@ -46,13 +46,14 @@ class Namespace:
         text = json.dumps(identity, sort_keys=True)
         return cls(hashlib.sha256(_FORMAT + text.encode()).digest())
 
-    def within(self, name: str | None) -> Namespace:
-        """The part of this namespace that is called ``name``; without a name, itself."""
+    def within(self, name: str | None, kind: bytes = b"within") -> Namespace:
+        """The part of this namespace that is called ``name``; without a name, itself. Parts of
+        different ``kind``, of as many bytes, never meet: clients choose names of tenants."""
         if not name:
             return self
         # A client's text may have lone surrogates, which plain UTF-8 refuses.
         text = name.encode(errors="surrogatepass")
-        return Namespace(hashlib.sha256(b"within" + self.seed + text).digest())
+        return Namespace(hashlib.sha256(kind + self.seed + text).digest())
 
     def keys(self, hashes: Sequence[str]) -> list[str]:
         """Keys of pages (hex of SHA-256), given SGLang's page hashes (hex)."""

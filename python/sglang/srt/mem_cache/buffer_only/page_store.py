@@ -166,7 +166,7 @@ class PageStore:
             return own.keys(hashes)
         for page, page_hash in enumerate(hashes, begin + 1):
             images = images_before(extra_key, page * self._page_size)
-            keys += own.within(images).keys([page_hash])
+            keys += own.within(images, b"images").keys([page_hash])
         return keys
 
     def path_keys(self, node: Node) -> list[str]:
