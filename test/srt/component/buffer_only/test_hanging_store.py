@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, check_idle, nodes
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scripted_store import ScriptedStore
-from sglang.srt.mem_cache.buffer_only import page_store, pipelines
+from sglang.srt.mem_cache.buffer_only import page_store, pipelines, store_client
 from sglang.srt.mem_cache.buffer_only.backup_queue import STUCK
 from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
 from sglang.srt.mem_cache.buffer_only.prefetch import State
@@ -294,6 +296,22 @@ def test_the_end_of_a_server_waits_for_all_threads_at_once(monkeypatch: pytest.M
         monkeypatch.setattr(module, "time", clock)
     assert not cache.buffer.close()
     assert clock.now == 100.0 + pipelines.CLOSE_S
+
+
+def test_a_store_that_does_not_close(monkeypatch: pytest.MonkeyPatch):
+    """It has what is left of the time in which a server ends, whatever its deadline, and what it
+    still uses is left as it is."""
+    cache, waits, returns = Cache(), list[float](), threading.Event()
+    client, clock = cache.client, SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    client.settings = dataclasses.replace(client.settings, deadline=3600.0)
+    client._wait = lambda call, seconds: waits.append(seconds)
+    cache.store.close = returns.wait
+    for module in (pipelines, store_client):
+        monkeypatch.setattr(module, "time", clock)
+    took_8_s = SimpleNamespace(close=lambda until: setattr(clock, "now", until - 2) or True)
+    cache.buffer.backups = took_8_s
+    assert not cache.buffer.close() and waits == [2.0]
+    returns.set()
 
 
 def test_the_end_of_a_server_asks_nothing_more(cache: Cache):

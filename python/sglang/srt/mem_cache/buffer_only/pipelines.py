@@ -197,5 +197,4 @@ class Pipelines:
         ended = [pipeline.close(until) for pipeline in pipelines]
         if not all(ended) or client.under_way:
             return False
-        client.close()
-        return True
+        return client.close(until)

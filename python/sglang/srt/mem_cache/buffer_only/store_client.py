@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import enum
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -210,12 +211,14 @@ class StoreClient:
         answer, fault, _ = self._call("clear", lambda: self.store.clear())
         return fault is None and answer is not False  # most backends answer nothing
 
-    def close(self) -> None:
-        """Close the store, where it can be closed, and end the threads."""
-        close = getattr(self.store, "close", None)
+    def close(self, until: float = math.inf) -> bool:
+        """Close the store, where it can be closed, and end the threads; False if it is still in
+        that call at ``until``, of ``time.monotonic``, or at its deadline."""
+        close, given_up = getattr(self.store, "close", None), None
         if close is not None:
-            self._call("close", close)
+            _, _, given_up = self._call("close", close, until - time.monotonic())
         self._threads.close()
+        return given_up is None
 
     def get_stats(self) -> Any:
         """``HiCacheStorage.get_stats``, from a thread: what was found since the last call, or None.
@@ -281,16 +284,18 @@ class StoreClient:
         return Outcome(pages, None if pages == len(asked) else Fault.MISSING)
 
     def _call(
-        self, method: str, call: Callable[[], Any]
+        self, method: str, call: Callable[[], Any], most_s: float = math.inf
     ) -> tuple[Any, Fault | None, Future[Any] | None]:
-        """The call's answer, or why there is none; the future of a call that was given up."""
+        """The call's answer, or why there is none; the future of a call that was given up, at its
+        deadline or after ``most_s`` seconds."""
         future = self._start(call)
         if future is None:
             self._count(Fault.DOWN)
             return None, Fault.DOWN, None
-        self._wait(future, self.settings.deadline)
+        seconds = max(0.0, min(self.settings.deadline, most_s))
+        self._wait(future, seconds)
         if not future.done():
-            self._gave_up(method, future)
+            self._gave_up(method, future, seconds)
             return None, Fault.DEADLINE, future
         error = future.exception()
         if error is not None:
@@ -336,7 +341,7 @@ class StoreClient:
         if answered and not was_closed:
             logger.warning("HiCache store %s answers again and is used again", self.name)
 
-    def _gave_up(self, method: str, future: Future[Any]) -> None:
+    def _gave_up(self, method: str, future: Future[Any], seconds: float) -> None:
         with self._lock:
             self._overdue.add(future)
             self.faults[Fault.DEADLINE] += 1
@@ -350,7 +355,7 @@ class StoreClient:
                 "the first one in %g s. Until then requests compute what it may have",
                 self.name,
                 method,
-                self.settings.deadline,
+                seconds,
                 retry,
             )
 
