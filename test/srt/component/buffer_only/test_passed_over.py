@@ -93,6 +93,16 @@ def test_who_is_passed_over_with_a_hit_larger_than_the_stage(alone: bool):
     check_idle(cache)
 
 
+def test_only_those_with_pages_are_asked_for_them(cache: Cache, monkeypatch: pytest.MonkeyPatch):
+    """Of ten thousand in line few have any, and the stage is asked for its room once for each: in
+    each step that would take longer than the step."""
+    rooms, capacity = [], cache.stage.capacity
+    monkeypatch.setattr(cache.stage, "capacity", lambda way: rooms.append(way) or capacity(way))
+    prefetches = cache.buffer.prefetches
+    prefetches._take_from_the_last(prefetches.line.get(SKIPPED[1]), 12)
+    assert len(rooms) == 1 and cache.state(SKIPPED[0]) is State.STAGED
+
+
 def test_who_is_asked_for_keeps_what_it_has():
     """One in front, half of whose hit is in the stage while the rest is on its way: those behind it
     are asked for too, and would have its pages fetched twice."""

@@ -296,7 +296,7 @@ class PrefetchLine(PrefetchStates):
     def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
         """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
         the last one first, until there is room for ``pages``; then those that it passes over."""
-        for other in reversed(list(self.line)):
+        for other in reversed([one for one in self.line if one.pieces]):
             if self.fetches.capacity >= pages:
                 return
             if other.place <= prefetch.place and not self._passed_over(other):
