@@ -1,7 +1,7 @@
 """What peers send over Mooncake's sockets, and what a decode rank makes of it.
 
-To a prefill rank: registrations and rooms' announcements. To a decode rank: how a room ended for one
-writer, and metadata that the engine cannot carry:
+To a prefill rank: registrations and rooms' announcements. To a decode rank: how a room ended for
+one writer, and metadata that the engine cannot carry:
 
 <room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
 AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
