@@ -71,8 +71,8 @@ def test_a_clean_arm(tmp_path: Path) -> None:
     assert account.tally.clean and account.tally.requests == 12
     assert account.tally.outcomes == {Outcome.RIGHT: 11, Outcome.ABORTED: 1}
     assert account.tally.faults == {"disconnect": 1}
-    # Idle, asked again, idle, invariants checked, flushed, idle.
-    assert pair.done == ["settle", "settle", "balanced", "flush", "settle"]
+    # Idle, asked again, idle, flushed, invariants checked, idle.
+    assert pair.done == ["settle", "settle", "flush", "balanced", "settle"]
     assert sum(role == "decode" for role, _ in pair.seen) == 12 + run.LAST_QUESTIONS
 
 
