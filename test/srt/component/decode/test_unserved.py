@@ -199,7 +199,7 @@ def answer(tokenizer: Tokenizer, obj: Any) -> Any:
         ({"top_k": "a"}, {}, "top_k is 'a'"),
         ({"top_p": [1]}, {}, "top_p is [1]"),
         ({"n": 2**40}, {}, f"n is {2**40}"),  # lists of this length would be made of its fields
-        ({"n": 2**16}, {}, f"n is {2**16}"),  # more than there are numbers of rooms
+        ({"n": 1025}, {}, "n is 1025"),  # one client's samples would fill the line
         ({"n": 0}, {}, "n is 0"),
         ({"n": "2"}, {}, "n is '2'"),
         ({"stop": 5}, {}, "stop is 5"),

@@ -15,7 +15,9 @@ from sglang.srt.disaggregation.delta.capability import fetch_capabilities
 #: which follows from the lower ones, is the same for all samples of a prompt where the number of
 #: ranks is a power of two.
 _SHIFT = 47
-MOST_SAMPLES = 2 ** (63 - _SHIFT) - 1
+#: Of one prompt. There are numbers for 65,535, which would fill the line of both servers: they are
+#: checked 128 a step when their client is gone.
+MOST_SAMPLES = 1024
 
 
 def room_of_sample(room: int, index: int) -> int:
