@@ -166,12 +166,9 @@ def blocked_decoder() -> tuple[Decoder, Any, Any]:
     return decoder, running, decoder.submit(ids(2, 300), new=4)
 
 
-@pytest.mark.hazard("starvation")
-def test_blocked_head_is_not_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against matching a blocked prompt on every step: that costs its length each time, and
-    keeps its prefix young in the eviction order by mere polling."""
-    decoder, running, blocked = blocked_decoder()
-    matches = []
+def count_matches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the tree is asked to match from now on."""
+    matches: list[Any] = []
     original = DecodeRadixTree.match_prefix
 
     def counted(tree: Any, params: Any) -> Any:
@@ -179,6 +176,15 @@ def test_blocked_head_is_not_matched_again(monkeypatch: pytest.MonkeyPatch) -> N
         return original(tree, params)
 
     monkeypatch.setattr(DecodeRadixTree, "match_prefix", counted)
+    return matches
+
+
+@pytest.mark.hazard("starvation")
+def test_blocked_head_is_not_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against matching a blocked prompt on every step: that costs its length each time, and
+    keeps its prefix young in the eviction order by mere polling."""
+    decoder, running, blocked = blocked_decoder()
+    matches = count_matches(monkeypatch)
     for _ in range(100):
         decoder.tick_queues()
     assert decoder.queued == [blocked] and len(matches) == 1
@@ -276,14 +282,7 @@ def test_copies_of_a_prompt_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     for prompt in range(4):
         copies = [decoder.submit(ids(prompt, 160), new=2) for _ in range(32)]
         leaders.append(copies[0])
-    matches = []
-    original = DecodeRadixTree.match_prefix
-
-    def counted(tree: Any, params: Any) -> Any:
-        matches.append(params)
-        return original(tree, params)
-
-    monkeypatch.setattr(DecodeRadixTree, "match_prefix", counted)
+    matches = count_matches(monkeypatch)
     decoder.tick_queues()
     assert decoder.in_transfer == leaders and len(matches) == len(leaders)
     decoder.tick_queues()
