@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     _Path = Sequence[str] | None
 
 _STANDIN = "sglang.srt.hardware_backend.cpu_standin"
-_OFF = ("0", "false", "no", "n", "off", "")
+_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
 # SGLang, and what the stand-in has to be there before.
 _EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
 
@@ -147,9 +147,9 @@ def _is_table(name: str) -> bool:
 def _wants_standin(name: str) -> bool:
     """As ``patchset.environment`` reads the variable; ``name``: the module that is imported."""
     text = os.environ.get("SGLANG_CPU_STANDIN", "0").strip().lower()
-    if name == "sglang" and text not in ("1", "true", "yes", "y", "on", *_OFF):
+    if name == "sglang" and text not in (*_ON, *_OFF):
         _say(f"SGLANG_CPU_STANDIN must be 1 or 0, not {text!r}: the CPU stand-in is not active")
-    return text in ("1", "true", "yes", "y", "on")
+    return text in _ON
 
 
 def _start_standin() -> None:

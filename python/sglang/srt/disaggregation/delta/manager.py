@@ -296,7 +296,7 @@ class DeltaManager(CommonKVManager):
     def failure_of(self, room: int) -> str:
         """Why a room failed, for its client and the log."""
         elsewhere = (
-            f"room {room} failed on another rank of this server, or was two requests' number"
+            f"room {room} failed on another rank of this server, or two requests had its number"
         )
         return str(self.failure_records.get(room, elsewhere))
 

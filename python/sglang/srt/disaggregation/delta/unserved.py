@@ -109,7 +109,9 @@ class PairTokenizer(TokenizerManager):
                 unknown = sorted(set(obj.custom_labels or ()) - set(allowed))
                 needs = [name for name in _TEXT if obj.sampling_params.get(name)]
                 if needs and self.tokenizer is None:
-                    raise ValueError(f"{needs[0]} needs the tokenizer (--skip-tokenizer-init)")
+                    raise ValueError(
+                        f"{needs[0]} needs the tokenizer, which --skip-tokenizer-init leaves out"
+                    )
                 if unknown and self.enable_metrics:  # which raise where answers are counted
                     raise ValueError(f"custom_labels has {unknown}: the server allows {allowed}")
             return super()._create_tokenized_object(

@@ -186,7 +186,6 @@ class DisaggScheduler(DecodeFlush):
     def init_req_max_new_tokens(self, req: Req) -> None:
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._namespace:
-            # SGLang's /generate also hands on a list of texts.
             req.extra_key = f"{self._namespace}{req.lora_id or ''}"
         record_of(req).generation = self.tree_cache.generation
 
