@@ -4,6 +4,7 @@ token, where a batch is sampled."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import json
 import re
@@ -19,6 +20,7 @@ from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.prefill.yielded import empty_answer
 from sglang.srt.disaggregation.delta.unserved import check_values
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
@@ -152,6 +154,9 @@ class Tokenizer(TokenizerManager):
             allow_auto_truncate=False,
             enable_tokenizer_batch_encode=False,
             enable_dp_attention=False,
+            weight_version="default",
+            incremental_streaming_output=False,
+            speculative_algorithm=None,
         )
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY)
         self.disaggregation_mode = DisaggregationMode(mode)
@@ -163,6 +168,7 @@ class Tokenizer(TokenizerManager):
         self.is_pause, self.enable_metrics = False, True
         self.is_pause_cond, self.model_update_lock = asyncio.Condition(), RWLock()
         self.rid_to_state = {}
+        self.dump_requests_folder = self.crash_dump_folder = ""
         self.sent: list[Any] = []
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
@@ -264,6 +270,38 @@ def test_an_id_that_is_in_use() -> None:
     with pytest.raises(ValueError, match="Duplicate request IDs"):
         answer(tokenizer, GenerateReqInput(sampling_params={}, **FIELDS))
     assert tokenizer.rid_to_state["a"].obj is first
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["", "one that asked went away"])
+def test_who_asked_for_routed_experts_beside_who_did_not(gone: bool) -> None:
+    """SGLang's scheduler lists them of those that asked. Guards against a tokenizer that ends where
+    it reads one of each, and against a client that gets another one's."""
+    tokenizer = Tokenizer("decode")
+    tokenizer.enable_metrics = False
+    answers = empty_answer("a")
+    rids = ["a", "b", "c", "d"]
+    for name, values in vars(answers).items():
+        if isinstance(values, list):
+            setattr(answers, name, values * len(rids))
+    answers.rids, answers.routed_experts = rids, [torch.tensor([1]), torch.tensor([2])]
+    states = {}
+    for rid in rids:
+        fields = FIELDS | {"rid": rid, "return_routed_experts": rid in "bd"}
+        obj = GenerateReqInput(sampling_params={}, stream=True, **fields)
+        tokenizer._req_stats_init(obj)
+        states[rid] = tokenizer.rid_to_state[rid]
+    if gone:
+        del tokenizer.rid_to_state["b"]
+    tokenizer._handle_batch_output(answers)
+    got = {rid: state.out_list[0]["meta_info"] for rid, state in states.items() if state.out_list}
+    experts = {
+        rid: base64.b64decode(info["routed_experts"])
+        for rid, info in got.items()
+        if "routed_experts" in info
+    }
+    one, two = ((n).to_bytes(8, "little") for n in (1, 2))
+    assert set(got) == set(rids) - ({"b"} if gone else set())
+    assert experts == ({} if gone else {"b": one, "d": two})
 
 
 @pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")

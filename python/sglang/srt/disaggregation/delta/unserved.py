@@ -51,6 +51,11 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 #: What a scheduler asks its tokenizer for.
 _TEXT = ("stop", "stop_regex", "min_new_tokens")
+#: What SGLang's schedulers list only of the requests that asked for it, and by which field.
+_OF_SOME = {
+    "output_hidden_states": "return_hidden_states",
+    "routed_experts": "return_routed_experts",
+}
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
@@ -129,6 +134,19 @@ class PairTokenizer(TokenizerManager):
             # What decode says of a room is looked up there.
             self.rid_to_state[tokenized_obj.rid].obj.bootstrap_room = room
         return super()._send_one_request(tokenized_obj)
+
+    @override
+    def _handle_batch_output(self, recv_obj: Any) -> None:
+        """As SGLang's, which reads an entry of each request, and ends the server where a request
+        that did not ask for them is answered in one step with one that did."""
+        for name, asks in _OF_SOME.items():
+            values = getattr(recv_obj, name, None)
+            if values:
+                known = [self.rid_to_state.get(rid) for rid in recv_obj.rids]
+                asked = [getattr(state and state.obj, asks, False) for state in known]
+                entries = iter(values if sum(asked) == len(values) else ())  # else one went away
+                setattr(recv_obj, name, [next(entries, None) if each else None for each in asked])
+        super()._handle_batch_output(recv_obj)
 
 
 class CheckedGrammars(BaseGrammarBackend):
@@ -245,9 +263,8 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
         if kind is str and value is not None and text != value:
             raise ValueError(f"{name} is {value!r}: it has a null or a half of a surrogate pair")
     for stop in _listed(params.get("stop_regex")):
-        re.compile(
-            stop
-        )  # which SGLang does in the scheduler; it has parsed it before, which is less
+        # SGLang does so in the scheduler. (It has parsed it before, which checks less.)
+        re.compile(stop)
     if params.get("json_schema") not in (None, "$$ANY$$"):
         json.loads(params["json_schema"])  # xgrammar's parser ends the process at deep nesting
     if params.get("structural_tag") == "":  # which SGLang takes for none, and looks for another
