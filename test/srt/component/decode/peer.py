@@ -101,6 +101,9 @@ class Room:
     def abort(self) -> None:
         self.conclude_state = KVPoll.Failed
 
+    def fail_handshake(self, text: str) -> None:
+        self.abort()
+
 
 class WarmUpRoom(FakeKVReceiver):  # type: ignore[misc]
     """SGLang's own receiver of warm-up and health requests, handshake done."""
@@ -108,6 +111,21 @@ class WarmUpRoom(FakeKVReceiver):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(None, "", None)
         self.init(0)
+
+
+class Unasked:
+    """The prefill servers of which nothing is ever learned; ``asking``: for ever."""
+
+    def __init__(self, asking: bool = True) -> None:
+        self._asking = asking
+        self.connections = SimpleNamespace(is_connected=lambda address, dp_rank: False)
+        self.refusals = SimpleNamespace(pop=lambda address: f"{address} could not be reached")
+
+    def is_asking(self, address: str) -> bool:
+        return self._asking
+
+    def forget_answer(self, address: str) -> bool:
+        return True
 
 
 @dataclass
@@ -125,7 +143,7 @@ class Manager:
     def __post_init__(self) -> None:
         self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens, state_item_lens=self.state_lens)
         self.waiting_timeout = 300
-        self.servers = SimpleNamespace(is_asking=lambda address: True)
+        self.servers = Unasked()
 
     def try_ensure_parallel_info(self, address: str) -> bool:
         """No prefill server's topology is ever learned here."""

@@ -14,7 +14,7 @@ from component.decode.actions import Life
 from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from component.decode.pair import Pair, RankGroup, ranks_reduce
-from component.decode.peer import Room
+from component.decode.peer import Room, Unasked
 from component.decode.rank_life import RankLife
 from component.decode.steps import turn
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -213,7 +213,7 @@ def test_without_the_flag() -> None:
 def unreachable(decoder: Decoder) -> Decoder:
     """No prefill server answers; it is asked ten times. Each turn of the loop takes a second."""
     clock = SimpleNamespace(now=0.0)
-    decoder.kv_manager.servers = SimpleNamespace(is_asking=lambda address: False)
+    decoder.kv_manager.servers = Unasked(asking=False)
     queue, tick = decoder.disagg_decode_prealloc_queue, decoder.tick_queues
     queue.__dict__["_max_ensure_retries"] = 10
     queue.clock = lambda: clock.now
@@ -309,9 +309,7 @@ class Unreached:
         self.decoder = Decoder(16, 1024, lost=LOST, chunk=32, group=group)
         self.decoder.submit(HISTORY, new=1)
         self.manager, self._now = self.decoder.kv_manager, 0.0
-        connections = SimpleNamespace(is_connected=lambda address, dp_rank: False)
-        self.manager.servers.connections = connections
-        self.manager.servers.is_asking = lambda address: False
+        self.manager.servers = Unasked(asking=False)
         queue = self.decoder.disagg_decode_prealloc_queue
         queue.__dict__["_max_ensure_retries"] = 10
         queue.clock = lambda: self._now

@@ -35,6 +35,7 @@ class Network:
         self.rank_port = 4000
         #: Data-parallel ranks by room, as far as prefill knows them.
         self.rooms: dict[str, int] = {}
+        self.refuses = False
         #: Questions with such a text in them are not answered while it is clear.
         self.hangs = ""
         self.gate = threading.Event()
@@ -45,6 +46,8 @@ class Network:
             self.blocking.append(what)
         elif self.hangs and self.hangs in what:
             assert self.gate.wait(60)
+        if self.refuses:
+            raise requests.ConnectionError
 
     def get(self, url: str, timeout: float, **_: Any) -> Any:
         self._ask(url)
@@ -190,6 +193,25 @@ def test_a_server_that_hangs(network: Network, decode: Decode, hangs: str) -> No
     network.gate.set()
     late = decode.request(8, 1)
     decode.until(lambda: is_ready(late), "the next request connects when it answers again")
+
+
+@pytest.mark.parametrize("ends", ["client went away", "late answer", "gave up"])
+def test_nothing_is_kept_of_a_server_that_nobody_asks_for(
+    network: Network, decode: Decode, ends: str
+) -> None:
+    """Guards against an entry for each address that a client has ever named."""
+    servers = decode.manager.servers
+    network.refuses = ends != "late answer"
+    network.hangs = "" if network.refuses else "pd_capabilities"
+    receivers = [decode.request(number, host=f"10.9.9.{number}") for number in range(3)]
+    if ends == "gave up":
+        decode.until(lambda: decode.queue.pending_reqs == [], "given up")
+        assert {receiver.poll() for receiver in receivers} == {KVPoll.Failed}
+        assert "10.9.9.2:8998 could not be reached" in decode.manager.failure_records[2]
+    decode.until(lambda: len(network.asked) >= 3, "asked")
+    decode.queue.pending_reqs.clear()
+    network.gate.set()
+    decode.until(lambda: not servers._asked and not servers.refusals, "forgotten")
 
 
 def test_a_rank_that_prefill_never_names(network: Network, decode: Decode) -> None:

@@ -230,8 +230,9 @@ class Handshakes:
         for address, entries in pending.items():
             waiting += self._advance(address, self._in_time(address, entries))
         queue.pending_reqs = waiting
-        for address in self._attempts.keys() - pending.keys():
-            del self._attempts[address]  # whoever asked went away
+        for address in self._attempts.keys() - pending.keys():  # whoever asked went away
+            if queue.kv_manager.servers.forget_answer(address):
+                del self._attempts[address]
 
     def finish(self) -> list[QueueEntry]:
         """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
@@ -285,8 +286,9 @@ class Handshakes:
         """Those of ``entries`` that are still not ready."""
         known = self._is_known(address)
         if known is None:
+            why = self._queue.kv_manager.servers.refusals.pop(address)
             for entry in entries:
-                entry.kv_receiver.abort()
+                entry.kv_receiver.fail_handshake(why)
             return []
         if not known:
             if self._attempts[address].failed:

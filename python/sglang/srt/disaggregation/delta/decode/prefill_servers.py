@@ -61,7 +61,7 @@ class PrefillServers:
         self._gone_epochs: dict[str, int] = defaultdict(int)
         #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
         self._ranks: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
-        #: Why the last handshake with an address was impossible.
+        #: Why the last handshake with an address that is asked for was impossible.
         self.refusals: dict[str, str] = {}
         #: By room; changed and read under the lock: the reader and the heartbeat use it too.
         self._deferred: dict[int, DeferredFree] = {}
@@ -98,6 +98,16 @@ class PrefillServers:
     def is_asking(self, address: str) -> bool:
         """Whether ``ensure`` has asked the server and has no answer yet."""
         return address in self._asked
+
+    def forget_answer(self, address: str) -> bool:
+        """Nobody waits for the server any more: drop what ``ensure`` keeps of it, unless it is
+        being asked. Returns whether that was done."""
+        future = self._asked.get(address)
+        if future is None or future.done():
+            self._asked.pop(address, None)
+            self.refusals.pop(address, None)
+            return True
+        return False
 
     def _handshake(self, address: str) -> bool:
         # Asked whenever the topology is: a server that came back may be another version.

@@ -229,13 +229,6 @@ class DeltaReceiver(CommonKVReceiver):
             self.withdraw(self.kv_mgr.failure_records.get(room, "it was aborted"))
         return deferred
 
-    @override
-    def abort(self) -> None:
-        super().abort()
-        why = self._servers.refusals.get(self.bootstrap_addr) if self._servers else None
-        if why is not None:  # SGLang gives up a handshake that failed too often in this way, too
-            self.kv_mgr.record_failure(self.bootstrap_room, why)
-
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
