@@ -15,7 +15,7 @@ from benchmark.agentic.report.numbers import (
     STATISTICS,
     Interval,
 )
-from benchmark.agentic.report.verdict import ROUNDS, percent, seconds, share
+from benchmark.agentic.report.verdict import ROUNDS, SHARE, percent, seconds, share
 from benchmark.agentic.studies.record import Run
 from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
@@ -41,30 +41,35 @@ def page(run: Run, told: Json, figures: Mapping[str, str]) -> str:
     parts = [
         f"# {run.study.title}",
         told["answer"],
-        f"*{run.study.question}* Measured on {run.environment['date']}: {_where(run)}; all arms in "
-        f"turn, {run.study.rounds} times. Written by `{run.command}`.",
-        "## Where each breaks",
+        f"**Setup.** {run.study.question}",
+        f"**Measured** on {run.environment['date']}: {_where(run)}. Arms take turns; rounds: "
+        f"{run.study.rounds}.",
+        f"**Command:** `{run.command}`",
+        "## Service level objective (SLO)",
+        f"A request meets the SLO with TTFT at most {run.study.slo.ttft_s:g} s and TPOT at most "
+        f"{run.study.slo.tpot_s * 1e3:g} ms. An arm meets it if {SHARE:.0%} of requests do and "
+        "none fails.",
         "\n".join(f"- {text}" for text in told["breaks"]),
         "## Before believing a number" if told["warnings"] else "",
         "\n".join(f"- {text}" for text in told["warnings"]),
         *_levels(run, told),
         "## By class",
-        f"{run.trace['classes']}. New tokens are those that an endless cache, shared by all, would "
-        "not hold.",
+        f"{run.trace['classes']}. New tokens are prompt tokens that an unlimited cache, shared by "
+        "all, would not hit.",
         table(["class", "requests", *_TIMES], _by_class),
         *_events(run, told),
         *_titled(
             "By worker",
-            "Busiest first, the mean of the rounds: share of the prompt tokens, and what was "
-            "cached of them, which a pair says of prefill's cache. Imbalance is the busiest "
-            "worker's share over an even one.",
+            "Means of the rounds, busiest worker first. *Prompt tokens*: the worker's share. "
+            "*Hit rate*: the cached part of its prompt tokens; a pair reports prefill's cache. "
+            "*Imbalance*: the busiest worker's share divided by an even share.",
             table(["prompt tokens", "hit rate", "imbalance"], _by_worker),
         ),
         *_titled(
             "Stages of a transfer",
-            "Of a chunk to one decode server, means: from submission until a worker takes it up, "
-            "making its descriptors, the transport's calls that start it, and from then until it "
-            "was seen to be over. The stock release counts none.",
+            "Mean times of one chunk to one decode server. *Queue*: from submission until a worker "
+            "takes it. *Build*: making its descriptors. *Post*: the transport's calls that start "
+            "it. *Wire*: from then until it is seen complete. The stock release counts none.",
             table(["transfers", *STAGES], _stages),
         ),
         "## Figures" if figures else "",
@@ -72,8 +77,8 @@ def page(run: Run, told: Json, figures: Mapping[str, str]) -> str:
         "## The load",
         _load(run),
         "## The client, and each round",
-        "How late requests were sent, and how late this program was in reading (p99); and the mean "
-        f"{NAMES[run.study.by]} of each round.",
+        "*Sent late*: how long after its time a request was sent, p99. *Read late*: how long the "
+        f"client's event loop was held up, p99. *Rounds*: mean {NAMES[run.study.by]} of each.",
         table(["reached", "sent late", "read late", "rounds"], _rounds),
     ]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
@@ -104,8 +109,8 @@ def _where(run: Run) -> str:
     if fleet["rig"]:
         return (
             f"{of['machine']}; SGLang {of['sglang']}, commit {of['commit']}; fresh servers for "
-            f"each arm and round, a KV pool of {fleet['pool_tokens']:,} tokens each, at a lower "
-            "priority than client and router, as all share the cores"
+            f"each arm and round, each with a KV pool of {fleet['pool_tokens']:,} tokens. They run "
+            "at a lower priority than client and router, since all share the cores"
         )
     return (
         f"a fleet by address{_servers(run)}, {fleet['endpoint']} endpoint, model {fleet['model']}; "
@@ -136,9 +141,9 @@ def _load(run: Run) -> str:
     )
     left_out = trace["left_out"]
     how = (
-        "so many sessions at once, each begun as another ends"
+        "a constant number of sessions, each started when another ends"
         if load.sessions
-        else "sessions at the trace's times, stretched or compressed to the load"
+        else "sessions at the trace's times, scaled to the load"
     )
     think = "its recorded gap" if load.think_s is None else f"{load.think_s:g} s"
     taken = "all of it"
@@ -146,15 +151,15 @@ def _load(run: Run) -> str:
         taken = f"sessions of its densest {run.study.trace.window_s:g} s, {trace['ratio']:.0%} kept"
     return (
         f"From {trace['source']}, {taken}: {of['requests']:,} requests in {of['sessions']:,} "
-        f"sessions, {of['multi_turn_sessions']:.0%} of several turns; {lengths}. An endless cache "
-        f"would hit {of['hit']:.1%} of the input tokens.\n\n"
+        f"sessions, {of['multi_turn_sessions']:.0%} of several turns; {lengths}. An unlimited "
+        f"cache would hit {of['hit']:.1%} of the input tokens.\n\n"
         f"A block of {BLOCK_TOKENS} tokens became {run.fleet['block_tokens']}"
         + (f", answers {run.fleet['answers']:g} of their length" if run.fleet["answers"] else "")
         + (f", at most {most} tokens" if (most := run.fleet["max_answer_tokens"]) else "")
         + (f"; {left_out} requests too long for the fleet were left out" if left_out else "")
         + f". Replayed: {trace['requests']:,} requests with {trace['prompt_tokens']:,} prompt and "
-        f"{trace['output_tokens']:,} answer tokens{_largest(run)}, {how}; a next turn goes "
-        f"out {think} after the answer before it. A failed request counts as {load.timeout_s:g} s."
+        f"{trace['output_tokens']:,} answer tokens{_largest(run)}; {how}. The next turn is sent "
+        f"{think} after the previous answer. A failed request counts as {load.timeout_s:g} s."
     )
 
 
@@ -169,15 +174,15 @@ def _largest(run: Run) -> str:
 
 def _levels(run: Run, told: Json) -> Iterator[str]:
     columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "hit rate"]
-    columns += ["at once, mean / most", "pool p50 / max", "KV moved", "computed by decode"]
+    columns += ["concurrent, mean / max", "pool p50 / max", "KV moved", "local prefill"]
     for load, arms in told["loads"].items():
         yield f"## {load} {run.unit}"
         yield markdown(columns, [[run.titles[arm], *_row(of)] for arm, of in arms.items()])
         base, *others = arms
         if others:
             yield (
-                f"Of {run.titles[base]}'s, with 95 % intervals (bootstrap over rounds and "
-                "sessions, and at least Student's t over rounds); a difference is in bold."
+                f"Ratios to {run.titles[base]}, with 95 % intervals: bootstrap over rounds and "
+                "sessions, at least as wide as Student's t over rounds. Bold: 1 is outside."
             )
             head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in COMPARED)]
             yield markdown(head, [[run.titles[arm], *_ratios(arms[arm])] for arm in others])
@@ -263,18 +268,19 @@ def _events(run: Run, told: Json) -> Iterator[str]:
                     "-" if of is base else f"{-gained * 1e3:,.0f} / {paid * 1e3:,.0f} ms",
                 ]
             )
-    columns = ["load", "arm", "prefills", "new prompt's TTFT", "answers running"]
-    columns += ["their TPOT outside / within", "tokens lost", "answer time lost"]
-    columns += ["of their seconds", "gained / paid"]
+    columns = ["load", "arm", "prefills", "TTFT of the new prompt", "running answers"]
+    columns += ["their TPOT without / with", "tokens lost", "answer time lost"]
+    columns += ["share lost", "gained / paid"]
     return _titled(
         "Per prefill of the cold client",
-        "A prompt that nobody has seen, from its sending to its first token; the answers that "
-        "ran meanwhile, what they lacked of their rate outside of such events, and as answer "
-        "time of all of them together. 95 % intervals from draws of events. *Of their seconds*: "
-        "the share of answers times seconds that was lost."
+        "A prefill here is the time from sending a prompt of the cold client to its first token. "
+        "*Running answers*: how many are under way meanwhile, and their TPOT without and with a "
+        "prefill. *Tokens lost*: what they generate less than at their rate without one. *Answer "
+        "time lost*: the same in time, summed over the answers. *Share lost*: that time over "
+        "answers times seconds. 95 % intervals are a bootstrap over prefills."
         + (
-            f" *Gained / paid*: of that time, what the arm loses less than {run.titles[names[0]]}, "
-            "over what its new prompt takes longer."
+            f" *Gained*: by how much less answer time is lost than with {run.titles[names[0]]}. "
+            "*Paid*: by how much the new prompt's TTFT is longer."
             if len(names) > 1
             else ""
         ),

@@ -21,8 +21,8 @@ def answer(run: Run, levels: Sequence[Level]) -> str:
     if min((level.rounds for level in levels), default=0) < ROUNDS:
         rounds = min((level.rounds for level in levels), default=0)
         return (
-            f"**No verdict: {rounds} round{'s' * (rounds != 1)} cannot tell a difference from "
-            f"noise; {ROUNDS} can.**"
+            f"**No verdict: {rounds} round{'s' * (rounds != 1)} measured, and a verdict needs at "
+            f"least {ROUNDS}.**"
         )
     return " ".join(_best(run, level) for level in levels)
 
@@ -44,13 +44,13 @@ def _best(run: Run, level: Level) -> str:
     ratios = {arm: level.ratio(values[best], values[arm]) for arm in others}
     tied = [arm for arm in others if not ratios[arm].high < 1]
     beaten = [arm for arm in others if arm not in tied]
-    over = ", ".join(f"{share(ratios[arm])} of {titles[arm]}'s" for arm in beaten)
+    over = " and ".join(f"{share(ratios[arm])} times that of {titles[arm]}" for arm in beaten)
     if not tied:
-        text = f"{at}, **{titles[best]} has the lowest {what}**: {seconds(means[best])}, {over}."
-        return " ".join((text, *_worse(level, best, titles)))
-    names = ", ".join(f"{titles[arm]} ({share(ratios[arm])})" for arm in tied)
-    text = f"{at}, **no verdict between {titles[best]} and {names}**, by {what}"
-    return f"{text}; {titles[best]} takes {over}." if beaten else f"{text}."
+        text = f"{at}, **{titles[best]} has the lowest {what}**: {seconds(means[best])}."
+        return " ".join((text, f"It is {over}.", *_worse(level, best, titles)))
+    names = " and ".join(f"{titles[arm]} (ratio {share(ratios[arm])})" for arm in tied)
+    text = f"{at}, **no verdict on {what} between {titles[best]} and {names}**."
+    return f"{text} The {what} of {titles[best]} is {over}." if beaten else text
 
 
 def _worse(level: Level, best: str, titles: Mapping[str, str]) -> Iterator[str]:
@@ -58,18 +58,16 @@ def _worse(level: Level, best: str, titles: Mapping[str, str]) -> Iterator[str]:
     goodput = {arm: level.goodput(arm) for arm in level.cells}
     for arm in (arm for arm in level.cells if arm != best):
         ratios = {q: level.ratio(level.values(best, q), level.values(arm, q)) for q in QUANTITIES}
-        lost = [f"mean {NAMES[q]} is {share(of)}" for q, of in ratios.items() if of.low > 1]
+        lost = [f"{NAMES[q]} is {share(of)}" for q, of in ratios.items() if of.low > 1]
         if lost:
             yield (
-                f"But its {', its '.join(lost)} times {titles[arm]}'s, and {goodput[best]:.2f} "
-                f"requests/s meet the SLO instead of {goodput[arm]:.2f}."
+                f"But its mean {', its mean '.join(lost)} times that of {titles[arm]}, and "
+                f"{goodput[best]:.2f} requests/s meet the SLO instead of {goodput[arm]:.2f}."
             )
 
 
 def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:
-    """Up to which load each arm holds the SLO, and what fails beyond."""
-    slo = run.study.slo
-    what = f"TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s * 1e3:g} ms"
+    """Up to which load each arm meets the SLO, and what fails beyond."""
     for arm, title in run.titles.items():
         there = [level for level in levels if arm in level.cells]
         shares = [(level, level.interval(level.values(arm, "slo"))) for level in there]
@@ -77,19 +75,20 @@ def breaks(run: Run, levels: Sequence[Level]) -> Iterator[str]:
         lost = next(((level, of) for level, of in shares if level not in held), None)
         text = f"**{title}** "
         if lost is None:
-            text += f"holds {what} for {SHARE:.0%} of requests at every load measured"
+            text += "meets the SLO at every load measured."
         else:
             level, of = lost
             before = [each for each in held if each.load < level.load]
             if before:
-                text += f"holds {what} up to {before[-1].load:g} {run.unit}; "
+                text += f"meets the SLO up to {before[-1].load:g} {run.unit}. "
             else:
-                text += f"breaks {what} from the first load; "
-            text += f"at {level.load:g}, {percent(of)} of requests meet them"
+                text += "misses the SLO at the first load. "
+            text += f"At {level.load:g}, {percent(of)} of requests are within it"
             if failed := level.failed(arm):
                 text += f" and {failed} of {len(level.outcomes(arm))} fail"
+            text += "."
         used = max((u for level in there for u in level.usage(arm)), default=None)
-        yield text + (f"; its pool was at most {used:.0%} full." if used is not None else ".")
+        yield text + (f" Its KV pool was at most {used:.0%} full." if used is not None else "")
 
 
 def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
@@ -103,8 +102,8 @@ def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
                 late.append(f"{run.titles[arm]} at {level.load:g} ({times})")
     if late:
         yield (
-            "**The client was a bottleneck**: it sent requests late, or read late what had come "
-            f"(p99 of both), in {', '.join(late)}. Times there hold that lag."
+            "**The client was a bottleneck**: it sent requests late or read answers late (p99 of "
+            f"both in brackets), in {', '.join(late)}. Times there include that delay."
         )
     unflushed = {text for cell in run.cells for text in cell.unflushed}
     if unflushed:
@@ -112,22 +111,22 @@ def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
         reasons = ", ".join(sorted({text.rpartition(": ")[2] for text in unflushed}))
         yield (
             f"**{count} server{'s' * (count > 1)} did not empty the cache between loads** "
-            f"({reasons}): later loads and rounds found what earlier ones had left."
+            f"({reasons}): later loads and rounds hit what earlier ones had cached."
         )
     if run.fleet.get("flush") is False:
         yield (
             "**Caches were not emptied between loads** (`flush: false`): later loads and rounds "
-            "found what earlier ones had left."
+            "hit what earlier ones had cached."
         )
     counts = {arm: sum(of.values()) for arm, of in run.servers.items()}
     if len(set(counts.values()) - {0}) > 1:
         of_each = ", ".join(f"{run.titles[arm]}: {n or 'unknown'}" for arm, n in counts.items())
         yield (
-            f"**The arms have different numbers of servers** ({of_each}): a difference between "
-            "them is also one of hardware."
+            f"**The arms have different numbers of servers** ({of_each}): differences between "
+            "them include that of the hardware."
         )
     if run.missing:
-        yield f"Arms of the study that this fleet does not have: {', '.join(run.missing)}."
+        yield f"Arms not measured, as the fleet has no such setup: {', '.join(run.missing)}."
     for level in levels:
         for arm, cells in level.cells.items():
             errors: dict[str, int] = {}
@@ -140,8 +139,8 @@ def warnings(run: Run, levels: Sequence[Level]) -> Iterator[str]:
             cold = [o for cell in cells for o in cell.cold]
             if failed := sum(o.error is not None for o in cold):
                 yield (
-                    f"**Beside {where}, {failed} of {len(cold)} prompts of cold clients failed**: "
-                    "there was less beside the load, and their prefills are not accounted for."
+                    f"**{where}, {failed} of {len(cold)} prompts of cold clients failed**: the "
+                    "competing load was lower, and the table of prefills lacks them."
                 )
 
 
