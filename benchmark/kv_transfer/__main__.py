@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,21 +40,29 @@ class Run:
 _ALL = ("stock", "ours", "radix", "bare")
 _BUSY = {"rooms": 64, "in_flight": 64, "peers": 4, "tokens": 1024, "rounds": 3}
 RUNS = {
-    "sweep": Run("time and bandwidth against size", sizes=shapes.SIZES),
+    "sweep": Run("How do time and bandwidth grow with size?", sizes=shapes.SIZES),
     "send": Run(
-        "what a call of send costs the scheduler's thread", ("stock", "ours"), 20, 4, tokens=2048
+        "What does a call of send cost the scheduler's thread?",
+        ("stock", "ours"),
+        20,
+        4,
+        tokens=2048,
     ),
-    "fleet": Run("many rooms on four peers", _ALL, **_BUSY),
-    "gap": Run("how long prefill's loop stands still under load", _ALL, **_BUSY),
+    "fleet": Run("How fast are many rooms on four peers?", _ALL, **_BUSY),
+    "gap": Run("How long does prefill's loop stand still under load?", _ALL, **_BUSY),
     "delay": Run(
-        "how much later a room is complete because workers pause between looks",
+        "How much later is a room complete because workers pause between polls?",
         ("ours", "ours-spin"),
         10,
         sizes=(16, 256, 2048, 8192),
     ),
-    "stall": Run("the same with one of the peers stopped", ("stock", "ours"), **_BUSY),
-    "idle": Run("CPU use with nothing to do", ("stock", "ours"), 4, 4, tokens=1024),
-    "choice": Run("merged ranges or prepared lists"),
+    "stall": Run(
+        "What becomes of the other rooms if one of four peers stops?", ("stock", "ours"), **_BUSY
+    ),
+    "idle": Run(
+        "How much CPU does an idle prefill process use?", ("stock", "ours"), 4, 4, tokens=1024
+    ),
+    "choice": Run("Are merged ranges or prepared lists faster to build?"),
 }
 
 
@@ -220,12 +229,19 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
     lines = [{"kind": "run", **header}, *options.lines, {"kind": "verdicts", "verdicts": verdicts}]
     text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
     (args.out / f"{stem}.jsonl").write_text(text)
-    title = f"# {RUNS[args.run].what.capitalize()}: {args.backend}, {machine['date']}"
-    facts = "\n".join(f"- {key}: {value}" for key, value in header.items())
-    held = "\n".join(f"- {verdict}" for verdict in verdicts)
-    page = "\n\n".join([title, facts, *answer.parts, held]).rstrip() + "\n"
+    page = _page(f"{RUNS[args.run].what} ({args.backend})", header, verdicts, answer.parts)
     (args.out / f"{stem}.md").write_text(page)
     return 0 if all(verdict.holds for verdict in answer.verdicts) else 1
+
+
+def _page(
+    question: str, header: Mapping[str, str], verdicts: Sequence[str], parts: Sequence[str]
+) -> str:
+    """Markdown: the question, which bounds hold, the command, the machine, and the tables."""
+    held = "\n".join(f"- {verdict}" for verdict in verdicts)
+    facts = "\n".join(f"- {key}: {value}" for key, value in header.items() if key != "command")
+    every = (f"# {question}", held, f"Command: `{header['command']}`", facts, *parts)
+    return "\n\n".join(part.strip() for part in every if part) + "\n"
 
 
 if __name__ == "__main__":
