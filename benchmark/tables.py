@@ -216,7 +216,7 @@ def hicache() -> str:
         rounds = next(iter(trace["arms"].values()))["rounds"]
         parts.append(
             f"{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
-            f"round{'s' * (rounds > 1)} an arm. Outputs are {same}. An endless cache would hit "
+            f"round{'s' * (rounds > 1)} an arm. Outputs are {same}. An unlimited cache would hit "
             f"{trace['endless_hit_rate']:.1%}. {hicache_page.against_stock(trace)}"
             f"{hicache_page.measured(trace, summary['commit'])}\n\n"
             f"{markdown(*hicache_page.table(trace))}"

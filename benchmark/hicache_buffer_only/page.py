@@ -29,10 +29,10 @@ def cached(hits: Mapping[str, float]) -> float:
 def _column(arm: Json) -> dict[str, str]:
     """An arm's cells, by the titles of their rows."""
     hits, times, memory = arm["hits"], arm["times"], arm["memory"]
-    cells = {"prompt tokens found in a cache": f"{cached(hits):.1%}"}
+    cells = {"cached prompt tokens": f"{cached(hits):.1%}"}
     for tier, place in TIERS.items():
         cells[f"from {place}"] = f"{hits[tier] / hits['prompt']:.1%}"
-    for of, title in (("ttft_s", "TTFT"), ("latency_s", "E2E"), ("itl_s", "gap between tokens")):
+    for of, title in (("ttft_s", "TTFT"), ("latency_s", "E2E"), ("itl_s", "ITL")):
         spread = (_milliseconds(times[of][p]) for p in ("mean", "p50", "p90", "p99"))
         cells[f"{title}: mean, p50, p90, p99, ms"] = ", ".join(spread)
     rounds = [_milliseconds(mean) for mean in arm["ttft_mean_of_rounds_s"]]
@@ -45,7 +45,7 @@ def _column(arm: Json) -> dict[str, str]:
     page = memory["workers"] * memory["page_bytes"]
     cells["host memory pinned by the workers"] = megabytes(page * memory["pool_pages"])
     cells["store"] = megabytes(page * memory["segment_pages"])
-    cells["a request was sent late by, at most, ms"] = _milliseconds(arm["late_s"])
+    cells["latest request, behind its time, ms"] = _milliseconds(arm["late_s"])
     cells["failed requests"] = str(arm["failed"])
     return cells
 
@@ -65,12 +65,11 @@ def against_stock(trace: Json) -> str:
 
     hits = ""
     if rate(stock):
-        hits = f"{rate(ours) / rate(stock):.2f} times as many prompt tokens are found in a cache; "
+        hits = f"{rate(ours) / rate(stock):.2f} times as many cached prompt tokens; "
     ttft = ", ".join(change("ttft_s", at) for at in ("mean", "p50", "p90"))
     return (
-        f"`buffer_only` against stock's `cache`: {hits}TTFT {ttft} (mean, p50, p90); "
-        f"E2E {change('latency_s', 'mean')} (mean); gap between tokens {change('itl_s', 'mean')} "
-        "(mean)."
+        f"`buffer_only` compared with stock's `cache`: {hits}TTFT {ttft} (mean, p50, p90); E2E "
+        f"{change('latency_s', 'mean')} (mean); ITL {change('itl_s', 'mean')} (mean)."
     )
 
 

@@ -200,14 +200,13 @@ def test_table_and_plot(tmp_path: Path) -> None:
     head, rows = page.table(plain({"arms": arms}))
     table = {row[0]: row[1:] for row in rows}
     assert head == ["", "stock, cache", "buffer_only"]
-    assert table["prompt tokens found in a cache"] == ["10.0%", "30.0%"]
+    assert table["cached prompt tokens"] == ["10.0%", "30.0%"]
     assert table["from the store"] == ["0.0%", "20.0%"]
     assert table["TTFT: mean, p50, p90, p99, ms"][0] == "750, 750, 950, 995"
     assert table["TTFT mean of requests with a store hit, ms (requests)"] == ["-", "500 (1)"]
     assert page.against_stock(plain({"arms": arms})) == (
-        "`buffer_only` against stock's `cache`: 3.00 times as many prompt tokens are found in a "
-        "cache; TTFT +0.0%, +0.0%, +0.0% (mean, p50, p90); E2E +0.0% (mean); gap between tokens "
-        "+0.0% (mean)."
+        "`buffer_only` compared with stock's `cache`: 3.00 times as many cached prompt tokens; "
+        "TTFT +0.0%, +0.0%, +0.0% (mean, p50, p90); E2E +0.0% (mean); ITL +0.0% (mean)."
     )
     arms["none"] = of_arm([run(CACHE, 0, 0, answer="")])
     page.draw(tmp_path / "plot.png", plain({"arms": arms}))
