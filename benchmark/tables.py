@@ -277,14 +277,15 @@ def transfer() -> str:
         ("", tcp),
         ("", stall),
     )
-    sources = [
-        f"`{env}{line['command']}` ({line['date']}, commit {line['commit']})"
-        for env, of in (*every, ("", idle))
-        for line in of
-        if line["kind"] == "run"
-    ]
+    sources: dict[str, list[str]] = {}
+    for env, of in (*every, ("", idle)):
+        for line in of:
+            if line["kind"] == "run":
+                when = f"{line['date']}, commit {line['commit']}"
+                sources.setdefault(when, []).append(f"`{env}{line['command']}`")
     machine = next(line["machine"] for line in send if line["kind"] == "run")
-    intro = f"{machine}, by " + ",\n".join(sources) + ":\n\n"
+    ran = ";\n".join(f"{when}, by " + ",\n".join(of) for when, of in sources.items())
+    intro = f"{machine}; {ran}:\n\n"
     return intro + markdown(["", *arms.values()], rows)
 
 

@@ -92,9 +92,9 @@ def _radix() -> Iterator[str]:
             _read("decode_radix_cache/results/throughput.summary.json")
         ).items()
     }
-    yield f"serves {rates['flag']} requests/s where stock serves {rates['stock']}"
-    yield f"{rates['patched']} come from the package without a flag"
-    yield f"(*flag capped*) it is {rates['flag capped']}"
+    yield f"Stock serves {rates['stock']} requests/s, the package without a flag {rates['patched']}"
+    yield f"with the flag {rates['flag']}"
+    yield f"(*flag capped*) the flag gives {rates['flag capped']}"
 
 
 def _local_turns() -> Iterator[str]:
