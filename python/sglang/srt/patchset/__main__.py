@@ -23,11 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="import every module of the table and see each row bound (on a machine without a GPU, "
-        "with SGLANG_CPU_STANDIN=1)",
+        help=(
+            "import every module of the table and check that each row is bound (without a GPU: "
+            "with SGLANG_CPU_STANDIN=1)"
+        ),
     )
     parser.add_argument(
-        "--environment", action="store_true", help="print the environment variables, and no report"
+        "--environment", action="store_true", help="print only the tables of environment variables"
     )
     options = parser.parse_args(argv)
     if options.environment:

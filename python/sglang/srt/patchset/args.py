@@ -109,8 +109,10 @@ class DisaggArgs(_Base):
             type=float,
             default=0.5,
             metavar="SHARE",
-            help="The part of the time that local prefill may take while requests run, above 0 and "
-            "at most 1. A decode step follows each chunk in any case. Default: 0.5.",
+            help=(
+                "The share of the time that local prefill may take while requests run, above 0 "
+                "and at most 1. A decode step follows each chunk in any case. Default: 0.5."
+            ),
         )
         compat_buffer_only.add_arguments(group)
 

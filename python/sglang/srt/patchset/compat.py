@@ -41,9 +41,9 @@ _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
     (
         "enable_hierarchical_cache",
         "--enable-hierarchical-cache",
-        "a decode server does not drive its copies",
+        "a decode server does not run its copies to the host",
     ),
-    ("enable_lmcache", "--enable-lmcache", "it brings a tree of its own"),
+    ("enable_lmcache", "--enable-lmcache", "it has its own tree"),
     (
         "enable_streaming_session",
         "--enable-streaming-session",
@@ -63,9 +63,11 @@ _DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
 _MOST_DRAFTS_V2 = 8
 #: Why the others are refused.
 _NOT_DRAFTING = {
-    "STANDALONE": "SGLang's decode server gives its draft model nothing to start from after a "
-    "transfer, and its metadata buffers are smaller than those of prefill",
-    "NGRAM": "SGLang's decode server drafts nothing from n-grams after a transfer",
+    "STANDALONE": (
+        "SGLang's decode server does not initialise such a draft model after a transfer, and its "
+        "metadata buffers are smaller than those of prefill"
+    ),
+    "NGRAM": "SGLang's decode server does not draft from n-grams after a transfer",
 }
 
 
@@ -93,9 +95,8 @@ def check_transferable(args: Any) -> None:
     if mode != "null" and backend in DELTA_BACKENDS and args.kv_cache_dtype == "fp4_e2m1":
         raise ValueError(
             f"--kv-cache-dtype fp4_e2m1 cannot be combined with --disaggregation-mode {mode}: "
-            "SGLang transfers such KV without its scales; of multi-head attention it even has the "
-            "transfer write to memory that is not the pool's. Use --kv-cache-dtype auto or "
-            "fp8_e4m3 on both servers."
+            "SGLang transfers such KV without its scales. With multi-head attention, the transfer "
+            "even writes outside the pool. Use --kv-cache-dtype auto or fp8_e4m3 on both servers."
         )
 
 
@@ -120,8 +121,9 @@ def warn_dp_attention(args: Any) -> None:
     """Data parallel attention works, but it needs a router that knows prefixes to be worth it."""
     if args.enable_dp_attention:
         logger.warning(
-            "%s with --enable-dp-attention: every data parallel rank has a tree of its own, so "
-            "requests hit only if the router sends one prefix to one rank (prefix-aware routing).",
+            "%s with --enable-dp-attention: every data parallel rank has its own tree. Requests "
+            "hit only if the router sends those with the same prefix to the same rank "
+            "(prefix-aware routing).",
             FLAG,
         )
 
@@ -134,10 +136,9 @@ def warn_drafts_behind_hicache(args: Any) -> None:
         and args.speculative_algorithm
     ):
         logger.warning(
-            "--enable-hierarchical-cache with --speculative-algorithm: the host and the store have "
-            "the target's KV only, so behind a prefix that was loaded from them decode servers are "
-            "sent draft KV that is not the text's: answers are the same, and fewer drafts are "
-            "accepted.",
+            "--enable-hierarchical-cache with --speculative-algorithm: the host and the store "
+            "have no draft KV. After a prefix is loaded from them, decode servers receive draft "
+            "KV that does not match the text. Outputs are the same; fewer drafts are accepted.",
         )
 
 
@@ -153,8 +154,8 @@ def check_decode_radix_model(config: Any, algorithm: str | None = None) -> None:
     if algorithm is not None and _has_sparse_index(config):
         raise ValueError(
             f"{FLAG} cannot be combined with --speculative-algorithm {algorithm} for a model with "
-            "sparse attention (DSA): SGLang sends the index of the target only, so the draft model "
-            "would select by that of another text. Remove one of them."
+            "sparse attention (DSA): SGLang transfers the target's index only, so the draft model "
+            "would use the index of another text. Remove one of them."
         )
 
 
@@ -210,8 +211,9 @@ def check_local_turns(args: Any) -> None:
         return
     if not args.disaggregation_decode_enable_radix_cache:
         raise ValueError(
-            f"{flag} needs {FLAG}: without the cache a decode server holds no history, and every "
-            f"turn is as long as its talk. Add {FLAG} to the decode server, or remove {flag}."
+            f"{flag} needs {FLAG}: without the cache a decode server has no KV of earlier turns "
+            f"and would compute the whole session each turn. Add {FLAG} to the decode server, or "
+            f"remove {flag}."
         )
     for written, holds, why in (
         (
@@ -228,12 +230,12 @@ def check_local_turns(args: Any) -> None:
         (
             "--enable-two-batch-overlap",
             args.enable_two_batch_overlap,
-            "it splits decode steps, and a chunk of a prompt between them is not split alike",
+            "it splits decode steps, and a chunk of a prompt is not split in the same way",
         ),
         (
             "--enable-pdmux",
             args.enable_pdmux,
-            "it has a scheduler loop of its own",
+            "it has its own scheduler loop",
         ),
         (
             "--enable-lora-overlap-loading",

@@ -32,19 +32,19 @@ BACKENDS = ("mooncake", "file", "dynamic")
 
 #: (attribute, how the user wrote it, why not).
 _EXCLUSIVE: tuple[tuple[str, str, str], ...] = (
-    ("disable_radix_cache", "--disable-radix-cache", "without a tree nothing is shared"),
-    ("enable_lmcache", "--enable-lmcache", "it brings a tree and a host tier of its own"),
+    ("disable_radix_cache", "--disable-radix-cache", "without a radix tree no KV is shared"),
+    ("enable_lmcache", "--enable-lmcache", "it has its own tree and host tier"),
     ("enable_hisparse", "--enable-hisparse", "it keeps a part of a request's KV on the host"),
     (
         "enable_streaming_session",
         "--enable-streaming-session",
         "it wraps the tree and keeps pages itself",
     ),
-    ("dllm_algorithm", "--dllm-algorithm", "its scheduling loop does not drive the store"),
+    ("dllm_algorithm", "--dllm-algorithm", "its scheduler loop does not call the store"),
     (
         "enable_pdmux",
         "--enable-pdmux",
-        "its prefills do not wait for what is loaded from the store",
+        "its prefills do not wait for loads from the store",
     ),
 )
 
@@ -91,16 +91,15 @@ def complete(args: Any) -> None:
     check_given(args)
     if args.hicache_storage_prefetch_policy == "best_effort":
         logger.warning(
-            "%s with --hicache-storage-prefetch-policy best_effort: a request takes from the store "
-            "only what has arrived by the time that it is scheduled, often nothing. "
-            "Use wait_complete or timeout.",
+            "%s with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
+            "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
             ON,
         )
     if args.speculative_algorithm:
         logger.warning(
-            "%s with --speculative-algorithm: the store has the target's KV only, so behind a "
-            "prefix that was loaded from it the draft model's KV is not the text's: answers are "
-            "the same, and fewer drafts are accepted, also by a decode server that it is sent to.",
+            "%s with --speculative-algorithm: the store has no draft KV. After a prefix is loaded "
+            "from it, the draft KV does not match the text, also on a decode server that receives "
+            "it. Outputs are the same; fewer drafts are accepted.",
             ON,
         )
     if args.page_size is None or args.hicache_buffer_pages is None:
@@ -141,8 +140,8 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"{MODE} {mode} is not known. Use {' or '.join(MODES)}."
     if pages is not None and mode != "buffer_only":
         yield (
-            f"{PAGES} {pages} sizes the stage of {ON}, but {MODE} is {mode}. "
-            f"Add {ON}, or remove {PAGES}."
+            f"{PAGES} {pages} sizes the staging buffer of {ON}, but {MODE} is {mode}. Add {ON}, "
+            f"or remove {PAGES}."
         )
     if pages is not None and pages <= 0:
         yield f"{PAGES} {pages} must be positive. Remove {PAGES} to have it computed."
@@ -152,40 +151,40 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"{SIZE} {args.hicache_size} must be positive. Remove {SIZE}, or use {PAGES}."
     if pages is not None and args.hicache_size > 0:
         yield (
-            f"{PAGES} {pages} and {SIZE} {args.hicache_size} both size the stage of {ON}: one in "
-            f"pages, one in gigabytes a rank. Remove one of them."
+            f"{PAGES} {pages} and {SIZE} {args.hicache_size} both size the staging buffer of "
+            f"{ON}: one in pages, one in gigabytes per rank. Remove one of them."
         )
     if args.disaggregation_mode == "decode":
         yield (
             f"{ON} is for prefill and aggregated servers, but --disaggregation-mode is decode, "
-            f"whose loops do not drive HiCache. Remove {MODE} on the decode server."
+            f"whose scheduler does not run HiCache. Remove {MODE} on the decode server."
         )
     if not args.enable_hierarchical_cache:
         yield f"{ON} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}."
     if args.hicache_storage_backend is None:
         yield (
-            f"{ON} keeps KV in a store, but --hicache-storage-backend is not given. "
+            f"{ON} stores KV in a storage backend, but --hicache-storage-backend is not given. "
             f"Add --hicache-storage-backend, or use {MODE} cache."
         )
     elif args.hicache_storage_backend not in BACKENDS:
         yield (
             f"{ON} does not support --hicache-storage-backend {args.hicache_storage_backend}: "
-            f"nothing of this package was tested with it. Use one of {', '.join(BACKENDS)}, or "
-            f"{MODE} cache."
+            f"this package was not tested with it. Use one of {', '.join(BACKENDS)}, or {MODE} "
+            "cache."
         )
     if args.hicache_write_policy == "write_back":
         yield (
-            f"{ON} writes KV to the store while it is on the device, and "
-            "--hicache-write-policy write_back only when it leaves it. "
-            "Use --hicache-write-policy write_through or write_through_selective."
+            f"{ON} writes KV to the store while it is on the device; --hicache-write-policy "
+            "write_back writes it only on eviction. Use --hicache-write-policy write_through or "
+            "write_through_selective."
         )
     for attribute, written, why in _EXCLUSIVE:
         if getattr(args, attribute, None):
             yield f"{ON} cannot be combined with {written}: {why}. Remove one of them."
     if args.kv_cache_dtype == "fp4_e2m1":
         yield (
-            f"{ON} cannot be combined with --kv-cache-dtype fp4_e2m1: SGLang's host pools do not "
-            "know its layout, and keep no scales. Use --kv-cache-dtype auto or fp8_e4m3, or remove "
+            f"{ON} cannot be combined with --kv-cache-dtype fp4_e2m1: SGLang's host pools support "
+            "neither its layout nor its scales. Use --kv-cache-dtype auto or fp8_e4m3, or remove "
             "--enable-hierarchical-cache."
         )
     if sglang_switch("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):

@@ -132,9 +132,9 @@ DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "package",
     "Feature groups that stay stock: `delta`, `nixl_async`, `mooncake_delta`, `decode_radix`, "
     "`buffer_only`. The decode radix cache needs `decode_radix`, `delta` and the group of its "
-    "backend. A prefill server needs the latter two, or whole prompts are moved from it.",
+    "backend. A prefill server needs the latter two, or it sends whole prompts.",
     (),
-    "names with commas between them",
+    "comma-separated names",
     lambda text: tuple(name for part in text.split(",") if (name := part.strip())),
     "none",
 )
@@ -144,32 +144,33 @@ QUARANTINE_TIMEOUT = _seconds(
     "Deferred release: the longest time for which decode holds the pages of an aborted or failed "
     "transfer that prefill may still write to. Set it on both sides. A prefill process that did "
     "not run for half of this time posts nothing more for earlier rooms. A transfer that the "
-    "transport broke off counts as under way for this time.",
+    "transport aborted counts as under way for this time.",
 )  # fmt: skip
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
-    "Folder for one JSON line for each admission, announcement, send, delivery and arrival.",
+    "Folder of the event log: one JSON line for each admission, announcement, send, delivery and "
+    "arrival.",
     "", "a folder", str, "none",
 )  # fmt: skip
 
 PREFIX_WAIT_TOKENS = _integer(
     "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "decode", 256,
-    "A request waits for another request's transfer or local prefill if that brings at least so "
-    "many tokens after its match. `0` never waits.",
+    "A request waits for another request's transfer or local prefill if that adds at least this "
+    "many tokens to its match. `0` never waits.",
     unit="tokens",
 )  # fmt: skip
 PREFIX_WAIT_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "decode", 30.0,
-    "Longest time for which it waits for that.",
+    "Longest time of that wait.",
 )  # fmt: skip
 ADMISSION_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "decode", 300.0,
-    "Longest time for which a request waits for decode memory. Then its client gets status 503 and "
-    "what was missing.",
+    "Longest time for which a request waits for decode memory. Then its client gets status 503 "
+    "and the reason.",
 )  # fmt: skip
 WAIT_LOG = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
-    "Time after which the log says that a request waits for memory, and for how much.",
+    "Time after which the log says that a request waits for memory, and how much it needs.",
 )  # fmt: skip
 LOCAL_CHUNK = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,
@@ -179,8 +180,8 @@ LOCAL_CHUNK = _integer(
 )  # fmt: skip
 LOCAL_ALWAYS = _switch(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS", "decode",
-    "Decode computes every turn within `--disaggregation-decode-local-tokens`, whatever it costs. "
-    "For comparisons.",
+    "Decode computes every turn within `--disaggregation-decode-local-tokens`, at any estimated "
+    "cost. For comparisons.",
 )  # fmt: skip
 HANDSHAKE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,
@@ -191,7 +192,8 @@ HANDSHAKE_TIMEOUT = _seconds(
 TRANSFER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", "prefill", 120.0,
     "Longest time of a chunk, over NIXL and over Mooncake, from prefill's queue to its end. Then "
-    "its room fails with the reason `timeout`, and names the decode ranks that it did not reach.",
+    "its room fails with the reason `timeout`, and its error names the decode ranks that it did "
+    "not reach.",
 )  # fmt: skip
 CLAIM_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 30.0,
@@ -207,12 +209,12 @@ PEER_TIMEOUT = _seconds(
 
 QUEUES = _integer(
     "SGLANG_DISAGGREGATION_QUEUE_SIZE", "nixl", 4,
-    "Queues. A room's chunks stay in one.",
+    "Transfer queues. All chunks of a room use the same queue.",
     least=1, most=256,
 )  # fmt: skip
 THREADS = _integer(
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "nixl", 4,
-    "Threads over all queues; at least one each.",
+    "Transfer threads of all queues together; at least one per queue.",
     least=1, most=256, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
 WORKER_TIMEOUT = _seconds(
@@ -226,17 +228,18 @@ TRANSFER_LOG_INTERVAL = _seconds(
 )  # fmt: skip
 NIXL_PROGRESS_DELAY = _integer(
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY", "nixl", 1000,
-    "Pause of NIXL's own progress thread, on prefill and decode. With `0` it spins, as in stock "
-    "SGLang.",
+    "Pause of NIXL's own progress thread, on prefill and decode. With `0` it polls without a "
+    "pause, as in stock SGLang.",
     unit="microseconds",
 )  # fmt: skip
 DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
     "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS", "nixl",
-    "Costs of describing a chunk on this machine: for ranges, for each range, for a prepared list, "
-    "for each of its entries. A chunk gets the cheaper form. `python -m benchmark.kv_transfer "
-    "choice` measures them and prints the variable (the default is of a 2-core CPU).",
+    "Costs of the descriptors of a chunk on this machine: of ranges, of each range, of a prepared "
+    "list, of each of its entries. A chunk uses the cheaper form. `python -m "
+    "benchmark.kv_transfer choice` measures them and prints the variable (the default is of a "
+    "2-core CPU).",
     (75.0, 0.064, 15.0, 0.0028),
-    "four numbers of microseconds of at least 0, with commas between them", _four_numbers,
+    "four comma-separated numbers of microseconds, each at least 0", _four_numbers,
     "75,0.064,15,0.0028",
 )  # fmt: skip
 
@@ -247,11 +250,11 @@ BUFFER_READ_TIMEOUT = _seconds(
 )  # fmt: skip
 BUFFER_ALWAYS_FETCH = _switch(
     "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH", "store",
-    "Fetch every hit of the store, also one that would take longer than computing it (measured).",
+    "Fetch every storage hit, also one that is expected to take longer than its computation.",
 )  # fmt: skip
 STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
-    "Longest call of the store; after that the store counts as down until it answers a probe.",
+    "Longest time of a store call. After that, the store counts as down until it answers a probe.",
 )  # fmt: skip
 STORE_FIRST_RETRY = _seconds(
     "SGLANG_HICACHE_STORE_FIRST_RETRY", "store", 1.0,

@@ -27,7 +27,7 @@ def exchanged(group: str, module: str, names: Mapping[str, Any]) -> Iterator[Non
     of = next(each for each in state().groups if each.group.name == group)
     for name in names:
         if not any(row.module == module and name in row.names for row in of.group.exchanges):
-            raise LookupError(f"{module}:{name} is no exchange of the group {group}")
+            raise LookupError(f"{module}:{name} is not an exchange of the group {group}")
     if of.status in (GroupStatus.OFF, GroupStatus.STOCK):
         names = {}
     with ExitStack() as stack:

@@ -39,7 +39,7 @@ def check(server_args: ServerArgs) -> None:
 
 
 def equip(scheduler: Scheduler, server_args: ServerArgs) -> None:
-    """Put on a scheduler that is just being made the mixins that these arguments ask for."""
+    """Add the mixins that these arguments need to a scheduler that is being made."""
     if status.attachment is not None:
         status.attachment.equip(SCHEDULER, scheduler, server_args)
 

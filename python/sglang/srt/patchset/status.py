@@ -60,7 +60,7 @@ class GroupState:
 
     @property
     def lacks(self) -> str:
-        """Why its features are not to be had here (now, or ever); empty if it is attached."""
+        """Why its features are not available (now, or ever); empty if it is attached."""
         if self.status is GroupStatus.ATTACHED:
             return ""
         waiting = ", ".join(r.row.target for r in self.rows if r.status is RowStatus.PENDING)
@@ -82,7 +82,7 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether the hook replaces classes here; single groups may still be stock."""
+        """Whether the hook replaces classes; single groups may still be stock."""
         return not self.inert
 
     @property
@@ -92,7 +92,7 @@ class State:
 
     @property
     def stock(self) -> tuple[GroupState, ...]:
-        """The groups that could not be attached, although nobody switched them off."""
+        """The groups that could not be attached, although they are not switched off."""
         return tuple(group for group in self.groups if group.status is GroupStatus.STOCK)
 
 

@@ -101,19 +101,19 @@ _DELTA = (
         module=f"{_DISAGG}.common.conn",
         name="CommonKVManager",
         mixin=f"{_DISAGG}.delta.manager:DeltaManager",
-        why="rooms that end early, peers that vanish; a failed room stays failed",
+        why="rooms that end early, lost peers; a failed room stays failed",
     ),
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVBootstrapServer",
         mixin=f"{_DISAGG}.delta.manager:DeltaBootstrapServer",
-        why="prefill says that it takes a prefix",
+        why="prefill reports that it supports decode_prefix_len",
     ),
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVReceiver",
         mixin=f"{_DISAGG}.delta.decode.receiver:DeltaReceiver",
-        why="decode announces its prefix in a frame of its own",
+        why="decode announces its prefix in an additional frame",
     ),
     Replacement(
         module=f"{_DISAGG}.common.conn",
@@ -131,19 +131,22 @@ _DELTA = (
         module="sglang.srt.managers.tokenizer_manager",
         name="TokenizerManager",
         mixin=f"{_DISAGG}.delta.prefill.yielded:YieldingTokenizer",
-        why="the client of a request that decode computes itself has prefill's answer at once",
+        why="with local prefill, the client gets prefill's answer at once",
     ),
     Replacement(
         module="sglang.srt.managers.tokenizer_manager",
         name="TokenizerManager",
         mixin=f"{_DISAGG}.delta.unserved:PairTokenizer",
-        why="parallel samples have rooms of their own; what would end both servers has status 400",
+        why=(
+            "each parallel sample has its own room; a request that would crash the servers gets "
+            "status 400"
+        ),
     ),
     Replacement(
         module="sglang.srt.constrained.base_grammar_backend",
         name="BaseGrammarBackend",
         mixin=f"{_DISAGG}.delta.unserved:CheckedGrammars",
-        why="a grammar at which its library raises has status 400",
+        why="a grammar that its library rejects with an exception gets status 400",
     ),
     Replacement(
         module="sglang.srt.constrained.llguidance_backend",
@@ -155,25 +158,30 @@ _DELTA = (
         module="sglang.srt.sampling.sampling_batch_info",
         name="SamplingBatchInfo",
         mixin=f"{_DISAGG}.delta.unserved:MaskedBatch",
-        why="the same, of other libraries",
+        why="the same for other grammar libraries",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
         mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",
-        why="pipeline stages take in and end the same requests, those that fail on one too",
+        why=(
+            "all pipeline stages admit and end the same requests, also those that fail on one stage"
+        ),
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaScheduler",
-        why="an aborted request ends its room; prefill's counters; awake while a room is open",
+        why=(
+            "an aborted request ends its room; prefill's counters; no idle sleep while a room is "
+            "open"
+        ),
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.invariants:BalancedScheduler",
-        why="an idle server that has left something behind ends",
+        why="an idle server with inconsistent pools or tables ends",
         when="sglang.srt.patchset.compat:checks_invariants",
     ),
 )
@@ -182,7 +190,7 @@ _NIXL_ASYNC = (
         module=f"{_DISAGG}.nixl.conn",
         name="TransferInfo",
         mixin=f"{_DISAGG}.delta.nixl.prefill:NixlTransferInfo",
-        why="reads the delta frame; no pages no longer means a dummy",
+        why="reads the delta frame; an empty page list no longer means a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
@@ -194,7 +202,7 @@ _NIXL_ASYNC = (
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVManager",
         mixin=f"{_DISAGG}.delta.nixl.manager:DeltaNixlManager",
-        why="full prefix hits, head slices of any sizes, counted bytes, hostile messages",
+        why="full prefix hits, head slices of any sizes, counted bytes, malformed messages",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
@@ -214,7 +222,7 @@ _MOONCAKE_DELTA = (
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
         mixin=f"{_DISAGG}.delta.mooncake.messages:MooncakeTransferInfo",
-        why="reads the delta frame; no pages no longer means a dummy",
+        why="reads the delta frame; an empty page list no longer means a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
@@ -240,7 +248,7 @@ _DECODE_RADIX = (
         module="sglang.srt.managers.tokenizer_manager",
         name="TokenizerManager",
         mixin=f"{_DISAGG}.delta.decode.scheduler:RadixTokenizer",
-        why="requests with input_embeds are refused by the name of our flag",
+        why="the error for input_embeds names the flag",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
@@ -252,7 +260,7 @@ _DECODE_RADIX = (
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.scheduler:DisaggScheduler",
-        why="start-up checks, flushes while pages are held, counters and log fields",
+        why="start-up checks, flushes during deferred release, counters and log fields",
         when="sglang.srt.patchset.compat:wanted",
     ),
     Replacement(
@@ -266,7 +274,7 @@ _DECODE_RADIX = (
         module=f"{_DISAGG}.decode",
         name="DecodeRequest",
         mixin=f"{_DISAGG}.delta.decode.waiting:CountedEntry",
-        why="statistics by priority, which end a stock decode server",
+        why="statistics by priority, which crash a stock decode server",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",
@@ -278,7 +286,7 @@ _DECODE_RADIX = (
         module=f"{_DISAGG}.decode",
         name="DecodeTransferQueue",
         mixin=f"{_DISAGG}.delta.decode.transfer_queue:RadixTransferQueue",
-        why="a committed transfer is shared from then on",
+        why="a committed transfer enters the tree",
     ),
     Replacement(
         module=f"{_DISAGG}.decode_schedule_batch_mixin",
@@ -292,25 +300,25 @@ _BUFFER_ONLY = (
         module=f"{_CACHE}.radix_cache",
         name="TreeNode",
         mixin=f"{_CACHE}.buffer_only.backup_queue:StoredNode",
-        why="a node notes what the store holds of it",
+        why="a node records which of its pages are in the store",
     ),
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="MHATokenToKVPoolHost",
         mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolMHA",
-        why="a stage is smaller than the device pool",
+        why="a staging buffer is smaller than the device pool",
     ),
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="MLATokenToKVPoolHost",
         mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolMLA",
-        why="a stage is smaller than the device pool",
+        why="a staging buffer is smaller than the device pool",
     ),
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="NSATokenToKVPoolHost",
         mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolNSA",
-        why="a stage is smaller than the device pool",
+        why="a staging buffer is smaller than the device pool",
     ),
     Replacement(
         module=f"{_CACHE}.memory_pool",
@@ -328,13 +336,13 @@ _BUFFER_ONLY = (
         module=f"{_CACHE}.storage.backend_factory",
         name="StorageBackendFactory",
         mixin=f"{_CACHE}.buffer_only.storage_backends:PartsFactory",
-        why="backends of a stage keep all parts of a page, and answer for each page",
+        why="backends store all parts of a page and report each page",
     ),
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="HiRadixCache",
         mixin=f"{_CACHE}.buffer_only.tree:BufferOnlyTree",
-        why="device and store, with a stage between them",
+        why="device and store, with a staging buffer between them",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
@@ -356,7 +364,7 @@ GROUPS: tuple[Group, ...] = (
             Exchange(
                 module=f"{_DISAGG}.common.conn",
                 names=("get_zmq_socket_on_host",),
-                why="a rank's socket takes no frame without a bound",
+                why="a rank's socket bounds the size of a frame",
             ),
         ),
     ),

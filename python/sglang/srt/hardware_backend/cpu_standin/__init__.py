@@ -21,7 +21,7 @@ DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg")
 
 
 class StandinRefused(RuntimeError):
-    """The stand-in was asked for on a machine whose GPU SGLang could use."""
+    """The stand-in was requested on a machine whose GPU SGLang could use."""
 
     def __init__(self, evidence: str) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ def gpu_device_node() -> str | None:
 def install(probe: Callable[[], str | None] = gpu_device_node) -> None:
     """Put the stand-in's finder in front of ``sys.meta_path``; a second call changes nothing.
 
-    Raises ``StandinRefused`` where ``probe`` names a GPU. torch is asked again when it is
+    Raises ``StandinRefused`` where ``probe`` names a GPU. torch is queried again when it is
     imported (see ``cuda.py``), since a device can be reachable without one of the known nodes.
     """
     node = probe()

@@ -96,7 +96,7 @@ def _write(out_indices: torch.Tensor, slots: Ints | None) -> None:
 
 
 class Launch:
-    """Takes the place of a Triton kernel: ``kernel[grid](...)`` calls a function once."""
+    """Replaces a Triton kernel: ``kernel[grid](...)`` calls a function once."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
@@ -106,7 +106,7 @@ class Launch:
 
 
 def edit(module: ModuleType) -> None:
-    """Put the numpy forms in the place of the Triton kernels of ``mem_cache.allocator``."""
+    """Replace the Triton kernels of ``mem_cache.allocator`` by the numpy forms."""
     for name, function in (
         ("alloc_extend_kernel", _extend_kernel),
         ("alloc_decode_kernel", _decode_kernel),

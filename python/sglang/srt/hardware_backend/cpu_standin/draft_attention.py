@@ -2,7 +2,7 @@
 
 Three steps are missing there: the target verifies a chain of drafts (TARGET_VERIFY), the draft
 model takes in what was accepted (DRAFT_EXTEND), and it writes one draft token after the other. In
-all of them a query sees the keys up to its own place.
+all of them a query sees the keys up to its own position.
 """
 
 from __future__ import annotations

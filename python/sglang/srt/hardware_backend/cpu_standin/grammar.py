@@ -14,7 +14,7 @@ def edit(module: Any) -> None:
     grammar = module.GuidanceGrammar
     allocate = grammar.allocate_vocab_mask
     # SGLang 0.5.10 keeps the mask of the batch before and clears none of its rows, so that a
-    # request without a grammar is held to the tokens of one that had its place.
+    # request without a grammar is held to the tokens of an earlier one in its row.
     grammar.allocate_vocab_mask = lambda self, *args, **kwargs: allocate(
         SimpleNamespace(bitmask=None, llguidance_tokenizer=self.llguidance_tokenizer),
         *args,

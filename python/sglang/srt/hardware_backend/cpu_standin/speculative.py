@@ -18,7 +18,7 @@ from .allocator import Launch
 
 
 def edit(module: ModuleType) -> None:
-    """After any of the modules of ``_FORMS``: put the CPU forms in the place of its kernels."""
+    """After any of the modules of ``_FORMS``: replace its kernels by the CPU forms."""
     for name, form in _FORMS[module.__name__].items():
         setattr(module, name, form)
 
@@ -146,8 +146,8 @@ def verify_chain(
     target_predict: Tensor,
     topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In the place of ``verify_tree_greedy_func``: a draft is accepted as long as each of its
-    tokens is the one that the target predicts for that place."""
+    """Replaces ``verify_tree_greedy_func``: a draft is accepted as long as each of its
+    tokens is the one that the target predicts for its position."""
     _only_chains(topk)
     agree = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1)
     counts = agree.sum(1)

@@ -1,6 +1,6 @@
 """Faster server starts for tests: fork SGLang's processes instead of spawning them, on request.
 
-SGLang spawns its scheduler and detokenizer, and each imports everything anew: on a CPU that is
+SGLang spawns its scheduler and detokenizer, and each imports everything again: on a CPU that is
 nearly all of a server's start. With ``SGLANG_CPU_STANDIN_START_METHOD=fork`` they are forked from
 the launcher, which has it all in memory. That is safe here because no CUDA context and no OpenMP
 pool exist at that time. It is not the default, since a spawned process is what production runs.
