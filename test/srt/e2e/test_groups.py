@@ -41,4 +41,4 @@ def test_a_prefill_server_with_its_group_off(model: Path, reference: Reference, 
         two_turns(pair, reference, some_prompts(model))
         counters = pair.metrics()[1]
         assert counters[metrics.PROMPT_TOKENS] > 0 and counters[metrics.HIT_TOKENS] == 0
-        assert "does not understand decode_prefix_len" in pair.processes["decode"].log_text()
+        assert "does not support decode_prefix_len" in pair.processes["decode"].log_text()

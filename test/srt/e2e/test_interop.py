@@ -102,7 +102,7 @@ def test_stock_and_patched_servers_serve_each_other(
         assert counters[metrics.PROMPT_TOKENS] > 0
         assert counters[metrics.HIT_TOKENS] == 0
         log = pair.processes["decode"].log_text()
-        assert "does not understand decode_prefix_len" in log
+        assert "does not support decode_prefix_len" in log
         stock_prefill_names = metric_names(pair)[0]
         stock_prefill_lines = log_shapes(pair)["prefill"]
 

@@ -62,5 +62,5 @@ def test_prefill_servers_first(model: Path, reference: Reference, logs: Path, ba
         two_turns(pair, reference, prompts(model))
         counters = pair.metrics()[1]
         assert counters[metrics.PROMPT_TOKENS] > 0 and counters[metrics.HIT_TOKENS] == 0
-        assert "does not understand decode_prefix_len" in pair.processes["decode"].log_text()
+        assert "does not support decode_prefix_len" in pair.processes["decode"].log_text()
         assert "Traceback" not in pair.processes["decode"].log_text()

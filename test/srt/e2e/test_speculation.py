@@ -296,4 +296,4 @@ def test_prefill_without_a_draft_model(
         settle(pair)
         assert pair.metrics()[1][HIT_TOKENS] > 0
         log = pair.processes["decode"].log_text()
-        assert log.count("prompts come without draft KV") == 1
+        assert log.count("prompts arrive without draft KV") == 1

@@ -186,7 +186,7 @@ def test_a_flush_that_is_refused_says_what_is_computed_here(page: int, point: st
     decoder = decoder_of(page)
     bring_to(decoder, point)
     answer = decoder.flush_cache_wrapped(FlushCacheReqInput())
-    assert not answer.success and "1 running, 1 computed here" in answer.message
+    assert not answer.success and "1 running, 1 in local prefill" in answer.message
     decoder.drain()
     assert decoder.flush_cache_wrapped(FlushCacheReqInput()).success
 

@@ -105,7 +105,7 @@ def test_metadata_that_never_come(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     check(decoder)
     assert decoder.in_transfer == [] and decoder.mailbox.ends[req.rid] == 1
     reason = decoder.mailbox.reasons[req.rid]["message"]
-    assert "no metadata in metadata slot" in reason and "WAITING_TIMEOUT" in reason
+    assert "is still empty after" in reason and "WAITING_TIMEOUT" in reason
     assert req in decoder._deferred  # prefill may still write them
     decoder.drain()
     assert decoder.tree_cache.total_size() == 0

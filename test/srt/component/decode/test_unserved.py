@@ -71,8 +71,8 @@ def asked(sampling: Any, **fields: Any) -> GenerateReqInput:
 
 #: SGLang builds the request of a session without its room, and raises at the others.
 INVALID = [
-    ({}, {"session_params": {"id": "x"}}, "has no room"),
-    ({}, {"bootstrap_host": None}, "has no room"),
+    ({}, {"session_params": {"id": "x"}}, "has no bootstrap room"),
+    ({}, {"bootstrap_host": None}, "has no bootstrap room"),
     ({}, {"bootstrap_host": ["h"]}, "bootstrap_host is ['h']"),
     ({}, {"bootstrap_port": [8998]}, "bootstrap_port is [8998]"),
     ({}, {"bootstrap_room": [7]}, "bootstrap_room is [7]"),
@@ -94,7 +94,7 @@ INVALID = [
     ({"stop": [["a", "b"]]}, {}, "stop is ['a', 'b']"),
     ({"skip_special_tokens": 1}, {}, "skip_special_tokens is 1"),
     ({"skip_special_tokens": None}, {}, "skip_special_tokens is None"),
-    ({}, {"custom_labels": {"tenant": "\ud800"}}, "half of a surrogate pair"),
+    ({}, {"custom_labels": {"tenant": "\ud800"}}, "unpaired surrogate"),
     ({"logit_bias": {"5": 1e39}}, {}, "logit_bias of 5 is 1e+39"),
     ({"logit_bias": {"5": float("nan")}}, {}, "logit_bias of 5 is nan"),
     ({"logit_bias": {"5": None}}, {}, "logit_bias of 5 is"),
@@ -107,10 +107,10 @@ INVALID = [
     ({"min_new_tokens": 2**31}, {}, "min_new_tokens is 2147483648"),
     ({"stream_interval": "a"}, {}, "stream_interval is 'a'"),
     ({"json_schema": {"type": "object"}}, {}, "json_schema is {"),
-    ({"json_schema": "\ud800"}, {}, "half of a surrogate pair"),
+    ({"json_schema": "\ud800"}, {}, "unpaired surrogate"),
     ({"json_schema": "{"}, {}, "Expecting property name"),
     ({"regex": "\0"}, {}, "regex is '\\x00'"),  # xgrammar ends the process
-    ({}, {"extra_key": "\ud800"}, "half of a surrogate pair"),
+    ({}, {"extra_key": "\ud800"}, "unpaired surrogate"),
     ({"custom_params": 5}, {}, "custom_params is 5"),
     ({"structural_tag": ""}, {}, "structural_tag is empty"),
 ]

@@ -77,10 +77,10 @@ def test_the_deadline_is_told_in_words(scene: Scene) -> None:
         message = scene.reason(req)["message"]
         assert scene.reason(req)["status_code"] == 503
         assert all(word in message for word in (TIMEOUT, req.rid, f"={req.bootstrap_room})"))
-        assert "32 free, 0 evictable, 0 protected, 0 reserved, 0 of ended tr" in message
+        assert "32 free, 0 evictable, 0 protected, 0 reserved, 0 in deferred" in message
         assert room(scene, req).clears == 1 and room(scene, req).withdrawn == [message]
         assert scene.decoder.mailbox.ends[req.rid] == 1
-    assert "not enough free KV tokens; 208 tokens wanted" in scene.reason(head)["message"]
+    assert "not enough free KV tokens; it needs 208 tokens" in scene.reason(head)["message"]
     assert f"request {head.rid} ahead of it does not fit" in scene.reason(behind)["message"]
     scene.decoder.drain()
     check_idle(scene.decoder)
@@ -131,8 +131,8 @@ def test_a_long_wait_is_logged_once(scene: Scene, caplog: pytest.LogCaptureFixtu
             scene.tick(at)
     assert waits(caplog) == [
         f"request {req.rid} (bootstrap_room={req.bootstrap_room}) has waited 10 s for decode "
-        "memory: not enough free KV tokens; 208 tokens wanted, 32 free, 0 evictable, "
-        "0 protected, 0 reserved, 0 of ended transfers that prefill may still write"
+        "memory: not enough free KV tokens; it needs 208 tokens, 32 free, 0 evictable, "
+        "0 protected, 0 reserved, 0 in deferred release"
     ]
 
 
@@ -144,7 +144,7 @@ def test_held_pages_are_in_the_line(scene: Scene, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         scene.tick(10.0)
     (line,) = waits(caplog)
-    assert req.rid in line and "608 of ended transfers" in line
+    assert req.rid in line and "608 in deferred release" in line
 
 
 @pytest.mark.parametrize("scene", [{LOG: "2"}], indirect=True)

@@ -149,7 +149,7 @@ def test_prompts_without_draft_kv_are_said_once(
     for _ in range(2):
         made.prefill_info_table.clear()
         ask(made)
-    assert caplog.text.count("prompts come without draft KV") == warned
+    assert caplog.text.count("prompts arrive without draft KV") == warned
 
 
 def test_a_draft_behind_the_target() -> None:

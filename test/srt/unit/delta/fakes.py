@@ -31,7 +31,7 @@ class Sockets:
 
     def send(self, host: str, port: int, message: wire.Message) -> None:
         if host in self.refuse:
-            raise ValueError(f"no peer can be at {host}")
+            raise ValueError(f"invalid address of a peer: {host}")
         wire.encode_control(message)  # what cannot be written is refused as the real ones do
         self.sent.append((host, port, message))
 

@@ -103,7 +103,7 @@ def test_the_queue_of_one_address_has_an_end(
     hung = [servers.pool.submit("hung", servers.ask, "hung") for _ in range(2 + 3)]
     error = servers.pool.submit("hung", servers.ask, "hung").exception(10)
     assert isinstance(error, OSError)
-    assert str(error) == "hung does not answer, and 3 questions to it wait"
+    assert str(error) == "hung does not answer, and 3 queries to it are pending"
     servers.gate.set()
     assert [each.result(10) for each in hung] == ["hung"] * 5
     assert servers.pool.submit("hung", servers.ask, "hung").result(10) == "hung"

@@ -46,7 +46,10 @@ def register(mla: bool = False, lens: tuple[int, ...] = (64,) * 4, **changes: An
         ({"item_len": -64}, "-64 bytes"),
         ({"item_len": 0, "tp_size": 4}, "0 bytes"),
         ({"item_len": 32, "tp_size": 4, "mla": True}, "32 bytes"),
-        ({"lens": (64, 64, 64, 64, 32, 32), "tp_size": 4}, "draft model have other sizes"),
+        (
+            {"lens": (64, 64, 64, 64, 32, 32), "tp_size": 4},
+            "draft model and of the target differ in size",
+        ),
     ],
 )
 def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: str) -> None:

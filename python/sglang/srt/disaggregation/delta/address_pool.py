@@ -41,7 +41,7 @@ class AddressPool:
         self._was_quick: dict[str, bool] = {}
 
     def submit(self, address: str, ask: Callable[..., T], *args: Any) -> Future[T]:
-        """Call ``ask`` with ``args`` in a thread, after earlier questions to ``address``. Its
+        """Call ``ask`` with ``args`` in a thread, after earlier queries to ``address``. Its
         result is an ``OSError`` where too many of those wait."""
         future: Future[T] = Future()
         with self._lock:
@@ -50,7 +50,7 @@ class AddressPool:
                 waiting.append(partial(self._run, address, future, ask, args))
                 self._start([address])
                 return future
-        text = f"{address} does not answer, and {_MOST_WAITING} questions to it wait"
+        text = f"{address} does not answer, and {_MOST_WAITING} queries to it are pending"
         future.set_exception(OSError(text))
         return future
 

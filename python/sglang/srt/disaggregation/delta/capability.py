@@ -57,9 +57,9 @@ STOCK = Capabilities()
 
 
 def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
-    """Ask the bootstrap server at ``bootstrap_addr`` (host:port). One attempt.
+    """Query the bootstrap server at ``bootstrap_addr`` (host:port). One attempt.
 
-    Returns None where it could not be asked; the caller tries again later. An answer that cannot
+    Returns None where it could not be queried; the caller tries again later. An answer that cannot
     be understood counts as a stock server: prefix 0 is always right.
     """
     try:
@@ -68,23 +68,23 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         )
     except requests.RequestException as error:
         logger.error(
-            "could not ask prefill server %s for its capabilities (%s): its requests wait, and it "
-            "is asked again; look whether it is up",
+            "could not query the capabilities of prefill server %s (%s). Its requests wait and "
+            "the query is repeated. Check that it is up",
             bootstrap_addr,
             error,
         )
         return None
     if response.status_code == 404:
         logger.warning(
-            "prefill server %s does not understand decode_prefix_len (stock SGLang?): "
-            "whole prompts will be moved from it",
+            "prefill server %s does not support decode_prefix_len (stock SGLang?): it will send "
+            "whole prompts",
             bootstrap_addr,
         )
         return STOCK
     if response.status_code != 200:
         logger.error(
-            "prefill server %s answered %s for %s: its requests wait, and it is asked again; look "
-            "into its log",
+            "prefill server %s answered %s for %s. Its requests wait and the query is repeated. "
+            "Check its log",
             bootstrap_addr,
             response.status_code,
             ROUTE,
@@ -94,16 +94,16 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         capabilities = msgspec.json.decode(response.content, type=Capabilities)
     except _UNREADABLE as error:
         logger.error(
-            "prefill server %s sent unreadable capabilities (%s): whole prompts will be moved from "
-            "it; look which version it runs",
+            "prefill server %s sent unreadable capabilities (%s): it will send whole prompts. "
+            "Check its version",
             bootstrap_addr,
             error,
         )
         return STOCK
     if not capabilities.takes_delta:
         logger.warning(
-            "prefill server %s speaks delta protocol %d, this decode server %d: whole prompts will "
-            "be moved from it",
+            "prefill server %s speaks delta protocol %d, this decode server %d: it will send "
+            "whole prompts",
             bootstrap_addr,
             capabilities.delta,
             VERSION,

@@ -43,7 +43,7 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", kw_only=True):
-    """Every decode rank of a room has told this prefill rank its pages."""
+    """Every decode rank of a room has announced its pages to this prefill rank."""
 
     at: float
     room: int

@@ -178,9 +178,9 @@ class DeltaManager(CommonKVManager):
         for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
-                "decode rank %s (%s) silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
-                "unused for longest of more than 4,096 that are registered: failed its rooms and "
-                "dropped its registration; one that pings reconnects by itself",
+                "decode rank %s (%s) is silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
+                "is the least recently used of more than 4,096 registered ranks: its rooms fail "
+                "and its registration is dropped. A rank that pings reconnects by itself",
                 peer,
                 f"{known.endpoint}:{known.dst_port}" if known is not None else "not registered",
                 environment.PEER_TIMEOUT.read(),
@@ -296,7 +296,7 @@ class DeltaManager(CommonKVManager):
     def failure_of(self, room: int) -> str:
         """Why a room failed, for its client and the log."""
         elsewhere = (
-            f"room {room} failed on another rank of this server, or two requests had its number"
+            f"room {room} failed on another rank of this server, or two requests used its number"
         )
         return str(self.failure_records.get(room, elsewhere))
 

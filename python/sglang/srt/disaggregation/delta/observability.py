@@ -90,7 +90,9 @@ Result = TypeVar("Result")
 
 @functools.cache
 def _log_once(what: str) -> None:
-    logger.exception("%s failed; the transfer goes on, and later such errors are not logged", what)
+    logger.exception(
+        "%s failed; the transfer continues, and later such errors are not logged", what
+    )
 
 
 def best_effort(

@@ -103,7 +103,8 @@ def plan_delta(
     prefix = prefixes[0] if prefixes else 0
     if prefix < 0 or prefix % page:
         raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is no whole number of pages of {page} tokens"
+            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
+            f"of {page} tokens"
         )
     left = prompt_pages - prefix // page
     if left < 0:

@@ -78,7 +78,7 @@ class MessageReader:
                     tick()
                 except Exception as error:
                     self._log.error(
-                        "tick", "checks of deadlines failed (tried again in 1 s): %r", error
+                        "tick", "the check of deadlines failed (repeated in 1 s): %r", error
                     )
                 ticked = time.monotonic()
 
@@ -173,13 +173,13 @@ class Announcements:
             BadMessage: it cannot be served; any other exception: it cannot even be parsed.
         """
         if len(frames) < _ANNOUNCEMENT_FRAMES:
-            raise BadMessage(f"{len(frames)} frames, at least {_ANNOUNCEMENT_FRAMES} wanted")
+            raise BadMessage(f"{len(frames)} frames, at least {_ANNOUNCEMENT_FRAMES} expected")
         if frames[0] != b"None":
             self._announce(conn.TransferInfo.from_zmq(frames))
             return
         if len(frames) < registration_frames:
             raise BadMessage(
-                f"a registration of {len(frames)} frames, {registration_frames} wanted"
+                f"a registration of {len(frames)} frames, {registration_frames} expected"
             )
         self._register(conn.KVArgsRegisterInfo.from_zmq(frames))
 
@@ -234,20 +234,20 @@ def check_registration(
     state = len(getattr(ours, "state_data_ptrs", None) or ())
     if state_buffers and state_buffers != state and manager.pp_size == 1:
         raise BadMessage(
-            f"decode registered {state_buffers} buffers of state, this prefill rank has {state}: "
-            "a later release of SGLang lists them in another way, and cannot be served with a "
-            "model that has state (Mamba, sliding window, NSA)"
+            f"decode registered {state_buffers} buffers of state, this prefill rank has {state}. "
+            "A later release of SGLang lists them differently and cannot be served for a model "
+            "with state (Mamba, sliding window, NSA)"
         )
     if tp_size < 1 or tp_rank < 0:
-        raise BadMessage(f"decode rank {tp_rank} of {tp_size} cannot be")
+        raise BadMessage(f"decode rank {tp_rank} of {tp_size} is invalid")
     if tp_size != manager.attn_tp_size and not of_one_shape(
         ours.kv_item_lens, latent=manager.is_mla_backend
     ):
         raise BadMessage(
-            "the KV pages of the draft model have other sizes than the target's (other heads), and "
-            f"between tensor parallel sizes {manager.attn_tp_size} on prefill and {tp_size} on "
-            "decode heads are cut alike in all layers: use one tensor parallel size, or no "
-            "--speculative-algorithm"
+            "the KV pages of the draft model and of the target differ in size (number of heads), "
+            f"but with tensor parallel sizes {manager.attn_tp_size} on prefill and {tp_size} on "
+            "decode the heads of all layers are split in the same way. Use the same tensor "
+            "parallel size, or no --speculative-algorithm"
         )
     if item_len is None:
         return

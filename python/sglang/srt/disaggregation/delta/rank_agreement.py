@@ -37,7 +37,7 @@ class Checksum:
     value: int = 0
 
     def note(self, *what: object) -> None:
-        """Something that must be the same on all ranks, at this place in the order."""
+        """Something that must be the same on all ranks, at this position in the order."""
         self.value = zlib.crc32(repr(what).encode(), self.value)
 
 
@@ -115,7 +115,7 @@ def agree(vote: AnyVote, checksum: Checksum, reduce_min: Reduce) -> AnyVote:
             continue
         slots = each.metadata.get("slots", (len(value) // _BLOCK + 1) * _BLOCK)
         if len(value) > slots:
-            raise ValueError(f"{len(value)} values for {each.name}, at most {slots} may be")
+            raise ValueError(f"{len(value)} values for {each.name}, at most {slots} are allowed")
         vector += [*map(int, value), *[0] * (slots - len(value))]
     smallest = reduce_min(vector)
     if smallest[0] != -smallest[1]:
@@ -145,11 +145,11 @@ class State(enum.IntEnum):
 class Offer(enum.IntEnum):
     """One candidate's prefix as a number: to ``SHARED``, its tokens are added."""
 
-    #: This candidate and everybody behind it is not tried in this step.
+    #: This candidate and everybody behind it is not attempted in this step.
     STOP = 0
     #: It waits for a prefix that is arriving for another request; others pass it.
     WAITS = 1
-    #: It may be tried, and must not share.
+    #: It may be attempted, and must not share.
     PRIVATE = 2
     SHARED = 3
     #: This rank has given it up, and leaves the decision to the others.
@@ -180,8 +180,8 @@ class AdmissionVote(Vote):
 
     diverged = (
         "--disaggregation-decode-enable-radix-cache: the ranks of this server have different "
-        "requests in line, so that they would admit different ones. Restart it, and please report "
-        "it with the logs of all ranks."
+        "waiting requests and would admit different ones. Restart it, and please report this with "
+        "the logs of all ranks."
     )
 
     @property
@@ -225,6 +225,6 @@ class TransferVote(Vote):
 
     diverged = (
         "--hicache-host-memory-mode buffer_only: the ranks of this server have started different "
-        "transfers between device and store, so that their caches are no longer the same. Restart "
-        "it, and please report it with the logs of all ranks."
+        "transfers between device and store, and their caches differ now. Restart it, and please "
+        "report this with the logs of all ranks."
     )

@@ -26,7 +26,7 @@ def room_of_sample(room: int, index: int) -> int:
 
 
 async def check_samples(address: str, samples: int) -> None:
-    """Ask the prefill server at ``address`` (host:port) whether it numbers samples, too.
+    """Query the prefill server at ``address`` (host:port): does it number samples, too?
 
     Raises:
         ValueError: the client gets status 400.
@@ -35,5 +35,5 @@ async def check_samples(address: str, samples: int) -> None:
     if prefill is not None and not prefill.samples:
         raise ValueError(
             f"n is {samples}, and prefill server {address} gives all samples of a request one "
-            "room: it runs without this package, or with an older version of it"
+            "room: it runs without this package or with an older version of it"
         )

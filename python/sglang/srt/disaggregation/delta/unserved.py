@@ -198,7 +198,7 @@ def check_number(name: str, value: Any, number: Any, low: float, high: float) ->
     """
     if not (isinstance(value, number) and low <= value <= high):
         kind = "an integer" if number is Integral else "a number"
-        raise ValueError(f"{name} is {value!r}: it has to be {kind} from {low} to {high}")
+        raise ValueError(f"{name} is {value!r}: it must be {kind} from {low} to {high}")
 
 
 def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: int) -> None:
@@ -215,12 +215,12 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
     """
     params = obj.sampling_params
     if not (input_ids or has_other_input):
-        raise ValueError("input_ids is empty: a prompt has one token at least")
+        raise ValueError("input_ids is empty: a prompt needs at least one token")
     # SGLang builds the request of a session without the address of its room.
     if obj.session_params or (obj.bootstrap_room is not None and obj.bootstrap_host is None):
         raise ValueError(
-            "the request has no room of a prefill and a decode server: send it through a router. "
-            "Sessions (session_params) are not served by a pair"
+            "the request has no bootstrap room and address: send it through a PD router. Sessions "
+            "(session_params) are not supported with disaggregation"
         )
     ids = {
         "input_ids": () if has_other_input else input_ids,
@@ -235,7 +235,7 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
                 i for i in values if not (isinstance(i, Integral) and 0 <= int(i) < vocabulary)
             )
             raise ValueError(
-                f"{name} has {wrong!r}, which is no token of the model: ids are 0 to "
+                f"{name} has {wrong!r}, which is not a token of the model: ids are 0 to "
                 f"{vocabulary - 1}"
             )
     bias = params.get("logit_bias")
@@ -257,11 +257,13 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
     ]
     for name, value, kind in others:
         if not isinstance(value, kind) and (value is not None or kind is bool):
-            raise ValueError(f"{name} is {value!r}: it has to be a {kind.__name__}")
+            raise ValueError(f"{name} is {value!r}: it must be a {kind.__name__}")
         # At a null character xgrammar ends the process.
         text = str(value).replace("\0", "").encode(errors="ignore").decode()
         if kind is str and value is not None and text != value:
-            raise ValueError(f"{name} is {value!r}: it has a null or a half of a surrogate pair")
+            raise ValueError(
+                f"{name} is {value!r}: it contains a null character or an unpaired surrogate"
+            )
     for stop in _listed(params.get("stop_regex")):
         # SGLang does so in the scheduler. (It has parsed it before, which checks less.)
         re.compile(stop)

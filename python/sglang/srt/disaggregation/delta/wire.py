@@ -120,7 +120,7 @@ def later_prefix_len(frames: Sequence[bytes]) -> int | None:
     if not raw or raw.startswith(_MAGIC):
         return None
     if not raw.isdigit() or len(raw) > _MAX_DIGITS:
-        raise ValueError(f"its ninth frame, {raw[:40]!r}, is no prefix length")
+        raise ValueError(f"its ninth frame, {raw[:40]!r}, is not a prefix length")
     return int(raw)
 
 
@@ -286,7 +286,7 @@ def decode_control(frames: Sequence[bytes]) -> Message | None:
     if not frames or frames[0] != CONTROL_MAGIC:
         return None
     if len(frames) != 2:
-        raise ControlError(f"a control message of {len(frames)} frames, 2 wanted")
+        raise ControlError(f"a control message of {len(frames)} frames, 2 expected")
     try:
         message: Message = _CONTROL_DECODER.decode(frames[1])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -356,7 +356,7 @@ class PeerSockets:
         from sglang.srt.utils.network import NetworkAddress
 
         if not host or not 0 < port < 65536:  # ZeroMQ would cut the port to 16 bits
-            raise ValueError(f"no peer can be at {host!r}, port {port}")
+            raise ValueError(f"invalid address of a peer: {host!r}, port {port}")
         address = NetworkAddress(host, port)
         name = address.to_host_port_str()
         with self._lock:
@@ -380,7 +380,9 @@ class PeerSockets:
             socket.connect(address.to_tcp())
         except zmq.ZMQError as error:
             socket.close()
-            raise ValueError(f"no peer can be at {address.to_host_port_str()}: {error}") from error
+            raise ValueError(
+                f"invalid address of a peer: {address.to_host_port_str()}: {error}"
+            ) from error
         return socket
 
     def _close_first(self, linger_ms: int) -> None:

@@ -103,4 +103,7 @@ def test_freed_after_the_bound_and_said_so(
     assert made.poll() == KVPoll.Transferring and caplog.messages == []
     now[0] = 160.0
     assert made.poll() == KVPoll.Success
-    assert "request a (bootstrap_room=7)" in caplog.text and "its 32 tokens" in caplog.text
+    assert (
+        "request a (bootstrap_room=7)" in caplog.text
+        and ": 32 tokens of KV are freed now" in caplog.text
+    )

@@ -40,18 +40,18 @@ def test_each_limit_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("own", "head", "text"),
     [
-        (None, None, "it was not tried yet; 96 tokens wanted, P"),
+        (None, None, "its admission was not attempted yet; it needs 96 tokens, P"),
         (
             Refusal("no_tokens", 48),
             Refusal("no_tokens", 9),
-            "not enough free KV tokens; 48 tokens wanted, P",
+            "not enough free KV tokens; it needs 48 tokens, P",
         ),
         (
             None,
             Refusal("no_tokens", 9),
-            "request b ahead of it does not fit: not enough free KV tokens; 96 tokens wanted, P",
+            "request b ahead of it does not fit: not enough free KV tokens; it needs 96 tokens, P",
         ),
-        (Refusal("no_metadata_slot"), None, "no free metadata slot; 96 tokens wanted, P"),
+        (Refusal("no_metadata_slot"), None, "no free metadata slot; it needs 96 tokens, P"),
     ],
 )
 def test_what_is_missing(own: Refusal | None, head: Refusal | None, text: str) -> None:

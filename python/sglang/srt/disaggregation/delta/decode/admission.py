@@ -282,7 +282,7 @@ class DecodeBudget:
         return entry_cost(prefix, entering(claim, self._step), cap, self._page)
 
     def describe(self) -> str:
-        """The pool in words, for a request that waits."""
+        """The pool as text, for a request that waits."""
         pool = self.pool()
         evictable = self._tree.evictable_size()
         deferred = sum(
@@ -291,7 +291,7 @@ class DecodeBudget:
         )
         return (
             f"{pool.free - evictable} free, {evictable} evictable, {pool.protected} protected, "
-            f"{pool.reserved} reserved, {deferred} of ended transfers that prefill may still write"
+            f"{pool.reserved} reserved, {deferred} in deferred release"
         )
 
     def pool(self) -> PoolState:
@@ -319,10 +319,11 @@ class DecodeBudget:
                 # Others may have got theirs. A wrong count is better found here than by a hang.
                 raise RuntimeError(
                     f"request {req.rid}: the tree counts {self._tree.evictable_size()} evictable "
-                    f"tokens but gave less than the {shortfall} asked for"
+                    f"tokens but freed fewer than the requested {shortfall}"
                 )
             logger.warning(
-                "request %s stays queued: %d tokens wanted, %d free after evicting, %d evictable",
+                "request %s stays queued: it needs %d tokens, %d are free after eviction, %d "
+                "evictable",
                 req.rid,
                 needed,
                 self._allocator.available_size(),

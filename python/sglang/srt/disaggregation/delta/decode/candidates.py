@@ -1,4 +1,4 @@
-"""The first requests in line: which of them are tried in a step, as all ranks agree.
+"""The first requests in line: which of them are attempted in a step, as all ranks agree.
 
 Matching costs the length of a prompt, so only those are matched that could get in on this rank, one
 after the other, and the first that could not; that one is not matched again while its match would
@@ -65,8 +65,8 @@ LOG_EVERY_S = 30.0
 # ---- prefixes that are arriving ----
 #
 # When a burst of requests with one new prefix arrives, none of them hits: the first one's KV is
-# still being moved, or computed here. Admitting them all would do that once for each and fill the
-# pool with duplicates. So a request whose *next* tokens after its match are just arriving for
+# still being moved, or computed locally. Admitting them all would do that once for each and fill
+# the pool with duplicates. So a request whose *next* tokens after its match are just arriving for
 # another one, with the same prefill server, waits for those to land. They are computed first in any
 # case, so little is lost. Such followers are found by their tokens: copies of a long prompt would
 # otherwise cost a match each before any of them can get in.
@@ -101,8 +101,8 @@ class Candidate:
     lease: PrefixLease | None = None
     #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
-    #: Whether it has no prefill server, and is computed here or nowhere; with so many new tokens at
-    #: most.
+    #: Whether it has no prefill server, and is computed locally or nowhere; with so many new tokens
+    #: at most.
     is_alone: bool = False
     most_new: float = math.inf
 
@@ -193,7 +193,7 @@ class StoppedMatch:
         return known if same and known.holds(tree) else None
 
     def note(self, tree: DecodeRadixTree, candidate: Candidate) -> None:
-        """``candidate`` was looked at, and does not get in now."""
+        """``candidate`` was checked, and does not get in now."""
         if candidate.lease is not None:
             ids = candidate.key_ids(tree) if candidate.shares else []
             known = KnownPrefix.of(tree, candidate.lease, ids, candidate.req.extra_key)
@@ -291,7 +291,7 @@ def take_leases(candidates: Sequence[Candidate], plan: StepPlan) -> list[int]:
 def settle(
     tree: DecodeRadixTree, candidates: Sequence[Candidate], agreed: Sequence[int]
 ) -> list[Candidate]:
-    """Those that may be tried, with leases of the length that the ranks agreed on.
+    """Those that may be attempted, with leases of the length that the ranks agreed on.
 
     Everybody from the first stop on lets go of its lease.
     """
@@ -339,7 +339,7 @@ class AgreedSteps:
         *,
         slots_needed: bool = True,
     ) -> Iterator[tuple[AdmissionVote, list[Candidate]]]:
-        """What the ranks agree on, and who may be tried, with leases; takes the leases back.
+        """What the ranks agree on, and who may be attempted, with leases; takes the leases back.
 
         ``checked``: entries without pages whose handshake is done, the candidates' among them;
         ``first``: the candidates. Both are the same requests on all ranks, and there is at least
@@ -389,9 +389,10 @@ class AgreedSteps:
     def _log_difference(self, agreed: AdmissionVote, pool: PoolState) -> None:
         self._log.error(
             "pools",
-            "the KV pools of this server's ranks differ: here %d tokens are free and %d protected, "
-            "at least one rank has %d and %d. Admission goes by the smallest; pages leak on a rank "
-            "if this does not pass, which SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 shows when idle",
+            "the KV pools of this server's ranks differ: this rank has %d free and %d protected "
+            "tokens, another rank has %d and %d. Admission uses the smallest. If this persists, a "
+            "rank leaks pages: set SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1, which checks idle "
+            "servers",
             pool.free,
             pool.protected,
             agreed.free,

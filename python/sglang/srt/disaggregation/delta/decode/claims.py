@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Stage(Enum):
     """What a request that holds pages does."""
 
-    #: It is in transfer or waits for a place in the batch, and cannot be retracted.
+    #: It is in transfer or waits for a slot in the batch, and cannot be retracted.
     ENTERING = auto()
     RUNNING = auto()
     #: It was given up; prefill may still write to its pages. It needs no more than them.
@@ -276,7 +276,7 @@ class Claims:
         which nobody comes or goes would be thousands of steps at once.
 
         With speculation each request has grown by as many tokens as were accepted for it, and all
-        of them are looked at (48 at most, unless SGLang is told otherwise)."""
+        of them are checked (48 at most, unless SGLang is told otherwise)."""
         if self.step:
             for each in self._running.values():
                 if not each.since <= each.req.kv_allocated_len < each.until:

@@ -109,10 +109,10 @@ class DeferredFree:
             return False
         req = self.entry.req
         logger.error(
-            "request %s (bootstrap_room=%s) ended early, and prefill %s:%s has not confirmed in "
-            "%.0f s that it stopped writing: its %d tokens of KV are freed now. A write that still "
-            "lands would corrupt other requests; look whether that prefill server hangs or is cut "
-            "off, and restart it",
+            "request %s (bootstrap_room=%s) ended early, and prefill %s:%s has not confirmed "
+            "within %.0f s that it stopped writing. Its deferred release ends: %d tokens of KV "
+            "are freed now, and a late write would corrupt other requests. Check whether that "
+            "prefill server hangs or is unreachable, and restart it",
             req.rid,
             req.bootstrap_room,
             req.bootstrap_host,

@@ -46,10 +46,9 @@ class DecodeFlush(Scheduler):
         # What was computed with the old weights must not be hit, whoever still owns pages.
         self.tree_cache.retire()
         logger.info(
-            "Cache flushed. Taken as before: the pages of %d aborted transfers, which prefill may "
-            "still write to%s",
+            "Cache flushed. Not freed: the pages of %d aborted transfers in deferred release%s",
             len(self._deferred),
-            "" if idle else f", and those of requests under way ({self._under_way()})",
+            "" if idle else f", and those of requests in progress ({self._under_way()})",
         )
         return True
 
@@ -58,7 +57,7 @@ class DecodeFlush(Scheduler):
         answer = super().flush_cache_wrapped(recv_req)
         if answer is not None and not (answer.success or answer.message):
             answer.message = (
-                f"Not flushed: requests are under way ({self._under_way()}). Wait for them "
+                f"Not flushed: requests are in progress ({self._under_way()}). Wait for them "
                 "(?timeout=SECONDS), or abort them.\n"
             )
         return answer
@@ -68,7 +67,7 @@ class DecodeFlush(Scheduler):
         turns = prealloc.local_turns
         counts = {
             "running": len(self.running_batch.reqs),
-            "computed here": 0 if turns is None else len(turns.requests),
+            "in local prefill": 0 if turns is None else len(turns.requests),
             "waiting to run": len(self.waiting_queue),
             "in transfer": len(self.disagg_decode_transfer_queue.queue),
             "without pages": len(prealloc.queue),
@@ -116,8 +115,8 @@ class DecodeFlush(Scheduler):
         # A remote write must not land in memory that has been given away. The loop goes on, and
         # the answer is sent when it is done.
         logger.warning(
-            "memory is released once nothing owns any: %d aborted transfers may still be written "
-            "to by prefill; %d requests were retracted; under way: %s",
+            "release of memory waits until nothing owns any: %d aborted transfers are in deferred "
+            "release; %d requests were retracted; in progress: %s",
             len(self._deferred),
             len(self.disagg_decode_prealloc_queue.retracted_queue),
             self._under_way(),
@@ -136,8 +135,9 @@ class DecodeFlush(Scheduler):
         if waiting is None:
             return super().resume_memory_occupation(recv_req)
         logger.warning(
-            "memory is to be resumed before it could be released (transfers or requests own "
-            "pages): it was never released, both calls are answered, and the server goes on"
+            "resume of memory was requested before its release was possible (transfers or "
+            "requests own pages): it was never released, both calls are answered, and the server "
+            "continues"
         )
         self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
         return ResumeMemoryOccupationReqOutput()

@@ -1,4 +1,5 @@
-"""What decode asks a prefill server before a room can be announced; nobody waits for an answer.
+"""What decode queries from a prefill server before a room can be announced; nobody waits for an
+answer.
 
 SGLang asks on the scheduler's thread: the topology of a prefill server, which data-parallel rank
 serves a room, and where the ranks of the server listen. A server that hangs would stop every
@@ -41,14 +42,14 @@ _ASK_AGAIN_S, _MORE_RARELY, _MOST_S = 0.02, 1.25, 1.0
 
 
 class _Again(NamedTuple):
-    """When a prefill server is asked for a room, and how long after that it is asked again."""
+    """When a prefill server is asked for a room, and how long after that it is queried again."""
 
     at: float = 0.0
     pause: float = _ASK_AGAIN_S
 
 
 class Connections:
-    """One for each decode rank. The scheduler's thread asks; any thread may ``forget``."""
+    """One for each decode rank. The scheduler's thread queries; any thread may ``forget``."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Connections:
         self._again: dict[str, dict[int, _Again]] = {}
 
     def is_connected(self, address: str, dp_rank: int) -> bool:
-        """Whether a room needs no question: this decode rank has registered there already."""
+        """Whether a room needs no query: this decode rank has registered there already."""
         info = self._manager.prefill_info_table.get(address)
         return info is not None and all(
             f"{address}_{dp_rank}_{cp_rank}_{info.target_tp_rank}" in self._manager.connection_pool
@@ -77,7 +78,7 @@ class Connections:
         )
 
     def is_ready(self, address: str, dp_rank: int, ask: AskRank) -> bool:
-        """Whether a receiver may be initialised now; asks for what is missing, with ``ask``. The
+        """Whether a receiver may be initialised now; queries what is missing, with ``ask``. The
         topology of the server at ``address`` is known."""
         if self.is_connected(address, dp_rank):
             return True
@@ -98,7 +99,7 @@ class Connections:
         return future.done()
 
     def answer(self, address: str, rank: Rank) -> dict[str, Any] | None:
-        """What ``is_ready`` has asked for; None where the server did not say. Never waits."""
+        """What ``is_ready`` has queried; None where the server did not answer. Never waits."""
         with self._lock:
             future = self._ranks.get((address, rank[0]))
         if future is None or not future.done() or future.exception() is not None:
@@ -113,7 +114,7 @@ class Connections:
             self._ranks.pop((address, dp_rank), None)
 
     def dp_ranks(self, address: str, rooms: Sequence[int]) -> dict[int, int]:
-        """The data-parallel ranks of those of ``rooms`` that are known; asks for the rest."""
+        """The data-parallel ranks of those of ``rooms`` that are known; queries the rest."""
         known: dict[str, int] = {}
         with self._lock:
             future = self._rooms.get(address)
@@ -125,8 +126,8 @@ class Connections:
                     known = future.result()
                 else:
                     logger.error(
-                        "prefill server %s could not say which data-parallel ranks serve its "
-                        "rooms, it is asked again: %r",
+                        "could not query prefill server %s for the data-parallel ranks of its "
+                        "rooms; the query is repeated: %r",
                         address,
                         future.exception(),
                     )
@@ -187,7 +188,7 @@ _DEADLINE = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
 
 @dataclass
 class _Attempts:
-    """How often a server could not be asked for its topology, and when it is asked again."""
+    """How often a server could not be queried for its topology, and when it is queried again."""
 
     failed: int = 0
     again_at: float = 0.0
@@ -195,7 +196,7 @@ class _Attempts:
 
 class _Reached:
     """Polls a receiver, and in the lowest bit, whether its prefill server was reached so far or the
-    request was tried here already. Of several ranks' the smallest counts."""
+    request was attempted here already. Of several ranks' the smallest counts."""
 
     def __init__(self, entry: QueueEntry) -> None:
         self._entry = entry
@@ -277,8 +278,8 @@ class Handshakes:
                 left.append(entry)
                 continue
             entry.kv_receiver.fail_handshake(
-                f"prefill {address} did not say within {allowed} s "
-                f"{record.handshake_lacks} ({_DEADLINE})"
+                f"prefill {address} did not report {record.handshake_lacks} "
+                f"within {allowed} s ({_DEADLINE})"
             )
         return left
 
@@ -307,7 +308,7 @@ class Handshakes:
             if rank is None:
                 record.handshake_lacks = "which of its data-parallel ranks serves the request"
             elif not entry.kv_receiver.is_ready(rank):
-                record.handshake_lacks = f"where its ranks listen (data-parallel rank {rank})"
+                record.handshake_lacks = f"the addresses of its ranks (data-parallel rank {rank})"
             else:
                 entry.kv_receiver.init(rank)
                 continue
@@ -330,8 +331,8 @@ class Handshakes:
         if attempts.failed < queue._max_ensure_retries:
             return False
         logger.error(
-            "prefill server %s did not say who it is in %d attempts: the requests that wait for it "
-            "fail; look whether it runs, and whether this host reaches it",
+            "prefill server %s did not report its server info in %d attempts: the requests that "
+            "wait for it fail. Check that it runs and that this host can reach it",
             address,
             attempts.failed,
         )

@@ -83,14 +83,16 @@ class Heartbeat:
         logger.warning(
             "prefill server %s: %s, probe %d of %d; after the last its rooms fail",
             address,
-            "nobody listens there" if is_gone else "no answer, or not from all its ranks",
+            "its port refuses connections"
+            if is_gone
+            else "no answer, or not from all of its ranks",
             self._misses[address],
             self._max_failures,
         )
         if self._misses[address] >= self._max_failures:
             self._misses[address] = 0
-            silent = f"no sign of life in {self._max_failures} probes"
-            self._lost(address, is_gone, "nobody listens there any more" if is_gone else silent)
+            silent = f"no answer to {self._max_failures} probes"
+            self._lost(address, is_gone, "its port refuses connections" if is_gone else silent)
 
 
 def is_refused(error: BaseException) -> bool:
@@ -109,7 +111,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether the machine of ``host`` answers that nobody listens at ``port``."""
+    """Whether the machine of ``host`` answers that no process listens at ``port``."""
     try:
         socket.create_connection((host, port), timeout_s).close()
     except ConnectionRefusedError:

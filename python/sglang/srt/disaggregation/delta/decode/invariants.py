@@ -163,7 +163,7 @@ def claims_problems(
         found = claims.everyone_can_finish(None, 0, 0, size)
         alone = not running and not waiting
         if found != (alone or max(needs) <= size - pinned):
-            problems.append(f"claims say {found} to whether all can end with {size} tokens")
+            problems.append(f"claims return {found} for whether all can end with {size} tokens")
     if len(claims) != len(running) + len(waiting) + len(deferred):
         problems.append(f"{len(claims)} claims of {[*running, *waiting, *deferred]}")
     return problems
@@ -193,11 +193,14 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
         problems += claims_problems(claims, [], [], [], scheduler.max_total_num_tokens)
     size = pool.size + getattr(pool, "pre_alloc_size", 0)
     if sorted(pool.free_slots) != list(range(size)):
-        problems.append(f"{len(pool.free_slots)} of {size} request rows are free, or some twice")
+        problems.append(
+            f"{len(pool.free_slots)} of {size} request rows are free, or some are listed twice"
+        )
     metadata = scheduler.req_to_metadata_buffer_idx_allocator
     if sorted(metadata.free_slots) != list(range(metadata.size)):
         problems.append(
-            f"{len(metadata.free_slots)} of {metadata.size} metadata slots are free, or some twice"
+            f"{len(metadata.free_slots)} of {metadata.size} metadata slots are free, or some are "
+            "listed twice"
         )
     return problems
 
@@ -209,7 +212,7 @@ def idle_rooms(manager: DeltaManager) -> list[str]:
     be empty only after a while.
     """
     return [
-        f"{name} still holds rooms {sorted(rooms)[:10]}"
+        f"{name} still has rooms {sorted(rooms)[:10]}"
         for name, rooms in manager.open_rooms().items()
         if rooms
     ]

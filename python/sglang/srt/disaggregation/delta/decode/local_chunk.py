@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Turn:
-    """A turn that is computed here. ``done``: tokens of its prompt whose KV was computed, or is
+    """A turn that is computed locally. ``done``: tokens of its prompt whose KV was computed, or is
     computed by a chunk that was launched."""
 
     req: Req

@@ -63,8 +63,8 @@ class LocalTurnsScheduler(Scheduler):
         if self.current_scheduler_metrics_enabled:
             turns.metrics.bind(self.metrics_collector.labels)
         logger.info(
-            "turns of up to %d new tokens may be computed here, and of %d where their prefill "
-            "server is lost, in chunks of %d",
+            "local prefill may compute turns of up to %d new tokens, fallback prefill of up to "
+            "%d, in chunks of %d",
             turns.choice.limits.tokens,
             turns.choice.limits.when_lost,
             turns.choice.limits.chunk,
@@ -86,7 +86,7 @@ class LocalTurnsScheduler(Scheduler):
         batch = super().get_next_disagg_decode_batch_to_run()
         if held:
             self.waiting_queue = [*self.waiting_queue, *held]
-        # Who found no place waits for others' answers from here on, as one that is computed here
+        # Who found no place waits for others' answers from here on, as one that is computed locally
         # would: that is no time of its prefill server's.
         turns.shown(self.waiting_queue)
         if batch is not None:

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def only_prefill_can(req: Req) -> str | None:
-    """Why ``req`` is left to prefill whatever it costs; None if it may be computed here."""
+    """Why ``req`` is computed remotely whatever it costs; None if it may be computed locally."""
     wants_input_logprobs = req.return_logprob and (
         0 <= req.logprob_start_len < len(req.origin_input_ids)
     )
@@ -152,11 +152,11 @@ class LocalTurns:
         return min(matched, page_floor(length - 1, self._scheduler.page_size))
 
     def prefix_here(self, candidate: Any) -> int:
-        """How long the prefix of a candidate may be that is computed here."""
+        """How long the prefix of a candidate may be that is computed locally."""
         return self._prefix(candidate.length, candidate.lease.length)
 
     def may_save(self, req: Req) -> bool:
-        """Whether ``req`` may be computed here if it has no prefill server any more."""
+        """Whether ``req`` may be computed locally if it has no prefill server any more."""
         return bool(
             self._limits.when_lost
             and not record_of(req).unwanted
@@ -165,7 +165,7 @@ class LocalTurns:
         )
 
     def take(self, entry: QueueEntry, decision: Decision) -> None:
-        """``entry`` has its row and pages, and is computed here: prefill is told."""
+        """``entry`` has its row and pages, and is computed locally: prefill is notified."""
         req = entry.req
         entry.kv_receiver.yield_room()
         entry.kv_receiver.clear()
@@ -207,11 +207,11 @@ class LocalTurns:
         self.metrics.decided(decision)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
-                "turn %s (room %s, %d new tokens): %s (%s); expected here %s, from prefill %s",
+                "turn %s (room %s, %d new tokens): %s (%s); expected local %s, remote %s",
                 req.rid,
                 req.bootstrap_room,
                 req.kv_allocated_len - req.cache_protected_len,
-                "computed here" if decision.local else "left to prefill",
+                "local" if decision.local else "remote",
                 decision.reason,
                 *(
                     "unknown" if seconds is None else f"{seconds:.3f} s"
@@ -312,7 +312,7 @@ class LocalTurns:
                 turn.trace_inside_decode()
 
     def after_result(self) -> None:
-        """It was processed: those that have their first token wait for a place in the batch."""
+        """It was processed: those that have their first token wait for a slot in the batch."""
         batch, turns = self._launched.popleft()
         now = self._clock()
         if batch.spec_info is not None:

@@ -59,7 +59,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
     #: Candidates of the next step. More than can be tried only while the line moves: each costs a
-    #: little, and behind one that does not fit nobody is looked at.
+    #: little, and behind one that does not fit nobody is checked.
     _looked_at: int = line.LOOKED_AT
     #: Where the part of the line begins that is checked next.
     _next_part: int = 0
@@ -119,7 +119,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         return rank if connections.is_connected(bootstrap_addr(req), rank) else None
 
     def prefill_dp_rank(self, req: Req) -> int | None:
-        """The data-parallel rank that serves ``req``; None where prefill has to be asked."""
+        """The data-parallel rank that serves ``req``; None where prefill has to be queried."""
         rank: int | None = super()._resolve_prefill_dp_rank(req)
         return rank
 
@@ -223,8 +223,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
     # ---- who leaves without pages ----
 
     def _answer(self, checked: list[QueueEntry], agreed: AdmissionVote) -> list[QueueEntry]:
-        """Tell the clients of requests that failed, were aborted or waited for too long; end waits
-        for prefixes that lasted as long as they may."""
+        """Notify the clients of requests that failed, were aborted or waited for too long; end
+        waits for prefixes that lasted as long as they may."""
         if min(agreed.states, default=State.FINE) == State.FINE:
             return []
         gone = waiting.answer(self, checked, agreed.states, self._limits)
@@ -268,7 +268,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         admitted: list[QueueEntry],
         taken: list[QueueEntry],
     ) -> Candidate | None:
-        """Add who gets pages to ``admitted``, or to ``taken`` if it is computed here; return the
+        """Add who gets pages to ``admitted``, or to ``taken`` if it is computed locally; return the
         first one that does not get any, with its refusal.
 
         Nobody passes it (FIFO: large requests get their turn).
@@ -330,11 +330,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _reserve(self, candidates: list[Candidate], at: int) -> torch.Tensor | None:
         """Slots for the candidate ``at`` (1-D int64); None and its refusal where there are none.
 
-        If need be, those behind it let go of their prefixes. They are not tried any more then: what
-        they held may have been evicted.
+        If need be, those behind it let go of their prefixes. They are not attempted any more then:
+        what they held may have been evicted.
         """
         candidate, lease = candidates[at], candidates[at].lease
-        assert lease is not None, "who has none is not tried"
+        assert lease is not None, "who has none is not attempted"
         found = self._budget.reserve(candidate, lease)
         if isinstance(found, Refusal) and len(candidates) > at + 1:
             line.release(candidates[at + 1 :])
@@ -384,7 +384,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
         agreed: AdmissionVote,
         stopped: Candidate | None,
     ) -> None:
-        """Keep why the first one that did not get in, did not. ``stopped``: it, if it was tried."""
+        """Keep why the first one that did not get in, did not. ``stopped``: it, if it was
+        attempted."""
         if stopped is None and len(tried) < len(first):
             stopped = first[len(tried)]
             if stopped.refusal is None and not tried:  # else another rank stops it
@@ -411,7 +412,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             waiting.log_waits(self, late)
 
     def what_is_missing(self) -> Callable[[Req], str]:
-        """Says what a request waits for, in words, as line and pool are now."""
+        """Says what a request waits for, as text, as line and pool are now."""
         in_line = chain(self.retracted_queue, (entry.req for entry in self.queue))
         head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
         pool = self._budget.describe()

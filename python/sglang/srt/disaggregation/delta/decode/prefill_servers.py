@@ -91,12 +91,12 @@ class PrefillServers:
             self.refusals.setdefault(
                 address,
                 f"prefill server {address} could not be reached, its ranks are not all up, or it "
-                "is of a release whose answer this one cannot read (this server's log says which)",
+                "runs a version whose answer this server cannot read (see this server's log)",
             )
         return known
 
     def is_asking(self, address: str) -> bool:
-        """Whether ``ensure`` has asked the server and has no answer yet."""
+        """Whether ``ensure`` has queried the server and has no answer yet."""
         return address in self._asked
 
     def forget_answer(self, address: str) -> bool:
@@ -133,8 +133,8 @@ class PrefillServers:
         if algorithm:
             logger.warning(
                 "prefill server %s runs without --speculative-algorithm, this decode server with "
-                "%s: prompts come without draft KV, and fewer drafts are accepted behind them; "
-                "start prefill with the same draft model",
+                "%s: prompts arrive without draft KV, and fewer drafts are accepted. Start "
+                "prefill with the same draft model",
                 address,
                 algorithm,
             )
@@ -162,7 +162,7 @@ class PrefillServers:
             STATS.failed(kind)
 
     def withdraw(self, address: str, infos: list[dict[str, Any]], room: int, reason: str) -> None:
-        """Tell the prefill ranks of ``room`` that it is not wanted any more. Best effort."""
+        """Notify the prefill ranks of ``room`` that it is not wanted any more. Best effort."""
         manager = self._manager
         if not self.capabilities(address).takes_control:
             return
@@ -179,23 +179,23 @@ class PrefillServers:
                 self._sockets.send(info["rank_ip"], int(info["rank_port"]), message)
             except (OSError, ValueError) as error:
                 logger.warning(
-                    "prefill %s was not told that room %s is not wanted (it learns it from its own "
-                    "deadlines): %s",
+                    "could not notify prefill %s that room %s is cancelled (it ends the room by "
+                    "its own deadlines): %s",
                     address,
                     room,
                     error,
                 )
 
     def yield_room(self, address: str, infos: list[dict[str, Any]], room: int) -> None:
-        """Tell the prefill ranks of ``room`` that decode computes it. Best effort."""
+        """Notify the prefill ranks of ``room`` that decode computes it. Best effort."""
         for info in infos:
             try:
                 rank = info["rank_ip"], int(info["rank_port"])
                 self._sockets.send(*rank, wire.ComputedByDecode(room))
             except (OSError, ValueError) as error:
                 logger.warning(
-                    "prefill %s was not told that room %s is computed here (its request ends by "
-                    "its own deadline): %s",
+                    "could not notify prefill %s of the local prefill of room %s (its request "
+                    "ends by its own deadline): %s",
                     address,
                     room,
                     error,
@@ -305,7 +305,7 @@ class PrefillServers:
                 try:
                     heartbeat.beat(self._known())
                 except Exception:  # the thread must outlive what it meets
-                    logger.exception("a heartbeat failed; the next one is on time")
+                    logger.exception("a heartbeat failed; the next one runs as scheduled")
 
         threading.Thread(target=beat, name="pd-heartbeat", daemon=True).start()
 
@@ -317,7 +317,7 @@ class PrefillServers:
             return {address: self.capabilities(address).incarnation for address in addresses}
 
     def _probe(self, address: str) -> Probe:
-        """Ask the bootstrap server who it is, and ping the connected ranks."""
+        """Query the identity of the bootstrap server, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
         route = capability.ROUTE if takes_control else "/health"
         timeout = min(environment.HANDSHAKE_TIMEOUT.read(), self._manager.heartbeat_interval)
@@ -341,8 +341,8 @@ class PrefillServers:
         return Probe(Liveness.SILENT if unanswered else Liveness.ALIVE, incarnation)
 
     def _ranks_refuse(self, address: str, timeout_s: float) -> bool:
-        """Whether nobody listens at the connected ranks' ports: a bootstrap server that is gone may
-        be another node's, and what refuses may be a service in front of one that is not."""
+        """Whether no process listens at the connected ranks' ports: a bootstrap server that is gone
+        may be another node's, and what refuses may be a service in front of one that is not."""
         with self._lock:
             ranks = list(self._ranks[address])
         return all(refuses(host, port, timeout_s) for host, port in ranks)
@@ -369,7 +369,7 @@ class PrefillServers:
                 self.lost(address, is_gone, why)
 
     def lost(self, address: str, is_gone: bool, why: str) -> None:
-        """A prefill server is given up: fail its rooms, and connect anew when it is next needed.
+        """A prefill server is given up: fail its rooms, and connect again when it is next needed.
 
         ``is_gone``: its processes do not exist any more, so that nothing more can be written.
         """
@@ -378,13 +378,14 @@ class PrefillServers:
         for room in rooms:
             self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
         logger.error(
-            "lost prefill server %s: %s. Its %d rooms fail, and the next request connects anew; %s",
+            "lost prefill server %s: %s. Its %d rooms fail, and the next request connects again; "
+            "%s",
             address,
             why,
             len(rooms),
-            "nothing more can be written, pages of ended transfers are free"
+            "its process is gone, so deferred release ends"
             if is_gone
-            else "pages of ended transfers stay taken until it answers or is gone",
+            else "pages stay in deferred release until it answers or is gone",
         )
         with self._lock:
             self._ranks[address] = dict.fromkeys(self._ranks[address], 0)

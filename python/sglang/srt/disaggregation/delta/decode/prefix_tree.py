@@ -350,7 +350,7 @@ class DecodeRadixTree(RadixCache):
 
 
 class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
-    """What a decode server runs in the place of a prefill: goes on after each shared prefix."""
+    """What a decode server runs instead of a prefill: goes on after each shared prefix."""
 
     @override
     def prepare_for_prebuilt(self) -> None:

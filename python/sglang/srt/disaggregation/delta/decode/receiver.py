@@ -104,8 +104,8 @@ class DeltaReceiver(CommonKVReceiver):
         servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
 
     def is_ready(self, prefill_dp_rank: int) -> bool:
-        """Whether ``init`` may be called: it never asks the prefill server itself, since that would
-        stop the scheduler. What is missing is asked in the background."""
+        """Whether ``init`` may be called: it never queries the prefill server itself, since that
+        would stop the scheduler. What is missing is queried in the background."""
         servers = self._servers
         return servers is None or servers.connections.is_ready(
             self.bootstrap_addr, prefill_dp_rank, super()._get_bootstrap_info_from_server
@@ -199,20 +199,20 @@ class DeltaReceiver(CommonKVReceiver):
             del self._connect_to_bootstrap_server
 
     def withdraw(self, reason: str) -> None:
-        """Tell prefill that decode does not want this room any more. Needs no answer."""
+        """Notify prefill that decode does not want this room any more. Needs no answer."""
         infos = getattr(self, "bootstrap_infos", None)
         if self._servers is not None and infos:
             self._servers.withdraw(self.bootstrap_addr, infos, self.bootstrap_room, reason)
 
     def yield_room(self) -> None:
-        """Tell prefill that decode computes the request itself: it ends there at once."""
+        """Notify prefill that decode computes the request itself: it ends there at once."""
         infos = getattr(self, "bootstrap_infos", None)
         # One message a room: this rank's prefill ranks have among them the one that clients hear.
         if self._servers is not None and infos and self.kv_mgr.attn_tp_rank == 0:
             self._servers.yield_room(self.bootstrap_addr, infos, self.bootstrap_room)
 
     def defer_free(self) -> DeferredFree | None:
-        """Withdraw a room whose pages prefill was told of, and follow it until it is drained.
+        """Withdraw a room whose pages prefill was notified of, and follow it until it is drained.
 
         None where nobody can write to them any more.
         """

@@ -74,7 +74,7 @@ class Wait:
 
     #: None while the request is not in line.
     since: float | None = None
-    #: Why it was not admitted when it was last tried; None if it never was.
+    #: Why it was not admitted when it was last attempted; None if it never was.
     refusal: Refusal | None = None
     #: When it first had to wait for another request's prefix.
     prefix_since: float | None = None
@@ -85,7 +85,8 @@ class Wait:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether memory was short for it when it was last tried: nobody behind it is admitted."""
+        """Whether memory was short for it when it was last attempted: nobody behind it is
+        admitted."""
         return self.refusal is not None and self.refusal.prefix is None
 
 
@@ -99,11 +100,12 @@ class DecodeRecord:
     content_in_ids: bool | None = None
     #: When its handshake was first advanced, and what prefill has not answered yet.
     handshake_since: float | None = None
-    handshake_lacks: str = "who it is"
-    #: This rank could not reach its prefill server; and whether it was tried here because of that.
+    handshake_lacks: str = "its server info"
+    #: This rank could not reach its prefill server; and whether it was attempted here because of
+    #: that.
     unreachable: bool = False
     tried_here: bool = False
-    #: It has no prefill server any more, and is computed here or nowhere (``without_prefill``).
+    #: It has no prefill server any more, and is computed locally or nowhere (``without_prefill``).
     is_alone: bool = False
     #: Its client left.
     unwanted: bool = False

@@ -222,7 +222,7 @@ class DisaggScheduler(DecodeFlush):
         if draft is not None:
             logger.info(
                 "decode radix cache with speculation: %s (spec v%d), %d steps, %d draft tokens; "
-                "the tree's pages hold the draft model's KV too",
+                "the pages of the tree also hold the KV of the draft model",
                 self.server_args.speculative_algorithm,
                 2 if self.enable_overlap else 1,
                 self.server_args.speculative_num_steps,
@@ -335,8 +335,8 @@ class RadixTokenizer(TokenizerManager):
         wanted = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
         if wanted and obj.input_embeds is not None:
             raise ValueError(
-                f"input_embeds cannot be served by a decode server with {FLAG}: SGLang takes them "
-                "only where no radix cache is. Send them to a decode server without the flag, and "
-                "to a prefill server with --disable-radix-cache."
+                f"input_embeds cannot be served by a decode server with {FLAG}: SGLang accepts "
+                "them only without a radix cache. Send them to a decode server without the flag "
+                "and a prefill server with --disable-radix-cache."
             )
         return await super()._tokenize_one_request(obj)

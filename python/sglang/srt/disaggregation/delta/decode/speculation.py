@@ -65,7 +65,7 @@ def check_draft_pool(target: KVCache, draft: KVCache) -> None:
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{FLAG}: the KV pools of target and draft model differ in page size or tokens "
-            f"({sizes[0]} and {sizes[1]}), so a page of one is none of the other; remove the flag, "
+            f"({sizes[0]} and {sizes[1]}), so their page indices do not match; remove the flag, "
             "or --speculative-algorithm."
         )
 
@@ -81,7 +81,7 @@ def own_draft_state(req: Req) -> None:
         setattr(req, name, getattr(req, name).to("cpu", copy=True))
 
 
-# ---- turns that are computed here ----
+# ---- turns that are computed locally ----
 
 
 def own_first_drafts(batch: ScheduleBatch) -> None:

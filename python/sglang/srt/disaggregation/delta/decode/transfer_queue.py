@@ -135,7 +135,7 @@ class StepWrites:
 
 
 def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) -> None:
-    """Tell prefill which pages to fill; from here on they belong to the transfer.
+    """Send prefill the pages to fill; from here on they belong to the transfer.
 
     Later in the same turn of the loop where the step in flight may write to them. ``queue``: the
     prealloc queue; ``slots`` (1-D int64): those of the delta.
@@ -154,7 +154,7 @@ def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) 
 
     def tell() -> None:
         if entry.req.finished_reason is not None:
-            return  # given up meanwhile: prefill was told that no announcement comes
+            return  # given up meanwhile: prefill was notified that no announcement comes
         at = now()  # prefill may have logged that it knows before the next line is over
         if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
             entry.kv_receiver.send_metadata(pages, index, state)
@@ -212,7 +212,7 @@ class Arrival:
         record = record_of(req)
         if expected == EMPTY:
             record.arrived = True
-            record.failure = "room 0 cannot be told from an empty metadata slot"
+            record.failure = "room 0 cannot be distinguished from an empty metadata slot"
             return int(KVPoll.Failed)
         if found == EMPTY:
             return int(KVPoll.Failed if self._is_overdue() else KVPoll.Transferring)
@@ -239,8 +239,8 @@ class Arrival:
             return False
         slot = self._entry.metadata_buffer_index
         record.failure = (
-            f"its KV has arrived, but no metadata in metadata slot {slot} "
-            f"within {waited:.0f} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+            f"its KV has arrived, but metadata slot {slot} is still empty after {waited:.0f} s "
+            "(SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
         )
         return True
 

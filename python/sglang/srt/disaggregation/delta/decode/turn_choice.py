@@ -27,7 +27,7 @@ OTHERS = 0.2
 #: Decode steps after which a local chunk runs, whatever the share says.
 MOST_STEPS_BETWEEN = 64
 #: In a vector of integers of which the smallest counts: a number that was not measured yet, and the
-#: word that a turn must not be computed here, as far as this rank knows.
+#: word that a turn must not be computed locally, as far as this rank knows.
 UNKNOWN, NEVER = -1, -2
 _MICRO, _NANO = 1_000_000, 1_000_000_000
 
@@ -186,8 +186,8 @@ def read_there(vote: int) -> float | None:
 
 
 class Load(NamedTuple):
-    """What a turn meets here; equal on all ranks. ``queued``: tokens of local turns ahead of it;
-    ``running``: requests whose decode steps alternate with chunks; ``debt``: see ``Pace``;
+    """What a turn meets on this server; equal on all ranks. ``queued``: tokens of local turns ahead
+    of it; ``running``: requests whose decode steps alternate with chunks; ``debt``: see ``Pace``;
     ``is_full``: the running batch has no place for the turn."""
 
     queued: int = 0
@@ -203,9 +203,9 @@ class Limits:
     tokens: int
     chunk: int = 512
     share: float = 0.5
-    #: Every turn within ``tokens`` is computed here, whatever it costs.
+    #: Every turn within ``tokens`` is computed locally, whatever it costs.
     always: bool = False
-    #: The largest turn that is computed here where its prefill server is lost.
+    #: The largest turn that is computed locally where its prefill server is lost.
     when_lost: int = 0
 
 
@@ -239,7 +239,7 @@ class Announced(NamedTuple):
 
 
 def expected_here(tokens: int, load: Load, costs: Costs, limits: Limits) -> float | None:
-    """Seconds until a turn of ``tokens`` new tokens is computed here; None where unknown.
+    """Seconds until a turn of ``tokens`` new tokens is computed locally; None where unknown.
 
     The step under way ends first; then come the chunks of those ahead and its own, and between two
     of them decode steps as ``Pace`` has them.
@@ -265,7 +265,7 @@ class Choice:
         self._to_lose, self._since = 0.0, 0
 
     def decide(self, tokens: int, load: Load, costs: Costs, there: float | None) -> Decision:
-        """Where a turn of ``tokens`` new tokens, which could be computed here, is computed."""
+        """Where a turn of ``tokens`` new tokens, which could be computed locally, is computed."""
         if tokens > self.limits.tokens:
             return Decision(False, "long", None, there)
         here = expected_here(tokens, load, costs, self.limits)
@@ -287,7 +287,8 @@ class Choice:
         return Decision(cheaper, "cheaper", here, there)
 
     def without_prefill(self, tokens: int, load: Load, costs: Costs, reason: str) -> Decision:
-        """Whether a turn is computed here that no prefill server computes; ``reason``: why none."""
+        """Whether a turn is computed locally that no prefill server computes; ``reason``: why
+        none."""
         here = expected_here(tokens, load, costs, self.limits)
         return Decision(tokens <= self.limits.when_lost, reason, here)
 

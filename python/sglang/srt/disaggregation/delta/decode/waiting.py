@@ -1,7 +1,7 @@
 """Requests that wait for decode memory: what is said of them, and how they leave without any.
 
 One that failed, was aborted or has waited for too long holds nothing but its place in the queue.
-Its client is answered, once, and prefill is told not to wait for an announcement.
+Its client is answered, once, and prefill is notified not to wait for an announcement.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ else:
 
 logger = logging.getLogger(__name__)
 
-#: What a request waits for, in words.
+#: What a request waits for, as text.
 Lacks = Callable[["Req"], str]
 
-#: Why a request is refused, in words.
+#: Why a request is refused, as text.
 REASONS = {
     "no_tokens": "not enough free KV tokens",
-    "cannot_finish": "with it, a running request could be left without memory for its answer",
+    "cannot_finish": "its admission could leave a running request without memory for its output",
     "no_request_row": "no free request row",
     "no_metadata_slot": "no free metadata slot",
-    "prefix_arriving": "its prefix is just arriving for another request",
+    "prefix_arriving": "its prefix is still being transferred or computed for another request",
 }
 
 
 def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
-    """What ``req`` waits for, in words. ``head``: the first in line that is blocked, if any;
+    """What ``req`` waits for, as text. ``head``: the first in line that is blocked, if any;
     ``wanted``: tokens; ``pool``: where the pool's tokens are."""
     own = record_of(req).wait.refusal
     ahead = record_of(head).wait.refusal if head is not None else None
@@ -51,8 +51,8 @@ def missing(req: Req, head: Req | None, wanted: int, pool: str) -> str:
     elif head is not None and ahead is not None:
         why = f"request {head.rid} ahead of it does not fit: {REASONS[ahead.reason]}"
     else:
-        why = "it was not tried yet"
-    return f"{why}; {wanted} tokens wanted, {pool}"
+        why = "its admission was not attempted yet"
+    return f"{why}; it needs {wanted} tokens, {pool}"
 
 
 def log_waits(queue: RadixPreallocQueue, late: Sequence[Req]) -> None:
@@ -83,10 +83,10 @@ def answer(
     states: Sequence[int],
     limits: Limits,
 ) -> list[QueueEntry]:
-    """Tell the clients of those of ``checked`` that failed or waited for too long, by the
+    """Notify the clients of those of ``checked`` that failed or waited for too long, by the
     ``states`` that the ranks agreed on; who leaves.
 
-    Who waited long enough for another request's prefix is tried from the next step on."""
+    Who waited long enough for another request's prefix is attempted from the next step on."""
     gone: list[QueueEntry] = []
     lacks: Lacks | None = None
     for entry, state in zip(checked, states, strict=True):
@@ -94,7 +94,7 @@ def answer(
         if state == State.FAILED:
             if queue.without_prefill.save(entry, why_failed(queue, entry)):
                 continue  # tried from the next step on
-            fail(queue, entry, "Aborted while it waited for decode memory: request")
+            fail(queue, entry, "Aborted while waiting for decode memory: request")
         elif state == State.EXPIRED:
             lacks = lacks or queue.what_is_missing()
             waited = queue.clock() - (record_of(req).wait.since or 0.0)
@@ -117,8 +117,9 @@ def give_up(
 ) -> None:
     """End a request of the prealloc queue; the caller takes it out of the lists.
 
-    The client is answered once, prefill is told not to wait for the announcement, and the receiver
-    forgets the room. What the request holds at this stage is nothing but its place in the queue.
+    The client is answered once, prefill is notified not to wait for the announcement, and the
+    receiver forgets the room. What the request holds at this stage is nothing but its place in the
+    queue.
     """
     from sglang.srt.disaggregation.utils import prepare_abort
 

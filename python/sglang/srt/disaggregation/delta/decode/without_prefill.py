@@ -1,4 +1,5 @@
-"""Requests whose prefill server is lost, or whose transfer failed: computed here if they are short.
+"""Requests whose prefill server is lost, or whose transfer failed: computed locally if they are
+short.
 
 Such a request goes back into the prealloc queue, with a receiver that asks nobody, and is admitted
 once more: matched, locked, given pages of its own. What it held for its transfer stays behind with
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Why a turn is computed here that prefill was to compute: it could not be reached, or was lost
+#: Why a turn is computed locally that prefill was to compute: it could not be reached, or was lost
 #: before the request was announced; or the transfer failed.
 NO_PREFILL, TRANSFER_FAILED = "no_prefill", "transfer_failed"
 
@@ -56,10 +57,10 @@ class NoPrefill:
         self.conclude_state = int(KVPoll.Failed)
 
     def withdraw(self, reason: str) -> None:
-        """Nobody waits for an announcement that would have to be told."""
+        """No announcement is expected, so nobody is notified."""
 
     def yield_room(self) -> None:
-        """Nobody is there to be told: a server that has the request all the same ends it by its
+        """No server can be notified: a server that has the request all the same ends it by its
         own deadline."""
 
     def clear(self) -> None:
@@ -78,7 +79,7 @@ class WithoutPrefill:
         self._queue = queue
 
     def may_save(self, req: Req) -> bool:
-        """Whether a request whose room failed may be computed here, if it is short enough."""
+        """Whether a request whose room failed may be computed locally, if it is short enough."""
         turns = self._queue.local_turns
         return turns is not None and bool(turns.may_save(req))
 
@@ -93,7 +94,7 @@ class WithoutPrefill:
         return True
 
     def try_here(self, entry: QueueEntry) -> None:
-        """Its prefill server cannot be reached just now: a request is tried here, once."""
+        """Its prefill server cannot be reached just now: a request is attempted locally, once."""
         record_of(entry.req).tried_here = True
         if self.may_save(entry.req):
             why = f"prefill server {bootstrap_addr(entry.req)} could not be reached"
@@ -109,8 +110,8 @@ class WithoutPrefill:
         self._in_line(entry, receiver)
 
     def is_too_long(self, entry: QueueEntry) -> bool:
-        """A request has more new tokens than may be computed here: it waits for its prefill server
-        again, or fails; whether it failed."""
+        """A request has more new tokens than may be computed locally: it waits for its prefill
+        server again, or fails; whether it failed."""
         queue, receiver = self._queue, entry.kv_receiver
         if receiver.asking is not None:
             entry.kv_receiver, entry.waiting_for_input = receiver.asking, False
@@ -133,8 +134,8 @@ class WithoutPrefill:
         record.wait, record.is_alone = Wait(since=queue.clock()), True
         queue.local_turns.lost(bootstrap_addr(entry.req))
         logger.warning(
-            "request %s (bootstrap_room=%s) has no prefill server: %s. It is computed here if it "
-            "is short enough",
+            "request %s (bootstrap_room=%s) has no prefill server: %s. Fallback prefill computes "
+            "it if it is short enough",
             entry.req.rid,
             entry.req.bootstrap_room,
             receiver.why,
