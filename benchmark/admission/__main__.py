@@ -110,12 +110,27 @@ def _print(cases: list[dict[str, Any]], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.admission")
     add = parser.add_argument
-    add("--steps", type=int, default=1000, help="blocked steps an arm; a quarter where some enter")
+    add(
+        "--steps",
+        type=int,
+        default=1000,
+        help="blocked steps per arm; a quarter of that in cases with admissions",
+    )
     add("--pages", type=int, nargs="+", default=list(PAGES), help="page sizes")
     add("--running", type=int, nargs="+", default=list(RUNNING), help="running requests")
-    add("--line", type=int, default=10_000, help="requests in line, in the last cases of a page")
-    add("--copies", type=int, default=64, help="of each of ten prompts in line, likewise")
-    add("--name", default="admission", help="of the summary")
+    add(
+        "--line",
+        type=int,
+        default=10_000,
+        help="waiting requests, in the last cases of each page size",
+    )
+    add(
+        "--copies",
+        type=int,
+        default=64,
+        help="copies of each of ten waiting prompts, in the same cases",
+    )
+    add("--name", default="admission", help="title of the summary")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the summary")
     args, console = parser.parse_args(), Console(width=110)
     return status(lambda: run(args, console), console)

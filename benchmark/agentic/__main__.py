@@ -9,16 +9,22 @@ import importlib
 import sys
 
 COMMANDS = {
-    "generate": ("benchmark.agentic.traces.cli:generate", "make a trace of agentic traffic"),
-    "sample": ("benchmark.agentic.traces.cli:sample", "cut a smaller trace that shares as much"),
-    "describe": ("benchmark.agentic.traces.cli:describe", "what a trace holds"),
-    "convert": ("benchmark.agentic.traces.convert:convert", "other formats as a trace"),
-    "run": ("benchmark.agentic.studies.cli:run", "measure a study on a fleet, one page"),
-    "report": ("benchmark.agentic.studies.cli:report", "the page of a run, again"),
-    "compare": ("benchmark.agentic.studies.cli:compare", "two runs of a study on one page"),
+    "generate": ("benchmark.agentic.traces.cli:generate", "generate a trace of agentic traffic"),
+    "sample": (
+        "benchmark.agentic.traces.cli:sample",
+        "sample a smaller trace with the same sharing",
+    ),
+    "describe": ("benchmark.agentic.traces.cli:describe", "describe a trace"),
+    "convert": ("benchmark.agentic.traces.convert:convert", "convert other formats to a trace"),
+    "run": ("benchmark.agentic.studies.cli:run", "measure a study on a fleet and write its page"),
+    "report": ("benchmark.agentic.studies.cli:report", "write the page of a run again"),
+    "compare": ("benchmark.agentic.studies.cli:compare", "compare two runs of a study on one page"),
     "route": ("benchmark.agentic.router.cli", "run the router"),
-    "capacity": ("benchmark.agentic.model.capacity", "where the decode capacity wall stands"),
-    "calibrate": ("benchmark.agentic.model.calibrate", "costs from a run's records"),
+    "capacity": (
+        "benchmark.agentic.model.capacity",
+        "requests and transfers that decode capacity allows",
+    ),
+    "calibrate": ("benchmark.agentic.model.calibrate", "fit costs to a run's records"),
     "simulate": ("benchmark.agentic.model.simulate", "replay a trace against simulated pools"),
 }
 

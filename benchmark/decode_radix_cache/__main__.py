@@ -17,11 +17,14 @@ def main() -> int:
     add = parser.add_argument
     questions = ["throughput", "wire", "speculation"]
     add("question", choices=questions, nargs="?", default=questions[0])
-    add("--repeats", type=int, default=1, help="throughput: runs of each arm")
+    add("--repeats", type=int, default=1, help="throughput: number of runs of each arm")
     add(
         "--spinning",
         action="store_true",
-        help="throughput: one more arm, the flag with a progress thread that spins as in stock",
+        help=(
+            "throughput: add an arm with the flag and a progress thread that polls without a "
+            "pause, as in stock"
+        ),
     )
     add_common(parser, Path(__file__).parent / "results")
     args, console = parser.parse_args(), Console()

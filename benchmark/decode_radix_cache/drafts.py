@@ -18,7 +18,7 @@ from benchmark.harness.client import Request, Result
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.pair import Pair
 
-#: Conversations, turns of each, and generated tokens of a turn.
+#: Sessions, turns of each, and generated tokens of a turn.
 CHATS, TURNS, NEW = 5, 5, 60
 
 
@@ -42,7 +42,7 @@ def zeroing() -> Mapping[str, str]:
 
 
 def rates(pair: Pair, model: Path) -> Rates:
-    """Of a fresh pair with ``model`` as its own draft, one step, and room for all conversations.
+    """Of a fresh pair with ``model`` as its own draft, one step, and room for all sessions.
 
     Raises:
         RuntimeError: a request failed, answers differ, or hits are not where they have to be.
@@ -65,9 +65,9 @@ def rates(pair: Pair, model: Path) -> Rates:
     misses = pair.send(apart, concurrency=6)
     pair.check()
     if not report.same_answers([turns, again, misses]):
-        raise RuntimeError("a request failed, or hits answer other than misses")
+        raise RuntimeError("a request failed, or outputs of hits and misses differ")
     if hit_tokens <= 0.9 * sum(map(len, prompts)):
-        raise RuntimeError(f"{hit_tokens:.0f} hit tokens: the tree did not keep the conversations")
+        raise RuntimeError(f"{hit_tokens:.0f} hit tokens: the tree did not keep the sessions")
     if pair.metrics()[1][metrics.HIT_TOKENS] != hit_tokens:
         raise RuntimeError("prompts in namespaces of their own were hits")
     return Rates(*map(accept_rate, (turns, again, misses)))

@@ -22,10 +22,15 @@ from benchmark.harness.report import write_summary
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.demo", description=__doc__)
     add = parser.add_argument
-    add("--serve", action="store_true", help="leave the servers running")
-    add("--port", type=int, default=8000, help="load balancer's port with --serve")
-    add("--model", type=Path, default=TINY_ARITH, help="a chat model's folder")
-    add("--out", type=Path, default=REPOSITORY / "out" / "demo", help="for logs and the table")
+    add("--serve", action="store_true", help="keep the servers running")
+    add("--port", type=int, default=8000, help="port of the load balancer with --serve")
+    add("--model", type=Path, default=TINY_ARITH, help="folder of a chat model")
+    add(
+        "--out",
+        type=Path,
+        default=REPOSITORY / "out" / "demo",
+        help="folder for logs and the table",
+    )
     args = parser.parse_args()
     console = Console()
     for problem in problems(args.port if args.serve else None, args.model):
@@ -50,7 +55,7 @@ def main() -> int:
     write_summary(args.out / "demo.summary.json", {**describe(), "seconds": seconds})
     console.print(f"Done in {seconds:.0f} s; logs in {args.out}", highlight=False)
     if not same:
-        console.print("[red]The arms answered differently, or a request failed.[/]")
+        console.print("[red]The arms' outputs differ, or a request failed.[/]")
     return 0 if same else 1
 
 

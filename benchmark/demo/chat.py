@@ -1,4 +1,4 @@
-"""Several conversations at once with the tiny model; each turn is sent with all that was said."""
+"""Several sessions at once with the tiny model; each turn is sent with all that was said."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Turn:
 
 
 def load_conversations() -> list[list[Turn]]:
-    """The demo's conversations: held-out problems, some of which need the turn before."""
+    """The demo's sessions: held-out problems, some of which need the turn before."""
     text = (Path(__file__).parent / "conversations.json").read_text()
     return [[Turn(**turn) for turn in conversation] for conversation in json.loads(text)]
 
@@ -33,7 +33,7 @@ def load_conversations() -> list[list[Turn]]:
 def play(
     target: Target, conversations: Sequence[Sequence[Turn]], on_turn: Callable[[], object]
 ) -> list[Result]:
-    """Plays all conversations at once; a result a turn, labelled ``CONVERSATION.TURN``."""
+    """Plays all sessions at once; a result a turn, labelled ``CONVERSATION.TURN``."""
 
     async def everyone() -> list[Result]:
         async with open_session() as session:

@@ -103,7 +103,7 @@ def _arm(
     task = progress.add_task(does("starting prefill, decode, load balancer"), total=None)
     with Pair(configure(model, variant), logs) as pair:
         warm_up(pair)
-        what = does(f"chat: {len(conversations)} conversations, {turns} turns")
+        what = does(f"chat: {len(conversations)} sessions, {turns} turns")
         progress.update(task, description=what, total=turns + 1)
         chatted = measure(
             pair, lambda: chat.play(pair.target, conversations, lambda: progress.advance(task))
@@ -118,14 +118,14 @@ def _arm(
 def _show_chat(
     conversations: Sequence[Sequence[chat.Turn]], measured: Measured, console: Console
 ) -> None:
-    """Three turns of the first conversation, as the model answered them."""
+    """Three turns of the first session, as the model answered them."""
     console.print("\n[bold]From the chat[/] (the tiny model, with local turns)")
     for turn, result in zip(conversations[0][:3], measured.results, strict=False):
         console.print(f"  [cyan]user[/]  {turn.question}", highlight=False)
         answer = result.text.strip().replace("\n", " / ")
         console.print(f"  [green]model[/] {escape(answer)}", highlight=False)
     right = chat.right_answers(conversations, measured.results)
-    console.print(f"  {right} of {len(measured.results)} answers right\n")
+    console.print(f"  {right} of {len(measured.results)} answers are correct\n")
 
 
 ROWS: dict[str, Callable[[Measured], str]] = {

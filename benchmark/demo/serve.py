@@ -28,13 +28,13 @@ def serve(model: Path, port: int, out: Path, console: Console) -> None:
     """
     console.print("Starting prefill, decode and load balancer (about a minute)...")
     with Pair(configure(model, router_port=port), out / "serve") as pair:
-        console.print("Serving, decode radix cache on. Ask it something:\n")
+        console.print("Serving, decode radix cache on. Send it a request:\n")
         url = pair.target.url
         # Plain print: what the user copies may not be wrapped.
         print(CURL.format(url=url, model=model.name, question=QUESTION), flush=True)
         console.print(
-            f"\nIts counters: curl -s {pair.decode_url}/metrics | grep decode_prefix\n"
-            f"Logs: {out / 'serve'}\nCtrl-C ends it.",
+            f"\nIts counters: curl -s {pair.decode_url}/metrics | grep decode_prefix\nLogs: "
+            f"{out / 'serve'}\nCtrl-C stops it.",
             highlight=False,
         )
         while all(process.alive for process in pair.processes.values()):

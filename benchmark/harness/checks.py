@@ -74,7 +74,7 @@ def flush(url: str, timeout_s: float = 30.0, wait_s: float = 0.0) -> None:
     try:
         urllib.request.urlopen(request, timeout=timeout_s + wait_s).close()
     except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{url} does not flush: {error.read()[:300]!r}") from error
+        raise RuntimeError(f"{url} refused to flush its cache: {error.read()[:300]!r}") from error
 
 
 def assert_healthy(server: ServerProcess) -> None:

@@ -76,8 +76,8 @@ def replaced(load: T, args: argparse.Namespace) -> T:
 def add_common(parser: argparse.ArgumentParser, results: Path) -> None:
     """What every benchmark that starts servers takes."""
     add = parser.add_argument
-    add("--model", type=Path, help="model folder; a random one is made without it")
-    add("--out", type=Path, default=results, help="for JSON, the plot and the servers' logs")
+    add("--model", type=Path, help="model folder; default: make a random model")
+    add("--out", type=Path, default=results, help="folder for JSON, the plot and the servers' logs")
 
 
 def retyped(argv: Sequence[str]) -> str:

@@ -153,7 +153,7 @@ def router(
     *,
     policy: str = "round_robin",
 ) -> ServerConfig:
-    """SGLang's own load balancer in front of prefill and decode servers, or of colocated workers.
+    """SGLang's own load balancer in front of prefill and decode servers, or of aggregated workers.
 
     ``ports``: HTTP and its metrics. ``policy``: for every pool.
     """

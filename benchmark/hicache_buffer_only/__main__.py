@@ -24,25 +24,25 @@ def main() -> int:
     load = Load()
     parser = argparse.ArgumentParser(prog="python -m benchmark.hicache_buffer_only")
     add = parser.add_argument
-    add("--only", choices=TRACES, help="one of the traces; all without it")
-    add("--trace", type=Path, help="conversations, Mooncake's format; generated without it")
-    add("--agents", type=Path, help="agents, Mooncake's format; generated without it")
+    add("--only", choices=TRACES, help="one of the traces; default: all")
+    add("--trace", type=Path, help="conversation trace in Mooncake's format; default: generated")
+    add("--agents", type=Path, help="agent trace in Mooncake's format; default: generated")
     add_fields(
         parser,
         load,
-        requests="of each trace, from its start",
-        rounds="every arm once in each; those that --out has already are not made again",
-        block_tokens="512 are scaled to so many",
-        speed="seconds of the trace in a second",
-        device_tokens="of a worker's pool",
-        seed="of generated traces and all prompts",
+        requests="requests of each trace, from its start",
+        rounds="rounds, each with every arm once; rounds that --out already has are not repeated",
+        block_tokens="tokens per block; blocks of 512 are scaled to this",
+        speed="seconds of the trace per second",
+        device_tokens="tokens of a worker's device pool",
+        seed="seed of generated traces and all prompts",
     )
     add_fields(
         parser,
         load.split,
         ratio="host pool over device pool, cache arm",
         store_share="store over pools, cache arm",
-        stage_share="stage over host pool",
+        stage_share="staging buffer over host pool",
     )
     add_common(parser, Path(__file__).parent / "results")
     args, console = parser.parse_args(), Console()

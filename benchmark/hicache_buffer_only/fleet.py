@@ -131,10 +131,10 @@ class WorkersAndStore(Fleet):
             )
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Wait until all workers are idle, healthy, and have empty stages.
+        """Wait until all workers are idle, healthy, and have empty staging buffers.
 
         Raises:
-            TimeoutError: pages are left in a stage, or requests in a worker.
+            TimeoutError: pages are left in a staging buffer, or requests in a worker.
             ServerFailed: a worker died.
         """
         self.check(timeout_s)

@@ -10,7 +10,7 @@ class Memory:
     """Host memory of one arm; each worker has its pool and gives its segment to the store."""
 
     pool_pages: int
-    """Pages of a worker's host pool, or of its stage: pinned, of no use to another worker."""
+    """Pages of a worker's host pool or staging buffer: pinned, of no use to another worker."""
     segment_pages: int
     """Pages of a worker's part of the store, which every worker reads."""
     page_bytes: int
@@ -59,12 +59,12 @@ class Split:
         return self._moved(cache, int(device_tokens * self.small_ratio) // page_size + 1)
 
     def buffer_only(self, cache: Memory) -> Memory:
-        """The same memory: what the stage does not need goes to the store."""
+        """The same memory: what the staging buffer does not need goes to the store."""
         stage = int(cache.pool_pages * self.stage_share)
         if stage < 2:
             raise ValueError(
-                f"a stage of {self.stage_share:.0%} of {cache.pool_pages} pages is too small: use "
-                "a larger --device-tokens or --stage-share"
+                f"a staging buffer of {self.stage_share:.0%} of {cache.pool_pages} pages is too "
+                "small: use a larger --device-tokens or --stage-share"
             )
         return self._moved(cache, stage)
 

@@ -211,7 +211,12 @@ def table(rooms: Iterable[RoomStages]) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.kv_transfer.event_log")
-    parser.add_argument("folders", type=Path, nargs="+", help="event logs of both servers")
+    parser.add_argument(
+        "folders",
+        type=Path,
+        nargs="+",
+        help="folder with the event logs of both servers",
+    )
     rooms = stages(read(*parser.parse_args().folders))
     columns = ["new tokens, up to", "rooms", "incomplete", *COLUMNS]
     print_table("stages of a room, p50, ms", columns, table(rooms), Console())

@@ -51,7 +51,7 @@ def runs_for(count: int, run: int, seed: int) -> Pages:
     """``count`` pages in shuffled runs of ``run`` neighbours, from page 1 on. Two runs may come to
     lie side by side by chance."""
     if count % run:
-        raise ValueError(f"{count} pages are no whole number of runs of {run}")
+        raise ValueError(f"{count} pages are not a multiple of runs of {run}")
     blocks = np.arange(1, count + 1, dtype=np.int32).reshape(-1, run)
     return np.random.default_rng(seed).permutation(blocks, axis=0).reshape(-1)
 

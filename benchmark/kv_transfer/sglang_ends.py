@@ -222,7 +222,9 @@ class Decode(_End):
             deadline = time.monotonic() + _CONNECT_S
             while not receiver.is_ready(0):  # its ranks are asked in the background
                 if time.monotonic() > deadline:
-                    raise TimeoutError("the prefill process does not say where its ranks listen")
+                    raise TimeoutError(
+                        "the prefill process does not report the addresses of its ranks"
+                    )
                 time.sleep(0.01)
             receiver.init(0)
             receiver.announce(plan.destination, plan.slot, prefix_len=0)

@@ -18,20 +18,20 @@ def main() -> int:
     load = Load()
     parser = argparse.ArgumentParser(prog="python -m benchmark.local_turns")
     add = parser.add_argument
-    add("--rounds", type=int, default=3, help="of all arms, in turn")
-    only = "only those whose names hold this pattern; no claims are checked then"
+    add("--rounds", type=int, default=3, help="rounds of all arms in turn")
+    only = "only arms whose names match this pattern; then no claims are checked"
     add("--arms", default="", help=only)
     add_fields(
         parser,
         load,
-        talks="at once",
-        turns="of a talk",
-        turn_tokens="of a later turn's question",
-        cold_clients="a load each",
-        cold_tokens="of a cold prompt",
-        local_tokens="the flag's value",
+        talks="concurrent sessions",
+        turns="turns per session",
+        turn_tokens="new tokens of a later turn",
+        cold_clients="numbers of cold clients, one load each",
+        cold_tokens="tokens of a cold prompt",
+        local_tokens="value of --disaggregation-decode-local-tokens",
     )
-    add("--note", default="", help="about this run, for its readers")
+    add("--note", default="", help="note about this run, for the page")
     add_common(parser, Path(__file__).parent / "results")
     args, console = parser.parse_args(), Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).

@@ -43,9 +43,24 @@ ARRIVE_S = 0.05
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.local_turns.answers")
-    parser.add_argument("--count", type=int, default=100, help="of answers, idle and busy each")
-    parser.add_argument("--cold-clients", type=int, default=2, help="that keep prefill busy")
-    parser.add_argument("--tp", type=int, default=1, help="ranks of the prefill server")
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=100,
+        help="number of answers, idle and busy each",
+    )
+    parser.add_argument(
+        "--cold-clients",
+        type=int,
+        default=2,
+        help="cold clients that keep prefill busy",
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="tensor parallel ranks of the prefill server",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -81,7 +96,7 @@ def run(out: Path, count: int, clients: int, tp: int, console: Console) -> int:
     head = ["prefill is", "answers", "p50", "p99", "longest", f"above {BOUND_S * 1e3:.0f} ms"]
     report.print_table("From decode's message to the client's answer", head, rows, console)
     for name, tokens in computed.items():
-        line = f"{name}: prefill computed {tokens:.0f} tokens that are no cold client's"
+        line = f"{name}: prefill computed {tokens:.0f} tokens that no cold client sent"
         console.print(line, highlight=False)
     content = {**describe(), "clients": clients, "tp": tp, "seconds": found, "computed": computed}
     report.write_summary(out / "answers.json", content)
@@ -108,7 +123,7 @@ async def _measure(
         sockets.send(host, port, ComputedByDecode(route["bootstrap_room"]))
         result = await half
         if result.error is not None or result.output_ids:
-            raise RunFailed(f"prefill's answer is no empty one: {result}")
+            raise RunFailed(f"prefill's answer is not empty: {result}")
         return result.finished_at - sent
 
     async def cold(session: ClientSession, done: asyncio.Event) -> int:

@@ -102,6 +102,6 @@ def _line(m: Measured) -> str:
     took = ", ".join(f"{name} {report.milliseconds(each)}" for name, each in m.took_s.items())
     return (
         f"{m.requests_per_s:.2f} requests/s; TTFT p50 of later turns "
-        f"{report.milliseconds(m.ttft_later_s.p50)}; gap p99 {report.milliseconds(m.gap_s.p99)}; "
+        f"{report.milliseconds(m.ttft_later_s.p50)}; ITL p99 {report.milliseconds(m.gap_s.p99)}; "
         f"{m.failed} failed; {m.reasons or ''} {took}"
     )

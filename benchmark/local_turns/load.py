@@ -1,4 +1,4 @@
-"""Talks, and clients whose prompts nobody has seen before, at the same time."""
+"""Sessions, and clients whose prompts nobody has seen before, at the same time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Load:
     seed: int = 0
 
     def conversations(self, vocabulary: range, clients: int) -> dict[str, list[tuple[int, ...]]]:
-        """The users' sides of the talks beside so many cold clients, which share nothing: the token
-        ids of each turn by label; others for each number of clients."""
+        """The users' sides of the sessions beside so many cold clients, which share nothing: the
+        token ids of each turn by label; others for each number of clients."""
         rng = random.Random(self.seed + 1000 * clients)
 
         def said(first: int, tokens: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Played:
 
 
 def play(target: Target, load: Load, vocabulary: range, clients: int) -> Played:
-    """Plays all talks beside so many cold clients, who are under way when the talks begin."""
+    """Plays all sessions beside so many cold clients, who are under way when the sessions begin."""
     return asyncio.run(_play(target, load, vocabulary, clients))
 
 

@@ -40,7 +40,8 @@ def arms(load: Load) -> list[Arm]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A load on one arm. Times in seconds; requests are those of the talks unless it says cold."""
+    """A load on one arm. Times in seconds; requests are those of the sessions unless it says
+    cold."""
 
     requests: int
     failed: int

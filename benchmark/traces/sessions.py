@@ -1,23 +1,23 @@
-"""Conversations of a trace that does not name them, from its hash ids alone.
+"""Sessions of a trace that does not name them, from its hash ids alone.
 
-A prompt that continues a conversation begins with the whole earlier prompt, so that the earlier
+A prompt that continues a session begins with the whole earlier prompt, so that the earlier
 prompt's full blocks lead it. (The last block of the earlier prompt may be partial; with the answer
 behind it, it is another block and has another id.) An id stands for its block and all before it, so
 that one id, that of the earlier prompt's last full block, says whether they do.
 
-Two conversations that begin with the same instruction share ids too and are still two. Hence the
-rule: **a request continues the conversation whose latest prompt ended, in full blocks, in a block
-of the request's own prompt, if no other conversation has used that block, and if the request's
-prompt is no shorter than the one it continues.** A block that two conversations use never tells who
-goes on. At most one conversation fits a prompt, since whoever uses a block uses those before it.
+Two sessions that begin with the same instruction share ids too and are still two. Hence the
+rule: **a request continues the session whose latest prompt ended, in full blocks, in a block
+of the request's own prompt, if no other session has used that block, and if the request's
+prompt is no shorter than the one it continues.** A block that two sessions use never tells who
+goes on. At most one session fits a prompt, since whoever uses a block uses those before it.
 
 What follows from the rule, and cannot be told from ids alone:
 
-- A conversation is not recognized while its full blocks are all shared, as that of a short question
+- A session is not recognized while its full blocks are all shared, as that of a short question
   behind a common instruction: each such request is a session of its own.
-- Until a second conversation has shown that an instruction is shared, a prompt that ends within it
+- Until a second session has shown that an instruction is shared, a prompt that ends within it
   looks like the first turn of the next one.
-- A conversation that forks goes on with the first branch; the other ones are new sessions.
+- A session that forks goes on with the first branch; the other ones are new sessions.
 - A prompt that is sent again, word for word, is the next turn.
 """
 
@@ -86,8 +86,8 @@ def annotate(
     the same output.
 
     ``block_tokens``: tokens of a block in these records. ``remember``: how many blocks, and how
-    many conversations, may be remembered; what was unused for longest is forgotten first, and then
-    a conversation that goes on is a new one. This bounds the memory whatever the trace's length.
+    many sessions, may be remembered; what was unused for longest is forgotten first, and then
+    a session that goes on is a new one. This bounds the memory whatever the trace's length.
     """
     blocks = _Blocks(block_tokens, remember)
     turns: Recent[str, int] = Recent(remember)
@@ -105,11 +105,11 @@ def annotate(
 
 
 class _Blocks:
-    """Who uses which block, and which conversation's latest prompt ended where."""
+    """Who uses which block, and which session's latest prompt ended where."""
 
     def __init__(self, block_tokens: int, remember: int) -> None:
         self._block_tokens = block_tokens
-        self._user: Recent[int, int] = Recent(remember)  # conversation's number, or _SHARED
+        self._user: Recent[int, int] = Recent(remember)  # session's number, or _SHARED
         self._ended: Recent[int, _Conversation] = Recent(remember)  # by last full block, unshared
         self._begun = 0
 
@@ -129,7 +129,7 @@ class _Blocks:
         return found
 
     def _continued(self, full: tuple[int, ...], tokens: int) -> tuple[_Conversation | None, int]:
-        """The conversation that goes on, and how many blocks it is known to use."""
+        """The session that goes on, and how many blocks it is known to use."""
         for depth in range(len(full), 0, -1):
             found = self._ended.use(full[depth - 1])
             if found is not None:

@@ -190,7 +190,7 @@ def reach(
         yield Servers(setup, about, target, vocabulary)
         return
     if about.headers:
-        raise RunFailed("`headers` do not pass our router: name one of your own as `router`")
+        raise RunFailed("our router does not forward `headers`: give your own router as `router`")
     policy = OURS.get(policy, policy.removeprefix("sglang-router: "))
     config = routed(setup, policy, router_args)
     with TemporaryDirectory() as folder, fleet.Fleet([config], Path(folder)) as running:

@@ -55,7 +55,7 @@ class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for url in (*self.aggregated, *self.decode, self.router, self.store):
             _url(url)
         if bool(self.prefill) != bool(self.decode):
-            raise ValueError("`prefill` and `decode` need each other")
+            raise ValueError("`prefill` and `decode` must be given together")
 
 
 class Setup(Roles, frozen=True):
@@ -110,7 +110,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             choices = ", ".join((*POLICIES, NONE, f"{SGLANG}: POLICY"))
             raise ValueError(f"`policy` is one of {choices}")
         if bool(self.prefill) != bool(self.decode):
-            raise ValueError("`prefill` and `decode` need each other")
+            raise ValueError("`prefill` and `decode` must be given together")
 
     def routing(self, block_tokens: int) -> tuple[str, ...]:
         """Arguments of our router, for blocks of so many tokens."""
@@ -196,7 +196,7 @@ class FleetFile(Roles, frozen=True):
         if self.rig is None and not names:
             raise ValueError("no servers: give `aggregated`, `prefill` and `decode`, or `router`")
         if self.rig is not None and names:
-            raise ValueError("`rig` starts its own servers: leave the addresses out")
+            raise ValueError("`rig` starts its own servers: remove the addresses")
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ValueError(f"`api_key_env`: the environment has no {self.api_key_env}")
 
@@ -239,7 +239,7 @@ def load(path: Path, kind: type[T], **changes: object) -> T:
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path}: no mapping of keys")
+        raise ValueError(f"{path}: not a mapping of keys")
     try:
         return msgspec.convert({**content, **changes}, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -248,4 +248,4 @@ def load(path: Path, kind: type[T], **changes: object) -> T:
 
 def _url(text: str | None) -> None:
     if text is not None and urlsplit(text).scheme not in ("http", "https"):
-        raise ValueError(f"{text!r} is no http URL")
+        raise ValueError(f"{text!r} is not an http URL")

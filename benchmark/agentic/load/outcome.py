@@ -29,7 +29,7 @@ class Classes(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 < self.medium <= self.heavy:
             raise ValueError(
-                f"classes need 0 < medium <= heavy, these are {self.medium} and {self.heavy}"
+                f"classes need 0 < medium <= heavy, not {self.medium} and {self.heavy}"
             )
 
     def scaled(self, block_tokens: int) -> Classes:

@@ -122,9 +122,13 @@ def _fit(rows: Sequence[Sequence[float]], times: Sequence[float], what: str) -> 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic calibrate")
     parser.add_argument("records", type=Path, nargs="+")
-    parser.add_argument("--model", required=True, help="as of `capacity`: its KV bytes a token")
-    parser.add_argument("--kv-dtype", choices=sorted(shapes.DTYPES), help="of the pool")
-    parser.add_argument("--arm", default="", help="only arms whose names hold this pattern")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="model as in `capacity`: sets the KV bytes per token",
+    )
+    parser.add_argument("--kv-dtype", choices=sorted(shapes.DTYPES), help="dtype of the KV pool")
+    parser.add_argument("--arm", default="", help="only arms whose names match this pattern")
     parser.add_argument("--out", type=Path, default=Path("costs.yaml"))
     args = parser.parse_args(argv)
     runs = read(args.records, args.arm)

@@ -56,7 +56,7 @@ def pool_tokens(pool_bytes: float, token_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Isolation:
-    """A prefill event on a colocated server of ``streams`` decodes against the same apart."""
+    """A prefill event on an aggregated server of ``streams`` decodes against the same apart."""
 
     tokens: int
     prefill_s: float
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     if costs.kv_token_bytes != shape.token_bytes:
         raise ValueError(
             f"--costs {args.costs} are of a model with {costs.kv_token_bytes:,} B of KV a token; "
-            f"{shape.name} has {shape.token_bytes:,}: give costs of its own"
+            f"{shape.name} has {shape.token_bytes:,}: give the costs of this model"
         )
     pool = args.pool_tokens or pool_tokens(args.pool_gib * GIB, shape.token_bytes)
     load = Workload(args.prefix, args.suffix, args.prefixes)
@@ -119,7 +119,10 @@ def main(argv: list[str]) -> int:
         for n in args.prefill_sizes
     ]
     content["isolation"] = events
-    title = f"a prefill apart from {args.streams} decode streams: what it saves them, its transfer"
+    title = (
+        f"prefill on another worker than {args.streams} decode streams: stall time saved, "
+        "transfer time"
+    )
     columns = ["tokens", "prefill", "transfer", "benefit", "transfer / benefit"]
     cells = [
         [
@@ -144,17 +147,21 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--model",
         default="qwen3-coder-30b-a3b",
-        help="a name in benchmark/kv_transfer/shapes, or a folder with a config.json",
+        help="model: a name in benchmark/kv_transfer/shapes, or a folder with a config.json",
     )
-    add("--kv-dtype", choices=sorted(shapes.DTYPES), help="of the pool")
-    add("--costs", default="qwen3-coder-30b-h20", help="of this model: a name, or a YAML file")
-    add("--pool-gib", type=float, default=38.0, help="KV of one decode worker")
-    add("--pool-tokens", type=int, help="the same in tokens; overrides it")
+    add("--kv-dtype", choices=sorted(shapes.DTYPES), help="dtype of the KV pool")
+    add(
+        "--costs",
+        default="qwen3-coder-30b-h20",
+        help="costs of this model: a name, or a YAML file",
+    )
+    add("--pool-gib", type=float, default=38.0, help="KV pool of one decode worker, GiB")
+    add("--pool-tokens", type=int, help="the same in tokens; overrides --pool-gib")
     add("--prefix", type=int, default=50_000, help="tokens")
     add("--suffix", type=int, default=4500, help="tokens")
-    add("--prefixes", type=int, default=20, help="distinct ones")
-    add("--reserved", type=int, default=512, help="tokens kept for an answer")
-    add("--streams", type=int, default=8, help="decodes that a prefill would stall")
+    add("--prefixes", type=int, default=20, help="number of distinct prefixes")
+    add("--reserved", type=int, default=512, help="tokens reserved for an output")
+    add("--streams", type=int, default=8, help="decode streams that a prefill would stall")
     add("--prefill-sizes", type=int, nargs="+", default=[2000, 33_000, 125_000], help="tokens")
     add("--out", type=Path, default=Path("capacity-results"))
     return parser.parse_args(argv)

@@ -98,7 +98,9 @@ def _arms(args: argparse.Namespace) -> Iterator[FleetConfig]:
         yield from (arm(0, True, name) for name in args.decode_policy)
     for prefill in args.split or [args.workers // 2]:
         if not 0 < prefill < args.workers:
-            raise ValueError(f"--split {prefill}: of {args.workers} workers, one must decode")
+            raise ValueError(
+                f"--split {prefill}: at least one of {args.workers} workers must decode"
+            )
         for radix in {"both": (False, True), "off": (False,), "on": (True,)}[args.radix]:
             for name in args.decode_policy:
                 # What decode holds is nothing to route by without the radix cache.
@@ -151,43 +153,49 @@ def _draw(args: argparse.Namespace, rows: Rows) -> None:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic simulate")
     add = parser.add_argument
-    add("--trace", type=Path, help="Mooncake format; a closed loop without it")
-    add("--limit", type=int, help="only the trace's first requests")
-    add("--rate", type=float, help="requests/s: the trace stretched")
-    add("--concurrency", type=int, default=128, help="closed loop: at once")
+    add("--trace", type=Path, help="trace in Mooncake format; default: a closed loop")
+    add("--limit", type=int, help="use only the first requests of the trace")
+    add("--rate", type=float, help="requests/s: stretch or compress the trace to this rate")
+    add("--concurrency", type=int, default=128, help="closed loop: concurrent requests")
     add_fields(
         parser,
         LOOP,
-        requests="closed loop: in all",
-        prefixes="closed loop: distinct ones",
+        requests="closed loop: total requests",
+        prefixes="closed loop: distinct prefixes",
         prefix="tokens",
         suffix="tokens",
         suffix_spread="standard deviation",
         output="tokens",
         output_spread="standard deviation",
-        block="closed loop: tokens of a block",
+        block="closed loop: tokens per block",
     )
-    add("--costs", default="qwen3-coder-30b-h20", help="a name, or a YAML file")
-    add("--workers", type=int, default=8, help="of the fleet, both roles")
-    add("--split", type=int, nargs="+", metavar="P", help="prefill workers; one arm each")
-    add("--aggregated", action="store_true", help="an arm whose workers all do both, too")
-    add("--pool", type=int, default=415_061, help="tokens of a decode worker")
-    add("--prefill-pool", type=int, help="the same of prefill; --pool without it")
-    add("--chunk", type=int, default=8192, help="prefill tokens of a batch")
+    add("--costs", default="qwen3-coder-30b-h20", help="costs: a name, or a YAML file")
+    add("--workers", type=int, default=8, help="workers of the fleet, both roles")
+    add(
+        "--split",
+        type=int,
+        nargs="+",
+        metavar="P",
+        help="numbers of prefill workers; one arm each",
+    )
+    add("--aggregated", action="store_true", help="add an arm of aggregated workers")
+    add("--pool", type=int, default=415_061, help="KV pool of a decode worker, tokens")
+    add("--prefill-pool", type=int, help="KV pool of a prefill worker; default: --pool")
+    add("--chunk", type=int, default=8192, help="prefill tokens per batch")
     add("--radix", choices=["both", "on", "off"], default="both")
     add(
         "--admission",
         choices=["patchset", "upstream"],
         default="patchset",
-        help="with radix: what is reserved for answers; upstream reserves as stock does",
+        help="with radix: tokens reserved for outputs; upstream reserves as stock does",
     )
     add("--reserved", type=int, default=512, help="--num-reserved-decode-tokens")
     add("--max-running", type=int, default=256)
     add("--page", type=int, default=64, help="tokens")
     add("--prefill-policy", choices=POLICIES, default="least_pending")
     add("--decode-policy", choices=POLICIES, nargs="+", default=["least_tokens", "delta_kv"])
-    add("--sample-s", type=float, default=5.0, help="between two samples")
-    add("--timeout-s", type=float, default=600.0, help="what a client waits for its answer")
+    add("--sample-s", type=float, default=5.0, help="seconds between two samples")
+    add("--timeout-s", type=float, default=600.0, help="timeout of a client, seconds")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("simulate-results"))
     return parser.parse_args(argv)

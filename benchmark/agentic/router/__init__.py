@@ -1,1 +1,1 @@
-"""A router for SGLang servers: colocated workers, or pools of prefill and decode workers."""
+"""A router for SGLang servers: aggregated workers, or pools of prefill and decode workers."""

@@ -62,7 +62,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class Prompt:
-    """A prompt as its blocks' hashes, and those of the conversation once it is answered."""
+    """A prompt as its blocks' hashes, and those of the session once it is answered."""
 
     __slots__ = ("_block_tokens", "_kind", "_last", "_rest", "hashes", "tokens")
 
@@ -188,7 +188,7 @@ def _prompt(path: str, got: _Body, block_tokens: int) -> Prompt:
 
 
 def _canonical(messages: list[_Message]) -> bytes:
-    """Messages as bytes of which a longer conversation's are a continuation."""
+    """Messages as bytes of which a longer session's are a continuation."""
     parts = []
     for message in messages:
         content = message.content

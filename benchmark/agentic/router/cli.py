@@ -24,8 +24,8 @@ def parser() -> argparse.ArgumentParser:
         description="Routes to aggregated workers, or to prefill and decode workers, by policy.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--host", default="127.0.0.1", help="to listen on")
-    made.add_argument("--port", type=int, default=8000, help="to listen on")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    made.add_argument("--port", type=int, default=8000, help="port to listen on")
     made.add_argument("--worker", action="append", default=[], metavar="URL", help="aggregated")
     made.add_argument(
         "--prefill", action="append", default=[], nargs=2, metavar=("URL", "BOOTSTRAP_PORT")
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
             choices=POLICIES if each.name.endswith("policy") else None,
             help=each.metadata["help"],
         )
-    made.add_argument("--decisions", type=Path, metavar="FILE", help="log of JSON lines")
+    made.add_argument("--decisions", type=Path, metavar="FILE", help="file for a log of JSON lines")
     made.add_argument("--log-level", default="INFO")
     return made
 

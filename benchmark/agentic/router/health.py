@@ -48,7 +48,7 @@ async def check(worker: Worker, session: aiohttp.ClientSession, settings: Settin
 def failed(worker: Worker, why: str, *, gone: bool = False) -> None:
     """A check, or a request's connection, failed."""
     if worker.check_failed(gone=gone):
-        logger.warning("%s worker %s is out: %s", worker.role, worker.url, why)
+        logger.warning("%s worker %s gets no more requests: %s", worker.role, worker.url, why)
 
 
 async def reach(url: str, timeout: float) -> None:
@@ -63,7 +63,7 @@ async def reach(url: str, timeout: float) -> None:
 def reason(error: BaseException) -> str:
     """What went wrong, for a client: some errors have no text of their own, or too much."""
     if isinstance(error, aiohttp.ClientPayloadError):
-        return "its answer broke off"
+        return "its answer was cut short"
     if isinstance(error, asyncio.TimeoutError):
         return f"timed out {error}".rstrip()
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -52,13 +52,13 @@ def option(default: Any, text: str) -> Any:
 class Knobs:
     """Weights of the policies."""
 
-    alpha: float = option(1.0, "linear: ongoing tokens that a cached one outweighs")
+    alpha: float = option(1.0, "linear: ongoing tokens that weigh as much as one cached token")
     overload_factor: float = option(
-        2.0, "linear: load against the others' mean above which a session leaves"
+        2.0, "linear: ratio of the load to the others' mean above which a session moves"
     )
-    batch_weight: float = option(1.0, "delta_kv: price of a full batch, in prompts to move")
+    batch_weight: float = option(1.0, "delta_kv: cost of a full batch, in prompts to transfer")
     migrate_turns: int = option(
-        0, "linear: requests after which a session leaves its worker; 0: never"
+        0, "linear: requests after which a session moves to another worker; 0: never"
     )
     seed: int = option(0, "random")
 
@@ -103,7 +103,7 @@ def lmetric(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms
     """Tokens to prefill, this prompt's included, times requests, this one included.
 
     Counting this request keeps an idle worker from scoring 0 whatever it would have to prefill.
-    No session affinity: uncached tokens alone attract a conversation to its worker.
+    No session affinity: uncached tokens alone attract a session to its worker.
     """
     new = work.tokens - view.matched_tokens
     parts = {"pending": view.pending_tokens, "new": new, "requests": view.requests + 1}
@@ -131,7 +131,7 @@ def delta_kv(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Term
     batch    = batch_weight * prompt * requests / (SMALL_BATCH + mean requests)
 
     ``hold`` is near 0 on an empty pool, and above ``need`` where the request has to wait for
-    others to end or evicts what they would have reused. ``batch`` keeps conversations from piling
+    others to end or evicts what they would have reused. ``batch`` keeps sessions from piling
     up: a worker with ``SMALL_BATCH`` + mean more requests than another loses to it even with the
     whole prompt. With fewer than ``SMALL_BATCH`` running, one request more or less says little.
     """

@@ -55,7 +55,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a request goes, and its charges there: a colocated worker, or prefill and decode."""
+    """Where a request goes, and its charges there: an aggregated worker, or prefill and decode."""
 
     picks: Mapping[str, Pick]
     """By role: those taken, and the colocated one that an offloaded request passed over."""
@@ -160,10 +160,10 @@ class Scheduler:
         return Pick(up[choice.index], policy, views, choice)
 
     def _offload(self, ask: Ask, colocated: Pick, prefill: Pick | None, decode: Pick | None) -> str:
-        """Why a request leaves the colocated workers (``offloaded``), or stays with them.
+        """Why a request leaves the aggregated workers (``offloaded``), or stays with them.
 
         An SGLang server has one disaggregation mode, so an offloaded request runs on a PD pair
-        beside the colocated workers, from prefill to its last token.
+        beside the aggregated workers, from prefill to its last token.
         """
         self._offloaded = [charge for charge in self._offloaded if not charge.released]
         if ask.work.tokens - colocated.matched_tokens <= self.settings.heavy_threshold:
@@ -182,7 +182,7 @@ class Scheduler:
             for role, pool in self.pools.items()
             if pool and not any(w.up and w.url not in exclude for w in pool)
         ]
-        tried = f" (tried {', '.join(exclude)})" if exclude else ""
+        tried = f" (attempted: {', '.join(exclude)})" if exclude else ""
         return f"no {' and no '.join(lacking)} is available{tried}"
 
 

@@ -39,18 +39,31 @@ def run(argv: list[str]) -> int:
         description="Measures the arms of a study on a fleet, and writes one page about it.",
     )
     add = parser.add_argument
-    add("study", help="a YAML file, or the name of one that comes with the suite")
-    add("--fleet", type=Path, default=fleets.RIG, help="YAML; default: the local CPU rig")
-    add("--trace", type=Path, help="in Mooncake's format, instead of the study's")
-    add("--skip-invalid", action="store_true", help="leave out lines that cannot be read")
-    add("--arms", help="only those whose name matches this pattern")
+    add("study", help="study: a YAML file, or the name of a study of the suite")
+    add(
+        "--fleet",
+        type=Path,
+        default=fleets.RIG,
+        help="fleet: a YAML file; default: the local CPU rig",
+    )
+    add("--trace", type=Path, help="trace in Mooncake's format, instead of the study's")
+    add("--skip-invalid", action="store_true", help="skip lines that cannot be read")
+    add("--arms", help="only arms whose names match this pattern")
     add("--rounds", type=int, help="instead of the study's")
-    add("--requests", type=int, help="of the trace, about, instead of the study's")
-    add("--sessions", type=int, nargs="+", help="at once, instead of the study's loads")
+    add("--requests", type=int, help="approximate requests of the trace, instead of the study's")
+    add("--sessions", type=int, nargs="+", help="concurrent sessions, instead of the study's loads")
     add("--rate", type=float, nargs="+", help="requests/s, instead of the study's loads")
-    add("--resume", action="store_true", help="go on with --out, whose loads are not sent again")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out; its finished loads are not repeated",
+    )
     add("--out", type=Path, help="folder of the run; default: out/NAME")
-    add("--page", type=Path, help="folder of page, figures and numbers; default: that of the run")
+    add(
+        "--page",
+        type=Path,
+        help="folder for the page, figures and numbers; default: the folder of the run",
+    )
     args = parser.parse_args(argv)
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
@@ -62,7 +75,11 @@ def report(argv: list[str]) -> int:
     """``report RUN``: the page of a run, again."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic report")
     parser.add_argument("run", type=Path, help="folder that `run` wrote")
-    parser.add_argument("--page", type=Path, help="folder of the page; default: the run's")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="folder for the page; default: the folder of the run",
+    )
     args = parser.parse_args(argv)
     write(record.load(args.run), args.page or args.run, Console())
     return 0
@@ -73,7 +90,11 @@ def compare(argv: list[str]) -> int:
     """``compare RUN RUN``: arms of two runs of one study on one page."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic compare")
     parser.add_argument("before", type=Path, help="folder that `run` wrote")
-    parser.add_argument("after", type=Path, help="another one, of the same study and trace")
+    parser.add_argument(
+        "after",
+        type=Path,
+        help="folder of another run of the same study and trace",
+    )
     parser.add_argument("--page", type=Path, default=Path("out/compare"), help="folder")
     args = parser.parse_args(argv)
     both = merged(record.load(args.before), record.load(args.after))
@@ -92,7 +113,7 @@ def merged(before: Run, after: Run) -> Run:
         if getattr(before.study, what) != getattr(after.study, what):
             raise ValueError(f"the runs differ in `{what}`: they cannot be compared")
     if before.fleet["endpoint"] != after.fleet["endpoint"] or _sent(before) != _sent(after):
-        raise ValueError("the runs were sent other requests: they cannot be compared")
+        raise ValueError("the runs have different requests: they cannot be compared")
     titles, found = {}, []
     servers: dict[str, dict[str, int]] = {}
     for name, of in (("before", before), ("after", after)):
@@ -160,7 +181,9 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     if earlier is not None:
         same = earlier.fleet == plain(done.fleet) and _sent(earlier) == _sent(done)
         if (earlier.study, earlier.titles) != (done.study, done.titles) or not same:
-            raise ValueError(f"{out} holds another study: leave --resume out, or give its options")
+            raise ValueError(
+                f"{out} holds another study: remove --resume, or give the options of that study"
+            )
         done.cells += earlier.cells
     steps = study.rounds * len(arms) * len(study.load.levels) - len(done.cells)
     if earlier is not None:
@@ -210,7 +233,7 @@ def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
     try:
         found = {name: arm for name, arm in arms.items() if re.search(pattern or "", name)}
     except re.error as error:
-        raise ValueError(f"--arms {pattern!r} is no pattern: {error}") from error
+        raise ValueError(f"--arms {pattern!r} is not a pattern: {error}") from error
     if not found:
         raise ValueError(f"--arms {pattern!r} matches none of {', '.join(arms)}")
     return found

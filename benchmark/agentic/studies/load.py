@@ -106,7 +106,7 @@ def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[lis
         selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
     except ValueError as error:
         raise ValueError(
-            f"about {requests} requests of {len(whole):,} leave no whole session: ask for more "
+            f"about {requests} requests of {len(whole):,} contain no whole session: use more "
             "(`--requests`, or the study's `trace: {requests: null}` for the whole trace)"
         ) from error
     return list(chosen(whole, selection)), ratio

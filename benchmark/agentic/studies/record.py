@@ -107,7 +107,7 @@ def load(folder: Path) -> Run:
     """
     path = folder / RUN
     if not path.exists():
-        raise ValueError(f"{folder} holds no {RUN}: it is no run of a study")
+        raise ValueError(f"{folder} holds no {RUN}: it is not the folder of a study's run")
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
         cells = {(cell.arm, cell.round, cell.load): cell for cell in run.cells}
@@ -121,7 +121,7 @@ def load(folder: Path) -> Run:
                 outcome = msgspec.json.decode(line, type=Outcome)
                 (cell.cold if of.cold else cell.outcomes).append(outcome)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{folder}: {error} is no run of this version") from error
+        raise ValueError(f"{folder}: {error} is not a run of this version") from error
     return run
 
 

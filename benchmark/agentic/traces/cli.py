@@ -41,7 +41,7 @@ from benchmark.traces.sessions import annotate
 from benchmark.traces.units import UnitCheck
 
 SHAPES = {"agentic": AGENTIC, "conversation": CONVERSATION, "tools": TOOLS}
-SKIP = "leave out lines that cannot be read, and say how many"
+SKIP = "skip lines that cannot be read, and print their number"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,13 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="agentic")
     parser.add_argument("--requests", type=_whole, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, help="requests/s: more or fewer people, as fast")
     parser.add_argument(
-        "--no-sessions", action="store_true", help="leave out session_id and turn, as Mooncake does"
+        "--rate",
+        type=float,
+        help="requests/s: changes the number of sessions, not their pace",
+    )
+    parser.add_argument(
+        "--no-sessions", action="store_true", help="omit session_id and turn, as Mooncake does"
     )
     args = parser.parse_args(argv)
     shape = SHAPES[args.shape]
@@ -102,8 +106,13 @@ def describe(argv: list[str]) -> int:
     """``describe FILE``: what a trace holds."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic describe")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
-    parser.add_argument("--block-tokens", type=_whole, default=BLOCK_TOKENS, help="of the trace")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--block-tokens",
+        type=_whole,
+        default=BLOCK_TOKENS,
+        help="tokens per block of the trace",
+    )
     parser.add_argument("--skip-invalid", action="store_true", help=SKIP)
     args = parser.parse_args(argv)
     found, notes = Source(args.file, args.block_tokens, args.skip_invalid).survey()
@@ -131,7 +140,7 @@ def sample(argv: list[str]) -> int:
     )
     source = Source(args.file, args.block_tokens, args.skip_invalid)
     if args.out and args.out.resolve() == args.file.resolve():
-        raise ValueError(f"{args.out} would overwrite the trace that it is taken from")
+        raise ValueError(f"{args.out} would overwrite the input trace")
     full, notes = source.survey()
     selections = {"window and thin": window_and_thin(full, plan)}
     if args.compare:
@@ -185,27 +194,36 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic sample")
     add = parser.add_argument
     add("file", type=Path)
-    add("out", type=Path, nargs="?", help="the sample; without it, figures only")
-    add("--window-seconds", type=float, default=plan.window_s, help="sessions that begin in it")
-    add("--window-start", type=float, help="seconds since the first request (default: densest)")
+    add("out", type=Path, nargs="?", help="file for the sample; default: print figures only")
+    add(
+        "--window-seconds",
+        type=float,
+        default=plan.window_s,
+        help="length of the window in which sessions begin, seconds",
+    )
+    add(
+        "--window-start",
+        type=float,
+        help="start of the window, seconds since the first request (default: the densest window)",
+    )
     add("--sample-ratio", type=float, default=plan.ratio, help="share of sessions to keep")
     add(
         "--thin-by",
         choices=("family", "session"),
         default=plan.thin_by,
-        help="keep or drop sessions with those few that they share a prefix with, or one by one",
+        help="sample sessions that share a prefix together, or each session alone",
     )
     add(
         "--max-single-turn-ratio",
         type=float,
         default=plan.max_single_turn,
-        help="most of the sessions that may have a single turn",
+        help="maximum share of single-turn sessions",
     )
     add("--seed", type=int, default=plan.seed)
-    add("--compare", action="store_true", help="as many requests by random sessions, beside it")
-    add("--block-tokens", type=_whole, default=BLOCK_TOKENS, help="of the trace")
+    add("--compare", action="store_true", help="also sample as many requests by random sessions")
+    add("--block-tokens", type=_whole, default=BLOCK_TOKENS, help="tokens per block of the trace")
     add("--skip-invalid", action="store_true", help=SKIP)
-    add("--json", type=Path, help="write the figures to this file, too")
+    add("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args(argv)
 
 

@@ -109,7 +109,7 @@ def entries(path: Path, shape: type[T], invalid: Invalid) -> Iterator[tuple[str,
 
 
 def bailian(path: Path, invalid: Invalid, second: float) -> list[Record]:
-    """A conversation is a chain of parents; its second branch and later ones are new ones."""
+    """A session is a chain of parents; its second branch and later ones are new ones."""
     chats = sorted(entries(path, Bailian, invalid), key=lambda entry: entry[1].timestamp)
     found: list[Record] = []
     latest: dict[int | str, tuple[str, int]] = {}  # chats that no other one has continued
@@ -152,7 +152,7 @@ def sharegpt(
                     session.append(record)
                 said.append(message)
             if not session:
-                raise ValueError("nothing that a person said has an answer")
+                raise ValueError("no user message has an answer")
             found += session
             sessions += 1
     return found
@@ -209,7 +209,7 @@ def convert(argv: list[str]) -> int:
     """``convert FILE OUT --format NAME``."""
     args = _arguments(argv)
     if args.out.resolve() == args.file.resolve():
-        raise ValueError(f"{args.out} would overwrite the file that it is made from")
+        raise ValueError(f"{args.out} would overwrite the input file")
     invalid, units = Invalid(args.skip_invalid), UnitCheck()
     unit = args.timestamps_in or UNITS[args.format]
     found = _records(args, invalid, SECONDS[unit] * 1000)
@@ -247,11 +247,15 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.agentic convert")
     add = parser.add_argument
     add("file", type=Path)
-    add("out", type=Path, help="the trace, in Mooncake's format")
-    add("--format", choices=UNITS, required=True, help="of the file")
-    add("--tokenizer", help="folder, or a name whose files are here; for sharegpt and openai")
-    add("--timestamps-in", choices=SECONDS, help="the file's unit (default: the format's)")
-    add("--rate", type=float, default=1.0, help="sharegpt: sessions/s, as it has no times")
-    add("--pause", type=float, default=10.0, help="sharegpt: seconds from turn to turn")
-    add("--skip-invalid", action="store_true", help="leave out what cannot be read, and say so")
+    add("out", type=Path, help="file for the trace, in Mooncake's format")
+    add("--format", choices=UNITS, required=True, help="format of the file")
+    add("--tokenizer", help="folder, or a name whose files are cached; for sharegpt and openai")
+    add("--timestamps-in", choices=SECONDS, help="unit of the timestamps (default: the format's)")
+    add("--rate", type=float, default=1.0, help="sharegpt: sessions/s, as the format has no times")
+    add("--pause", type=float, default=10.0, help="sharegpt: seconds between turns")
+    add(
+        "--skip-invalid",
+        action="store_true",
+        help="skip what cannot be read, and print its number",
+    )
     return parser.parse_args(argv)

@@ -143,6 +143,6 @@ def print_table(traces: Mapping[str, Description]) -> None:
     for name, d in traces.items():
         if d.inconsistent_blocks:
             console.print(
-                f"{name}: {d.inconsistent_blocks:,} blocks follow other blocks than before; their "
-                "ids do not stand for the whole prefix, and the shares above are too high"
+                f"{name}: {d.inconsistent_blocks:,} blocks have more than one predecessor: their "
+                "ids do not identify the whole prefix, and the shares above are too high"
             )

@@ -65,7 +65,7 @@ def from_trace(records: Iterable[Record]) -> Iterator[Job]:
     """A trace's requests, by time. A last block that is not full is nobody else's.
 
     Answers are no part of the ids of a trace until a later prompt holds them, so what a
-    conversation's next turn could find of the last answer is not counted as held.
+    session's next turn could find of the last answer is not counted as held.
     """
     for number, record in enumerate(records):
         full = record.input_length // BLOCK_TOKENS

@@ -201,7 +201,7 @@ def test_pins_keep_the_most_recent_sessions() -> None:
 def test_no_worker_is_named_by_what_is_missing() -> None:
     """Guards the text that a client gets."""
     made = scheduler(prefills=(("http://p", 1),), decodes=("http://d",))
-    with pytest.raises(NoWorker, match="no decode worker is available .tried http://d"):
+    with pytest.raises(NoWorker, match="no decode worker is available .attempted: http://d"):
         made.route(ask([1]), ["http://d"])
     assert load(made.pools[PREFILL][0]) == (0, 0, 0, 0)
 

@@ -443,9 +443,9 @@ def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
     assert both.servers == {"after: a": other.servers["a"]}
     for much in ("requests", "prompt_tokens", "output_tokens"):
         other.trace = {**made.trace, much: 7}
-        with pytest.raises(ValueError, match="other requests"):
+        with pytest.raises(ValueError, match="different requests"):
             cli.merged(made, other)
-    with pytest.raises(ValueError, match="it is no run"):
+    with pytest.raises(ValueError, match="it is not the folder"):
         record.load(tmp_path / "nothing")
 
 
@@ -500,7 +500,7 @@ def test_a_study_refuses_what_makes_no_sense() -> None:
         ({"arms": {"a": {**arm, "variant": "fast"}}}, "`variant` is one of"),
         ({"arms": {"a": {**arm, "variant": "local"}}}, "`local_tokens`"),
         ({"arms": {"a": {**arm, "policy": "best"}}}, "`policy` is one of"),
-        ({"arms": {"a": {"title": "a", "decode": 1}}}, "need each other"),
+        ({"arms": {"a": {"title": "a", "decode": 1}}}, "must be given together"),
         ({"rounds": 0}, "`rounds`"),
     ):
         with pytest.raises(msgspec.ValidationError, match=says):
