@@ -64,7 +64,7 @@ def test_a_host_pool_smaller_than_the_device_pool(
         host = build(pool, 2.0, 0, 64, layout)
     assert host.page_num == max(pages, LAYERS) and host.is_stage and host.device_pool is pool
     megabytes = host.size * host.size_per_token / 1e6
-    assert f"a stage of {pages} pages of 64 tokens ({megabytes:.1f} MB" in caplog.text
+    assert f"a staging buffer of {pages} pages of 64 tokens ({megabytes:.1f} MB" in caplog.text
     with pytest.raises(AssertionError, match="larger than the device memory"):
         build(pool, 0.5, 0, 64, layout)
     assert not getattr(build(pool, 2.0, 0, 64, layout), "is_stage", False)
@@ -81,7 +81,7 @@ def test_a_stage_of_so_many_gigabytes(kind: str, caplog: pytest.LogCaptureFixtur
         host = build(pool, 2.0, 0, 64, "page_first")
     assert host.page_num == int(wanted * 1e9 // host.size_per_token) // 64 + 1
     assert host.is_stage and host.size < pool.size and host.device_pool is pool
-    assert f"a stage of {host.page_num} pages" in caplog.text
+    assert f"a staging buffer of {host.page_num} pages" in caplog.text
 
 
 def test_the_tree_uses_what_the_gigabytes_hold():

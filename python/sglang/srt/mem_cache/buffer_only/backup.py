@@ -1,9 +1,9 @@
-"""Backup: device to stage to store, a few pages at a time.
+"""Backup: device to staging buffer to store, a few pages at a time.
 
 A node that is to be written waits in a queue, without a lock. In each step, as far as staging pages
 and slots go, waiting pages are put into *backups*: their nodes are locked until the copy to the
-stage has ended, then a thread has the store write them, and the staging pages are free as soon as
-the store has answered, whatever it said.
+staging buffer has ended, then a thread has the store write them, and the staging pages are free as
+soon as the store has answered, whatever it said.
 
 What became of it is noted on the nodes (``backup_queue``).
 """
@@ -44,7 +44,7 @@ class Backup:
     keys: list[str]
     prefix_keys: list[str] | None
     staging: StagingPages
-    #: None while the copy to the stage runs.
+    #: None while the copy to the staging buffer runs.
     job: Job | None = None
     #: Of a tree that was emptied since: nobody wants to know what became of it.
     orphan: bool = False
@@ -135,7 +135,7 @@ class Backups:
 
     @property
     def _held_back(self) -> bool:
-        """Whether a copy to the stage would be for nothing."""
+        """Whether a copy to the staging buffer would be for nothing."""
         return not self._store_up or self._refusals.waiting(self._context.now_ms)
 
     @property

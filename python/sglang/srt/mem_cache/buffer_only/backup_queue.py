@@ -20,7 +20,7 @@ else:
 
 #: Why tokens were not written, or not yet: label values of the counter.
 FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
-#: The stage is full of what overdue calls of the store may still use.
+#: The staging buffer is full of what overdue calls of the store may still use.
 STUCK = "store_stuck"
 #: The store did not take what was tried; a request that passes has it tried again.
 REFUSED = "store_refused"

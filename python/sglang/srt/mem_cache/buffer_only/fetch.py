@@ -1,4 +1,5 @@
-"""Pages on their way from the store into the stage, and those that are there for a request.
+"""Pages on their way from the store into the staging buffer, and those that are there for a
+request.
 
 The first fetch of a hit follows its query at once where one rank decides. The ranks of a server
 agree on what the store has before they fetch it, in a step of the scheduler, and a step may take as
@@ -80,7 +81,7 @@ class Fetches:
         self._threads = context.make_thread("fetch", THREADS)
         #: Those that the store works for, oldest first: what the ranks vote on.
         self._under_way: list[Piece] = []
-        #: Who brings a page, or has it in the stage.
+        #: Who brings a page, or has it in the staging buffer.
         self._brought: dict[str, Prefetch] = {}
         #: Grows whenever pages came, or went; when some went into the tree; and when somebody does
         #: not bring pages any more, or brings them later than others.
@@ -93,8 +94,8 @@ class Fetches:
         least = minimal_transfer(context.page_size, context.settings.prefetch_threshold)
         #: Fewer pages than this are not worth a call, unless they are all that is missing.
         self.least_pages = min(least, round_pages)
-        #: Most pages of a piece: half of the stage, so that one half can be copied to the device
-        #: while the other one is fetched.
+        #: Most pages of a piece: half of the staging buffer, so that one half can be copied to the
+        #: device while the other one is fetched.
         self.piece_pages = max(1, min(PIECE_BYTES // max(1, context.page_bytes), round_pages))
 
     @property
@@ -114,7 +115,7 @@ class Fetches:
 
     @property
     def most(self) -> int:
-        """Pages that could be fetched if nothing else were in the stage."""
+        """Pages that could be fetched if nothing else were in the staging buffer."""
         return self._context.stage.eventual_capacity(Direction.PREFETCH)
 
     @property
@@ -133,8 +134,8 @@ class Fetches:
         return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
 
     def comes_before(self, prefetch: Prefetch) -> Callable[[str], bool]:
-        """Whether somebody earlier in line brings a page, or has it in the stage: a burst of
-        requests with one prefix would fetch it once for each of them."""
+        """Whether somebody earlier in line brings a page, or has it in the staging buffer: a burst
+        of requests with one prefix would fetch it once for each of them."""
 
         def comes(key: str) -> bool:
             other = self._brought.get(key)
@@ -248,7 +249,7 @@ class Fetches:
         return came
 
     def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> int | None:
-        """``piece`` is in the stage, as far as it is good."""
+        """``piece`` is in the staging buffer, as far as it is good."""
         counters, whole = self._context.counters, len(piece.keys)
         assert piece.job is not None
         counters["store_read_failures"] += piece.job.fault is not None

@@ -1,8 +1,9 @@
-"""Mixins for SGLang's host pools and its ``HiCacheController``, which make a stage of them.
+"""Mixins for SGLang's host pools and its ``HiCacheController``, which make a staging buffer of
+them.
 
 SGLang demands a host pool larger than the device pool, which is right for a cache and not for a
-stage. The size is given by :func:`of_pages` or :func:`of_gigabytes` around the construction;
-elsewhere the classes are the stock ones.
+staging buffer. The size is given by :func:`of_pages` or :func:`of_gigabytes` around the
+construction; elsewhere the classes are the stock ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The size of a stage: one of the two."""
+    """The size of a staging buffer: one of the two."""
 
     pages: int = 0
     gigabytes: float = 0
@@ -69,13 +70,13 @@ def _of(wanted: _Wanted) -> Iterator[None]:
 
 
 def staging() -> bool:
-    """Whether what is built now belongs to a stage."""
+    """Whether what is built now belongs to a staging buffer."""
     return _WANTED.get() is not None
 
 
 def chosen_pages(device_pool: DevicePool, page_size: int, args: ServerArgs) -> int:
-    """Pages of the stage of ``device_pool`` by the server's arguments; 0 where ``--hicache-size``
-    says it in gigabytes.
+    """Pages of the staging buffer of ``device_pool`` by the server's arguments; 0 where
+    ``--hicache-size`` says it in gigabytes.
 
     ``--hicache-buffer-pages`` comes first, then ``--hicache-size``, then a ``--hicache-ratio`` of
     its own, as part of the device pool.
@@ -133,8 +134,8 @@ def _finish(host: HostPool, device_pool: DevicePool) -> None:
     host.device_pool = device_pool
     host.is_stage = True  # storage backends look at it
     logger.info(
-        "HiCache host memory is a stage of %d pages of %d tokens (%.1f MB of host memory; "
-        "the device pool has %d tokens)",
+        "HiCache host memory is a staging buffer of %d pages of %d tokens (%.1f MB of host "
+        "memory; the device pool has %d tokens)",
         wanted.pages or host.page_num,
         host.page_size,
         host.size * host.size_per_token / 1e6,
@@ -145,7 +146,8 @@ def _finish(host: HostPool, device_pool: DevicePool) -> None:
 class _StagePool(_Pool):
     """What host pools of every kind have in common."""
 
-    #: Pages of the stage that are in use, asked of its owner; None where the pool is no stage.
+    #: Pages of the staging buffer that are in use, asked of its owner; None where the pool is no
+    #: staging buffer.
     used_pages: Callable[[], int] | None = None
 
     @override
@@ -198,7 +200,7 @@ class StagePoolMLA(_StagePool):
 class StageController(HiCacheController):
     """Stock unless it is built inside :func:`~.host_pool.of_pages`."""
 
-    #: Whether the host pool is a stage.
+    #: Whether the host pool is a staging buffer.
     staging: bool = False
 
     @override
@@ -217,6 +219,6 @@ class StageController(HiCacheController):
 
     @override
     def reset(self) -> None:
-        # A stage has no threads to stop, and the pipelines have seen to the copies before.
+        # A staging buffer has no threads to stop, and the pipelines have seen to the copies before.
         if not self.staging:
             super().reset()

@@ -1,4 +1,5 @@
-"""Load back: fetched pages become part of the device tree, and are copied there from the stage.
+"""Load back: fetched pages become part of the device tree, and are copied there from the staging
+buffer.
 
 That happens when their request is admitted: the tree has the pages from then on, the request holds
 them like any other prefix, and the batch that it is in waits for each layer of its own copy, just
@@ -53,7 +54,8 @@ class LoadBacks:
     def add(
         self, key: Key, hashes: Sequence[str], pages: Sequence[int], staging: list[StagingPages]
     ) -> tuple[torch.Tensor, Node] | None:
-        """The last part of ``key`` enters the tree; the next launch copies it from the stage.
+        """The last part of ``key`` enters the tree; the next launch copies it from the staging
+        buffer.
 
         Args:
             key: ``RadixKey`` from the start of a prompt, whole pages; the tree has all before the

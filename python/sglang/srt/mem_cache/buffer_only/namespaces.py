@@ -119,7 +119,7 @@ def _lasting(value: Any) -> Any:
     raise ValueError(
         f"the model's configuration holds {text}, which differs on every server: servers with "
         "--hicache-host-memory-mode buffer_only would not find each other's KV. Remove it from "
-        "the configuration, or remove the flag"
+        "the configuration or remove the flag"
     )
 
 

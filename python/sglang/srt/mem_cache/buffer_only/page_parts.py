@@ -174,11 +174,11 @@ def page_numbers(host_indices: torch.Tensor, page_size: int) -> list[int]:
     """
     slots = host_indices.reshape(-1)
     if len(slots) % page_size:
-        raise ValueError(f"{len(slots)} host slots are no whole pages of {page_size}")
+        raise ValueError(f"{len(slots)} host slots are not whole pages of {page_size}")
     rows = slots.view(-1, page_size)
     pages = torch.div(rows[:, 0], page_size, rounding_mode="floor")
     if not torch.equal(rows, pages[:, None] * page_size + torch.arange(page_size)):
-        raise ValueError(f"host slots that are no whole pages of {page_size} in order")
+        raise ValueError(f"the host slots are not whole pages of {page_size} slots in order")
     numbers: list[int] = pages.tolist()
     return numbers
 

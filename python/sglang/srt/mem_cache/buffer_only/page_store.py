@@ -82,8 +82,8 @@ class Job:
         except Exception:
             self.fault = "internal"
             logger.exception(
-                "HiCache buffer: a job for the store failed; its pages count as missing, and the "
-                "requests that want them compute. This is a defect: please report it"
+                "HiCache buffer: an unexpected error in a job for the store; its pages count as "
+                "missing, and their requests compute them. This is a defect: please report it"
             )
         finally:
             self.seconds = time.monotonic() - began

@@ -48,7 +48,7 @@ class Context:
     times: Times = field(default_factory=Times)
     #: Agreed time in milliseconds, as of the last step.
     now_ms: int = 0
-    #: Bytes of a page in the stage.
+    #: Bytes of a page in the staging buffer.
     page_bytes: int = 0
     #: Makes threads, of a name and as many as wanted; tests make ones that stand still.
     make_thread: Callable[..., IOThreads] = IOThreads

@@ -1,15 +1,15 @@
-"""What one request wants of the store, and the pages of it that are in the stage.
+"""What one request wants of the store, and the pages of it that are in the staging buffer.
 
 WAITING -> QUERYING -> FOUND <-> FETCHING -> STAGED, or MISSED.
 
 WAITING and QUERYING hold nothing. FOUND: the store has pages that nobody fetches yet; FETCHING:
-some are on their way; STAGED: all that will come is in the stage; MISSED: nothing will. None of
-them holds anything of the device: no lock, no pin, no pages. What the tree held at the query may be
-gone by the time of admission; then the store is asked once more for what is missing.
+some are on their way; STAGED: all that will come is in the staging buffer; MISSED: nothing will.
+None of them holds anything of the device: no lock, no pin, no pages. What the tree held at the
+query may be gone by the time of admission; then the store is queried once more for what is missing.
 
-A prompt's pages are numbered from its start. Those in the stage are kept in *pieces*, each the
-pages of one call of the store. A piece that nobody wants any more keeps its staging pages until the
-store has answered on all ranks, and after a call that was given up until that has returned.
+A prompt's pages are numbered from its start. Those in the staging buffer are kept in *pieces*, each
+the pages of one call of the store. A piece that nobody wants any more keeps its staging pages until
+the store has answered on all ranks, and after a call that was given up until that has returned.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Query:
 
 @dataclass(eq=False)
 class Piece:
-    """Pages ``start .. stop`` of a prompt, in the stage or on their way there."""
+    """Pages ``start .. stop`` of a prompt, in the staging buffer or on their way there."""
 
     owner: Prefetch | None
     start: int
     keys: list[str]
     staging: StagingPages
-    #: None as soon as the pages are in the stage on all ranks.
+    #: None as soon as the pages are in the staging buffer on all ranks.
     job: Job | None
     #: Answered on all ranks; but an overdue call may still write into the staging pages.
     overdue: bool = False
@@ -156,7 +156,8 @@ class Prefetch:
         return any(not piece.staged for piece in self.pieces)
 
     def staged_from(self, held: int) -> int:
-        """Pages in the stage without a gap, behind the ``held`` pages that the tree has."""
+        """Pages in the staging buffer without a gap, behind the ``held`` pages that the tree
+        has."""
         if held < self.begin:
             return 0  # what connects them to the tree was evicted
         at = held

@@ -1,10 +1,10 @@
 """All prefetches of one rank, in the order of the queue.
 
-A request's prefix is looked for in the store when it arrives, and fetched into the stage by its
-place in line, as far as the stage reaches. It is copied to the device when the request is admitted
-(``load_back``). A hit that is larger than the stage goes through it in rounds, as soon as the
-scheduler waits for that request: half of the stage is copied into the tree, where it can be evicted
-like anything else, while the other half is fetched.
+A request's prefix is looked for in the store when it arrives, and fetched into the staging buffer
+by its place in line, as far as the staging buffer reaches. It is copied to the device when the
+request is admitted (``load_back``). A hit that is larger than the staging buffer goes through it in
+rounds, as soon as the scheduler waits for that request: half of the staging buffer is copied into
+the tree, where it can be evicted like anything else, while the other half is fetched.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class PrefetchLine(PrefetchStates):
         return False
 
     def loadable(self, rid: str, held: int, most: int) -> int:
-        """Tokens of the request in the stage that continue the ``held`` tokens that the tree has,
-        up to the first ``most`` tokens of the prompt."""
+        """Tokens of the request in the staging buffer that continue the ``held`` tokens that the
+        tree has, up to the first ``most`` tokens of the prompt."""
         prefetch, page = self.line.get(rid), self._context.page_size
         if prefetch is None or self._full:  # SGLang loads also for one that then does not fit
             return 0
@@ -321,8 +321,8 @@ class PrefetchLine(PrefetchStates):
     # ---- into the tree ----
 
     def _load_ahead(self) -> None:
-        """Of a hit that is larger than the stage, copy what is in the stage into the tree, if the
-        scheduler waits for it and could admit it now. One copy at a time."""
+        """Of a hit that is larger than the staging buffer, copy what is in the staging buffer into
+        the tree, if the scheduler waits for it and could admit it now. One copy at a time."""
         most = self.fetches.most
         for prefetch in self.line:
             if prefetch.state not in (State.FOUND, State.FETCHING) or not self._is_next(prefetch):
@@ -340,9 +340,9 @@ class PrefetchLine(PrefetchStates):
             return
 
     def _time_is_over(self, prefetch: Prefetch) -> None:
-        """It computes what has not come. But a hit that is larger than the stage may only have had
-        no room on the device: then its request keeps its place in line, and has its time once more
-        when there is room."""
+        """It computes what has not come. But a hit that is larger than the staging buffer may only
+        have had no room on the device: then its request keeps its place in line, and has its time
+        once more when there is room."""
         held, node = self._match(prefetch)
         long = prefetch.end - held > self.fetches.most
         if long and not prefetch.keeps_place and not self._has_room(prefetch, held, node):
@@ -389,7 +389,7 @@ class PrefetchLine(PrefetchStates):
         return loaded
 
     def _ready(self, prefetch: Prefetch) -> bool:
-        """Whether all that will come is in the tree or in the stage."""
+        """Whether all that will come is in the tree or in the staging buffer."""
         if prefetch.state in (State.MISSED, State.WAITING, State.QUERYING):
             return prefetch.state is State.MISSED
         now = (self.fetches.handed_over, self._context.tree.inserts)  # what makes the tree grow

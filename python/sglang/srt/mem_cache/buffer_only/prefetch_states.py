@@ -171,7 +171,7 @@ class PrefetchStates:
             if end is not None:
                 self._cut(prefetch, end)  # the store has lost the rest since it was asked
             if prefetch.state in (State.WAITING, State.QUERYING):
-                continue  # it is asked for anew, and keeps what is in the stage
+                continue  # it is queried again, and keeps what is in the staging buffer
             if not prefetch.keys:
                 self._missed(prefetch)
             else:
@@ -200,7 +200,7 @@ class PrefetchStates:
         return True
 
     def _settle(self, prefetch: Prefetch) -> None:
-        """No more will come: the request runs with what is in the stage."""
+        """No more will come: the request runs with what is in the staging buffer."""
         held, _ = self._match(prefetch)
         staged = prefetch.staged_from(held)
         self._makes_way(prefetch)
@@ -223,7 +223,7 @@ class PrefetchStates:
         self.fetches.drop(prefetch, prefetch.pieces)
 
     def _makes_way(self, prefetch: Prefetch) -> None:
-        """Waiting for the stage, it may have kept those behind it from being looked at."""
+        """Waiting for the staging buffer, it may have kept those behind it from being checked."""
         self._news += prefetch.state is State.FOUND
 
     def _cut(self, prefetch: Prefetch, end: int) -> None:

@@ -58,20 +58,21 @@ def default_pages(
     page_bytes: float, device_pages: int, page_size: int, prefetch_threshold: int
 ) -> int:
     """The store's rate times how long a page stays, in both directions; no more than the device
-    pool, which is all that the stage could ever be asked for, and no less than the minimum."""
+    pool, which is all that the staging buffer could ever be asked for, and no less than the
+    minimum."""
     wanted = int(2 * STORE_RATE * STAY_S / page_bytes)
     return max(min(wanted, device_pages), minimum_pages(page_size, prefetch_threshold))
 
 
 def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
-    """Raise ``ValueError`` for a stage in which nothing could be fetched while something
+    """Raise ``ValueError`` for a staging buffer in which nothing could be fetched while something
     is written."""
     needed = minimum_pages(page_size, prefetch_threshold)
     if pages < needed:
         raise ValueError(
             f"{PAGES_FLAG} {pages} is too small: with --page-size {page_size} and a prefetch "
-            f"threshold of {prefetch_threshold} tokens the stage needs at least {needed} pages, "
-            f"for two minimal transfers. Use {PAGES_FLAG} {needed} or more, or lower "
+            f"threshold of {prefetch_threshold} tokens the staging buffer needs at least {needed} "
+            f"pages, for two minimal transfers. Use {PAGES_FLAG} {needed} or more, or lower "
             "prefetch_threshold in --hicache-storage-backend-extra-config."
         )
 
@@ -81,8 +82,8 @@ def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> Non
     if pages < needed:
         raise ValueError(
             f"{SIZE_FLAG} {gigabytes} is too small: it holds {pages} pages of --page-size "
-            f"{page_size}, and the stage needs at least {needed}. Use a larger {SIZE_FLAG}, or "
-            f"{PAGES_FLAG} {needed} instead."
+            f"{page_size}, and the staging buffer needs at least {needed}. Use a larger "
+            f"{SIZE_FLAG}, or {PAGES_FLAG} {needed} instead."
         )
 
 
@@ -90,8 +91,8 @@ def shares(pages: int) -> tuple[Share, Share]:
     """The shares of backups and of prefetches in a stage of ``pages``.
 
     Prefetches get more, because a request waits for them. Each direction's ceiling leaves the other
-    its floor, so that neither starves: a slow store cannot fill the stage with backups and stop all
-    prefetches, nor the reverse.
+    its floor, so that neither starves: a slow store cannot fill the staging buffer with backups and
+    stop all prefetches, nor the reverse.
     """
     backup, prefetch = max(1, pages // 4), max(1, pages // 2)  # floors
     return Share(backup, pages - prefetch), Share(prefetch, pages - backup)

@@ -66,7 +66,7 @@ class StagingPages:
 class Stage:
     """Page numbers ``0 .. pages - 1``, allocated to transfers.
 
-    Used by the scheduler thread alone, which asks for the capacity many times in a step: sums are
+    Used by the scheduler thread alone, which queries the capacity many times in a step: sums are
     kept, and ``problems`` compares them with what is allocated.
     """
 

@@ -1,8 +1,8 @@
 """Storage backends on the parts of a page: what they share, and the factory that puts them on.
 
-Only on the backends that a stage uses (``is_stage`` is true on its host pool); elsewhere they are
-SGLang's own. Not by rows of the replacement table: their modules are all imported at start, and a
-backend's module may need a client library that most machines do not have.
+Only on the backends that a staging buffer uses (``is_stage`` is true on its host pool); elsewhere
+they are SGLang's own. Not by rows of the replacement table: their modules are all imported at
+start, and a backend's module may need a client library that most machines do not have.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class StoreError(Exception):
 
 
 class PartStore(HiCacheStorage):
-    """A storage backend that keeps values of pages; SGLang's own unless the host pool is a stage.
+    """A storage backend that keeps values of pages; SGLang's own unless the host pool is a staging
+    buffer.
 
     A backend says how it lays out a page (``keep``), names a value (``value_key``), and has, gets
     and puts values; what is folded into pages, copied or skipped is decided here.
@@ -45,7 +46,7 @@ class PartStore(HiCacheStorage):
     part_pool: HostPool
 
     def keep(self, pool: HostPool, values: Sequence[page_parts.Value]) -> None:
-        """Take over if ``pool`` is a stage."""
+        """Take over if ``pool`` is a staging buffer."""
         self.part_pool = pool
         self.page_values = tuple(values)
 

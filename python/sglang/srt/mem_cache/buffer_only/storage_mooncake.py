@@ -50,7 +50,9 @@ class MooncakeParts(_Mooncake):
             except AssertionError:
                 if time.monotonic() > deadline:
                     raise
-            logger.warning("Mooncake does not keep what this server writes; it tries again in 1 s")
+            logger.warning(
+                "Mooncake does not store what this server writes; the server retries in 1 s"
+            )
             time.sleep(1.0)
 
     @override

@@ -4,8 +4,8 @@
 thread of the client; the caller waits for it until the deadline and then gives it up. A call cannot
 be taken back, so an *overdue* read may still write into the host pages that it was handed, and an
 overdue write may still read them, at any later time until it returns (``Outcome.overdue``): the
-owner of the stage must not hand them to anyone else before. There is no bound on that time: memory
-that a store may write into is better lost than wrong.
+owner of the staging buffer must not hand them to anyone else before. There is no bound on that
+time: memory that a store may write into is better lost than wrong.
 
 After a missed deadline the circuit breaker is open: calls are refused at once, without touching the
 store, until a probe is answered. Calls under way, overdue ones among them, are at most
@@ -350,9 +350,9 @@ class StoreClient:
         future.add_done_callback(self._overdue.discard)
         if first:
             logger.error(
-                "HiCache store %s: %s did not return within %g s "
-                "(SGLANG_HICACHE_STORE_DEADLINE); the store is not used until it answers a probe, "
-                "the first one in %g s. Until then requests compute what it may have",
+                "HiCache store %s: %s did not return within %g s (SGLANG_HICACHE_STORE_DEADLINE); "
+                "the store is not used until it answers a probe, the first one in %g s. Until "
+                "then, requests compute the tokens that it may have",
                 self.name,
                 method,
                 seconds,

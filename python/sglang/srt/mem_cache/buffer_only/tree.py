@@ -1,4 +1,4 @@
-"""SGLang's ``HiRadixCache`` over a stage: no node has a host copy, the store has them."""
+"""SGLang's ``HiRadixCache`` over a staging buffer: no node has a host copy, the store has them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ else:
 
 MODE_FLAG = "--hicache-host-memory-mode"
 NO_RUNTIME_CHANGE = (
-    f"{MODE_FLAG} buffer_only keeps KV in the store alone, so that --hicache-storage-backend and "
-    "its policies cannot be changed while the server runs. Restart it with other flags."
+    f"{MODE_FLAG} buffer_only keeps KV only in the store, so --hicache-storage-backend and its "
+    "policies cannot be changed while the server runs. Restart it with other flags."
 )
 
 
@@ -189,8 +189,8 @@ class BufferOnlyTree(HiRadixCache):
         match = super().match_prefix(params)
         if self.buffer is None or params.req is None:
             return match
-        # A request that is about to be admitted: SGLang counts what is in the stage as it counts
-        # hits in host memory, in the device memory that the request needs and not in what it
+        # A request that is about to be admitted: SGLang counts what is in the staging buffer as it
+        # counts hits in host memory, in the device memory that the request needs and not in what it
         # computes, and then calls ``init_load_back``.
         key, _ = self.maybe_bigram_convert(params.key)
         held = len(match.device_indices)

@@ -67,7 +67,7 @@ class Hit:
 
 
 def fetch_seconds(speeds: Speeds, hit: Hit, side_by_side: int) -> float:
-    """Until the hit is in the stage, with so many calls side by side.
+    """Until the hit is in the staging buffer, with so many calls side by side.
 
     A call that is smaller than the mean is not taken for faster: it may be latency that counts.
     Where no call was measured, only the queries count.
