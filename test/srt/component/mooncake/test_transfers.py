@@ -137,7 +137,7 @@ def test_batch_that_the_engine_refuses(pair: Pair) -> None:
     third, receiver = pair.room()
     receiver.announce(pages(4), 2, prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
-    assert "does not know the decode rank" in pair.reason(receiver)
+    assert "the decode rank is not registered" in pair.reason(receiver)
     until(lambda: not pair.decode.manager.connection_pool, "it connects again next time")
     third.abort()
     assert third.poll() == KVPoll.Failed and pair.reason(third)
@@ -209,5 +209,5 @@ def test_silent_decode_rank_is_forgotten(pair: Pair) -> None:
     ranks._heard[pair.peer] = ranks._clock() - ranks._timeout_s, known
     prefill._tick()
     assert prefill.decode_kv_args_table == {}
-    assert pair.finish(sender, receiver) == LOST and "gave no sign" in pair.reason(sender)
+    assert pair.finish(sender, receiver) == LOST and "was silent" in pair.reason(sender)
     assert receiver.defer_free() is None and pair.reason(receiver)

@@ -25,9 +25,9 @@ REFUSED: list[tuple[Dialect, list[bytes], str]] = [
     (say, message, complaint)
     for say in DIALECTS
     for message, complaint in (
-        (say.announcement()[:5], "at least 8 wanted"),
+        (say.announcement()[:5], "at least 8 expected"),
         (say.registration(kv_buffers=1), "registered 1 KV buffers, this prefill rank has 2"),
-        (say.registration(tp=(0, 0)), "rank 0 of 0 cannot be"),
+        (say.registration(tp=(0, 0)), "rank 0 of 0 is invalid"),
         (say.registration(item=32), "KV pages have 32 bytes, this prefill rank's 64"),
         (say.announcement(pages=(-1,)), "a destination page is negative"),
         (say.announcement(pages=(3, 3)), "a destination page is listed twice"),
@@ -42,12 +42,12 @@ REFUSED: list[tuple[Dialect, list[bytes], str]] = [
 REFUSED += [
     (NIXL, [], "does not start like"),
     (NIXL, [b"GET / HTTP/1.1"], "does not start like"),
-    (NIXL, NIXL.registration()[:11], "12 wanted"),
-    (MOONCAKE, [], "at least 8 wanted"),
-    (MOONCAKE, [b"GET / HTTP/1.1"], "at least 8 wanted"),
-    (MOONCAKE, MOONCAKE.registration()[:9], "10 wanted"),
+    (NIXL, NIXL.registration()[:11], "12 expected"),
+    (MOONCAKE, [], "at least 8 expected"),
+    (MOONCAKE, [b"GET / HTTP/1.1"], "at least 8 expected"),
+    (MOONCAKE, MOONCAKE.registration()[:9], "10 expected"),
     (MOONCAKE, MOONCAKE.registration(session=b"10.0.0.2"), "does not end with a port"),
-    (MOONCAKE, MOONCAKE.announcement(pages=(), slot=b""), "no metadata slot is named"),
+    (MOONCAKE, MOONCAKE.announcement(pages=(), slot=b""), "it names no metadata slot"),
 ]
 
 both = pytest.mark.parametrize("say", DIALECTS, ids=repr)

@@ -250,7 +250,7 @@ def test_decode_rank_that_prefill_does_not_know_connects_again(pair: Pair) -> No
     receiver.announce(pages(4), 5, prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
     assert receiver.defer_free() is None, "a rank that knows nothing of us writes nothing"
-    assert "does not know the decode rank" in pair.reason(receiver)
+    assert "the decode rank is not registered" in pair.reason(receiver)
     until(lambda: not pair.decode.manager.connection_pool, "it connects again next time")
     sender.abort()
     assert sender.poll() == KVPoll.Failed and pair.reason(sender)

@@ -88,7 +88,7 @@ def test_room_withdrawn_before_its_request_came(pair: Pair) -> None:
     until(lambda: room in pair.rooms._ended, "withdrawal")
     sender = pair.sender(room)
     assert sender.poll() == KVPoll.Failed
-    assert "decode gave it up: the client went away" in pair.reason(sender)
+    assert "decode cancelled it: the client went away" in pair.reason(sender)
     receiver.clear()
 
 
@@ -101,7 +101,7 @@ def test_room_withdrawn_before_it_is_written(pair: Pair) -> None:
     until(lambda: sender.poll() == KVPoll.Failed, "withdrawal")
     sender.send(pages(30))
     until(deferred.is_drained, "drained")
-    assert pair.arrived([], []) and "decode gave it up" in pair.reason(sender)
+    assert pair.arrived([], []) and "decode cancelled it" in pair.reason(sender)
     deferred.stop_following()
 
 
@@ -124,7 +124,7 @@ def test_room_withdrawn_while_it_is_written(pair: Pair) -> None:
         until(lambda: sender.poll() == KVPoll.Failed, "sender")
         until(deferred.is_drained, "drained")
     assert pair.arrived([30], [4])
-    assert "decode gave it up" in pair.reason(sender)
+    assert "decode cancelled it" in pair.reason(sender)
     deferred.stop_following()
 
 

@@ -282,7 +282,7 @@ def test_state_between_different_sizes() -> None:
     without which decode never takes the room, must not go either."""
     bench = Bench(decode=Side(2**40, 17, 0, 2))
     posted = []
-    with pytest.raises(TransferError, match="one tensor parallel size, not 1 .* 2") as caught:
+    with pytest.raises(TransferError, match="equal tensor parallel sizes, not 1 .* 2") as caught:
         for each in bench.backend.post(
             bench.chunk(pages=[1], to=[3], state=((1,), (2,))), "decode"
         ):

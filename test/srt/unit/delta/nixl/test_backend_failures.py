@@ -131,7 +131,7 @@ def test_an_unknown_peer(bench: Bench) -> None:
     bench.peers.forget("decode")
     posted, raised = post(bench)
     assert isinstance(raised, TransferError) and raised.reason is Reason.PEER_LOST
-    assert "decode rank decode is not registered here any more" in str(raised)
+    assert "decode rank decode is no longer registered" in str(raised)
     assert posted == [] and bench.agent.handles == []
 
 

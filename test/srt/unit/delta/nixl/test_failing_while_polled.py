@@ -42,7 +42,7 @@ def test_a_chunk_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert polls_while_failing(rank, sender) == [KVPoll.Transferring] * 2
     rank.finish()
     assert sender.poll() == KVPoll.Failed
-    assert "decode gave it up" in str(failure_of(sender))
+    assert "decode cancelled it" in str(failure_of(sender))
     rank.check()
 
 
@@ -52,5 +52,5 @@ def test_nothing_sent_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = rank.sender(ROOM)
     rank.announce(ROOM, [10, 11])
     assert polls_while_failing(rank, sender) == [KVPoll.Failed] * 2
-    assert "decode gave it up" in str(failure_of(sender))
+    assert "decode cancelled it" in str(failure_of(sender))
     rank.check()

@@ -129,11 +129,11 @@ def test_state_in_pages_of_a_stage(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "is_mla", "their_size", "text"),
     [
-        ("none", False, 1, "no state of the kind 'none'"),
-        ("something new", True, 1, "no state of the kind 'something new'"),
-        ("mamba", False, 2, "'mamba' needs one tensor parallel size, not 1 on prefill and 2"),
-        ("mamba", True, 2, "'mamba' needs one tensor parallel size"),
-        ("swa", False, 2, "'swa' needs one tensor parallel size"),
+        ("none", False, 1, "cannot transfer state of the kind 'none'"),
+        ("something new", True, 1, "cannot transfer state of the kind 'something new'"),
+        ("mamba", False, 2, "'mamba' needs equal tensor parallel sizes, not 1 on prefill and 2"),
+        ("mamba", True, 2, "'mamba' needs equal tensor parallel sizes"),
+        ("swa", False, 2, "'swa' needs equal tensor parallel sizes"),
         ("nsa", True, 2, None),
         ("swa", False, 1, None),
     ],

@@ -120,7 +120,7 @@ def test_forgotten_while_something_is_under_way(scene: Scene) -> None:
     scene.peers.forget("d")
     scene.use("e")
     assert list(scene.table) == ["e"] and list(scene.agent.peers) == ["d", "e"]
-    with pytest.raises(TransferError, match="decode rank d is not registered here any more"):
+    with pytest.raises(TransferError, match="decode rank d is no longer registered"):
         scene.peers.hold("d")
     scene.peers.release(first)
     scene.use("e")
@@ -195,7 +195,7 @@ def test_nixl_cannot_forget_it(scene: Scene, caplog: pytest.LogCaptureFixture) -
     scene.peers.forget("d")
     scene.peers.forget("e")
     scene.use("f")
-    assert "could not forget decode rank d" in caplog.text
+    assert "could not remove decode rank d" in caplog.text
     assert list(scene.table) == ["f"] and list(scene.agent.peers) == ["d", "f"]
 
 
@@ -317,7 +317,7 @@ def test_a_post_that_hangs(scene: Scene) -> None:
                 scene.peers.add(info(name))
                 refused = threads.submit(scene.use, name).exception(PATIENCE_S / 2)
                 assert isinstance(refused, TransferError)
-                assert f"decode rank {name} cannot be taken" in str(refused)
+                assert f"decode rank {name} cannot be registered" in str(refused)
             scene.peers.forget("e")
             threads.submit(scene.use, "d").result(PATIENCE_S / 2)
             assert sorted(scene.agent.peers) == ["d", "e"]

@@ -221,7 +221,7 @@ def test_a_later_error_is_no_cause(rank: PrefillRank) -> None:
     rank.tick(0.25)
     assert sender.poll() == KVPoll.Failed
     error = failure_of(sender)
-    assert "decode gave it up" in str(error) and error.__cause__ is None
+    assert "decode cancelled it" in str(error) and error.__cause__ is None
     rank.check()
 
 
@@ -292,7 +292,7 @@ def test_given_up_while_it_is_sent(rank: PrefillRank) -> None:
         cancel(*failure)
     rank.pool.run()
     assert sender.poll() == KVPoll.Failed
-    assert "decode gave it up" in str(failure_of(sender))
+    assert "decode cancelled it" in str(failure_of(sender))
     rank.check()
 
 

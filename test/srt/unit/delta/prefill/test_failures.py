@@ -123,7 +123,7 @@ def test_peers_that_cannot_be_told() -> None:
     bench.run()
     bench.settle()
     assert bench.rooms.of(1) == ["failed", "drained"] and bench.rooms.completed == set()
-    assert "a could not be told that it is complete: RuntimeError" in bench.rooms.failure(1)[1]
+    assert "a could not be notified that it is complete: RuntimeError" in bench.rooms.failure(1)[1]
     bench.forget(1)
     bench.check_empty()
 
@@ -200,7 +200,10 @@ def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.worker, "_poll", trips)
     bench.settle()
     reason, text = bench.rooms.failure(1)
-    assert reason is Reason.INTERNAL and "a bug in transfer worker 0: AssertionError" in text
+    assert (
+        reason is Reason.INTERNAL
+        and "unexpected error in transfer worker 0: AssertionError" in text
+    )
     assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.of(2) == ["done 0", "drained"]
     assert bench.backend.completed == [2] and bench.rooms.busy == {1}, "it may still be written"
     bench.submit(3, last=True)

@@ -127,7 +127,7 @@ def test_decode_hears_of_it_when_the_write_has_settled(side: Side) -> None:
     side.rooms.fail(ROOM, Reason.TRANSPORT, "broken")
     assert side.stopped() == [] and not side.enter(ROOM)
     side.rooms.leave(ROOM)
-    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")]
 
 
 def test_one_rank_that_cannot_be_told_hides_no_other(side: Side) -> None:
@@ -175,9 +175,9 @@ def test_withdrawn_before_anybody_knew_it(side: Side) -> None:
     """Guards against an unanswered withdrawal of a room that never got here, whose pages decode
     would hold for their whole bound; and against entries for it."""
     side.withdraw()
-    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")]
     assert side.manager.request_status == {} and side.manager.failure_records == {}
-    assert side.rooms.claim(ROOM)[1] == "decode gave it up: bored"
+    assert side.rooms.claim(ROOM)[1] == "decode cancelled it: bored"
 
 
 def test_withdrawn_while_open(side: Side) -> None:
@@ -185,7 +185,7 @@ def test_withdrawn_while_open(side: Side) -> None:
     side.request()
     side.announce()
     side.withdraw()
-    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")], "once"
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")], "once"
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
     assert not side.enter(ROOM)
 
@@ -200,7 +200,7 @@ def test_withdrawn_by_a_rank_that_never_registered(side: Side, steps: tuple[str,
         else:
             side.announce(required_dst_info_num=2 if step.endswith("2") else 1)
     side.withdraw(peer="stranger", host="10.0.0.9")
-    text = f"room {ROOM}: decode rank stranger is none of its peers"
+    text = f"room {ROOM}: decode rank stranger is not one of its peers"
     assert side.stopped() == [("10.0.0.9", ROOM, text)]
     if "request" not in steps:
         side.request()
@@ -215,7 +215,7 @@ def test_withdrawn_by_a_peer_whose_registration_is_gone(side: Side) -> None:
     side.announce()
     del side.manager.decode_kv_args_table["D"]
     side.withdraw()
-    assert side.stopped() == [("10.0.0.1", ROOM, "decode gave it up: bored")]
+    assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")]
 
 
 def test_withdrawn_after_the_request_left(side: Side) -> None:
@@ -243,7 +243,7 @@ def test_withdrawn_while_its_request_arrives(side: Side, claims: str) -> None:
         side.request()
     assert side.held[ROOM].is_over and not side.enter(ROOM)
     assert side.manager.request_status == {ROOM: KVPoll.Failed}
-    assert side.manager.failure_records == {ROOM: "decode gave it up: bored"}
+    assert side.manager.failure_records == {ROOM: "decode cancelled it: bored"}
     assert len(side.stopped()) == 1
 
 
@@ -363,7 +363,7 @@ def test_a_decode_rank_that_falls_silent(side: Side) -> None:
         8: KVPoll.Bootstrapping,
         9: KVPoll.Bootstrapping,
     }
-    assert "gave no sign" in side.manager.failure_records[7]
+    assert "was silent" in side.manager.failure_records[7]
     assert advance(side, 60) == [], "once"
 
 

@@ -425,7 +425,7 @@ def test_an_announcement_of_a_number_that_is_complete(scene: Scene, steps: str) 
         does[step]()
     assert not scene.table.announce(7, "D", "pages of the next")
     ((number, reason, told),) = scene.told
-    assert (number, told) == (7, ["pages of the next"]) and "has not ended here" in reason
+    assert (number, told) == (7, ["pages of the next"]) and "has not ended on this" in reason
     scene.last()
     scene.table.leave(7)
     assert old.delivered

@@ -112,30 +112,30 @@ class DeltaMooncakeManager(MooncakeKVManager):
         return page_ceil(listed, page) // page  # it lists tokens
 
     def fail_room(self, chunk: QueuedChunk, kind: Reason, text: str, *, settled: bool) -> None:
-        """Fail the room of a chunk here. Decode ranks of ours are told why when all has settled;
-        where that may take long (not ``settled``), and to stock ones, SGLang's own status is sent
-        at once."""
+        """Fail the room of a chunk here. Decode ranks of ours are notified why when all has
+        settled; where that may take long (not ``settled``), and to stock ones, SGLang's own status
+        is sent at once."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         assert self.rooms is not None
         is_known = self.rooms.room(chunk.room) is chunk.owner
         infos = self.rooms.destinations(chunk.room) if is_known else []
         if not self.rooms.fail(chunk.room, kind, text, meant=chunk.owner):
-            return  # they were told that it is complete
+            return  # they were notified that it is complete
         for info in infos:
             if not info.is_dummy and not (settled and info.is_ours):
                 self.send_status(info, KVPoll.Failed)
 
     def send_status(self, info: MooncakeTransferInfo, status: KVPoll) -> None:
-        """Tell a decode rank how its room ended, as SGLang does; best effort."""
+        """Notify a decode rank how its room ended, as SGLang does; best effort."""
         try:
             self.sync_status_to_decode_endpoint(
                 info.endpoint, info.dst_port, info.room, int(status), self.writer_id
             )
         except (OSError, ValueError) as error:
             logger.warning(
-                "could not tell decode rank %s how room %s ended (%s); it finds out by its own "
-                "deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+                "could not notify decode rank %s how room %s ended (%s); decode ends it by its "
+                "own deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
                 info.mooncake_session_id,
                 info.room,
                 error,
@@ -155,7 +155,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
             infos = list(chunk.owner.announcements.values())
             waits_for = ", ".join(info.mooncake_session_id for info in infos if not info.is_dummy)
             what = (
-                f"a transfer to decode rank {peer} was not over"
+                f"a transfer to decode rank {peer} had not ended"
                 if peer is not None
                 else f"a chunk for decode rank {waits_for} was still in its queue"
             )

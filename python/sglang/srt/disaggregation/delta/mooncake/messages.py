@@ -128,7 +128,7 @@ class MooncakeAnnouncements(Announcements):
     @override
     def _announce(self, info: MooncakeTransferInfo) -> None:
         if not info.is_dummy and info.dst_aux_index is None:
-            raise BadMessage(f"room {info.room}: no metadata slot is named")
+            raise BadMessage(f"room {info.room}: it names no metadata slot")
         super()._announce(info)
 
 
@@ -150,10 +150,10 @@ class MooncakeStatuses:
             self._take_metadata(frames)
             return
         if len(frames) != 3:
-            raise BadMessage(f"{len(frames)} frames, not a status of 3")
+            raise BadMessage(f"{len(frames)} frames, a status has 3")
         room, status, writer = (int(frame) for frame in frames)
         if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
-            raise BadMessage(f"room {room}: status {status} of writer {writer} cannot be")
+            raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
         if status == KVPoll.Success:
             self._delivered(room, writer)
         else:
@@ -179,7 +179,7 @@ class MooncakeStatuses:
         from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
 
         if len(frames) != 6:
-            raise BadMessage(f"metadata of {len(frames)} frames, 6 wanted")
+            raise BadMessage(f"metadata of {len(frames)} frames, 6 expected")
         room, buffer, slot = (int(frame) for frame in frames[1:4])
         (length,) = struct.unpack(">I", frames[4])
         manager, data, ours = self._manager, frames[5], self._manager.kv_args
@@ -190,7 +190,8 @@ class MooncakeStatuses:
             raise BadMessage(f"room {room}: there is no metadata slot {slot}")
         if len(data) != length or not metadata_fit(buffer, length, item_len):
             raise BadMessage(
-                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} wanted"
+                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
+                "expected"
             )
         progress = manager.progress(room)
         if room not in manager.request_status or progress.slot != slot:

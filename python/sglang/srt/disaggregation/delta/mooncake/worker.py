@@ -34,7 +34,7 @@ def obstacle() -> str:
     from sglang.srt.environ import envs
 
     name = "SGLANG_DISAGG_STAGING_BUFFER"
-    return f"{name} is set: SGLang's own worker sends" if getattr(envs, name).get() else ""
+    return f"{name} is set: SGLang's own worker is used" if getattr(envs, name).get() else ""
 
 
 Result = TypeVar("Result")
@@ -167,7 +167,7 @@ class ChunkWorker:
                 self._serve(chunk)
         except Exception as error:  # the thread must outlive what it meets
             logger.exception(
-                "room %s failed: an unexpected error in a transfer worker, which goes on",
+                "room %s failed: an unexpected error in a transfer worker, which continues",
                 chunk.room,
             )
             text = f"room {chunk.room}: {error!r}"
@@ -216,7 +216,7 @@ class ChunkWorker:
             raise ChunkError(
                 Reason.PEER_LOST,
                 f"room {info.room}: an earlier transfer to decode rank {session} failed, or it is "
-                f"gone; it has to register again",
+                "gone; it must register again",
             )
         self._send_pages(info, target, chunk)
         # A call of the engine may last so long that decode gives its slot to another room.
@@ -264,8 +264,8 @@ class ChunkWorker:
         if len(source) != len(destination):
             raise ChunkError(
                 Reason.MISMATCH,
-                f"room {info.room}: {len(source)} pages cannot go to the {len(destination)} that "
-                f"decode rank {session} listed for them",
+                f"room {info.room}: {len(source)} pages cannot be written to the "
+                f"{len(destination)} that decode rank {session} listed for them",
             )
         where = session, source, target.dst_kv_ptrs, destination
         if manager.is_mla_backend or manager.attn_tp_size == target.dst_attn_tp_size:

@@ -104,7 +104,9 @@ def _with_delay(api: Any, delay: environment.Variable[int]) -> dict[str, Any]:
     delay_us = delay.read()
     stock: Any = getattr(getattr(api, "nixlBind", None), "nixlAgentConfig", None)
     if stock is None or not hasattr(stock, "pthrDelay"):
-        logger.warning("this NIXL does not take %s; its progress thread spins", delay.name)
+        logger.warning(
+            "this NIXL does not accept %s; its progress thread polls without a pause", delay.name
+        )
         return {}
 
     class Delayed(stock):

@@ -313,7 +313,7 @@ class NixlBackend:
             self._has_telemetry = False
             logger.warning(
                 "NIXL gives no telemetry (%r): sglang:kv_transfer_transport_seconds stays empty "
-                "until this server restarts; transfers go on",
+                "until this server restarts; transfers continue",
                 error,
             )
 

@@ -162,8 +162,8 @@ class NixlDecode(NixlKVManager):
             # The scheduler polls: it must go on.
             self._log.error(
                 "this agent",
-                "could not read NIXL notifications: %r; tried again in the next step, and rooms "
-                "that miss one fail by their deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+                "could not read NIXL notifications: %r; the next step reads again, and rooms that "
+                "miss one fail by their deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
                 error,
             )
             return
@@ -201,8 +201,8 @@ class NixlDecode(NixlKVManager):
             self.servers.fail(
                 note.room,
                 Reason.MISMATCH,
-                f"room {note.room}: prefill sent metadata of {lengths} bytes, and this decode rank "
-                f"has {wanted}: model or SGLang's version differ",
+                f"room {note.room}: prefill sent metadata of {lengths} bytes, and this decode "
+                f"rank expects {wanted}: the models or SGLang versions differ",
             )
             return False
         for base, size, part in zip(ours.aux_data_ptrs, wanted, note.metadata, strict=True):
@@ -253,4 +253,4 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
 
 def _refuse(frames: list[bytes]) -> None:
-    raise BadMessage("it is not a control message of a prefill server's")
+    raise BadMessage("it is not a control message of a prefill server")

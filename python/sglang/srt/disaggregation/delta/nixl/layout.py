@@ -105,11 +105,11 @@ class Layout:
         ours, kind = self.ours, getattr(self.ours, "state_type", "none")
         same_size = info.decode_tp_size == self._manager.attn_tp_size
         if kind not in (*PAGED_STATE, "mamba"):
-            raise TransferError(Reason.MISMATCH, f"NIXL moves no state of the kind {kind!r}")
+            raise TransferError(Reason.MISMATCH, f"NIXL cannot transfer state of the kind {kind!r}")
         if not same_size and not (kind in PAGED_STATE and self._manager.is_mla_backend):
             raise TransferError(
                 Reason.MISMATCH,
-                f"state of the kind {kind!r} needs one tensor parallel size, not "
+                f"state of the kind {kind!r} needs equal tensor parallel sizes, not "
                 f"{self._manager.attn_tp_size} on prefill and {info.decode_tp_size} on decode",
             )
         source, destination = ours.state_data_ptrs, info.dst_state_data_ptrs

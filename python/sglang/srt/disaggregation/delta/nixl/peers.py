@@ -66,8 +66,8 @@ class PreparedLists:
                 return self._agent.prep_xfer_dlist(self._name, rows, memory)
         except Exception as error:  # bindings raise what they like
             logger.warning(
-                "NIXL could not prepare %d buffers of %s (%r); ranges are built instead, for each "
-                "chunk anew: slower, and nothing is wrong",
+                "NIXL could not prepare %d buffers of %s (%r); ranges are built for each chunk "
+                "instead, which is slower but correct",
                 len(pool.bases),
                 "this rank" if self._name == OURS else f"decode rank {self._name}",
                 error,
@@ -203,9 +203,7 @@ class Peers:
         with self._lock:
             peer = self._peers.get(name)
             if peer is None or peer.forgotten:
-                raise TransferError(
-                    Reason.PEER_LOST, f"decode rank {name} is not registered here any more"
-                )
+                raise TransferError(Reason.PEER_LOST, f"decode rank {name} is no longer registered")
             peer.users += 1
             is_ready = peer.is_loaded and not self._unused
         if is_ready:
@@ -216,7 +214,7 @@ class Peers:
         except TimeoutError as error:  # others are forgotten by NIXL later
             if not peer.is_loaded:
                 self.release(peer)
-                text = f"decode rank {name} cannot be taken: {error}"
+                text = f"decode rank {name} cannot be registered: {error}"
                 raise TransferError(Reason.TRANSPORT, text) from error
         except Exception:
             self.forget(name)
@@ -267,7 +265,7 @@ class Peers:
             self._agent.remove_remote_agent(peer.name)
         except Exception as error:  # the others are served all the same
             logger.warning(
-                "NIXL could not forget decode rank %s (%r); nothing more is sent to it",
+                "NIXL could not remove decode rank %s (%r); nothing more is sent to it",
                 peer.name,
                 error,
             )

@@ -82,7 +82,7 @@ class NixlAnnouncements(Announcements):
         from sglang.srt.disaggregation.nixl import conn
 
         if not frames or frames[0] != conn.GUARD:
-            raise BadMessage("it does not start like a NIXL message of SGLang's")
+            raise BadMessage("it does not start like a NIXL message of SGLang")
         self.take_message(conn, frames[1:], _REGISTRATION_FRAMES)
 
     @override

@@ -2,7 +2,7 @@
 
 ``scheduler``         the thin overrides of the prefill scheduler, and of its end of a room
 ``stages``            pipeline stages that take in the same requests, and end them together
-``room``              the states of a room, every step between them, and who is told
+``room``              the states of a room, every step between them, and who is notified
 ``room_table``        the owner of a room: who may write, complete or given up, what may be freed
 ``decode_ranks``      what decode ranks ask and are told, and whether they live
 ``served_rooms``      which data-parallel rank serves a room, for decode servers that have to ask

@@ -1,4 +1,4 @@
-"""The decode ranks that a prefill rank knows: what they ask, what they are told, whether they live.
+"""The decode ranks that a prefill rank knows: messages from and to them, and whether they live.
 
 Those of servers with the radix cache ping. Others (stock ones too) say nothing when they end, and a
 restarted one registers under a new name. So the table is bounded: of those that neither ping nor
@@ -88,7 +88,7 @@ class DecodeRanks:
             wire.Stopped(
                 info.room,
                 self._manager.writer_id,
-                "this prefill rank does not know the decode rank (was it restarted?)",
+                "the decode rank is not registered at this prefill rank (was prefill restarted?)",
                 unknown_peer=True,
             ),
             self._strangers,
@@ -106,7 +106,7 @@ class DecodeRanks:
             (sockets or self._sockets).send(info.endpoint, info.dst_port, message)
         except (OSError, ValueError) as error:
             logger.warning(
-                "could not tell decode rank %s:%s that room %s ended (%s): it frees the room's "
+                "could not notify decode rank %s:%s that room %s ended (%s): it frees the room's "
                 "pages after its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
                 info.endpoint,
                 info.dst_port,
@@ -146,7 +146,7 @@ class DecodeRanks:
             self._sockets.send(info.endpoint, int(info.dst_port), answer)
 
     def _withdraw(self, message: wire.Withdraw) -> None:
-        rooms, room, text = self._rooms, message.room, f"decode gave it up: {message.reason}"
+        rooms, room, text = self._rooms, message.room, f"decode cancelled it: {message.reason}"
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
         known, info = rooms.room(room), self._manager.decode_kv_args_table.get(message.peer)
@@ -157,7 +157,7 @@ class DecodeRanks:
         if is_its_own:
             rooms.fail(room, Reason.ABORTED, text)
         else:
-            text = f"room {room}: decode rank {message.peer} is none of its peers"
+            text = f"room {room}: decode rank {message.peer} is not one of its peers"
         if not message.wants_answer or is_told:
             return
         if not is_its_own or not rooms.is_under_way(room):
@@ -188,7 +188,7 @@ class DecodeRanks:
                 self._rooms.fail(
                     room,
                     Reason.PEER_LOST,
-                    f"decode rank {peer} gave no sign in {self._timeout_s} s",
+                    f"decode rank {peer} was silent for {self._timeout_s} s",
                 )
         return lost + self._too_many()
 

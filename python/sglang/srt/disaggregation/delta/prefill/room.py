@@ -1,4 +1,5 @@
-"""The states of a room on a prefill rank, every step between them, their clock, and who is told.
+"""The states of a room on a prefill rank, every step between them, their clock, and who is
+notified.
 
 A room is one request's transfer to its decode ranks, under a number that the client chose.
 ``TRANSITIONS`` has every step that there is; docs/design.md draws it. ``RoomTable`` takes them.
@@ -60,7 +61,7 @@ class Event(enum.Enum):
     LEAVE = "leave"
     #: A worker: every write has settled.
     COMPLETE = "complete"
-    #: A worker: decode could not be told that it is complete; a failure follows.
+    #: A worker: decode could not be notified that it is complete; a failure follows.
     TAKE_BACK = "take back"
     #: It failed, was aborted or withdrawn.
     STOP = "stop"
@@ -136,12 +137,12 @@ class Room:
     reason: str | None = None
     #: What the transport raised, where that is why.
     error: BaseException | None = None
-    #: All its decode ranks were told that it is complete.
+    #: All its decode ranks were notified that it is complete.
     delivered: bool = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether its decode ranks have all of it, or are being told so."""
+        """Whether its decode ranks have all of it, or are being notified."""
         return self.state in COMPLETE or (self.state is State.LINGERING and self.delivered)
 
     @property
@@ -232,7 +233,7 @@ class SchedulerTime:
 
 
 class Listener(Protocol):
-    """Who is told of rooms: the rank's manager. Called on the thread that made it so."""
+    """Who is notified of rooms: the rank's manager. Called on the thread that made it so."""
 
     def fail_known(self, room: int, text: str) -> bool:
         """Set SGLang's status to failed, for a request that is here and has not ended; whether it

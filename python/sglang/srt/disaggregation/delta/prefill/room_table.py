@@ -137,9 +137,9 @@ class RoomTable:
         error: BaseException | None = None,
         meant: Room | None = None,
     ) -> bool:
-        """Give one room up: nothing more is posted for it, and its decode ranks are told when what
-        was posted has settled. The first failure of a room counts; later ones change nothing. False
-        if the room is complete: decode is being told so, and no failure changes that.
+        """Give one room up: nothing more is posted for it, and its decode ranks are notified when
+        what was posted has settled. The first failure of a room counts; later ones change nothing.
+        False if the room is complete: decode is being notified, and no failure changes that.
 
         ``meant``: the room, where its number may be a later one's by now. Such a failure is
         nobody's any more, and changes nothing.
@@ -188,12 +188,12 @@ class RoomTable:
     # ---- decode ranks ----
 
     def announce(self, number: int, peer: str, announcement: Announcement, needed: int = 0) -> bool:
-        """A decode rank listed its pages. False if they will not be filled, which it is told.
+        """A decode rank listed its pages. False if they will not be filled, and it is notified.
 
         ``needed``: how many decode ranks announce the room here; 0: it does not say.
 
-        A decode rank may announce a room after it failed here: it is told at once. But where
-        something is under way, maybe to these very pages, it is told when that has settled. One
+        A decode rank may announce a room after it failed here: it is notified at once. But where
+        something is under way, maybe to these very pages, it is notified when that has settled. One
         that uses the number of a complete room again, before the scheduler is done with that one's
         request, or of a room that other decode ranks have announced, is told at once too.
 
@@ -208,7 +208,10 @@ class RoomTable:
             elif room is not None and (
                 room.is_complete or (room.state is State.LINGERING and room.reason is None)
             ):  # nobody would be told when the latter is left
-                refused = f"room {number}: an earlier request of its number has not ended here yet"
+                refused = (
+                    f"room {number}: an earlier request with its number has not ended on this "
+                    "prefill rank yet"
+                )
             elif (
                 room
                 and room.reason is None
@@ -255,13 +258,13 @@ class RoomTable:
         self._listener.room_drained(number, room.reason, announcements)
 
     def complete(self, room: Room) -> bool:
-        """Every write of the room has settled: whether decode may be told so. If so nothing can
+        """Every write of the room has settled: whether decode may be notified. If so nothing can
         fail it any more but ``take_back``; if not, decode is never told."""
         with self._lock:
             return self._move(room, Event.COMPLETE)
 
     def take_back(self, number: int) -> None:
-        """Decode could not be told that the room is complete: it may fail after all."""
+        """Decode could not be notified that the room is complete: it may fail after all."""
         with self._lock:
             room = self._rooms.get(number)
             if room is not None:
@@ -273,7 +276,7 @@ class RoomTable:
             self.deliver(chunk.room)
 
     def deliver(self, number: int) -> None:
-        """Decode was told that the room is complete."""
+        """Decode was notified that the room is complete."""
         room = self._rooms.get(number)
         if room is not None and room.state in COMPLETE:
             self._listener.room_delivered(number)
@@ -365,8 +368,8 @@ class RoomTable:
             self.fail(  # its request may just be coming
                 number,
                 Reason.TIMEOUT,
-                f"no request for it reached this prefill rank within {self._claim_s:.0f} s of its "
-                f"scheduler's turns (SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
+                f"no request for it reached this prefill rank within {self._claim_s:.0f} s of "
+                "scheduler time (SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
             )
 
     def _check_suspension(self) -> None:

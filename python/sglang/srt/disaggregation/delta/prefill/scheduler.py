@@ -345,7 +345,7 @@ class DeltaSender(CommonKVSender):
         return self.is_taken_in and not self.is_initialised
 
     def fail(self, kind: Reason, text: str) -> None:
-        """Fail this room alone; its decode ranks are told once what was posted has settled."""
+        """Fail this room alone; its decode ranks are notified once what was posted has settled."""
         # By name of the room: its number is another request's where this one was refused.
         self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text, meant=self._room)
 

@@ -52,7 +52,7 @@ class RoomQueue:
     posted: int = 0
     #: Those of them that are overdue: nobody waits for them.
     overdue: int = 0
-    #: Everything is with all peers, and they were told so.
+    #: Everything is with all peers, and they were notified.
     completed: bool = False
     #: Nothing more is posted. Never taken back.
     ended: bool = False
@@ -164,7 +164,7 @@ class SendQueue:
         self._shorter(transfer.peer)
 
     def take(self) -> Transfer | None:
-        """The next transfer to post, which takes its places; None where nothing may be posted."""
+        """The next transfer to post, which takes its slots; None where nothing may be posted."""
         if self._stuck:
             return None
         window_full = self._in_window >= self._window
@@ -183,7 +183,7 @@ class SendQueue:
         return None
 
     def mark_overdue(self, transfer: Transfer) -> None:
-        """It keeps its place in the peer's quota, but not the one in the window."""
+        """It keeps its slot in the peer's quota, but not the one in the window."""
         queue = self._queue[transfer.peer]
         queue.posted -= 1
         queue.overdue.add(transfer)
@@ -294,9 +294,9 @@ class OverdueTransfers:
         """Take one in. If that is one too many: the oldest, which is not waited for any more."""
         self._transfers[transfer] = None
         logger.error(
-            "room %d: a transfer to decode rank %s did not settle by its deadline; it is still "
-            "waited for (%d such transfers), and decode's pages stay held until then, or for its "
-            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+            "room %d: a transfer to decode rank %s did not settle by its deadline. This server "
+            "still waits for it (%d such transfers); decode's pages stay in deferred release "
+            "until then, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
             transfer.room.number,
             transfer.peer,
             len(self._transfers),
@@ -305,11 +305,10 @@ class OverdueTransfers:
             return None
         oldest, _ = self._transfers.popitem(last=False)
         logger.critical(
-            "room %d: a transfer to decode rank %s has not settled, nor have %d later ones: it is "
-            "not waited for any more, and its handle is never released. The room's decode ranks "
-            "are not told that it is over: they hold its pages for their "
-            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT. Does that decode rank run, and is its "
-            "network up?",
+            "room %d: a transfer to decode rank %s has not settled, nor have %d later ones. This "
+            "server stops waiting for it and never releases its handle. The room's decode ranks "
+            "are not notified: its pages stay in deferred release for their "
+            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT. Check that decode rank and its network",
             oldest.room.number,
             oldest.peer,
             self._limit,

@@ -1,4 +1,4 @@
-"""Tells the bootstrap server which data-parallel rank serves a room, where decode has to ask.
+"""Notifies the bootstrap server which data-parallel rank serves a room, where decode queries it.
 
 That is where ranks are chosen by load (``--load-balance-method``), and not by the room's number, as
 SGLang does it for prefill servers by default. SGLang tells it in the scheduler's thread, which
@@ -57,9 +57,9 @@ class ServedRooms:
         if expected == self.rank:
             return ""
         return (
-            f"; its router sent it to data-parallel rank {self.rank}, and decode looks for it on "
-            f"rank {expected}, which follows from its number, unless it is told the other one "
-            f"(disagg_prefill_dp_rank)"
+            f"; its router sent it to data-parallel rank {self.rank}, but decode expects it on "
+            f"rank {expected}, which follows from its number. The router has to send decode the "
+            "rank (disagg_prefill_dp_rank)"
         )
 
     def _tell(self, address: str, room: int) -> None:
@@ -71,8 +71,8 @@ class ServedRooms:
         error = told.exception()
         if error is not None:  # the address is what the client says
             logger.error(
-                "bootstrap server %s was not told that data-parallel rank %d serves room %d (%s): "
-                "the decode server of this request waits for that until its deadline",
+                "could not notify bootstrap server %s that data-parallel rank %d serves room %d "
+                "(%s): the decode server of this request waits for it until its deadline",
                 address,
                 self.rank,
                 room,

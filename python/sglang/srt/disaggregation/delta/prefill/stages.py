@@ -19,8 +19,8 @@ else:
 
 
 class PrefillStages(SchedulerPPMixin):
-    """Pipeline stages take in the same requests, and tell each other which of them have ended; each
-    asks all of its ranks."""
+    """Pipeline stages take in the same requests, and notify each other which of them have ended;
+    each asks all of its ranks."""
 
     @override
     def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None) -> Any:

@@ -65,7 +65,7 @@ class Settings:
 
     @classmethod
     def read(cls, cpus: int | None = None) -> Settings:
-        """Those of this process. ``cpus``: logical CPUs; None asks the system.
+        """Those of this process. ``cpus``: logical CPUs; None queries the system.
 
         Raises:
             ValueError: a variable is set to something that cannot be; the message names it.
@@ -133,6 +133,6 @@ class Backend(Protocol):
         """Called exactly once for each handle, when all handles of its post are over."""
 
     def complete(self, chunk: Chunk) -> None:
-        """Tell all peers of a room's last chunk that everything of the room is with them. Called
+        """Notify all peers of a room's last chunk that everything of the room is with them. Called
         once for a room, when all its handles are ``DONE`` and its room said yes; returns without
         waiting for anybody. An exception fails the room, as one of ``post`` does."""

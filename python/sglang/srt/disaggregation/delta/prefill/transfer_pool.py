@@ -111,14 +111,14 @@ class _Thread:
             return None
         if self._error is not None:
             return f"each step of {self.thread.name} raises, the last one {self._error!r}"
-        return f"{self.thread.name} hangs in a call of the transport since {now - since:.0f} s"
+        return f"{self.thread.name} hangs in a call of the transport for {now - since:.0f} s"
 
     def _run(self) -> None:
         use_batch_scheduling()
         try:
             self._prepare()
         except Exception:
-            logger.exception("%s: preparing the thread; it goes on", self.thread.name)
+            logger.exception("%s: could not prepare the thread; it continues", self.thread.name)
         wait: float | None = None
         while self._obey(wait):
             wait = self._step()
@@ -141,7 +141,7 @@ class _Thread:
                 try:
                     command(self._worker)
                 except Exception:
-                    logger.exception("%s: a command", self.thread.name)
+                    logger.exception("%s: a command failed", self.thread.name)
                 command = self._commands.get_nowait()
             return False
         except queue.Empty:
@@ -155,7 +155,7 @@ class _Thread:
             wait = self._worker.step(now)
         except Exception as error:
             if self._error is None:
-                logger.exception("%s: a step", self.thread.name)
+                logger.exception("%s: a step failed", self.thread.name)
             self._error = error
             pause = self._after_a_bug
             self._after_a_bug = min(2 * pause, _LONGEST_AFTER_A_BUG_S)
@@ -223,7 +223,7 @@ class TransferPool:
         self._put(chunk.room, lambda worker: worker.submit(chunk))
 
     def cancel(self, room: Room, reason: Reason) -> None:
-        """End a room that the table has given up: it is not told so. Harmless for one that is not
+        """End a room that the table has given up: it is not notified. Harmless for one that is not
         open, or has ended."""
         self._put(room.number, lambda worker: worker.cancel(room, reason))
 
@@ -303,12 +303,12 @@ class Watchdog:
             if index not in self._known:
                 STATS.add("kv_transfer_stuck_workers", 1)
                 logger.critical(
-                    "KV transfer worker %s; its rooms fail until it goes on. If it does not, "
-                    "restart this prefill server (py-spy dump shows where it is)",
+                    "KV transfer worker %s; its rooms fail until it makes progress. If it does "
+                    "not, restart this prefill server (py-spy dump shows where it hangs)",
                     text,
                 )
         for index in self._known.keys() - troubles.keys():
-            logger.error("KV transfer worker %d goes on", index)
+            logger.error("KV transfer worker %d makes progress again", index)
         self._known = troubles
         if not troubles:
             return

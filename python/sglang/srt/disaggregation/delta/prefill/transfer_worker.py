@@ -38,8 +38,8 @@ class Worker:
     """Moves the chunks of the rooms that are sharded to it.
 
     A transfer (one chunk, one peer) waits in its peer's queue, is posted, is over. When all of a
-    room are over and the room table says yes, its peers are told that it is complete. A room that
-    ends early drops what waits; its peers are never told that, whatever still lands.
+    room are over and the room table says yes, its peers are notified that it is complete. A room
+    that ends early drops what waits; its peers are never told that, whatever still lands.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Worker:
             self._rooms[room.number] = RoomQueue(room)
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue it. A chunk of a room that is unknown or has ended is dropped without a word."""
+        """Queue it. A chunk of a room that is unknown or has ended is dropped silently."""
         room = self._rooms.get(chunk.room)
         if room is None or room.ended:
             return
@@ -97,8 +97,8 @@ class Worker:
             self._end(queue)
 
     def forget(self, room: Room) -> None:
-        """The request is done with: the table is told nothing more of it but ``leave``, when what
-        is under way has settled."""
+        """The request is done with: the table is notified of nothing more of it but ``leave``, when
+        what is under way has settled."""
         queue = self._of(room)
         if queue is not None:
             del self._rooms[room.number]
@@ -209,7 +209,7 @@ class Worker:
             # What was sent of it may still be on its way. It counts as under way for as long as
             # decode would hold its pages without a word, and nobody is told anything before that.
             transfer.settles_at = now + self._doubt_s
-            text = f"a transfer to {transfer.peer} was broken off by the transport"
+            text = f"a transfer to {transfer.peer} was aborted by the transport"
             self._fail_because(transfer.room, text, failure)
         if still:
             age = now - transfer.posted_at
@@ -232,7 +232,7 @@ class Worker:
             try:
                 self._backend.release(handle)
             except Exception:
-                logger.exception("room %d: releasing a transfer", room.number)
+                logger.exception("room %d: could not release a transfer", room.number)
         transfer.phase = Phase.OVER
         transfer.handles = []
         room.posted -= 1
@@ -287,8 +287,10 @@ class Worker:
             do(*arguments)
         except Exception as error:
             room = send.room
-            logger.exception("transfer worker %d, room %d: a bug", self._index, room.number)
-            text = f"a bug in transfer worker {self._index}: {error!r}"
+            logger.exception(
+                "transfer worker %d: unexpected error, room %d fails", self._index, room.number
+            )
+            text = f"unexpected error in transfer worker {self._index}: {error!r}"
             self._fail(room, Reason.INTERNAL, text, error)
             for transfer in list(send.transfers):
                 if transfer.phase is Phase.POSTED:
@@ -322,7 +324,7 @@ class Worker:
             self._backend.complete(chunk)
         except Exception as error:
             self._call(self._table.take_back, room.number)
-            text = f"{', '.join(chunk.peers)} could not be told that it is complete"
+            text = f"{', '.join(chunk.peers)} could not be notified that it is complete"
             self._fail_because(room, text, error)
 
     def _deliver(self, room: RoomQueue) -> None:

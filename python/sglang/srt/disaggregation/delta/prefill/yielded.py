@@ -49,7 +49,7 @@ class RoomYielded:
 
 @dataclass
 class _Rooms:
-    """Rooms that the tokenizer was told of and whose requests it cannot answer yet."""
+    """Rooms that the tokenizer was notified of and whose requests it cannot answer yet."""
 
     #: Those whose request has not come, the oldest first, and until when it is waited for.
     absent: dict[int, float] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Frontend:
         try:
             self._socket.send_pyobj(RoomYielded(room), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise OSError(f"the tokenizer was not told of room {room}: {error}") from error
+            raise OSError(f"could not notify the tokenizer of room {room}: {error}") from error
 
 
 class YieldingTokenizer(TokenizerManager):
@@ -142,7 +142,9 @@ class YieldingTokenizer(TokenizerManager):
             try:
                 self._answer_yielded()
             except Exception:
-                logger.exception("a request that decode computes was not answered; others are")
+                logger.exception(
+                    "could not answer a request with local prefill; the next ones are answered"
+                )
 
     def _answer_yielded(self) -> bool:
         """Answer the requests that the schedulers were sent; whether a room still waits.
