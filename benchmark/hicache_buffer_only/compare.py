@@ -46,6 +46,8 @@ CACHE, SMALL, BUFFER_ONLY, ALWAYS = ARMS = (
     "buffer_only",
     "buffer_only, always fetch",
 )
+#: How the names of the mode's metrics begin.
+OURS = ("sglang:hicache_buffer_", "sglang:storage_")
 ALWAYS_FETCH = {"SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1"}
 
 #: Where a request found the largest part of what it did not compute.
@@ -319,7 +321,7 @@ def _sum_of_ours(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         name: value
         for name, value in sorted(metrics.total(workers).items())
-        if name.startswith("sglang:hicache_buffer_") and not name.endswith("_created")
+        if name.startswith(OURS) and not name.endswith("_created")
     }
 
 

@@ -22,6 +22,7 @@ from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.harness.watchdog import kill_group
 from chaos.faults import scheduler_of, signal_all
 from e2e.support import Ids, Reference, pair_config, prompt_maker
+from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES
 
 NEW_TOKENS = 8
 INTERVAL_S = 2.0  # the least that SGLang takes
@@ -158,8 +159,7 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
             break
         time.sleep(0.2)
     assert counted[metrics.FAILED_ROOMS] >= len(prompts)
-    for gauge in ("prefix_leases", "protected_tokens", "evictable_tokens", "quarantined_tokens"):
-        assert f"sglang:decode_{gauge}" in counted
+    assert {f"sglang:{gauge}" for gauge in DECODE_GAUGES} <= counted.keys()
     assert counted["sglang:decode_prefix_leases"] == counted["sglang:decode_protected_tokens"] == 0
 
 

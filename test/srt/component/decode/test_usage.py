@@ -35,17 +35,20 @@ def test_gauges_count_every_token_once(decoder: Decoder) -> None:
     assert readings(decoder) == {
         "decode_prefix_leases": 3,
         "decode_protected_tokens": 160,
-        "decode_evictable_tokens": 0,
-        "decode_quarantined_tokens": 0,
+        "kv_evictable_tokens": 0,
+        "num_decode_deferred_kv_release_reqs": 0,
+        "decode_deferred_kv_release_tokens": 0,
     }
     decoder.abort(decoder.in_transfer[0].rid)
     decoder.tick_queues()
     found = readings(decoder)
-    assert (found["decode_prefix_leases"], found["decode_quarantined_tokens"]) == (3, 32)
+    assert found["decode_prefix_leases"] == 3
+    assert found["num_decode_deferred_kv_release_reqs"] == 1
+    assert found["decode_deferred_kv_release_tokens"] == 32
     decoder.drain()
     found = readings(decoder)
     assert (found["decode_prefix_leases"], found["decode_protected_tokens"]) == (0, 0)
-    assert found["decode_evictable_tokens"] == decoder.tree_cache.total_size()
+    assert found["kv_evictable_tokens"] == decoder.tree_cache.total_size()
 
 
 def test_usage_is_protected_and_private_tokens(decoder: Decoder) -> None:

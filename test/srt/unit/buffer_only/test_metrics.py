@@ -55,11 +55,15 @@ def test_gauges_and_counters():
     for node in chain(4, 6, 9):
         queue.add(node)
     counters["store_read_pages"], counters["store_written_pages"] = 5, 3
+    counters["prefetch_hit_tokens"] = 640
     client.faults[Fault.DEADLINE] += 1
     mine.update(buffer)
     assert (value("pages"), value("write_pages"), value("read_pages")) == (16, 3, 2)
     assert (value("pending_intents"), value("pending_tokens")) == (2, 10)
     assert value("store_read_pages_total") == 5
+    labels = {key: str(text) for key, text in LABELS.items()}
+    found = REGISTRY.get_sample_value("sglang:storage_prefetch_hit_tokens_total", labels)
+    assert found == 640 == value("prefetch_hit_tokens_total"), "as 0.5.23 names it, and as before"
     assert value("dropped_tokens_total", reason="queue_full") == 9
     assert [value(f"store_{name}") for name in ("up", "calls", "overdue_calls")] == [1, 2, 1]
     assert value("store_faults_total", fault="deadline") == 1

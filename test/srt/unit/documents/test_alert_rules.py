@@ -9,10 +9,16 @@ from collections.abc import Iterator
 import promql_parser
 import pytest
 
-from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages
-from unit.documents.test_metrics_pages import OPERATIONS, dashboard, series, theirs, used
+from unit.documents.test_metrics_pages import (
+    DECLARED,
+    OPERATIONS,
+    dashboard,
+    series,
+    theirs,
+    used,
+)
 
 RUNBOOK = OPERATIONS / "runbook.md"
 #: What SGLang's scheduler and storage metrics carry; the former without options for more.
@@ -43,12 +49,12 @@ def test_every_alert_fires_in_some_case() -> None:
 
 def test_the_series_have_the_labels_of_servers() -> None:
     """Guards against series that no server exports: a rule would pass its test and stay silent."""
-    ours = {each.exported_name: set(each.labels) for each in METRICS.values()}
-    more = {f"{buffer_only.PREFIX}{name}_total": {label} for name, label, _ in buffer_only.LABELLED}
+    ours = {each.exported_name: set(each.labels) for each in DECLARED}
+    storage = {each.exported_name for each in buffer_only.METRICS.values()}
     for name, _, labels in alert_rules.series():
-        shared = STORAGE if name.startswith(buffer_only.PREFIX) else SCHEDULER
-        assert labels == shared | ours.get(name, set()) | more.get(name, set()), name
-        assert name in ours or name in theirs() or name.startswith(buffer_only.PREFIX)
+        shared = STORAGE if name in storage else SCHEDULER
+        assert labels == shared | ours.get(name, set()), name
+        assert name in ours or name in theirs()
 
 
 def expressions() -> Iterator[str]:
@@ -75,7 +81,7 @@ def test_expressions_parse() -> None:
 
 def test_the_queries_of_the_runbook_use_metrics_that_exist() -> None:
     """Guards against an empty answer at night."""
-    kinds = {each.exported_name: each.kind for each in METRICS.values()}
+    kinds = {each.exported_name: each.kind for each in DECLARED}
     assert len(runbook_queries()) >= 8
     assert used(runbook_queries()) - series(kinds) - series(theirs()) == set()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from sglang.srt.disaggregation.delta.metrics import METRICS
+from sglang.srt.disaggregation.delta.metrics import FORMERLY, METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages
 from unit.documents.pages import ROOT, SITE_PACKAGES
@@ -17,16 +17,21 @@ OPERATIONS = ROOT / "docs" / "operations"
 _ROW = re.compile(r"^\| `(sglang:\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 
 
+#: Both feature groups' metrics.
+DECLARED = (*METRICS.values(), *buffer_only.METRICS.values())
+
+
 @pytest.fixture(scope="module")
 def ours() -> dict[str, tuple[str, list[str]]]:
     """Name, as it is scraped -> type and labels of its own."""
-    found = {each.exported_name: (each.kind, list(each.labels)) for each in METRICS.values()}
-    stage = {name: ("gauge", []) for name in buffer_only.GAUGES}
-    stage |= {f"{name}_total": ("counter", []) for name in buffer_only.COUNTERS}
-    stage |= {name: ("histogram", []) for name in buffer_only.HISTOGRAMS}
-    for name, label, _ in buffer_only.LABELLED:
-        stage[f"{name}_total"] = ("counter", [label])
-    return found | {buffer_only.PREFIX + name: about for name, about in stage.items()}
+    return {each.exported_name: (each.kind, list(each.labels)) for each in DECLARED}
+
+
+def deprecated() -> dict[str, str]:
+    """Old name, as it is scraped -> the new one."""
+    former = {each.former.exported_name: each.exported_name for each in DECLARED if each.former}
+    assert len(former) == len(FORMERLY)
+    return former
 
 
 def theirs() -> dict[str, str]:
@@ -64,6 +69,15 @@ def test_the_page_lists_the_metrics(ours) -> None:
     listed = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
     assert len(rows) == len(listed)
     assert listed == ours
+    assert {*ours, *deprecated()} & {*theirs()} == set(), "Prometheus refuses a second one"
+
+
+def test_the_page_marks_the_old_names() -> None:
+    """Guards against a panel that is empty after the next upgrade, and nobody knew why."""
+    for line in (OPERATIONS / "metrics.md").read_text().splitlines():
+        marked = re.findall(r"Deprecated name: `(sglang:\w+)`", line)
+        own = [old for old, new in deprecated().items() if line.startswith(f"| `{new}` ")]
+        assert marked == own
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -71,6 +85,8 @@ def test_pages_name_metrics_as_they_are_scraped(ours, page) -> None:
     """Guards against a name that finds nothing in Prometheus, as a counter's without _total."""
     known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
     known |= set(ours) | set(theirs())  # a histogram by its own name
+    if page.name in ("metrics.md", "CHANGELOG.md"):
+        known |= set(deprecated())
     names = set(re.findall(r"sglang:[a-z]\w*[a-z0-9](?![\w*])", page.read_text()))
     assert names - known == set()
 

@@ -7,10 +7,10 @@ import time
 from collections import Counter as Counts
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any  # Any: prometheus_client has no types
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.event_log import Prefetched, now
+from sglang.srt.disaggregation.delta.metrics import Metric
 from sglang.srt.disaggregation.delta.observability import log_prefetched
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
-PREFIX = "sglang:hicache_buffer_"
+PREFIX = "hicache_buffer_"
+#: Those that have no ``PREFIX``: as SGLang 0.5.23 names them.
+NAMES = {"prefetch_hit_tokens": "storage_prefetch_hit_tokens"}
 
 GAUGES = {
     "pages": "Staging pages of this rank",
@@ -83,23 +85,25 @@ MOST_KEPT = 4096
 EVERY_S = 1.0
 
 
-@cache
-def _prometheus(labelnames: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
-    from prometheus_client import Counter, Gauge, Histogram
+def _declare(
+    kind: str, texts: Mapping[str, str], buckets: tuple[float, ...] = ()
+) -> dict[str, Metric]:
+    return {
+        name: Metric(NAMES.get(name, PREFIX + name), kind, "every", text, (), buckets)
+        for name, text in texts.items()
+    }
 
-    gauges = {
-        name: Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
-        for name, text in GAUGES.items()
-    }
-    counters = {name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()}
-    for name, label, text in LABELLED:
-        counters[name] = Counter(PREFIX + name, text, (*labelnames, label))
-    histograms = {
-        name: Histogram(PREFIX + name, text, labelnames, buckets=BUCKETS)
-        for name, text in HISTOGRAMS.items()
-    }
-    return gauges, counters, histograms
+
+#: By the names above.
+METRICS = {
+    **_declare("gauge", GAUGES),
+    **_declare("counter", COUNTERS),
+    **{
+        name: Metric(PREFIX + name, "counter", "every", text, (label,))
+        for name, label, text in LABELLED
+    },
+    **_declare("histogram", HISTOGRAMS, BUCKETS),
+}
 
 
 class BufferMetrics:
@@ -124,16 +128,15 @@ class BufferMetrics:
         if self._updated_at is not None and at - self._updated_at < EVERY_S:
             return
         self._updated_at = at
-        gauges, counters, histograms = _prometheus(tuple(self._labels))
         for name, seconds in buffer.context.times.take():
-            histograms[name].labels(**self._labels).observe(seconds)
+            METRICS[name].child(self._labels).observe(seconds)
         for name, value in readings(buffer).items():
-            gauges[name].labels(**self._labels).set(value)
+            METRICS[name].child(self._labels).set(value)
         for method, pages in SGLANG.items():
             new = buffer.context.counters[pages] - self._seen[pages, ""]
             getattr(self._collector, method)(new * buffer.context.page_size)
         for (name, label, key), total in totals(buffer).items():
-            counter = counters[name].labels(**self._labels, **({label: key} if label else {}))
+            counter = METRICS[name].child(self._labels, **({label: key} if label else {}))
             counter.inc(total - self._seen[name, key])
             self._seen[name, key] = total
 

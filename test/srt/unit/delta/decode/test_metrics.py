@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.disaggregation.delta.decode import scheduler as metrics
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
-from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES
+from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES, FORMERLY, METRICS
 
 LABELS = {"model_name": "m", "engine_type": "decode"}
 
@@ -39,6 +39,21 @@ def test_gauges_follow_once_a_second(values: dict[str, int]) -> None:
         values["decode_prefix_leases"] = count
         decode.update(None)
         assert sample("decode_prefix_leases") == shown
+
+
+def test_renamed_gauges_keep_their_old_names(values: dict[str, int]) -> None:
+    """Guards against dashboards of the release before that are empty, or show another value."""
+    renamed = [name for name in DECODE_GAUGES if name in FORMERLY]
+    assert "kv_evictable_tokens" in renamed, "SGLang 0.5.23's name"
+    decode = DecodeMetrics()
+    decode.bind(LABELS)
+    values.update((name, 7 + number) for number, name in enumerate(renamed))
+    decode.update(None)
+    help_of = {each.name: each.documentation for each in prometheus_client.REGISTRY.collect()}
+    for name in renamed:
+        assert sample(name) == sample(FORMERLY[name]) == values[name]
+        assert help_of[f"sglang:{name}"] == METRICS[name].help
+        assert help_of[f"sglang:{FORMERLY[name]}"] == f"Deprecated: use sglang:{name}"
 
 
 def test_without_metrics_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

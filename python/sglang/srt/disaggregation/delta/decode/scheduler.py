@@ -127,8 +127,9 @@ def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     return {
         "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in locking),
         "decode_protected_tokens": tree.protected_size(),
-        "decode_evictable_tokens": tree.evictable_size(),
-        "decode_quarantined_tokens": sum(
+        "kv_evictable_tokens": tree.evictable_size(),
+        "num_decode_deferred_kv_release_reqs": len(deferred),
+        "decode_deferred_kv_release_tokens": sum(
             page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in deferred
         ),
     }
