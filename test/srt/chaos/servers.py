@@ -46,7 +46,7 @@ DECODE_ENV = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
 
 LOCAL_ARGS = (
     *("--disaggregation-decode-local-tokens", "150"),
-    *("--disaggregation-decode-local-tokens-when-lost", "400"),
+    *("--disaggregation-decode-fallback-prefill-tokens", "400"),
 )
 
 

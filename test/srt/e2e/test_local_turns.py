@@ -311,7 +311,7 @@ def lossy_config(model: Path, logs: Path, **changes: Any) -> Any:
     args = (
         "--disaggregation-decode-local-tokens",
         "30",
-        "--disaggregation-decode-local-tokens-when-lost",
+        "--disaggregation-decode-fallback-prefill-tokens",
         str(WHEN_LOST),
     )
     env = {
@@ -370,7 +370,7 @@ def test_prefill_is_gone(model: Path, reference: Reference, logs: Path) -> None:
             assert time.monotonic() - started < 10
         assert turns(pair)["local", "no_prefill"] == 8
         (new_talk,) = asyncio.run(_ask(pair, [tokens(WHEN_LOST + 90)]))
-        assert new_talk.error is not None and "-when-lost" in new_talk.error, new_talk.error
+        assert new_talk.error is not None and "fallback-prefill" in new_talk.error, new_talk.error
         # It comes back, and is used again.
         pair.processes["prefill"] = start(pair.layout[0], logs / "again")
         pair.processes["prefill"].wait_ready()
@@ -401,7 +401,7 @@ def test_a_minute_without_prefill(model: Path, reference: Reference, logs: Path)
             answers = reference.answers(talks, NEW_TOKENS)
             found = [(result.error, result.output_ids) for result in later]
             assert found == [(None, answer) for answer in answers], time.monotonic() - killed
-            assert new.error is not None and "-when-lost" in new.error, new.error
+            assert new.error is not None and "fallback-prefill" in new.error, new.error
             waited["turn"] += [result.latency_s for result in later]
             waited["new talk"].append(new.latency_s)
             time.sleep(max(0.0, began + ROUND_S - time.monotonic()))

@@ -97,6 +97,8 @@ class DisaggArgs(_Base):
         )
         group.add_argument(
             compat.LOCAL_WHEN_LOST,
+            "--disaggregation-decode-local-tokens-when-lost",
+            dest="disaggregation_decode_local_tokens_when_lost",
             type=int,
             default=0,
             metavar="TOKENS",
@@ -106,9 +108,11 @@ class DisaggArgs(_Base):
         )
         group.add_argument(
             compat.LOCAL_SHARE,
+            "--disaggregation-decode-local-share",
+            dest="disaggregation_decode_local_share",
             type=float,
             default=0.5,
-            metavar="SHARE",
+            metavar="RATIO",
             help=(
                 "The share of the time that local prefill may take while requests run, above 0 "
                 "and at most 1. A decode step follows each chunk in any case. Default: 0.5."

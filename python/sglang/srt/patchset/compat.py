@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 LOCAL = "--disaggregation-decode-local-tokens"
-LOCAL_WHEN_LOST = "--disaggregation-decode-local-tokens-when-lost"
-LOCAL_SHARE = "--disaggregation-decode-local-share"
+LOCAL_WHEN_LOST = "--disaggregation-decode-fallback-prefill-tokens"
+LOCAL_SHARE = "--disaggregation-decode-local-prefill-time-ratio"
 
 #: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
 #: feature group (``patchset/table.py``) that they are in.

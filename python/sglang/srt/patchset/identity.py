@@ -6,12 +6,17 @@ import dataclasses
 from typing import Any  # Any: what has the attributes of ServerArgs
 
 from sglang.srt.disaggregation.delta.wire import VERSION
-from sglang.srt.patchset import __version__
+from sglang.srt.patchset import __version__, compat
 from sglang.srt.patchset.args import DisaggArgs
 from sglang.srt.patchset.status import GroupStatus, State
 
 #: The key in each of the ``internal_states`` of ``/server_info``.
 KEY = "disagg_patchset"
+#: Flags that are not named as their fields.
+_WRITTEN = {
+    "disaggregation_decode_local_tokens_when_lost": compat.LOCAL_WHEN_LOST,
+    "disaggregation_decode_local_share": compat.LOCAL_SHARE,
+}
 
 
 def identity(args: Any, now: State) -> dict[str, str]:
@@ -44,5 +49,5 @@ def line(about: dict[str, str]) -> str:
 
 
 def _written(name: str, value: object) -> str:
-    flag = f"--{name.replace('_', '-')}"
+    flag = _WRITTEN.get(name, f"--{name.replace('_', '-')}")
     return flag if value is True else f"{flag}={value}"

@@ -136,7 +136,7 @@ def test_new_talks_fail_by_name(decoder: Decoder, is_announced: bool) -> None:
     turn(decoder, 3)
     assert req.finished()
     reason = decoder.mailbox.reasons[req.rid]
-    assert "--disaggregation-decode-local-tokens-when-lost" in reason["message"]
+    assert "--disaggregation-decode-fallback-prefill-tokens" in reason["message"]
     assert reason["status_code"] == 500
     decoder.drain()
     check_idle(decoder)
@@ -159,7 +159,7 @@ def test_new_talks_need_no_memory_to_fail(decoder: Decoder, at: str) -> None:
     turn(decoder, 2)
     other = decoder.submit([9] * 20, host="10.0.0.2")
     turn(decoder, 2)
-    assert long.finished() and "when-lost" in decoder.mailbox.reasons[long.rid]["message"]
+    assert long.finished() and "fallback-prefill" in decoder.mailbox.reasons[long.rid]["message"]
     assert other in decoder.in_transfer
     decoder.drain()
     check_idle(decoder)

@@ -72,6 +72,37 @@ def test_command_line():
     assert compat.FLAG in parser.format_help()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "forms"),
+    [
+        (
+            "disaggregation_decode_local_tokens_when_lost",
+            9,
+            [
+                "--disaggregation-decode-fallback-prefill-tokens",
+                "--disaggregation-decode-local-tokens-when-lost",
+            ],
+        ),
+        (
+            "disaggregation_decode_local_share",
+            0.25,
+            [
+                "--disaggregation-decode-local-prefill-time-ratio",
+                "--disaggregation-decode-local-share",
+            ],
+        ),
+    ],
+)
+def test_both_names_of_a_flag(field, value, forms):
+    """Guards against a command line that no longer starts, and a refusal that names no flag."""
+    line = ["--model-path", "dummy", "--disaggregation-mode", "decode"]
+    line += ["--disaggregation-transfer-backend", "nixl", compat.FLAG]
+    for form in forms:
+        assert getattr(prepare_server_args([*line, form, str(value)]), field) == value
+    with pytest.raises(ValueError, match=f"^{forms[0]} must be"):
+        prepare_server_args([*line, forms[1], "-1"])
+
+
 def test_field_order_and_pickle():
     """Upstream's positional order stays, and spawned processes get the flag."""
     (stock_class,) = [c for c in ServerArgs.__mro__[1:] if c.__name__ == "ServerArgs"]

@@ -63,6 +63,7 @@ def server_flags() -> set[str]:
     ours = {
         compat.FLAG,
         compat.LOCAL,
+        compat.LOCAL_WHEN_LOST,
         compat.LOCAL_SHARE,
         compat_buffer_only.MODE,
         compat_buffer_only.PAGES,

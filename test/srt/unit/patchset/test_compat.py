@@ -254,6 +254,7 @@ def test_a_draft_model_beside_a_sparse_index(algorithm):
     assert compat.FLAG in str(error.value)
 
 
+LOCAL_TURN_FLAGS = (compat.LOCAL, compat.LOCAL_WHEN_LOST, compat.LOCAL_SHARE)
 LOCAL_TURNS = {
     "disaggregation_decode_local_tokens": 512,
     "disaggregation_decode_local_tokens_when_lost": 0,
@@ -286,7 +287,7 @@ LOCAL_TURNS = {
                 "disaggregation_decode_local_tokens_when_lost": 9,
                 "disaggregation_decode_enable_radix_cache": False,
             },
-            "-when-lost needs",
+            "--disaggregation-decode-fallback-prefill-tokens needs",
         ),
         ({"disaggregation_decode_local_share": 0.0}, "not 0.0"),
         ({"disaggregation_decode_local_share": 1.1}, "not 1.1"),
@@ -297,7 +298,7 @@ def test_local_turns_refused(changes, named):
     """Accepted silently, each of these would stop or break decode at its first local turn."""
     with pytest.raises(ValueError) as error:
         compat.check_local_turns(SimpleNamespace(**LOCAL_TURNS | changes))
-    assert str(error.value).startswith("--disaggregation-decode-local-") and named in str(error)
+    assert str(error.value).startswith(LOCAL_TURN_FLAGS) and named in str(error)
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,16 @@ def test_flags_in_force_are_named_with_their_values() -> None:
     given = {
         "disaggregation_decode_enable_radix_cache": True,
         "disaggregation_decode_local_tokens": 256,
+        "disaggregation_decode_local_tokens_when_lost": 64,
+        "disaggregation_decode_local_share": 0.25,
         "hicache_host_memory_mode": "buffer_only",
     }
     defaults = {field.name: field.default for field in dataclasses.fields(DisaggArgs)}
     about = identity(SimpleNamespace(**defaults | given), state())
     assert about["flags"] == (
         "--disaggregation-decode-enable-radix-cache --disaggregation-decode-local-tokens=256 "
+        "--disaggregation-decode-fallback-prefill-tokens=64 "
+        "--disaggregation-decode-local-prefill-time-ratio=0.25 "
         "--hicache-host-memory-mode=buffer_only"
     )
     assert line(about).endswith(f"; flags {about['flags']}")
