@@ -122,6 +122,7 @@ GROUPS = {
     "nixl": "Asynchronous NIXL transfer",
     "store": "HiCache with buffer-only host memory",
     "tests": "Tests",
+    "standin": "CPU stand-in",
 }
 
 ACTIVE: Variable[bool] = Variable(
@@ -277,11 +278,11 @@ CHECK_INVARIANTS = _switch(
 )  # fmt: skip
 #: Read by the start-up hook, which can import nothing.
 CPU_STANDIN = _switch(
-    "SGLANG_CPU_STANDIN", "tests",
-    "Run on a machine without a GPU driver (`docs/advanced_features/cpu_standin.md`).",
+    "SGLANG_CPU_STANDIN", "standin",
+    "Run on a machine without a GPU driver.",
 )  # fmt: skip
 START_METHOD: Variable[str] = Variable(
-    "SGLANG_CPU_STANDIN_START_METHOD", "tests",
+    "SGLANG_CPU_STANDIN_START_METHOD", "standin",
     "With the stand-in: `fork` forks SGLang's processes from the launcher, which is faster.",
     "spawn", "spawn or fork", _choice("spawn", "fork"),
 )  # fmt: skip

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from sglang.srt.patchset import environment
 from unit.documents import pages
 from unit.documents.pages import ROOT
 
@@ -36,6 +38,26 @@ def test_the_index_lists_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     listed = {path for path, _ in pages.links(index)} | {index}
     assert [name(path) for path in PAGES if path not in listed] == []
+
+
+def test_each_variable_is_described_on_one_page() -> None:
+    """Guards against two descriptions of which one is out of date, and against a page of the docs
+    that names a variable, and not where its meaning, default and bounds are."""
+    homes: dict[str, list[Path]] = {group: [] for group in environment.GROUPS}
+    for page in PAGES:
+        for group in re.findall(r"<!-- table:variables-(\w+) -->", page.read_text()):
+            homes[group].append(page)
+    assert {group: len(found) for group, found in homes.items()} == dict.fromkeys(homes, 1)
+    lost = []
+    for page in PAGES:
+        if not name(page).startswith(("docs/", "README", "CONTRIBUTING")):
+            continue
+        text, reached = page.read_text(), {page, *(path for path, _ in pages.links(page))}
+        for each in environment.VARIABLES:
+            (home,) = homes[each.group]
+            if re.search(rf"\b{each.name}\b", text) and home not in reached:
+                lost.append(f"{name(page)} has no link to {name(home)} for {each.name}")
+    assert lost == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
