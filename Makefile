@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup_env.sh python/sglang_disa
 	scripts/setup_env.sh $(VENV)
 	touch $@
 
-demo: env ## prefill + decode + router on this machine, without our flags, with the radix cache, with local turns
+demo: env ## prefill + decode + router on this machine, without our flags, with the radix cache, with local turns; a table and a picture
 	$(PY) -m benchmark.demo
 
 serve: env ## the same pair, left running for your own requests

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.demo.play import play
+from benchmark.demo.play import PICTURE, play
 from benchmark.demo.preflight import problems
 from benchmark.demo.serve import serve
 from benchmark.harness.environment import describe
@@ -29,7 +29,7 @@ def main() -> int:
         "--out",
         type=Path,
         default=REPOSITORY / "out" / "demo",
-        help="folder for logs and the table",
+        help="folder for logs, table and picture",
     )
     args = parser.parse_args()
     console = Console()
@@ -56,6 +56,7 @@ def main() -> int:
     console.print(f"Done in {seconds:.0f} s; logs in {args.out}", highlight=False)
     if not same:
         console.print("[red]The arms' outputs differ, or a request failed.[/]")
+    print(f"Picture: {args.out / PICTURE}")  # as it is: a path may not be wrapped
     return 0 if same else 1
 
 

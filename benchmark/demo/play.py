@@ -1,5 +1,5 @@
 """Stock, patched, with the radix cache, with local turns, on fresh servers: a chat, a shared-prefix
-load, one table."""
+load, one table, one picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmark.demo import chat
-from benchmark.harness import report
+from benchmark.harness import plot, report
 from benchmark.harness.arm import Measured, measure, warm_up
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import Sizes
@@ -26,6 +26,7 @@ LOAD = SharedPrefixes(
 SIZES = Sizes(pool_tokens=3600, max_running=32, reserved_decode_tokens=64)
 """Both prefixes, and little more: without the flag two requests fit, with it a dozen."""
 LOCAL_TOKENS = 256
+PICTURE = "demo.svg"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def configure(
 
 
 def play(model: Path, out: Path, console: Console) -> bool:
-    """Runs all arms, prints the table and keeps it; returns whether every answer was the same.
+    """Runs all arms, prints the table, keeps it as ``demo.txt`` and draws ``demo.svg``; returns
+    whether every answer was the same.
 
     Raises:
         ServerFailed: a server did not start, died, or failed SGLang's memory check.
@@ -85,6 +87,7 @@ def play(model: Path, out: Path, console: Console) -> bool:
     for to in (console, Console(file=kept, width=120)):
         _show_table(arms, same, to)
     (out / "demo.txt").write_text(kept.getvalue())
+    plot.bars(out / PICTURE, quantities(arms))
     return same
 
 
@@ -138,6 +141,25 @@ ROWS: dict[str, Callable[[Measured], str]] = {
     "peak running requests": lambda m: str(m.peak_running),
     "failed requests": lambda m: str(m.summary.failed),
 }
+
+
+def quantities(arms: Sequence[Arm]) -> dict[str, dict[str, float]]:
+    """Title of a panel -> arm -> value: TTFT and the KV that was moved, of both loads."""
+    panels: dict[str, Callable[[Arm], float]] = {
+        "chat: TTFT p50 of later turns, s": lambda arm: _later_ttft(arm.chat),
+        "chat: KV moved, MB": lambda arm: arm.chat.traffic.bytes_moved / 1e6,
+        "shared prefixes: TTFT p50, s": lambda arm: arm.shared.summary.ttft_s.p50,
+        "shared prefixes: KV moved, MB": lambda arm: arm.shared.traffic.bytes_moved / 1e6,
+    }
+    return {
+        title: {variant.name: value(arm) for variant, arm in zip(settings(), arms, strict=True)}
+        for title, value in panels.items()
+    }
+
+
+def _later_ttft(measured: Measured) -> float:
+    later = [result for result in measured.results if not result.label.endswith(".0")]
+    return report.summarize(later).ttft_s.p50
 
 
 def _show_table(arms: Sequence[Arm], same: bool, console: Console) -> None:

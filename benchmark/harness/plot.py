@@ -18,7 +18,7 @@ Curves = Mapping[str, Mapping[float, float]]
 def panels(path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0)) -> Iterator[Any]:
     """The axes of ``count`` panels side by side, which are written to ``path`` afterwards.
 
-    ``size``: inches of one panel.
+    ``size``: inches of one panel. The format is that of the path's suffix, ``.png`` or ``.svg``.
     """
     import matplotlib
 
@@ -36,6 +36,8 @@ def panels(path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0)) -
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+    if path.suffix != ".png":
+        return
     with Image.open(path) as image:  # a third of the bytes
         image.convert("RGB").quantize(64).save(path, optimize=True)
 
