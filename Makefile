@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup_env.sh python/sglang_disa
 demo: env ## prefill + decode + router on this machine, without our flags, with the radix cache, with local turns; a table and a picture
 	$(PY) -m benchmark.demo
 
-serve: env ## the same pair, left running for your own requests
+serve: env ## the same pair, left running for your own requests, with a live view
 	$(PY) -m benchmark.demo --serve
 
 test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs

@@ -17,6 +17,23 @@ SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 FAILED_ROOMS = "sglang:kv_transfer_failed_total"
 STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
 """What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
+TURNS = "sglang:decode_turns_total"
+"""Label ``where``: ``local`` or ``remote``."""
+EVICTABLE_TOKENS = "sglang:decode_evictable_tokens"
+
+# SGLang's own.
+USED_TOKENS = "sglang:num_used_tokens"
+"""Without the evictable ones."""
+POOL_TOKENS = "sglang:max_total_num_tokens"
+TTFT = "sglang:time_to_first_token_seconds"
+OPEN_REQUESTS = "sglang:http_requests_active"
+"""Labels ``endpoint`` and ``method``."""
+RUNNING = "sglang:num_running_reqs"
+QUEUE = "sglang:num_queue_reqs"
+PREALLOC_QUEUE = "sglang:num_decode_prealloc_queue_reqs"
+TRANSFER_QUEUE = "sglang:num_decode_transfer_queue_reqs"
+BOOTSTRAP_QUEUE = "sglang:num_prefill_prealloc_queue_reqs"
+REQUESTS = (RUNNING, QUEUE, PREALLOC_QUEUE, TRANSFER_QUEUE, BOOTSTRAP_QUEUE)
 
 
 def parse(text: str) -> dict[str, float]:

@@ -20,7 +20,6 @@ from benchmark.harness.report import Spread, spread, summarize
 from benchmark.harness.workload import token_range
 from benchmark.local_turns.load import Load, Played, play
 
-TURNS = "sglang:decode_turns_total"
 COMPUTED = ("sglang:realtime_tokens_total", "mode", "prefill_compute")
 
 
@@ -138,7 +137,10 @@ def _counters(fleet: Fleet) -> dict[str, dict[str, float]]:
         for role, of in pages.items()
     }
     turns = metrics.total(
-        {" ".join(key): n for key, n in metrics.by_labels(page, TURNS, "where", "reason").items()}
+        {
+            " ".join(key): n
+            for key, n in metrics.by_labels(page, metrics.TURNS, "where", "reason").items()
+        }
         for page in pages["decode"]
     )
     times = metrics.total(
