@@ -32,7 +32,8 @@ def main() -> int:
         help="folder for logs, table and picture",
     )
     args = parser.parse_args()
-    console = Console()
+    # A pipe says no width, and 80 columns cut the table.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for problem in problems(args.port if args.serve else None, args.model):
         console.print(f"[red]Cannot start: {problem}[/]", highlight=False)
         return 2

@@ -80,10 +80,13 @@ def test_the_picture_has_later_turns_and_bytes_of_each_arm(tmp_path: Path) -> No
 def test_the_last_line_names_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ) -> None:
-    """Guards against a picture that nobody finds, and a path that is wrapped in a pipe."""
+    """Guards against a picture that nobody finds, and in a pipe against a wrapped path and a table
+    that is cut."""
     out = tmp_path / "a-long-folder-name" / "another-long-folder-name" / "and-another"
-    monkeypatch.setattr(demo, "play", lambda *_: same)
+    widths = []
+    monkeypatch.setattr(demo, "play", lambda _, __, to: widths.append(to.width) or same)
     monkeypatch.setattr(demo, "problems", lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["demo", "--out", str(out)])
     assert demo.main() == (0 if same else 1)
     assert capsys.readouterr().out.splitlines()[-1] == f"Picture: {out / 'demo.svg'}"
+    assert widths == [120]
