@@ -19,7 +19,7 @@ STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
 """What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
 TURNS = "sglang:decode_turns_total"
 """Label ``where``: ``local`` or ``remote``."""
-EVICTABLE_TOKENS = "sglang:decode_evictable_tokens"
+EVICTABLE_TOKENS = "sglang:kv_evictable_tokens"
 
 # SGLang's own.
 USED_TOKENS = "sglang:num_used_tokens"
