@@ -42,59 +42,114 @@ def made(summary: Json, command: str) -> str:
 # ---- decode radix cache ----
 
 _RADIX = _BENCHMARK / "decode_radix_cache" / "results"
+_LOCAL_TURNS = _BENCHMARK / "local_turns" / "results"
+_STUDIES = _BENCHMARK / "agentic" / "studies" / "results"
 
 
 def worth() -> str:
-    """README.md: what each feature is worth, what it costs, and how much is not the flag's."""
+    """benchmark/README.md: a load a row and an arm a column."""
     radix, wire = (_read(_RADIX / f"{name}.summary.json") for name in ("throughput", "wire"))
-    medians, load = radix_page.medians(radix), radix["load"]
-    rates = [radix_page.rate(medians[name]) for name in ("stock", "patched", "flag")]
-    moved = [radix_page.moved(medians[name]) for name in ("stock", "flag")]
-    on_tcp = [_megabytes(wire["arms"][name]["carried"]) for name in ("stock", "flag")]
-    local = _read(_BENCHMARK / "local_turns" / "results" / "summary.json")
+    burst, load = radix_page.medians(radix), radix["load"]
+    local, quiet = (_read(_LOCAL_TURNS / f"{name}.json") for name in ("summary", "quiet"))
     clients = max(local["load"]["cold_clients"])
-    study = _read(_BENCHMARK / "agentic" / "studies" / "results" / "worth" / "summary.json")
-    titles = {
-        "pd-stock": "stock",
-        "pd-radix": "with the radix cache",
-        "pd-local": "with local turns too",
-    }
-    against = "; ".join(
-        f"{of} sessions at once: "
-        + ", ".join(f"{_of_first(arms[arm], 'e2e')} {title}" for arm, title in titles.items())
-        for of, arms in study["loads"].items()
-    )
+    sessions = f"{local['load']['talks']} sessions"
+    of = {name: _read(_STUDIES / name / "summary.json") for name in ("worth", "prefill_events")}
+    rows = [
+        [
+            f"{load['requests']} requests at once over {load['groups']} prefixes: requests/s",
+            *(radix_page.rate(burst[arm]) for arm in ("stock", "flag")),
+            "-",
+            "-",
+        ],
+        _sessions(f"{sessions} alone", local, 0),
+        _sessions(f"{sessions} beside {clients} clients with cold prompts", local, clients),
+        *(
+            _against_aggregated(f"{many} agentic sessions", arms)
+            for many, arms in of["worth"]["loads"].items()
+        ),
+        *(
+            _against_aggregated(f"{many} agentic sessions beside a client with cold prompts", arms)
+            for many, arms in of["prefill_events"]["loads"].items()
+        ),
+    ]
+    head = ["load", "PD, stock", "PD, radix cache", "and local turns", "two aggregated"]
+    alone, busy = local_page.medians(quiet, 0), local_page.medians(local, clients)
+    again = [_cell(alone[arm]) for arm in (local_page.REMOTE, local_page.CHOSEN)]
+    cold = [f"{arm['cold_tokens_per_s']:,.0f}" for arm in busy.values()]
+    moved = [radix_page.moved(burst[name]) for name in ("stock", "flag")]
+    on_tcp = [_megabytes(wire["arms"][name]["carried"]) for name in ("stock", "flag")]
     same = radix["outputs_identical"] and local["outputs_identical"]
     return (
-        f"- **Radix cache**, {load['requests']} requests at once over {load['groups']} prefixes: "
-        f"{rates[0]} requests/s stock, {rates[1]} with the package and no flag, {rates[2]} with "
-        f"the flag; KV moved {moved[0]} stock, {moved[1]} with the flag. Another load over TCP, "
-        f"as the kernel counts it: {on_tcp[0]} and {on_tcp[1]}.{attribution(medians)}"
-        f"- **Local turns**, {local['load']['talks']} sessions alone, without and with: "
-        f"{_local_turns_gain(local, 0)}. Beside {clients} clients whose new prompts keep prefill "
-        f"busy: {_local_turns_gain(local, clients)}.\n"
-        "- **Against two aggregated servers**, agentic traffic: mean end-to-end time of a prefill "
-        f"and a decode server over theirs, with 95 % intervals (below 1: shorter). {against}. "
-        f"Measured on {radix['date']} to {study['date']}. Outputs are "
-        f"{'identical' if same else 'NOT identical'} in all arms of the first two.\n"
+        f"{markdown(head, rows)}\n"
+        f"- First row: {len(radix['runs']['flag'])} rounds, no interval. KV moved: {moved[0]} "
+        f"stock, {moved[1]} with the flag. Another load over TCP, as the kernel counts it: "
+        f"{on_tcp[0]} and {on_tcp[1]}.{attribution(burst)}"
+        f"- Second and third row: {local['rounds']} rounds, no interval. Numbers are requests/s of "
+        "the sessions; TTFT of later turns, p50 and p99; end-to-end p50.\n"
+        f"- Second row again, {quiet['rounds']} rounds: {again[0]} with the radix cache, "
+        f"{again[1]} with local turns.\n"
+        f"- Third row: cold prompts answered, in tokens/s: {', '.join(cold)} "
+        f"({', '.join(busy)}).\n"
+        "- SGLang's router holds the answer to a remote turn back until prefill's half has ended. "
+        "TTFT contains that wait, end-to-end time does not.\n"
+        "- Other rows: mean end-to-end time divided by that of two aggregated servers, with 95 % "
+        "intervals. Below 1, PD is faster. An interval that contains 1 is no verdict.\n"
+        f"- Measured on {of['prefill_events']['date']} to {of['worth']['date']}. Outputs of the "
+        f"first three rows are {'identical' if same else 'NOT identical'} in all arms.\n"
     )
 
 
-def _of_first(arm: Json, what: str) -> str:
-    value, low, high = arm["of_first_arm"][what]["mean"]
+def gains() -> str:
+    """README.md: the three rows of ``worth`` that say the most."""
+    burst = radix_page.medians(_read(_RADIX / "throughput.summary.json"))
+    local = _read(_LOCAL_TURNS / "summary.json")
+    clients = max(local["load"]["cold_clients"])
+    alone, busy = (local_page.medians(local, beside) for beside in (0, clients))
+    remote, chosen, both = local_page.REMOTE, local_page.CHOSEN, local_page.AGGREGATED
+    study = _read(_STUDIES / "worth" / "summary.json")["loads"].items()
+    ratios = (f"{many} at once {_ratio(arms['pd-radix'])}" for many, arms in study)
+    rates = [radix_page.rate(burst[arm]) for arm in ("stock", "patched", "flag")]
+    moved = [radix_page.moved(burst[name]) for name in ("stock", "flag")]
+    return (
+        f"- **Radix cache**, a burst over two long prefixes: {rates[0]} requests/s stock, "
+        f"{rates[1]} with the package and no flag, {rates[2]} with the flag. KV moved: {moved[0]} "
+        f"stock, {moved[1]} with the flag.\n"
+        f"- **Local turns**, requests/s and end-to-end p50 of sessions beside {clients} clients "
+        f"with cold prompts: {_rate_and_time(busy[remote])} with the radix cache, "
+        f"{_rate_and_time(busy[chosen])} with local turns too, {_rate_and_time(busy[both])} on two "
+        f"aggregated servers. Sessions alone: {_rate_and_time(alone[remote])}, "
+        f"{_rate_and_time(alone[chosen])} and {_rate_and_time(alone[both])}.\n"
+        "- **Agentic sessions** with the radix cache, mean end-to-end time divided by that of two "
+        f"aggregated servers: {', '.join(ratios)}. Intervals that contain 1 are no verdict.\n"
+    )
+
+
+def _rate_and_time(run: Json) -> str:
+    return f"{run['requests_per_s']:.2f} and {run['latency_s']['p50'] * 1e3:,.0f} ms"
+
+
+def _cell(run: Json) -> str:
+    ttft = run["ttft_later_s"]
+    return (
+        f"{run['requests_per_s']:.2f}; {ttft['p50'] * 1e3:,.0f}, {ttft['p99'] * 1e3:,.0f}; "
+        f"{run['latency_s']['p50'] * 1e3:,.0f} ms"
+    )
+
+
+def _sessions(name: str, summary: Json, clients: int) -> list[str]:
+    arms = local_page.medians(summary, clients)
+    order = (local_page.STOCK, local_page.REMOTE, local_page.CHOSEN, local_page.AGGREGATED)
+    return [name, *(_cell(arms[arm]) for arm in order)]
+
+
+def _against_aggregated(name: str, arms: Json) -> list[str]:
+    order = ("pd-stock", "pd-radix", "pd-local")
+    return [name, *(_ratio(arms[arm]) if arm in arms else "-" for arm in order), "1"]
+
+
+def _ratio(arm: Json) -> str:
+    value, low, high = arm["of_first_arm"]["e2e"]["mean"]
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _local_turns_gain(summary: Json, clients: int) -> str:
-    """Three numbers of the arm that chooses, each after that of the arm without local turns."""
-    found = local_page.medians(summary, clients)
-    remote, chosen = found[local_page.REMOTE], found[local_page.CHOSEN]
-    times = (
-        f"{p} {remote['ttft_later_s'][p] * 1e3:,.0f} and {chosen['ttft_later_s'][p] * 1e3:,.0f} ms"
-        for p in ("p50", "p99")
-    )
-    rates = f"{remote['requests_per_s']:.2f} and {chosen['requests_per_s']:.2f} requests/s"
-    return f"TTFT of later turns {', '.join(times)}; {rates}"
 
 
 def attribution(medians: Mapping[str, Json]) -> str:
@@ -111,10 +166,10 @@ def attribution(medians: Mapping[str, Json]) -> str:
     )
     if "flag, spinning" in rates:
         said += (
-            " NIXL's progress thread spins in stock and sleeps here: that accounts for "
-            f"{rates['flag'] / rates['flag, spinning']:.2f} times, and for less where cores are "
-            "idle. With the thread spinning here too (on prefill at a lower priority than in "
-            f"stock), the flag gives {rates['flag, spinning'] / rates['stock']:.2f} times stock's."
+            " NIXL's progress thread busy-polls in stock and sleeps here. With the flag, sleeping "
+            f"gives {rates['flag'] / rates['flag, spinning']:.2f} times as many requests/s. If it "
+            "busy-polls here too, at a lower priority on prefill than in stock, the flag gives "
+            f"{rates['flag, spinning'] / rates['stock']:.2f} times stock's."
         )
     return f"{said}\n"
 
@@ -354,6 +409,7 @@ def variables(group: str) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "worth": worth,
+    "gains": gains,
     "throughput": throughput,
     "wire": wire,
     "speculation": speculation,

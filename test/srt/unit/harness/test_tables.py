@@ -82,7 +82,7 @@ def test_each_gain_has_its_cause() -> None:
     assert "gives 2.00 times" in tables.attribution(three)
     assert "flag 1.50 times that" in tables.attribution(three)
     four = {**three, "flag, spinning": run(1.2)}
-    assert "accounts for 2.50 times" in tables.attribution(four)
+    assert "sleeping gives 2.50 times" in tables.attribution(four)
     assert "the flag gives 1.20 times" in tables.attribution(four)
 
 
