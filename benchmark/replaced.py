@@ -40,7 +40,7 @@ def overrides(module: str, name: str) -> list[str]:
     shared = next(group.rows for group in GROUPS if group.name == "delta")  # under the backends'
     ours = {each for row in shared for each, marked in _methods(*_named(row)) if not marked}
     marked = (each for each, marked in _methods(module, name) if marked)
-    return [each for each in dict.fromkeys(marked) if each not in ours]
+    return [each for each in dict.fromkeys(marked) if each == "__init__" or each not in ours]
 
 
 def _named(row: Replacement) -> tuple[str, str]:

@@ -107,7 +107,12 @@ def gains() -> str:
     alone, busy = (local_page.medians(local, beside) for beside in (0, clients))
     remote, chosen, both = local_page.REMOTE, local_page.CHOSEN, local_page.AGGREGATED
     study = _read(_STUDIES / "worth" / "summary.json")["loads"].items()
-    ratios = (f"{many} at once {_ratio(arms['pd-radix'])}" for many, arms in study)
+    ratios = (
+        f"{many} at once "
+        + ", ".join(_ratio(arms[arm]) for arm in ("pd-stock", "pd-radix", "pd-local"))
+        for many, arms in study
+    )
+    cold = [f"{busy[arm]['cold_tokens_per_s']:,.0f}" for arm in (chosen, both)]
     rates = [radix_page.rate(burst[arm]) for arm in ("stock", "patched", "flag")]
     moved = [radix_page.moved(burst[name]) for name in ("stock", "flag")]
     return (
@@ -117,10 +122,12 @@ def gains() -> str:
         f"- **Local turns**, requests/s and end-to-end p50 of sessions beside {clients} clients "
         f"with cold prompts: {_rate_and_time(busy[remote])} with the radix cache, "
         f"{_rate_and_time(busy[chosen])} with local turns too, {_rate_and_time(busy[both])} on two "
-        f"aggregated servers. Sessions alone: {_rate_and_time(alone[remote])}, "
+        f"aggregated servers, which answer more of the cold prompts ({cold[1]} tokens/s, not "
+        f"{cold[0]}). Sessions alone: {_rate_and_time(alone[remote])}, "
         f"{_rate_and_time(alone[chosen])} and {_rate_and_time(alone[both])}.\n"
-        "- **Agentic sessions** with the radix cache, mean end-to-end time divided by that of two "
-        f"aggregated servers: {', '.join(ratios)}. Intervals that contain 1 are no verdict.\n"
+        "- **Agentic sessions**, mean end-to-end time of stock PD, with the radix cache, and with "
+        f"local turns too, divided by that of two aggregated servers: {'; '.join(ratios)}. "
+        "Above 1, PD is slower. An interval that contains 1 is no verdict.\n"
     )
 
 

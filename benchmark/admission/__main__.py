@@ -130,7 +130,7 @@ def main() -> int:
         default=64,
         help="copies of each of ten waiting prompts, in the same cases",
     )
-    add("--name", default="admission", help="title of the summary")
+    add("--name", default="admission", help="file name of the summary")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the summary")
     args, console = parser.parse_args(), Console(width=110)
     return status(lambda: run(args, console), console)

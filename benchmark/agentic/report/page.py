@@ -182,7 +182,8 @@ def _levels(run: Run, told: Json) -> Iterator[str]:
         if others:
             yield (
                 f"Ratios to {run.titles[base]}, with 95 % intervals: bootstrap over rounds and "
-                "sessions, at least as wide as Student's t over rounds. Bold: 1 is outside."
+                "sessions, at least as wide as Student's t over rounds. Bold: the interval "
+                "excludes 1."
             )
             head = ["arm", *(f"{NAMES[q]} {s}" for q in QUANTITIES for s in COMPARED)]
             yield markdown(head, [[run.titles[arm], *_ratios(arms[arm])] for arm in others])

@@ -36,7 +36,7 @@ class Settings:
         0.0, "share of the prompt that the prefill worker must have cached for an offload"
     )
     max_offload_inflight: int = option(4, "maximum concurrent offloaded requests")
-    max_attempts: int = option(3, "maximum workers, or pairs, that a request is sent to")
+    max_attempts: int = option(3, "maximum workers, or pairs, tried for a request")
     connect_timeout: float = option(5.0, "seconds to connect to a worker")
     request_timeout: float = option(1800.0, "seconds for a whole request")
     max_body_bytes: int = option(256 << 20, "maximum bytes of a request")

@@ -23,7 +23,7 @@ def why_inert(found: str) -> str:
     if found == "none":
         return (
             f"made for SGLang {BASE_VERSION}, and no package `sglang` is installed. If `import "
-            "sglang` still works, it finds only this package's files (`pip uninstall "
+            "sglang` still works, it may find only this package's files (`pip uninstall "
             "sglang-disagg-patchset` removes them)"
         )
     if found != BASE_VERSION:

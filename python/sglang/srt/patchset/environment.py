@@ -145,7 +145,7 @@ QUARANTINE_TIMEOUT = _seconds(
     "Deferred release: the longest time for which decode holds the pages of an aborted or failed "
     "transfer that prefill may still write to. Set it on both sides. A prefill process that did "
     "not run for half of this time posts nothing more for earlier rooms. A transfer that the "
-    "transport aborted counts as under way for this time.",
+    "transport failed counts as under way for this time.",
 )  # fmt: skip
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
@@ -215,7 +215,7 @@ QUEUES = _integer(
 )  # fmt: skip
 THREADS = _integer(
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "nixl", 4,
-    "Transfer threads of all queues together; at least one per queue.",
+    "Number of transfer threads over all queues; at least one per queue.",
     least=1, most=256, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
 WORKER_TIMEOUT = _seconds(
@@ -235,8 +235,8 @@ NIXL_PROGRESS_DELAY = _integer(
 )  # fmt: skip
 DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
     "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS", "nixl",
-    "Costs of the descriptors of a chunk on this machine: of ranges, of each range, of a prepared "
-    "list, of each of its entries. A chunk uses the cheaper form. `python -m "
+    "Time to build the descriptors of a chunk: fixed for ranges, per range, fixed for a prepared "
+    "list, per entry. A chunk uses the cheaper form. `python -m "
     "benchmark.kv_transfer choice` measures them and prints the variable (the default is of a "
     "2-core CPU).",
     (75.0, 0.064, 15.0, 0.0028),

@@ -143,6 +143,12 @@ _DELTA = (
         ),
     ),
     Replacement(
+        module="sglang.srt.managers.scheduler_output_processor_mixin",
+        name="SchedulerOutputProcessorMixin",
+        mixin=f"{_DISAGG}.delta.unserved:PairOutput",
+        why="routed experts and hidden states reach the requests that asked for them",
+    ),
+    Replacement(
         module="sglang.srt.constrained.base_grammar_backend",
         name="BaseGrammarBackend",
         mixin=f"{_DISAGG}.delta.unserved:CheckedGrammars",
@@ -222,7 +228,7 @@ _MOONCAKE_DELTA = (
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
         mixin=f"{_DISAGG}.delta.mooncake.messages:MooncakeTransferInfo",
-        why="reads the delta frame; an empty page list no longer means a dummy",
+        why="reads the delta frame, and whether the rank is a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",

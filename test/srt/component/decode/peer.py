@@ -118,7 +118,9 @@ class Unasked:
 
     def __init__(self, asking: bool = True) -> None:
         self._asking = asking
-        self.connections = SimpleNamespace(is_connected=lambda address, dp_rank: False)
+        self.connections = SimpleNamespace(
+            is_connected=lambda address, dp_rank: False, forget_unwanted=lambda addresses: None
+        )
         self.refusals = SimpleNamespace(pop=lambda address: f"{address} could not be reached")
 
     def is_asking(self, address: str) -> bool:

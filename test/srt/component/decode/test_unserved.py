@@ -4,7 +4,6 @@ token, where a batch is sampled."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
 import json
 import re
@@ -20,7 +19,6 @@ from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.prefill.yielded import empty_answer
 from sglang.srt.disaggregation.delta.unserved import check_values
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
@@ -28,9 +26,12 @@ from sglang.srt.disaggregation.utils import (
 )
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.aio_rwlock import RWLock
 
 
@@ -71,8 +72,8 @@ def asked(sampling: Any, **fields: Any) -> GenerateReqInput:
 
 #: SGLang builds the request of a session without its room, and raises at the others.
 INVALID = [
-    ({}, {"session_params": {"id": "x"}}, "has no bootstrap room"),
-    ({}, {"bootstrap_host": None}, "has no bootstrap room"),
+    ({}, {"session_params": {"id": "x"}}, "bootstrap_room needs bootstrap_host"),
+    ({}, {"bootstrap_host": None}, "bootstrap_room needs bootstrap_host"),
     ({}, {"bootstrap_host": ["h"]}, "bootstrap_host is ['h']"),
     ({}, {"bootstrap_port": [8998]}, "bootstrap_port is [8998]"),
     ({}, {"bootstrap_room": [7]}, "bootstrap_room is [7]"),
@@ -154,9 +155,6 @@ class Tokenizer(TokenizerManager):
             allow_auto_truncate=False,
             enable_tokenizer_batch_encode=False,
             enable_dp_attention=False,
-            weight_version="default",
-            incremental_streaming_output=False,
-            speculative_algorithm=None,
         )
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY)
         self.disaggregation_mode = DisaggregationMode(mode)
@@ -168,7 +166,6 @@ class Tokenizer(TokenizerManager):
         self.is_pause, self.enable_metrics = False, True
         self.is_pause_cond, self.model_update_lock = asyncio.Condition(), RWLock()
         self.rid_to_state = {}
-        self.dump_requests_folder = self.crash_dump_folder = ""
         self.sent: list[Any] = []
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
@@ -272,36 +269,40 @@ def test_an_id_that_is_in_use() -> None:
     assert tokenizer.rid_to_state["a"].obj is first
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["", "one that asked went away"])
-def test_who_asked_for_routed_experts_beside_who_did_not(gone: bool) -> None:
-    """SGLang's scheduler lists them of those that asked. Guards against a tokenizer that ends where
-    it reads one of each, and against a client that gets another one's."""
-    tokenizer = Tokenizer("decode")
-    tokenizer.enable_metrics = False
-    answers = empty_answer("a")
-    rids = ["a", "b", "c", "d"]
-    for name, values in vars(answers).items():
-        if isinstance(values, list):
-            setattr(answers, name, values * len(rids))
-    answers.rids, answers.routed_experts = rids, [torch.tensor([1]), torch.tensor([2])]
-    states = {}
-    for rid in rids:
-        fields = FIELDS | {"rid": rid, "return_routed_experts": rid in "bd"}
-        obj = GenerateReqInput(sampling_params={}, stream=True, **fields)
-        tokenizer._req_stats_init(obj)
-        states[rid] = tokenizer.rid_to_state[rid]
-    if gone:
-        del tokenizer.rid_to_state["b"]
-    tokenizer._handle_batch_output(answers)
-    got = {rid: state.out_list[0]["meta_info"] for rid, state in states.items() if state.out_list}
-    experts = {
-        rid: base64.b64decode(info["routed_experts"])
-        for rid, info in got.items()
-        if "routed_experts" in info
-    }
-    one, two = ((n).to_bytes(8, "little") for n in (1, 2))
-    assert set(got) == set(rids) - ({"b"} if gone else set())
-    assert experts == ({} if gone else {"b": one, "d": two})
+class Output(SchedulerOutputProcessorMixin):
+    """The part of a scheduler that sends what its requests have generated."""
+
+    def __init__(self) -> None:
+        self.disaggregation_mode = DisaggregationMode.DECODE
+        self.server_args = SimpleNamespace(enable_request_time_stats_logging=False)
+        self.model_config = SimpleNamespace(is_multimodal_gen=False)
+        self.is_generation, self.dp_rank, self.attn_tp_rank, self.stream_interval = True, 0, 0, 1
+        self.spec_algorithm = SpeculativeAlgorithm.NONE
+        self.enable_hicache_storage = False
+        self.sent: list[Any] = []
+        self.send_to_detokenizer = SimpleNamespace(send_output=self.sent.append)
+
+    def get_load(self) -> None:
+        """Not asked here."""
+
+    def _get_cached_tokens_details(self, req: Any) -> None:
+        """Not asked here."""
+
+
+def test_who_asked_for_routed_experts_beside_who_did_not() -> None:
+    """SGLang lists them of those that asked, and reads one of each. Guards against a tokenizer or a
+    detokenizer that ends, and against a client that gets another one's."""
+    output, reqs = Output(), []
+    for number in range(4):
+        req = without_engine.request(number, [3, 2, 1], 1, VOCABULARY)
+        req.output_ids, req.finished_reason = [1], FINISH_LENGTH(length=1)
+        req.return_routed_experts = number in (1, 3)
+        req.routed_experts = torch.tensor([number])
+        reqs.append(req)
+    output.stream_output_generation(reqs, False)
+    assert [each.item() for each in output.sent[0].routed_experts] == [0, 1, 2, 3]
+    assert output.sent[0].output_hidden_states is None
+    assert [req.return_routed_experts for req in reqs] == [False, True, False, True]
 
 
 @pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")

@@ -214,6 +214,23 @@ def test_nothing_is_kept_of_a_server_that_nobody_asks_for(
     decode.until(lambda: not servers._asked and not servers.refusals, "forgotten")
 
 
+def test_an_answer_for_a_client_that_left_is_not_the_next_ones(
+    network: Network, decode: Decode
+) -> None:
+    """Guards against a request that fails by what a server answered long ago, and against an entry
+    for each data-parallel rank that a client has named."""
+    network.rank_port = 0  # no such rank, yet
+    decode.request(7, 0)
+    decode.until(lambda: any("dp_rank=0&" in url for url in network.asked), "asked")
+    decode.queue.pending_reqs.clear()
+    connections = decode.manager.servers.connections
+    decode.until(lambda: not connections._ranks, "forgotten")
+    network.rank_port = 4000
+    late = decode.request(8, 0)
+    decode.until(lambda: late.poll() != KVPoll.Bootstrapping, "decided")
+    assert is_ready(late), decode.manager.failure_records.get(8)
+
+
 def test_a_rank_that_prefill_never_names(network: Network, decode: Decode) -> None:
     """The router sent the other half of the request to nobody. Guards against a request that waits
     for its data-parallel rank for ever."""

@@ -178,7 +178,7 @@ class DeltaManager(CommonKVManager):
         for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
-                "decode rank %s (%s) is silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
+                "decode rank %s (%s) was silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
                 "is the least recently used of more than 4,096 registered ranks: its rooms fail "
                 "and its registration is dropped. A rank that pings reconnects by itself",
                 peer,

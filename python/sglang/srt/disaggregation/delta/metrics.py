@@ -192,8 +192,8 @@ _DECLARED = (
             "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock "
             "on",
             "kv_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
-            "num_decode_deferred_kv_release_reqs": "Requests of aborted transfers that prefill may "
-            "still write to",
+            "num_decode_deferred_kv_release_reqs": "Requests whose aborted transfers prefill "
+            "may still write",
             "decode_deferred_kv_release_tokens": "Tokens of aborted transfers that prefill may "
             "still write to",
         },

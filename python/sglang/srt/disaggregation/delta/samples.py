@@ -26,7 +26,7 @@ def room_of_sample(room: int, index: int) -> int:
 
 
 async def check_samples(address: str, samples: int) -> None:
-    """Query the prefill server at ``address`` (host:port): does it number samples, too?
+    """Check that the prefill server at ``address`` (host:port) numbers samples, too.
 
     Raises:
         ValueError: the client gets status 400.

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+    from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 else:
     BaseGrammarBackend = GuidanceGrammar = SamplingBatchInfo = TokenizerManager = object
+    SchedulerOutputProcessorMixin = object
 
 #: What SGLang's metadata buffers take as the number of a room (more raises, although they have 64
 #: bits without a sign), and how many top log probabilities of the first token they hold.
@@ -51,11 +53,6 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 #: What a scheduler asks its tokenizer for.
 _TEXT = ("stop", "stop_regex", "min_new_tokens")
-#: What SGLang's schedulers list only of the requests that asked for it, and by which field.
-_OF_SOME = {
-    "output_hidden_states": "return_hidden_states",
-    "routed_experts": "return_routed_experts",
-}
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
@@ -135,18 +132,29 @@ class PairTokenizer(TokenizerManager):
             self.rid_to_state[tokenized_obj.rid].obj.bootstrap_room = room
         return super()._send_one_request(tokenized_obj)
 
+
+class PairOutput(SchedulerOutputProcessorMixin):
+    """Sends what some requests of a batch asked for for all of them: SGLang lists it of those, and
+    its tokenizer reads an entry of each request. It gave one's to another, and ended."""
+
     @override
-    def _handle_batch_output(self, recv_obj: Any) -> None:
-        """As SGLang's, which reads an entry of each request, and ends the server where a request
-        that did not ask for them is answered in one step with one that did."""
-        for name, asks in _OF_SOME.items():
-            values = getattr(recv_obj, name, None)
-            if values:
-                known = [self.rid_to_state.get(rid) for rid in recv_obj.rids]
-                asked = [getattr(state and state.obj, asks, False) for state in known]
-                entries = iter(values if sum(asked) == len(values) else ())  # else one went away
-                setattr(recv_obj, name, [next(entries, None) if each else None for each in asked])
-        super()._handle_batch_output(recv_obj)
+    def stream_output_generation(
+        self, reqs: Any, return_logprob: Any, skip_req: Any = None, is_idle_batch: Any = False
+    ) -> None:
+        others = [
+            (req, name)
+            for name in ("return_hidden_states", "return_routed_experts")
+            if any(getattr(req, name) for req in reqs)
+            for req in reqs
+            if not getattr(req, name)
+        ]
+        try:
+            for req, name in others:
+                setattr(req, name, True)
+            super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
+        finally:
+            for req, name in others:
+                setattr(req, name, False)
 
 
 class CheckedGrammars(BaseGrammarBackend):
@@ -219,8 +227,8 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
     # SGLang builds the request of a session without the address of its room.
     if obj.session_params or (obj.bootstrap_room is not None and obj.bootstrap_host is None):
         raise ValueError(
-            "the request has no bootstrap room and address: send it through a PD router. Sessions "
-            "(session_params) are not supported with disaggregation"
+            "bootstrap_room needs bootstrap_host: a PD router sets both. Sessions (session_params) "
+            "are not supported with disaggregation"
         )
     ids = {
         "input_ids": () if has_other_input else input_ids,

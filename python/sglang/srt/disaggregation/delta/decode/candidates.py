@@ -390,9 +390,9 @@ class AgreedSteps:
         self._log.error(
             "pools",
             "the KV pools of this server's ranks differ: this rank has %d free and %d protected "
-            "tokens, another rank has %d and %d. Admission uses the smallest. If this persists, a "
-            "rank leaks pages: set SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1, which checks idle "
-            "servers",
+            "tokens, the smallest numbers on any rank are %d and %d. Admission uses those. If this "
+            "persists, a rank leaks pages: SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle "
+            "servers, and ends one that leaks",
             pool.free,
             pool.protected,
             agreed.free,

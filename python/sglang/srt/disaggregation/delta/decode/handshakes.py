@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -145,6 +145,13 @@ class Connections:
                 self._again[address] = again
         return found
 
+    def forget_unwanted(self, addresses: Container[str]) -> None:
+        """Only requests for ``addresses`` wait: drop what was answered to others that went away."""
+        with self._lock:
+            for key, future in list(self._ranks.items()):
+                if key[0] not in addresses and future.done():
+                    del self._ranks[key]
+
     def forget(self, address: str) -> None:
         """The server is disconnected: what it answered is not used, nor what it still answers."""
         with self._lock:
@@ -234,6 +241,9 @@ class Handshakes:
         for address in self._attempts.keys() - pending.keys():  # whoever asked went away
             if queue.kv_manager.servers.forget_answer(address):
                 del self._attempts[address]
+            else:
+                self._attempts[address] = _Attempts()
+        queue.kv_manager.servers.connections.forget_unwanted(pending)
 
     def finish(self) -> list[QueueEntry]:
         """Poll the handshakes that are not done, on all ranks; answer and return who failed."""

@@ -383,9 +383,10 @@ class PrefillServers:
             address,
             why,
             len(rooms),
-            "its process is gone, so deferred release ends"
+            "its processes are gone: pages in deferred release are freed"
             if is_gone
-            else "pages stay in deferred release until it answers or is gone",
+            else "pages stay in deferred release until it answers or is gone, or for "
+            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
         )
         with self._lock:
             self._ranks[address] = dict.fromkeys(self._ranks[address], 0)

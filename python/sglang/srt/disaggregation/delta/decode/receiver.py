@@ -212,7 +212,7 @@ class DeltaReceiver(CommonKVReceiver):
             self._servers.yield_room(self.bootstrap_addr, infos, self.bootstrap_room)
 
     def defer_free(self) -> DeferredFree | None:
-        """Withdraw a room whose pages prefill was notified of, and follow it until it is drained.
+        """Withdraw a room whose pages were announced, and follow it until it is drained.
 
         None where nobody can write to them any more.
         """

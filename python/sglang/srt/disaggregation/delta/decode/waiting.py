@@ -1,7 +1,7 @@
 """Requests that wait for decode memory: what is said of them, and how they leave without any.
 
 One that failed, was aborted or has waited for too long holds nothing but its place in the queue.
-Its client is answered, once, and prefill is notified not to wait for an announcement.
+Its client is answered, once, and prefill is told not to wait for an announcement.
 """
 
 from __future__ import annotations

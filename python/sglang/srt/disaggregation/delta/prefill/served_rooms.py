@@ -1,4 +1,4 @@
-"""Notifies the bootstrap server which data-parallel rank serves a room, where decode queries it.
+"""Tells the bootstrap server which data-parallel rank serves a room, for decode to ask there.
 
 That is where ranks are chosen by load (``--load-balance-method``), and not by the room's number, as
 SGLang does it for prefill servers by default. SGLang tells it in the scheduler's thread, which
@@ -57,9 +57,9 @@ class ServedRooms:
         if expected == self.rank:
             return ""
         return (
-            f"; its router sent it to data-parallel rank {self.rank}, but decode expects it on "
-            f"rank {expected}, which follows from its number. The router has to send decode the "
-            "rank (disagg_prefill_dp_rank)"
+            f"; this is data-parallel rank {self.rank}, and without disagg_prefill_dp_rank decode "
+            f"looks for the room on rank {expected}, which follows from its number: check that the "
+            "router sends it"
         )
 
     def _tell(self, address: str, room: int) -> None:

@@ -209,7 +209,7 @@ class Worker:
             # What was sent of it may still be on its way. It counts as under way for as long as
             # decode would hold its pages without a word, and nobody is told anything before that.
             transfer.settles_at = now + self._doubt_s
-            text = f"a transfer to {transfer.peer} was aborted by the transport"
+            text = f"a transfer to {transfer.peer} failed in the transport"
             self._fail_because(transfer.room, text, failure)
         if still:
             age = now - transfer.posted_at

@@ -49,7 +49,7 @@ class RoomYielded:
 
 @dataclass
 class _Rooms:
-    """Rooms that the tokenizer was notified of and whose requests it cannot answer yet."""
+    """Rooms that the tokenizer was told of and whose requests it cannot answer yet."""
 
     #: Those whose request has not come, the oldest first, and until when it is waited for.
     absent: dict[int, float] = field(default_factory=dict)
