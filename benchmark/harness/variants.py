@@ -41,16 +41,19 @@ FLAG = Variant("flag", radix=True)
 SPINNING = Variant("flag, spinning", radix=True, env={PROGRESS_DELAY: "0"})
 
 
-def local_turns(tokens: int, *, always: bool = False) -> Variant:
+def local_turns(tokens: int, *, always: bool = False, max_itl_ms: int = 0) -> Variant:
     """The radix flag, and decode computes turns of up to ``tokens`` new tokens itself.
 
-    ``always``: all of them, instead of those that it expects to have done sooner than prefill.
+    ``always``: all of them, instead of those that it expects to have done sooner than prefill;
+    ``max_itl_ms``: with this bound on inter-token latency, if it is not 0.
     """
+    tokens_arg = ("--disaggregation-decode-local-tokens", str(tokens))
+    bound_arg = ("--disaggregation-decode-local-max-itl-ms", str(max_itl_ms))
     return Variant(
         "local turns",
         radix=True,
         env={LOCAL_ALWAYS: "1"} if always else {},
-        decode_args=("--disaggregation-decode-local-tokens", str(tokens)),
+        decode_args=(*tokens_arg, *(bound_arg if max_itl_ms else ())),
     )
 
 
@@ -61,6 +64,8 @@ VARIANTS: Mapping[str, Callable[[int], Variant]] = {
     "spinning": lambda tokens: SPINNING,
     "local": local_turns,
     "local-always": partial(local_turns, always=True),
+    "local-100ms": partial(local_turns, max_itl_ms=100),
+    "local-50ms": partial(local_turns, max_itl_ms=50),
 }
 """By the names that files use; of the tokens of a local turn."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ def main() -> int:
     add("--rounds", type=int, default=3, help="rounds of all arms in turn")
     only = "only arms whose names match this pattern; then no claims are checked"
     add("--arms", default="", help=only)
+    about = "the arms of the bound on inter-token latency, beside 2 cold clients, each load twice"
+    add("--bounds", action="store_true", help=about)
     add_fields(
         parser,
         load,
@@ -39,8 +42,13 @@ def main() -> int:
     command = f"{parser.prog} {retyped(sys.argv[1:])}".rstrip()
     notes = {"command": command, **({"note": args.note} if args.note else {})}
     load = replaced(load, args)
+    if args.bounds:
+        load = dataclasses.replace(load, cold_clients=(2, 2))
     return status(
-        lambda: run(args.out, args.model, console, load, args.rounds, args.arms, notes), console
+        lambda: run(
+            args.out, args.model, console, load, args.rounds, args.arms, notes, args.bounds
+        ),
+        console,
     )
 
 

@@ -39,12 +39,17 @@ def run(
     rounds: int,
     only: str,
     notes: Mapping[str, str],
+    bounds: bool = False,
 ) -> int:
     """Measures the arms that ``only`` matches and writes the results; non-zero where an answer
     differs or fails.
 
-    ``notes``: what else the summary says of this run.
+    ``notes``: what else the summary says of this run; ``bounds``: the arms are those of the bound
+    on inter-token latency.
     """
+    arms, name = (measure.arms, "summary")
+    if bounds:
+        arms, name = (measure.bounded_arms, "bounds")
     began = time.monotonic()
     model = model or random_qwen3(out / "model", **SHAPE)
     raw = out / "requests.jsonl"
@@ -67,19 +72,21 @@ def run(
         results.append(answers)
 
     for number in range(1, rounds + 1):  # in turn, so that a busy machine hits all of them
-        for arm in measure.arms(load):
+        for arm in arms(load):
             if re.search(only, arm.title):
                 one(arm, number)
 
     same = same_answers(results)
     content = {**describe(), **notes, "seconds": time.monotonic() - began, "rounds": rounds}
     content |= {"load": load, "outputs_identical": same, "runs": runs}
-    report.write_summary(out / "summary.json", content)
+    report.write_summary(out / f"{name}.json", content)
     summary = report.plain(content)
-    page.draw(out / "local_turns.png", summary)
-    for clients in load.cold_clients:
-        report.print_table(page.title(summary, clients), *page.table(summary, clients), console)
-    for claim in page.claims(summary):
+    if not bounds:
+        page.draw(out / "local_turns.png", summary)
+    table = page.bounds if bounds else page.table
+    for clients in dict.fromkeys(load.cold_clients):
+        report.print_table(page.title(summary, clients), *table(summary, clients), console)
+    for claim in (page.bounds_kept if bounds else page.claims)(summary):
         console.print(str(claim), highlight=False)
     console.print("Outputs are identical." if same else "[red]Outputs differ, or one failed.[/]")
     return 0 if same else 1

@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmark.agentic.fleet.rig import layout
 from benchmark.agentic.fleet.servers import ENGINES, warm_up
 from benchmark.agentic.fleet.spec import Arm
@@ -20,6 +22,9 @@ from benchmark.harness.report import Spread, spread, summarize
 from benchmark.harness.workload import token_range
 from benchmark.local_turns.load import Load, Played, play
 
+#: Of gaps between decode steps, on decode; its buckets end at the bounds, among others.
+GAPS = "sglang:decode_itl_seconds_bucket"
+BOUNDS_MS = (100, 50)
 COMPUTED = ("sglang:realtime_tokens_total", "mode", "prefill_compute")
 
 
@@ -34,6 +39,21 @@ def arms(load: Load) -> list[Arm]:
         Arm("PD, remote", **pair, variant="radix"),
         Arm("PD, always local", **local, variant="local-always"),
         Arm("PD, chosen", **local, variant="local"),
+    ]
+
+
+def bounded_arms(load: Load) -> list[Arm]:
+    """The arms of the bound on inter-token latency: without local turns, without a bound, with."""
+    remote, chosen = (arm for arm in arms(load) if arm.title in ("PD, remote", "PD, chosen"))
+    return [
+        remote,
+        chosen,
+        *(
+            msgspec.structs.replace(
+                chosen, title=f"{chosen.title}, {ms} ms", variant=f"local-{ms}ms"
+            )
+            for ms in BOUNDS_MS
+        ),
     ]
 
 
@@ -67,6 +87,12 @@ class Measured:
     """Mean time from admission to the first token, by ``expected SIDE`` and ``actual SIDE``."""
     reasons: dict[str, float]
     """Requests by who computed them and why, as the choice counts them."""
+    gaps: dict[str, float]
+    """The clients' gaps, from one token of an answer to the next: ``all``, and those above each
+    bound, as ``50 ms``."""
+    decode_gaps: dict[str, float]
+    """Decode's own gaps between steps: ``chunk`` and ``plain`` for those with a chunk of local
+    prefill in them and those without; ``chunk 50 ms``: of these, those above the bound."""
 
 
 def run(
@@ -96,8 +122,8 @@ def run(
 
 
 def numbers(load: Load, played: Played, gained: dict[str, dict[str, float]]) -> Measured:
-    """``gained``: what the counters of each role gained, and ``computed``, ``turns``
-    and ``times``."""
+    """``gained``: what the counters of each role gained, and ``computed``, ``turns``, ``times``
+    and ``gaps``."""
     first = [r for r in played.talks if r.label.endswith(".0")]
     later = [r for r in played.talks if not r.label.endswith(".0")]
     answered = [r for r in played.talks if r.error is None]
@@ -108,13 +134,15 @@ def numbers(load: Load, played: Played, gained: dict[str, dict[str, float]]) -> 
         if r.error is None and ended - played.seconds <= r.finished_at <= ended
     ]
     every = [*played.talks, *played.cold]
+    gaps = [b - a for r in answered for a, b in pairwise(r.token_times)]
+    above = {f"{ms} ms": sum(gap * 1e3 > ms for gap in gaps) for ms in BOUNDS_MS}
     return Measured(
         requests=len(played.talks),
         failed=sum(r.error is not None for r in every),
         requests_per_s=summarize(played.talks).requests_per_s,
         ttft_first_s=summarize(first).ttft_s,
         ttft_later_s=summarize(later).ttft_s,
-        gap_s=spread([b - a for r in answered for a, b in pairwise(r.token_times)]),
+        gap_s=spread(gaps),
         latency_s=summarize(played.talks).latency_s,
         cold_tokens_per_s=load.cold_tokens * len(cold) / max(played.seconds, 1e-9),
         cold_ttft_s=summarize(played.cold).ttft_s,
@@ -125,7 +153,19 @@ def numbers(load: Load, played: Played, gained: dict[str, dict[str, float]]) -> 
         local_turns=sum(n for name, n in gained["turns"].items() if name.startswith("local")),
         took_s=_means(gained["times"]),
         reasons={name: n for name, n in gained["turns"].items() if n},
+        gaps={"all": float(len(gaps)), **above},
+        decode_gaps=_above(gained["gaps"]),
     )
+
+
+def _above(buckets: Mapping[str, float]) -> dict[str, float]:
+    """``buckets``: gaps up to ``LE``, by ``CHUNK LE``, as a histogram counts them."""
+    found = {}
+    for name, label in (("chunk", "true"), ("plain", "false")):
+        found[name] = buckets.get(f"{label} +Inf", 0.0)
+        for ms in BOUNDS_MS:
+            found[f"{name} {ms} ms"] = found[name] - buckets.get(f"{label} {ms / 1e3}", 0.0)
+    return found
 
 
 def _counters(fleet: Fleet) -> dict[str, dict[str, float]]:
@@ -154,8 +194,12 @@ def _counters(fleet: Fleet) -> dict[str, dict[str, float]]:
         }
         for page in pages["decode"]
     )
+    gaps = metrics.total(
+        {" ".join(key): n for key, n in metrics.by_labels(page, GAPS, "chunk", "le").items()}
+        for page in pages["decode"]
+    )
     by_role = {role: metrics.total(map(metrics.parse, of)) for role, of in pages.items()}
-    return {**by_role, "computed": computed, "turns": turns, "times": times}
+    return {**by_role, "computed": computed, "turns": turns, "times": times, "gaps": gaps}
 
 
 def _means(times: Mapping[str, float]) -> dict[str, float]:

@@ -88,7 +88,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     variant: str = "stock"
     """``stock``, ``patched`` (this package without a flag), ``radix`` (the decode radix cache),
     ``spinning`` (with NIXL's thread as in stock), ``local`` (decode computes short turns where that
-    is sooner), ``local-always``."""
+    is sooner), ``local-always``, ``local-100ms`` and ``local-50ms`` (with a bound on inter-token
+    latency)."""
     local_tokens: int = 0
     """Of ``local``: turns with more new tokens go to prefill."""
     policy: str = "linear"

@@ -26,6 +26,7 @@ class DisaggArgs(_Base):
     disaggregation_decode_local_tokens: int = 0
     disaggregation_decode_local_tokens_when_lost: int = 0
     disaggregation_decode_local_share: float = 0.5
+    disaggregation_decode_local_max_itl_ms: float = 0.0
     hicache_host_memory_mode: str = "cache"
     hicache_buffer_pages: int | None = None
 
@@ -117,6 +118,16 @@ class DisaggArgs(_Base):
                 "The share of the time that local prefill may take while requests run, above 0 "
                 "and at most 1. A decode step follows each chunk in any case. Default: 0.5."
             ),
+        )
+        group.add_argument(
+            compat.LOCAL_MAX_ITL,
+            type=float,
+            default=0.0,
+            metavar="MS",
+            help="A bound on the inter-token latency of running requests, in milliseconds: chunks "
+            "of local prefill are sized so that 99 of 100 gaps between tokens with a chunk in them "
+            "are shorter. Turns that do not fit are left to prefill. Needs "
+            f"{compat.LOCAL}. Default: 0, no bound.",
         )
         compat_buffer_only.add_arguments(group)
 

@@ -8,6 +8,7 @@ conflict found later would end a running server at its first request.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
 
@@ -20,6 +21,7 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 LOCAL = "--disaggregation-decode-local-tokens"
 LOCAL_WHEN_LOST = "--disaggregation-decode-fallback-prefill-tokens"
 LOCAL_SHARE = "--disaggregation-decode-local-prefill-time-ratio"
+LOCAL_MAX_ITL = "--disaggregation-decode-local-max-itl-ms"
 
 #: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
 #: feature group (``patchset/table.py``) that they are in.
@@ -206,8 +208,16 @@ def check_local_turns(args: Any) -> None:
     share = args.disaggregation_decode_local_share
     if not 0 < share <= 1:
         raise ValueError(f"{LOCAL_SHARE} must be above 0 and at most 1, not {share}.")
+    bound = args.disaggregation_decode_local_max_itl_ms
+    if not 0 <= bound < math.inf:
+        raise ValueError(f"{LOCAL_MAX_ITL} must be 0 (no bound) or a number of ms, not {bound}.")
     flag = next((flag for flag, tokens in given.items() if tokens), None)
     if flag is None:
+        if bound:
+            raise ValueError(
+                f"{LOCAL_MAX_ITL} bounds local prefill, and this server does none. "
+                f"Add {LOCAL} to it, or remove {LOCAL_MAX_ITL}."
+            )
         return
     if not args.disaggregation_decode_enable_radix_cache:
         raise ValueError(

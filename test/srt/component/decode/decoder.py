@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.decode import (
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
-from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN, Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -39,7 +39,7 @@ VOCABULARY = 64
 METADATA_SLOTS = 24
 #: A chunk's constant, a token of it and a decode step, as the ranks agree on them: what is measured
 #: would make every run another one.
-COSTS = (1000, 20_000, 1500)
+COSTS = (1000, 20_000, 1500, UNKNOWN)
 
 
 class OrderedSet(dict[Any, None]):

@@ -24,7 +24,7 @@ from component.decode.rank_life import RankLife
 from component.decode.steps import turn
 from component.decode.test_state_machine import NUMBERS, DecodeServer
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, only_prefill_can
-from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN, Limits
 from sglang.srt.managers import scheduler_runtime_checker_mixin
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req
@@ -161,7 +161,8 @@ def test_prefill_servers_that_do_not_know(decoder: Decoder) -> None:
 def test_decode_steps_between_two_chunks(decoder: Decoder, share: float, steps: int) -> None:
     """Guards against answers under way that stand still while a long turn is computed."""
     decoder.local_turns.pace._share = share
-    decoder.local_turns.measured.votes = lambda: [1000, 0, 1000]  # a chunk takes as long as a step
+    # A chunk takes as long as a step.
+    decoder.local_turns.measured.votes = lambda: [1000, 0, 1000, UNKNOWN]
     running = decoder.submit([3, 2, 1], new=40)
     turn(decoder, 2)
     long = decoder.submit(HISTORY + [9] * 150)

@@ -48,6 +48,24 @@ def test_arms_differ_in_what_they_are_called() -> None:
     }
 
 
+def test_arms_of_the_bound_differ_in_the_bound() -> None:
+    """Guards against an arm without the bound that its column names."""
+    flag, found = "--disaggregation-decode-local-max-itl-ms", {}
+    for arm in measure.bounded_arms(Load()):
+        (decode,) = (each for each in layout(arm, Path("m"), 5000) if each.role == "decode")
+        words = decode.command
+        found[arm.title] = (
+            "--disaggregation-decode-local-tokens" in words,
+            words[words.index(flag) + 1] if flag in words else None,
+        )
+    assert found == {
+        "PD, remote": (False, None),
+        "PD, chosen": (True, None),
+        "PD, chosen, 100 ms": (True, "100"),
+        "PD, chosen, 50 ms": (True, "50"),
+    }
+
+
 def test_talks_share_nothing() -> None:
     """Guards against hits that no talk earned itself, and turns of other lengths."""
     load = Load(talks=8, turns=5, first_tokens=30, turn_tokens=10)
@@ -107,6 +125,7 @@ def test_numbers_are_those_of_the_talks() -> None:
         "computed": {"prefill": 30.0, "decode": 4.0, "aggregated": 0.0},
         "turns": {"local cheaper": 1.0, "remote long": 2.0, "remote explore": 0.0},
         "times": {"actual local sum": 3.0, "actual local count": 2.0, "actual remote count": 0.0},
+        "gaps": {"true 0.05": 3.0, "true 0.1": 7.0, "true +Inf": 9.0, "false +Inf": 2.0},
     }
     found = measure.numbers(SMALL, played, gained)
     assert (found.requests, found.failed, found.requests_per_s) == (2, 0, 0.5)
@@ -116,6 +135,11 @@ def test_numbers_are_those_of_the_talks() -> None:
     assert (found.prefill_tokens, found.local_tokens, found.local_turns) == (30.0, 4.0, 1.0)
     assert found.reasons == {"local cheaper": 1.0, "remote long": 2.0}
     assert found.took_s == {"actual local": 1.5}
+    assert found.gaps == {"all": 3.0, "100 ms": 2, "50 ms": 3}
+    assert found.decode_gaps == {
+        "chunk": 9.0, "chunk 100 ms": 2.0, "chunk 50 ms": 6.0,
+        "plain": 2.0, "plain 100 ms": 2.0, "plain 50 ms": 2.0,
+    }  # fmt: skip
 
 
 def test_answers_are_compared_where_all_arms_were_asked() -> None:
@@ -137,6 +161,7 @@ def summary(tmp_path: Path) -> Any:
             "computed": {"prefill": computed, "decode": 0.0, "aggregated": 0.0},
             "turns": {},
             "times": {},
+            "gaps": {},
         }
         return measure.numbers(SMALL, Played(one, [], 1.0), gained)
 
@@ -179,6 +204,22 @@ def test_each_claim_can_fail(tmp_path: Path) -> None:
     assert page.claims(good) == []
 
 
+@pytest.mark.parametrize(
+    ("chunks", "tokens", "holds"),
+    [(1, 1, [True, True]), (2, 1, [False, True]), (1, 2, [True, False])],
+)
+def test_a_bound_that_is_not_kept(chunks: int, tokens: int, holds: list[bool]) -> None:
+    """Guards against gaps that are summed with those of other arms, or shares of others."""
+    gaps = {"all": 100, "50 ms": tokens, "100 ms": 0}
+    decode = dict.fromkeys(("chunk", "plain"), 100)
+    decode |= {"chunk 50 ms": chunks, "chunk 100 ms": 0, "plain 50 ms": 50, "plain 100 ms": 9}
+    run = {"gaps": gaps, "decode_gaps": decode}
+    of = {"load": {"cold_clients": [2, 2]}, "runs": {"PD, chosen, 50 ms": {"2": [run, run]}}}
+    found = page.bounds_kept(of)
+    assert [claim.holds for claim in found] == holds
+    assert "of 200 (at most 1 %)" in str(found[0])
+
+
 def test_medians_are_of_each_number_by_itself(tmp_path: Path) -> None:
     """Guards against a round that is shown for all of them because it is best in one."""
     of = summary(tmp_path)
@@ -189,6 +230,8 @@ def test_medians_are_of_each_number_by_itself(tmp_path: Path) -> None:
     assert found["requests_per_s"] == pytest.approx(1.85)
     assert found["ttft_later_s"]["p50"] == pytest.approx(0.0999)
     head, rows = page.table(of, 2)
+    assert all(len(row) == len(head) for row in rows)
+    head, rows = page.bounds(of, 2)
     assert all(len(row) == len(head) for row in rows)
     page.draw(tmp_path / "picture.png", of)
     assert (tmp_path / "picture.png").stat().st_size > 0

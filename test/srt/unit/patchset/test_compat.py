@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -259,6 +260,7 @@ LOCAL_TURNS = {
     "disaggregation_decode_local_tokens": 512,
     "disaggregation_decode_local_tokens_when_lost": 0,
     "disaggregation_decode_local_share": 0.5,
+    "disaggregation_decode_local_max_itl_ms": 0.0,
     "disaggregation_decode_enable_radix_cache": True,
     "enable_dp_attention": False,
     "speculative_algorithm": None,
@@ -291,6 +293,16 @@ LOCAL_TURNS = {
         ),
         ({"disaggregation_decode_local_share": 0.0}, "not 0.0"),
         ({"disaggregation_decode_local_share": 1.1}, "not 1.1"),
+        ({"disaggregation_decode_local_max_itl_ms": -1.0}, "not -1.0"),
+        ({"disaggregation_decode_local_max_itl_ms": math.nan}, "not nan"),
+        ({"disaggregation_decode_local_max_itl_ms": math.inf}, "not inf"),
+        (
+            {
+                "disaggregation_decode_local_tokens": 0,
+                "disaggregation_decode_local_max_itl_ms": 50.0,
+            },
+            f"Add {compat.LOCAL} to it",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -308,9 +320,11 @@ def test_local_turns_refused(changes, named):
         {"speculative_algorithm": "EAGLE"},
         {"moe_a2a_backend": "deepep", "deepep_mode": "normal"},
         {"disaggregation_decode_local_share": 1.0},
+        {"disaggregation_decode_local_max_itl_ms": 50.0},
         {
             "disaggregation_decode_local_tokens": 0,
             "disaggregation_decode_local_tokens_when_lost": 9,
+            "disaggregation_decode_local_max_itl_ms": 50.0,
         },
         # Without the flag nothing is asked of the rest.
         {"disaggregation_decode_local_tokens": 0, "enable_dp_attention": True},

@@ -147,6 +147,8 @@ _DECLARED = (
             "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
             "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
             "decode_local_tokens": "Prompt tokens that a decode server computed itself",
+            "decode_itl_breaches": "Gaps between decode steps, with a chunk of local prefill in "
+            "them, that took longer than --disaggregation-decode-local-max-itl-ms",
         },
     ),
     *declare(
@@ -216,6 +218,16 @@ _DECLARED = (
         },
         labels=("where",),
         buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
+    ),
+    *declare(
+        "histogram",
+        "decode",
+        {
+            "decode_itl_seconds": "Gaps between decode steps with tokens for the same request, on "
+            "a server with local turns (chunk: whether a chunk of local prefill ran in them)"
+        },
+        labels=("chunk",),
+        buckets=(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2),
     ),
     # With NIXL only, from here on. A *transfer* is one chunk to one peer.
     *declare(

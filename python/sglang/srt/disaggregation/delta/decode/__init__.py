@@ -16,6 +16,7 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``prefix_tree``       one match and one lock; the radix tree; the prebuilt batch
 ``retraction``        the KV of retracted requests comes back, but for what the tree still shares
 ``turn_choice``       where a turn's new tokens are computed: here or by prefill
+``itl``               how long running requests wait for tokens, and what of it a chunk may take
 ``local_turns``       those that are computed locally, in chunks between decode steps
 ``without_prefill``   those whose prefill server is lost
 ``local_chunk``       one chunk as SGLang's batch

@@ -41,6 +41,8 @@ def limits(args: ServerArgs) -> Limits:
         share=args.disaggregation_decode_local_share,
         always=environment.LOCAL_ALWAYS.read(),
         when_lost=args.disaggregation_decode_local_tokens_when_lost,
+        max_itl=args.disaggregation_decode_local_max_itl_ms / 1000 or None,
+        page=args.page_size,
     )
 
 
@@ -109,6 +111,8 @@ class LocalTurnsScheduler(Scheduler):
         elif self.server_args.device != "cpu":
             self.device_module.current_stream().synchronize()  # likewise, without overlap
         turns.times.result(time.monotonic())
+        if batch.forward_mode.is_decode():
+            turns.decoded(batch.reqs)
         if not batch.forward_mode.is_extend():
             super().process_batch_result(batch, result)
             return

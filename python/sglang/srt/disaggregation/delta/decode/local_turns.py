@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts,
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     NEVER,
     UNKNOWN,
+    VOTES,
     Announced,
     Choice,
     Costs,
@@ -75,7 +76,7 @@ class LocalTurns:
         self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scheduler, self._limits, self._clock = scheduler, limits, clock
-        self.measured = Measured()
+        self.measured = Measured(limits.max_itl)
         self.choice = Choice(limits)
         self.pace = Pace(limits.share)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
@@ -117,8 +118,8 @@ class LocalTurns:
 
     def agree(self, votes: Sequence[int]) -> None:
         """The numbers of this step, as all ranks have them."""
-        self.pace.costs = read(votes[:3])
-        self._there = votes[3:]
+        self.pace.costs = read(votes[:VOTES])
+        self._there = votes[VOTES:]
 
     @property
     def costs(self) -> Costs:
@@ -145,7 +146,8 @@ class LocalTurns:
     def _load(self) -> Load:
         queued = sum(turn.left for turn in self._queue)
         running = len(self._scheduler.running_batch.reqs)
-        return Load(queued, running, self.pace.debt, not self._has_place_for_another)
+        is_full = not self._has_place_for_another
+        return Load(queued, running, self.pace.debt, is_full, self._largest)
 
     def _prefix(self, length: int, matched: int) -> int:
         """At least one token is left to compute."""
@@ -223,7 +225,7 @@ class LocalTurns:
 
     def next_batch(self) -> ScheduleBatch | None:
         """The next chunk as a batch to run, if one may run now."""
-        if not self._queue or self._is_paused or not self.pace.may_run(self._beside):
+        if not self._queue or self._is_paused or not self.pace.may_run(self._beside, self._fits):
             return None
         if self._queue[0].req.to_finish is not None:
             return None  # aborted in a chunk that was launched: it goes with that one's result
@@ -236,6 +238,30 @@ class LocalTurns:
         has sent since and that have a place."""
         waiting = len(self._scheduler.waiting_queue)
         return len(self._scheduler.running_batch.reqs) + min(waiting, self.places_for_others)
+
+    @property
+    def _is_bound(self) -> bool:
+        """Whether the bound applies to a chunk: it would delay the next token of a request that
+        runs, or of a turn whose first token is known, at the latest by the chunk under way."""
+        ends = any(not turn.left for _, turns in self._launched for turn in turns)
+        return self._limits.max_itl is not None and bool(self._beside or self._computed or ends)
+
+    @property
+    def _largest(self) -> int:
+        """Tokens of the largest chunk that fits into the bound on inter-token latency."""
+        return (self.costs if self._is_bound else Costs()).largest_chunk(self._limits)
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the next chunk delays nobody beyond the bound."""
+        return self._largest >= min(self._limits.least, self._queue[0].left)
+
+    def decoded(self, reqs: Sequence[Req]) -> None:
+        """A decode step's tokens for ``reqs`` are about to be sent."""
+        rids = frozenset(req.rid for req in reqs if not req.finished())
+        gap = self.measured.gaps.step(self._clock(), rids, self._largest >= self._limits.least)
+        if gap is not None:
+            self.metrics.gap(*gap, self._limits.max_itl)
 
     @property
     def _is_paused(self) -> bool:
@@ -274,7 +300,7 @@ class LocalTurns:
 
         Sets each one's ``fill_ids``, up to which it is computed then.
         """
-        left, chosen = self._limits.chunk, list[Turn]()
+        left, chosen = self._largest if self._fits else self._limits.least, list[Turn]()
         for turn in self._queue[: max(places, 0)]:
             if not adapters_fit(self._scheduler, (each.req for each in (*chosen, turn))):
                 break

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sglang.srt.disaggregation.delta.decode.itl import TokenGaps
+
 #: What a sample still weighs when the next one comes.
 DECAY = 0.9
 #: Samples of a side before it is judged by them.
@@ -24,8 +26,12 @@ MOST_OF_EXPECTED, SURPRISED = 2.0, 0.3
 EXPLORING, BETWEEN_EXPLORING = 0.05, 8
 #: What a second for which running requests stand still counts beside one for which the turn waits.
 OTHERS = 0.2
-#: Decode steps after which a local chunk runs, whatever the share says.
-MOST_STEPS_BETWEEN = 64
+#: Decode steps after which a local chunk runs, whatever the share says; and after which one runs
+#: that does not fit into the bound on inter-token latency, so that 99 gaps in 100 keep it.
+MOST_STEPS_BETWEEN, STEPS_BEFORE_BREACH = 64, 100
+#: With that bound: tokens of the smallest chunk that is worth its constant, but for a turn's last;
+#: chunks are as small while their time is unknown. They are a page at least.
+LEAST_CHUNK = 64
 #: In a vector of integers of which the smallest counts: a number that was not measured yet, and the
 #: word that a turn must not be computed locally, as far as this rank knows.
 UNKNOWN, NEVER = -1, -2
@@ -116,11 +122,13 @@ class Mean:
 
 
 class Costs(NamedTuple):
-    """What the ranks agreed on: a chunk's constant and slope, and a decode step; None: unknown."""
+    """What the ranks agreed on: a chunk's constant and slope, a decode step, and how long a chunk
+    may take beside requests that run; None: unknown, or not bounded."""
 
     constant: float | None = None
     slope: float | None = None
     step: float | None = None
+    slack: float | None = None
 
     def chunks(self, count: int, tokens: int) -> float | None:
         """Seconds of ``count`` chunks with ``tokens`` tokens in all."""
@@ -128,13 +136,31 @@ class Costs(NamedTuple):
             return None
         return count * self.constant + tokens * self.slope
 
+    def largest_chunk(self, limits: Limits) -> int:
+        """Tokens of the largest chunk that may run beside requests that run; 0 if none may."""
+        if self.slack is None or limits.max_itl is None:
+            return max(limits.chunk, limits.page)
+        left = self.slack - (self.constant or 0.0)
+        if left < 0:
+            return 0
+        if not self.slope or self.slack > limits.max_itl:
+            return limits.least  # nobody knows what a larger one takes
+        return int(min(left / self.slope, limits.chunk))
+
+
+#: Numbers in ``Measured.votes``.
+VOTES = len(Costs._fields)
+
 
 class Measured:
-    """What one rank has measured: its own chunks and steps, and its prefill servers."""
+    """What one rank has measured: its own chunks and steps, and its prefill servers.
 
-    def __init__(self) -> None:
+    ``max_itl``: the bound on inter-token latency, seconds."""
+
+    def __init__(self, max_itl: float | None = None) -> None:
         self.chunk = Line(constant=0.25, dropped=1, enough=ENOUGH, most=MOST_OF_EXPECTED)
         self.step = Mean()
+        self.gaps = TokenGaps(max_itl)
         self._there: dict[str, Line] = {}
 
     def shown(self, address: str, tokens: int, seconds: float) -> None:
@@ -159,7 +185,8 @@ class Measured:
     def votes(self) -> list[int]:
         """This rank's costs, for the ranks to agree on."""
         constant, slope = self.chunk.coefficients if self.chunk.is_known else (None, None)
-        return [_vote(constant, _MICRO), _vote(slope, _NANO), _vote(self.step.value, _MICRO)]
+        times = (self.step.value, self.gaps.slack)
+        return [_vote(constant, _MICRO), _vote(slope, _NANO), *(_vote(s, _MICRO) for s in times)]
 
     def vote_there(self, address: str, tokens: int) -> int:
         """``there`` as a number for the ranks to agree on."""
@@ -176,8 +203,10 @@ def _word(vote: int, unit: int) -> float | None:
 
 def read(votes: Sequence[int]) -> Costs:
     """The costs that the ranks agreed on."""
-    constant, slope, step = votes
-    return Costs(_word(constant, _MICRO), _word(slope, _NANO), _word(step, _MICRO))
+    constant, slope, step, slack = votes
+    return Costs(
+        _word(constant, _MICRO), _word(slope, _NANO), _word(step, _MICRO), _word(slack, _MICRO)
+    )
 
 
 def read_there(vote: int) -> float | None:
@@ -188,17 +217,20 @@ def read_there(vote: int) -> float | None:
 class Load(NamedTuple):
     """What a turn meets on this server; equal on all ranks. ``queued``: tokens of local turns ahead
     of it; ``running``: requests whose decode steps alternate with chunks; ``debt``: see ``Pace``;
-    ``is_full``: the running batch has no place for the turn."""
+    ``is_full``: the running batch has no place for the turn; ``chunk``: tokens of the largest chunk
+    that fits into the bound on inter-token latency, None where that binds nothing."""
 
     queued: int = 0
     running: int = 0
     debt: float = 0.0
     is_full: bool = False
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings. ``tokens``: of the largest turn; ``share``: of time, while requests run."""
+    """The settings. ``tokens``: of the largest turn; ``share``: of time, while requests run;
+    ``max_itl``: the bound on inter-token latency, seconds; ``page``: tokens of a page."""
 
     tokens: int
     chunk: int = 512
@@ -207,6 +239,18 @@ class Limits:
     always: bool = False
     #: The largest turn that is computed locally where its prefill server is lost.
     when_lost: int = 0
+    max_itl: float | None = None
+    page: int = 1
+
+    @property
+    def least(self) -> int:
+        """Tokens of the smallest chunk but the last of a turn."""
+        return max(min(LEAST_CHUNK, self.chunk), self.page)
+
+    def chunks(self, tokens: int, load: Load) -> int:
+        """How many chunks ``tokens`` take."""
+        size = self.chunk if load.chunk is None else max(load.chunk, self.least)
+        return -(-tokens // size)
 
 
 class Decision(NamedTuple):
@@ -245,7 +289,7 @@ def expected_here(tokens: int, load: Load, costs: Costs, limits: Limits) -> floa
     of them decode steps as ``Pace`` has them.
     """
     total = load.queued + tokens
-    count = -(-total // limits.chunk)
+    count = limits.chunks(total, load)
     work = costs.chunks(count, total)
     if work is None:
         return None
@@ -274,12 +318,14 @@ class Choice:
         if load.is_full:
             # It would wait for a place and then leave it empty while it is computed.
             return Decision(False, "no_place", here, there)
+        if load.chunk is not None and load.chunk < min(tokens, self.limits.least):
+            return Decision(False, "itl", here, there)
         if here is None:
             # One at a time: until it is measured nobody knows what a queue of them costs.
             return Decision(load.queued == 0, "unmeasured", here, there)
         if there is None:
             return Decision(False, "unmeasured", here, there)
-        chunk = costs.chunks(-(-tokens // self.limits.chunk), tokens) or 0.0
+        chunk = costs.chunks(self.limits.chunks(tokens, load), tokens) or 0.0
         lost = here + OTHERS * chunk * load.running - there
         cheaper = lost < 0
         if self._since >= BETWEEN_EXPLORING and self._to_lose >= abs(lost):
@@ -315,10 +361,13 @@ class Pace:
         self.debt = 0.0
         self._steps = MOST_STEPS_BETWEEN
 
-    def may_run(self, running: int) -> bool:
-        """Whether a chunk may run now, beside ``running`` requests."""
+    def may_run(self, running: int, fits: bool = True) -> bool:
+        """Whether a chunk may run now, beside ``running`` requests; ``fits``: into the bound on
+        inter-token latency."""
         if not running:
             return True
+        if not fits:
+            return self._steps >= STEPS_BEFORE_BREACH
         if not self._steps:
             return False
         return self.debt <= 0 or self._steps >= MOST_STEPS_BETWEEN
@@ -369,6 +418,8 @@ class StepTimes:
         seconds = at - max(since, self._ended_at)
         self._ended_at = at
         if tokens:
-            self._measured.chunk.add(tokens, seconds)
+            chunk = self._measured.chunk
+            self._measured.gaps.chunks.append(chunk.at(tokens) if chunk.is_known else None)
+            chunk.add(tokens, seconds)
         else:
             self._measured.step.add(seconds)

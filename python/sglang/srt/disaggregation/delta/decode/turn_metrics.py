@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from sglang.srt.disaggregation.delta.decode.turn_choice import Decision
 from sglang.srt.disaggregation.delta.metrics import METRICS
+from sglang.srt.disaggregation.delta.observability import STATS
 
 
 class TurnMetrics:
@@ -36,3 +37,11 @@ class TurnMetrics:
             if self._labels and value is not None:
                 metric = METRICS[f"decode_turn_{name}_seconds"]
                 metric.child(self._labels, where=decision.where).observe(value)
+
+    def gap(self, seconds: float, has_chunk: bool, bound: float | None) -> None:
+        """Requests waited so long from one decode step to the next; ``bound``: on that."""
+        if bound and has_chunk and seconds > bound:
+            STATS.add("decode_itl_breaches", 1)
+        if self._labels:
+            metric = METRICS["decode_itl_seconds"]
+            metric.child(self._labels, chunk=str(has_chunk).lower()).observe(seconds)
