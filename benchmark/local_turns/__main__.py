@@ -22,8 +22,8 @@ def main() -> int:
     add("--rounds", type=int, default=3, help="rounds of all arms in turn")
     only = "only arms whose names match this pattern; then no claims are checked"
     add("--arms", default="", help=only)
-    about = "the arms of the bound on inter-token latency, beside 2 cold clients, each load twice"
-    add("--bounds", action="store_true", help=about)
+    about = "the arms of the bound on inter-token latency: so many times the load beside 2 clients"
+    add("--bounds", type=int, default=0, metavar="PLAYS", help=about)
     add_fields(
         parser,
         load,
@@ -43,10 +43,10 @@ def main() -> int:
     notes = {"command": command, **({"note": args.note} if args.note else {})}
     load = replaced(load, args)
     if args.bounds:
-        load = dataclasses.replace(load, cold_clients=(2, 2))
+        load = dataclasses.replace(load, cold_clients=(2,) * args.bounds)
     return status(
         lambda: run(
-            args.out, args.model, console, load, args.rounds, args.arms, notes, args.bounds
+            args.out, args.model, console, load, args.rounds, args.arms, notes, bool(args.bounds)
         ),
         console,
     )

@@ -224,6 +224,20 @@ def test_chunks_that_take_longer_than_expected(monkeypatch: pytest.MonkeyPatch) 
     check_idle(decoder)
 
 
+def test_who_has_ended_waits_for_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against gaps of a request that has ended: with overlap scheduling one more step of it
+    is in flight, and the next request may come much later."""
+    decoder = Timed(monkeypatch, 0.03)
+
+    def alone() -> Iterator[None]:
+        decoder.submit(ids(1, 20), new=5)
+        yield from until_idle(decoder)
+
+    decoder.play(alone())
+    assert [len(decoder.gaps[has_chunk]) for has_chunk in (False, True)] == [3, 0]
+    check_idle(decoder)
+
+
 def test_a_turn_whose_first_token_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a large chunk right behind the one that ends a turn: with overlap scheduling
     it is launched before the turn runs, and would delay its second token."""

@@ -206,7 +206,12 @@ def test_each_claim_can_fail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "tokens", "holds"),
-    [(1, 1, [True, True]), (2, 1, [False, True]), (1, 2, [True, False])],
+    [
+        (1, 1, [True, True, True]),
+        (2, 1, [False, True, True]),
+        (3, 1, [False, False, True]),
+        (1, 2, [True, True, False]),
+    ],
 )
 def test_a_bound_that_is_not_kept(chunks: int, tokens: int, holds: list[bool]) -> None:
     """Guards against gaps that are summed with those of other arms, or shares of others."""
