@@ -436,6 +436,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "demo": demo,
     "local-turns": local_turns,
     "local-bounds": partial(local_bounds, "bounds"),
+    "local-bounds-long": partial(local_bounds, "bounds_long"),
     "hicache": hicache,
     "transfer": transfer,
     "runs": runs,
