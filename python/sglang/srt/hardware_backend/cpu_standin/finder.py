@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -41,6 +42,9 @@ EDIT_FILES = {
     "sglang.srt.speculative.spec_utils": ("speculative",),
 }
 
+#: SGLang 0.5.23 has CPU forms of what is edited in the base: of the table it needs these.
+EDITED_ON_0_5_23 = ("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine")
+
 #: Packages made of names only, all submodules included. ``sgl_kernel`` is shadowed where it is
 #: installed, since it cannot be imported without libcuda. ``flashinfer`` could be imported; on a
 #: CPU nothing of it is ever called, and it is a quarter of a process's start-up.
@@ -60,9 +64,15 @@ def _run_files(files: Sequence[str], module: ModuleType) -> None:
         importlib.import_module(f".{file}", __package__).edit(module)
 
 
-def default_edits() -> dict[str, Edit]:
-    """``EDIT_FILES`` as functions; a file is imported when its first module is."""
-    return {name: partial(_run_files, files) for name, files in EDIT_FILES.items()}
+def default_edits(release: str) -> dict[str, Edit]:
+    """``EDIT_FILES`` for this ``release`` of SGLang, as functions; a file is imported when its
+    first module is."""
+    edited = EDITED_ON_0_5_23 if release == "0.5.23" else ("",)
+    return {
+        name: partial(_run_files, files)
+        for name, files in EDIT_FILES.items()
+        if name.startswith(edited)
+    }
 
 
 class StandinFinder(MetaPathFinder):
@@ -76,7 +86,7 @@ class StandinFinder(MetaPathFinder):
     is_cpu_standin = True
 
     def __init__(self, edits: Mapping[str, Edit] | None = None) -> None:
-        self._edits = default_edits() if edits is None else edits
+        self._edits = default_edits(_installed_release()) if edits is None else edits
         self._asking = threading.local()
         for name, edit in self._edits.items():
             if name in sys.modules:
@@ -115,6 +125,13 @@ class StandinFinder(MetaPathFinder):
         finally:
             asking.discard(fullname)
         return None
+
+
+def _installed_release() -> str:
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _run_after(loader: Loader, edit: Edit) -> None:

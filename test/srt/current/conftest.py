@@ -1,0 +1,112 @@
+"""Scenes with real schedulers of SGLang 0.5.23. Where another release is installed, there are none.
+
+A process holds one scheduler and the classes as one setting has left them. So the tests of a file
+that are marked with the same ``server`` run in one process of their own, which is forked when
+SGLang has been imported:
+
+    @pytest.mark.server("--disable-overlap-schedule", tokens=4000, env={"NAME": "value"})
+
+``mode``, "decode" by default or "prefill", says which fixture is there. ``env`` is set before
+SGLang loads its plugins, as it does in each of its processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any  # Any: arguments of a mark
+
+import pytest
+
+from current import forked
+from current.environment import RELEASE, environment
+
+if TYPE_CHECKING:
+    from current.decode import Decode
+
+HERE = Path(__file__).parent
+IS_INSTALLED = metadata.version("sglang") == RELEASE
+collect_ignore_glob = [] if IS_INSTALLED else ["test_*.py"]
+if IS_INSTALLED:
+    os.environ.update(environment())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark that this folder has."""
+    config.addinivalue_line(
+        "markers", "server(*arguments, mode, tokens, env): the real scheduler of a test"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a process stand together."""
+    ours = [item for item in items if item.path.is_relative_to(HERE)]
+    ours.sort(key=lambda item: (str(item.path), _key(item)))
+    rest = iter(ours)
+    items[:] = [next(rest) if item.path.is_relative_to(HERE) else item for item in items]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In the process of its scheduler."""
+    if not item.path.is_relative_to(HERE) or item.get_closest_marker("server") is None:
+        return None
+    group = [
+        other
+        for other in item.session.items
+        if (other.path, _key(other)) == (item.path, _key(item))
+    ]
+    forked.run(item, group)
+    return True
+
+
+def _key(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("server")
+    return repr((mark.args, mark.kwargs)) if mark else ""
+
+
+def _mark(request: pytest.FixtureRequest) -> tuple[tuple[str, ...], dict[str, Any]]:
+    mark = request.node.get_closest_marker("server")
+    assert mark is not None, "a scene needs the mark `server`"
+    return mark.args, mark.kwargs
+
+
+@pytest.fixture(scope="session")
+def model(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model whose output depends on each token before it."""
+    from models import random_qwen3
+
+    return str(random_qwen3.build(request.config.cache.mkdir("random_qwen3")))
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest, model: str) -> Any:
+    """The one server of this process, made for its first test."""
+    if _SERVERS:
+        return _SERVERS[0]
+    arguments, options = _mark(request)
+    os.environ.update(options.get("env", {}))
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    assert options.get("mode", "decode") == "decode"
+    from current.decode import Decode
+
+    _SERVERS.append(Decode(model, *arguments, tokens=options.get("tokens", 8000)))
+    return _SERVERS[0]
+
+
+_SERVERS: list[Any] = []
+
+
+@pytest.fixture
+def decode(served: Decode) -> Iterator[Decode]:
+    """A decode server, empty before a scene, and as it was after one."""
+    served.flush()
+    before = served.balance()
+    yield served
+    served.until(served.is_idle)
+    served.flush()
+    assert served.balance() == before

@@ -1,0 +1,198 @@
+"""A decode server of 0.5.23, whose prefill server is the test.
+
+Queues, NIXL manager and receivers are SGLang's. What a receiver sends to prefill is kept as frames,
+and a transfer is done when the test says so: by :meth:`Decode.deliver`, with the KV that the same
+model has computed before in :meth:`Decode.learn`.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any  # Any: objects of SGLang
+
+import numpy as np
+import torch
+
+from current.server import HOST, PAGE, PORT, Server
+from sglang.srt.disaggregation import decode as decode_module
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, get_kv_class
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+
+class Room(NixlKVReceiver):
+    """A request's receiver, as SGLang has it; the way to the prefill server ends here."""
+
+    #: All rooms of this process by their numbers, and the frames that were sent to prefill.
+    made: dict[int, Room] = {}
+    frames: list[list[bytes]] = []
+    _wire = threading.Lock()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        Room.made[self.bootstrap_room] = self
+        #: Pages and metadata slot that were announced, and the tokens that decode holds itself.
+        self.announced: dict[str, Any] | None = None
+
+    def _setup_bootstrap_infos(self) -> None:
+        self.bootstrap_infos = [{"rank_ip": HOST, "rank_port": 1, "is_dummy": False, "pp_rank": 0}]
+
+    @classmethod
+    def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> Any:
+        return cls, cls._wire
+
+    @classmethod
+    def send_multipart(cls, frames: list[bytes]) -> None:
+        """In the place of the socket."""
+        cls.frames.append(frames)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        **more: Any,
+    ) -> None:
+        self.announced = {
+            "pages": np.asarray(kv_indices).copy(),
+            "slot": aux_index,
+            "prefix": decode_prefix_len or 0,
+        }
+        super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **more)
+
+
+def _receivers(backend: Any, kind: Any) -> Any:
+    return Room if kind == KVClassType.RECEIVER else get_kv_class(backend, kind)
+
+
+class Decode(Server):
+    """One rank of a decode server. ``learn`` first what it is to be sent or to answer."""
+
+    def __init__(self, model: str, *arguments: str, tokens: int = 8000) -> None:
+        decode_module.get_kv_class = _receivers
+        super().__init__(model, "decode", *arguments, tokens=tokens)
+        self.prealloc = self.scheduler.disagg_decode_prealloc_queue
+        self.transfer = self.scheduler.disagg_decode_transfer_queue
+        self.manager = self.prealloc.kv_manager
+        self.manager._heartbeat_shutdown.set()  # nobody would answer
+        self.bring_prefill()
+        #: First token and KV (of each layer: keys, values) of learnt prompts.
+        self._known: dict[tuple[int, ...], tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+
+    def bring_prefill(self) -> None:
+        """Prefill can be reached (again)."""
+        info = PrefillServerInfo(
+            attn_tp_size=1,
+            attn_cp_size=1,
+            dp_size=1,
+            pp_size=1,
+            page_size=PAGE,
+            kv_cache_dtype="auto",
+            follow_bootstrap_room=True,
+            target_tp_rank=0,
+            target_tp_ranks=[0],
+            target_cp_ranks=[0],
+            target_pp_ranks=[0],
+            required_dst_info_num=1,
+            required_prefill_response_num=1,
+        )
+        self.manager.prefill_info_table[f"{HOST}:{PORT}"] = info
+
+    def lose_prefill(self) -> None:
+        """Prefill is gone, as SGLang's heartbeat finds out."""
+        self.manager._handle_node_failure(f"{HOST}:{PORT}")
+
+    def learn(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """Answers of ``new`` tokens as an aggregated server gives them. From then on these prompts
+        can be delivered. The tree is empty before and after."""
+        self.in_mode(DisaggregationMode.NULL)
+        rids = [self.ask(prompt, new + PAGE) for prompt in prompts]
+        self.step()
+        self.until(lambda: self.ended(*rids) and self.is_idle())
+        answers = [self.output(rid) for rid in rids]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            kv = self.call(lambda p=prompt, a=answer: self._kv([*p, *a], len(p)))
+            self._known[tuple(prompt)] = answer[0], kv
+        self.in_mode(self.mode)
+        self.flush()
+        return [answer[:new] for answer in answers]
+
+    def _kv(self, text: Sequence[int], tokens: int) -> Any:
+        """Of the first ``tokens`` of ``text``, which is in the tree and goes on for a page."""
+        made = self.scheduler
+        key = RadixKey(token_ids=array("q", text))
+        found = made.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        slots = made.tree_cache.path_device_indices(found.last_device_node)[:tokens]
+        assert len(slots) == tokens, "not all of it is in the tree"
+        pool = made.token_to_kv_pool_allocator.get_kvcache()
+        return [
+            (keys[slots].clone(), values[slots].clone())
+            for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+
+    def room(self, rid: str) -> Room:
+        """The receiver of a request, also after SGLang has let go of it."""
+        return Room.made[self.requests[rid].bootstrap_room]
+
+    def arriving(self) -> list[str]:
+        """Requests whose pages were announced and whose KV has not arrived, in their order."""
+        return [entry.req.rid for entry in self.transfer.queue]
+
+    def deliver(self, *rids: str) -> None:
+        """Prefill sends the KV and the first token of these requests, by default of all that wait
+        for it; decode sees it in the next step."""
+        for rid in rids or self.arriving():
+            self.call(lambda rid=rid: self._write(self.requests[rid]))
+
+    def _write(self, req: Any) -> None:
+        room = Room.made[req.bootstrap_room]
+        assert room.announced is not None, f"{req.rid} was not announced"
+        first, layers = self._known[tuple(req.origin_input_ids)]
+        prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
+        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        slots = slots[: len(req.origin_input_ids) - prefix].long()
+        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        for layer, (keys, values) in enumerate(layers):
+            pool.k_buffer[layer][slots] = keys[prefix:]
+            pool.v_buffer[layer][slots] = values[prefix:]
+        buffers = self.scheduler.disagg_metadata_buffers
+        buffers.output_ids[room.announced["slot"]][0] = first
+        buffers.cached_tokens[room.announced["slot"]][:] = 0
+        buffers.bootstrap_room[room.announced["slot"], 0] = req.bootstrap_room
+        self.manager.update_status(req.bootstrap_room, KVPoll.Success)
+
+    def fail(self, rid: str, reason: str = "prefill failed it") -> None:
+        """Prefill says that the transfer of a request has failed."""
+        room = self.requests[rid].bootstrap_room
+        self.manager.record_failure(room, reason)
+        self.manager.update_status(room, KVPoll.Failed)
+
+    @property
+    def frames(self) -> list[list[bytes]]:
+        """What was sent to prefill, oldest first."""
+        return Room.frames
+
+    def confirm(self, rid: str) -> None:
+        """Prefill confirms that it has stopped writing for an aborted request."""
+        room = self.room(rid).bootstrap_room
+        state = self.manager._deferred_abort_ack_tracker[room]
+        self.manager.note_abort_ack(room, 0, state.generation)
+
+    def finish(self, *rids: str, limit: int = 600) -> None:
+        """Steps, delivering whatever is announced, until these (all) requests have ended and the
+        server is idle."""
+        self.step()
+        for _ in range(limit):
+            if self.ended(*rids) and self.is_idle():
+                return
+            for rid in self.arriving():
+                if self.room(rid).announced and self.room(rid).poll() != KVPoll.Success:
+                    self.deliver(rid)
+            self.step()
+        raise AssertionError(f"not idle in {limit} steps: {self.state()}")

@@ -1,0 +1,30 @@
+"""What a process of SGLang 0.5.23 needs on a machine without a GPU to run its real model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+RELEASE = "0.5.23"
+#: The architecture of ``models.random_qwen3``; SGLang would import two hundred others at its start.
+MODEL = "qwen3"
+
+
+def environment() -> dict[str, str]:
+    """Variables, to be set before SGLang is imported: one thread, no network, one model, no waiting
+    for events of a GPU."""
+    return {
+        "SGLANG_CPU_STANDIN": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "UCX_TLS": "tcp,self",
+        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()),
+    }
+
+
+def _other_models() -> list[str]:
+    spec = find_spec("sglang")  # by its folder: to import it would be too early
+    folders = spec.submodule_search_locations if spec else None
+    paths = [path for folder in folders or () for path in Path(folder, "srt/models").glob("*.py")]
+    return sorted(path.stem for path in paths if path.stem not in (MODEL, "__init__"))

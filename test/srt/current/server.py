@@ -1,0 +1,192 @@
+"""One rank of a real server of SGLang 0.5.23: its ``Scheduler``, model, pools and tree.
+
+Requests come from the test instead of a socket, and what is sent to a client is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any  # Any: objects of SGLang
+
+from current.loop import Loop
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, prepare_server_args
+
+PAGE = 16
+#: What every server of these tests gets; the model is small, and nothing here has a GPU.
+ARGUMENTS = (
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--page-size", str(PAGE), "--chunked-prefill-size", "1024"),
+    *("--max-running-requests", "16", "--random-seed", "1", "--skip-server-warmup"),
+)
+HOST, PORT = "127.0.0.1", 8998
+
+
+class Stepped(scheduler_module.Scheduler):
+    """SGLang's scheduler; its loop pauses at the top of each iteration."""
+
+    stepping: Loop | None = None
+
+    @property
+    def gracefully_exit(self) -> bool:
+        """Read once in an iteration, before anything else."""
+        return self.stepping is not None and self.stepping.is_here() and self.stepping.pause()
+
+    @gracefully_exit.setter
+    def gracefully_exit(self, value: bool) -> None:
+        assert not value
+
+
+class Server:
+    """A scheduler with its loop; ``mode`` as ``--disaggregation-mode`` takes it."""
+
+    def __init__(self, model: str, mode: str, *arguments: str, tokens: int = 8000) -> None:
+        """``tokens``: of the KV pool. ``arguments``: further ones of the command line."""
+        given = ["--model-path", model, "--max-total-tokens", str(tokens), *ARGUMENTS]
+        if mode != "null":
+            given += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl"]
+        if mode == "decode":
+            given.append("--disaggregation-decode-enable-radix-cache")
+        self.loop = Loop()
+        self.inbox: list[Any] = []
+        #: What was sent towards clients, oldest first.
+        self.said: list[Any] = []
+        #: Requests of SGLang by their ids, as the scheduler has made them.
+        self.requests: dict[str, Any] = {}
+        self._numbers = itertools.count(1)
+        self.scheduler: Any = self.loop.call(lambda: self._make([*given, *arguments]))
+        self.mode = self.scheduler.disaggregation_mode
+        self.loop.begin(self.scheduler.run_event_loop)
+
+    def _make(self, arguments: list[str]) -> Any:
+        args = prepare_server_args(arguments)
+        ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        publish(args, role="scheduler", ranks=ranks)
+        made = Stepped(args, PortArgs.init_new(args))
+        made.stepping = self.loop
+        made.request_receiver = SimpleNamespace(recv_requests=self._receive)
+        for channel in (made.ipc_channels.send_to_tokenizer, made.ipc_channels.send_to_detokenizer):
+            channel.send_output = lambda output, request=None: self.said.append(output)
+        enqueue = made._add_request_to_queue
+
+        def note(req: Any, *args: Any, **kwargs: Any) -> None:
+            self.requests[req.rid] = req
+            enqueue(req, *args, **kwargs)
+
+        made._add_request_to_queue = note
+        return made
+
+    def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
+        taken, self.inbox = self.inbox, []
+        return [*taken, *(local_reqs or ())]
+
+    # What a test does
+
+    def ask(self, prompt: Sequence[int], new: int, **more: Any) -> str:
+        """Sends a request for ``new`` tokens after ``prompt``; its id. The scheduler receives it in
+        the next step. ``more``: further fields of ``TokenizedGenerateReqInput``."""
+        number = next(self._numbers)
+        params = SamplingParams(
+            max_new_tokens=new, temperature=0, ignore_eos=True, **more.pop("sampling", {})
+        )
+        params.normalize(None)
+        fields = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": PORT,
+            "bootstrap_room": number,
+            "rid": f"r{number}",
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "stream": False,
+        } | more
+        self.inbox.append(
+            TokenizedGenerateReqInput(
+                input_text="",
+                input_ids=array("q", prompt),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=params,
+                token_ids_logprob=None,
+                **fields,
+            )
+        )
+        return fields["rid"]
+
+    def abort(self, rid: str) -> None:
+        """The client of ``rid`` goes; the scheduler hears of it in the next step."""
+        self.inbox.append(AbortReq(rid=rid))
+
+    def step(self, times: int = 1) -> None:
+        """Iterations of SGLang's loop."""
+        for _ in range(times):
+            self.loop.step()
+
+    def until(self, reached: Callable[[], bool], limit: int = 400) -> int:
+        """Steps until ``reached``; how many it took. Fails after ``limit``."""
+        for taken in range(limit):
+            if reached():
+                return taken
+            self.step()
+        raise AssertionError(f"not reached in {limit} steps: {self.state()}")
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function between two steps, on the scheduler's thread."""
+        return self.loop.call(function)
+
+    def ended(self, *rids: str) -> bool:
+        """Whether these requests (by default, all) have ended."""
+        return all(self.requests[rid].finished() for rid in rids or list(self.requests))
+
+    def output(self, rid: str) -> list[int]:
+        """The tokens of ``rid`` so far."""
+        return list(self.requests[rid].output_ids)
+
+    # Balance
+
+    def in_mode(self, mode: DisaggregationMode) -> None:
+        """Goes on in the loop of another mode; nothing may be under way."""
+        assert self.is_idle(), self.state()
+        self.loop.end()
+        self.scheduler.disaggregation_mode = mode
+        self.loop.begin(self.scheduler.run_event_loop)
+
+    def flush(self) -> None:
+        """Empties the tree."""
+        assert self.call(self.scheduler.flush_cache), self.state()
+
+    def is_idle(self) -> bool:
+        """As SGLang sees it, no step of the overlap loop in flight."""
+        return bool(self.call(self.scheduler.is_fully_idle)) and not self.inbox
+
+    def balance(self) -> dict[str, int]:
+        """Tokens of the pool that are free or may be evicted, tokens that are locked, free rows and
+        free metadata slots: equal before and after whatever happened."""
+        made = self.scheduler
+        free = made.token_to_kv_pool_allocator.available_size()
+        found = {
+            "tokens": free + made.tree_cache.evictable_size(),
+            "locked": made.tree_cache.protected_size(),
+            "rows": made.req_to_token_pool.available_size(),
+        }
+        if self.mode is not DisaggregationMode.NULL:
+            found["metadata"] = made.req_to_metadata_buffer_idx_allocator.available_size()
+        return found
+
+    def state(self) -> str:
+        """For messages of failed tests."""
+        made = self.scheduler
+        queues = {
+            name: len(getattr(getattr(made, name, None), "queue", ()))
+            for name in ("disagg_decode_prealloc_queue", "disagg_decode_transfer_queue")
+        }
+        running = [req.rid for req in made.running_batch.reqs]
+        return f"running {running}, waiting {len(made.waiting_queue)}, {queues}, {self.balance()}"
