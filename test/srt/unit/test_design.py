@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = (
     "disaggregation/delta",
     *(f"disaggregation/delta/{name}" for name in ("prefill", "decode", "nixl", "mooncake")),
+    "disaggregation/lead",
     "mem_cache/buffer_only",
 )
 

@@ -121,6 +121,7 @@ GROUPS = {
     "prefill": "Prefill",
     "nixl": "Asynchronous NIXL transfer",
     "store": "HiCache with buffer-only host memory",
+    "lead": "On SGLang 0.5.23",
     "tests": "Tests",
     "standin": "CPU stand-in",
 }
@@ -269,6 +270,14 @@ STORE_MAX_CALLS = _integer(
     "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 16,
     "Largest number of store calls under way at one time, including those that were given up.",
     least=1,
+)  # fmt: skip
+
+LOCAL_TOKENS = _integer(
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS", "lead", 0,
+    "Decode: the largest number of new tokens of a prompt that this server may compute itself. "
+    "Prefill: with any number above 0 it releases the requests that decode computes, with status "
+    "200 and an empty answer.",
+    unit="tokens", shown="0 (off)",
 )  # fmt: skip
 
 CHECK_INVARIANTS = _switch(

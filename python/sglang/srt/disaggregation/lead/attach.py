@@ -1,0 +1,178 @@
+"""Puts the parts that are switched on around SGLang's methods.
+
+SGLang 0.5.23 calls ``activate`` in each of its processes, by the entry point ``disagg_lead`` of
+the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``, which
+imports the classes that it needs and names the methods that it wraps. With no part on nothing of
+SGLang is imported or replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any, NamedTuple, Protocol  # Any: SGLang's functions and objects
+
+from sglang.srt.patchset import environment
+
+logger = logging.getLogger(__name__)
+
+#: The only release whose methods were tried.
+VERSION = "0.5.23"
+GROUP = "lead"
+
+Function = Callable[..., Any]
+
+
+class Install(Protocol):
+    """What ``install`` of a part is given."""
+
+    def __call__(self, owner: type, name: str, signature: str) -> Callable[[Function], Function]:
+        """A decorator: the function gets the stock method before the method's own arguments, and
+        takes its place in ``owner`` and wherever that class is inherited or bound.
+
+        ``signature``: the stock method's in 0.5.23, without annotations, as ``"(self, req)"``.
+        """
+
+
+class Part(NamedTuple):
+    """A module of this package, and whether it is switched on. ``is_plain``: servers on which it
+    was not tried refuse to start with it (``not_tried``)."""
+
+    name: str
+    is_on: Callable[[], bool]
+    is_plain: bool = True
+
+
+#: In the order in which they wrap: the later one's function is called first.
+PARTS: tuple[Part, ...] = ()
+
+#: The parts that are attached in this process.
+attached: list[str] = []
+
+
+def parts_on() -> list[Part]:
+    """The parts that the environment switches on.
+
+    Raises:
+        ValueError: a variable is set to something that is not allowed.
+    """
+    if not environment.ACTIVE.read() or GROUP in environment.DISABLED_GROUPS.read():
+        return []
+    return [part for part in PARTS if part.is_on()]
+
+
+def activate() -> None:
+    """Called by SGLang's plugin loader.
+
+    Raises:
+        SystemExit: a variable or a method of SGLang is not what it has to be. The loader logs any
+            other exception and starts the server without the plugin.
+    """
+    try:
+        parts = parts_on()
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    if not parts or attached:
+        return
+    found = metadata.version("sglang")
+    if found != VERSION:
+        logger.warning("inert: the group %s is for SGLang %s, found %s", GROUP, VERSION, found)
+        return
+    wraps = Wraps()
+    for part in parts:
+        importlib.import_module(f"{__package__}.{part.name}").install(wraps)
+    if any(part.is_plain for part in parts):
+        _refuse_at_start(wraps)
+    if wraps.misfits:
+        raise SystemExit(f"SGLang {found} is not as recorded: {'; '.join(wraps.misfits)}")
+    wraps.bind()
+    attached.extend(part.name for part in parts)
+
+
+class Wraps:
+    """Methods to be replaced, all or none."""
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[type, str, Function]] = []
+        #: What does not fit, each by its name.
+        self.misfits: list[str] = []
+
+    def __call__(self, owner: type, name: str, signature: str) -> Callable[[Function], Function]:
+        """See ``Install``."""
+        stock = getattr(owner, name, None)
+        found = "nothing" if stock is None else shape(stock)
+        if found != signature:
+            self.misfits.append(f"{owner.__name__}.{name} is {found}, not {signature}")
+
+        def note(ours: Function) -> Function:
+            self._wanted.append((owner, name, ours))
+            return ours
+
+        return note
+
+    def bind(self) -> None:
+        """Replace them."""
+        for owner, name, ours in self._wanted:
+            stock = getattr(owner, name)
+            setattr(owner, name, _around(stock, ours))
+
+
+def _around(stock: Function, ours: Function) -> Function:
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(functools.partial(stock, self), self, *args, **kwargs)
+
+    return method
+
+
+def shape(function: Function) -> str:
+    """The signature of ``function`` without annotations."""
+    signature = inspect.signature(function)
+    plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def _refuse_at_start(wrap: Install) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    @wrap(Scheduler, "init_disaggregation", "(self)")
+    def init_disaggregation(stock: Function, self: Any) -> None:
+        reasons = list(not_tried(self))
+        if reasons:
+            raise ValueError(
+                f"{', '.join(part.name for part in parts_on() if part.is_plain)} of the group "
+                f"{GROUP} was not tried with {', '.join(reasons)}: leave out either"
+            )
+        stock()
+
+
+def not_tried(scheduler: Any) -> Iterator[str]:
+    """What of a server no part of admission was tried with, by flag or by kind of model."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
+
+    disagg, memory, parallel = get_disagg(), get_memory(), get_parallel()
+    if disagg.disaggregation_mode == "null":
+        return
+    tree = scheduler.tree_cache
+    found = {
+        "--speculative-algorithm": not scheduler.spec_algorithm.is_none(),
+        "--pp-size": parallel.pp_size > 1,
+        "--enable-dp-attention": parallel.enable_dp_attention,
+        "--attn-cp-size": parallel.attn_cp_size > 1,
+        "--enable-hierarchical-cache on decode": disagg.disaggregation_mode == "decode"
+        and memory.enable_hierarchical_cache,
+        "--enable-hisparse": scheduler.enable_hisparse,
+        "--enable-pdmux": disagg.enable_pdmux,
+        "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        "--disaggregation-decode-allocation-policy": disagg.disaggregation_decode_allocation_policy
+        == "prefill_complete",
+        "a model with sliding windows (SWA)": tree.supports_swa(),
+        "a model with Mamba states": tree.supports_mamba(),
+        "a model with sparse attention (DSA)": is_deepseek_dsa(scheduler.model_config.hf_config),
+    }
+    yield from (name for name, holds in found.items() if holds)

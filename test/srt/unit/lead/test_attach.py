@@ -1,0 +1,126 @@
+"""The group for SGLang 0.5.23: what is replaced, and when a server does not start."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.lead import attach
+from sglang.srt.disaggregation.lead.attach import Install, Part
+
+
+class Queue:
+    """Stands for a class of SGLang."""
+
+    def take(self, count: int, *, keep: bool = False) -> list[int]:
+        """Some of it."""
+        return list(range(count))
+
+
+class Later(Queue):
+    """Inherits the method."""
+
+
+STOCK = Queue.take
+
+
+@pytest.fixture(autouse=True)
+def stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class as it was; a part, switched on, of a process that has attached nothing."""
+    monkeypatch.setattr(Queue, "take", STOCK)
+    monkeypatch.setattr(attach, "attached", [])
+    monkeypatch.setattr(attach.metadata, "version", lambda _: attach.VERSION)
+    monkeypatch.setattr(attach, "PARTS", (Part("one", lambda: True, is_plain=False),))
+
+
+def part(monkeypatch: pytest.MonkeyPatch, signature: str) -> None:
+    """A part that takes one more."""
+
+    def install(wrap: Install) -> None:
+        @wrap(Queue, "take", signature)
+        def take(stock: Any, self: Queue, count: int, **rest: Any) -> list[int]:
+            return stock(count + 1, **rest)
+
+    module = types.SimpleNamespace(install=install)
+    monkeypatch.setitem(sys.modules, f"{attach.__package__}.one", module)
+
+
+def test_a_part_that_is_on_wraps_a_method_wherever_it_is_inherited(monkeypatch: Any) -> None:
+    """Guards against classes that are imported elsewhere and stay stock."""
+    part(monkeypatch, "(self, count, *, keep=False)")
+    attach.activate()
+    assert Queue().take(2) == Later().take(2, keep=True) == [0, 1, 2]
+    assert attach.attached == ["one"]
+    attach.activate()
+    assert Queue().take(2) == [0, 1, 2], "wrapped once"
+
+
+def test_two_parts_wrap_one_method(monkeypatch: Any) -> None:
+    """Guards against a second part that takes the first one's function for another release's."""
+    part(monkeypatch, "(self, count, *, keep=False)")
+    both = Part("one", lambda: True, False), Part("one", lambda: True, False)
+    monkeypatch.setattr(attach, "PARTS", both)
+    attach.activate()
+    assert Queue().take(2) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("signature", ["(self, count)", "(self, count, *, keep=True)"])
+def test_another_signature_ends_the_start_by_name(monkeypatch: Any, signature: str) -> None:
+    """Guards against a method that a later build changed, and against half of a group."""
+    part(monkeypatch, signature)
+    with pytest.raises(SystemExit, match=r"Queue.take is \(self, count, \*, keep=False\), not"):
+        attach.activate()
+    assert Queue.take is STOCK and not attach.attached
+
+
+def test_a_method_that_is_gone_ends_the_start_by_name(monkeypatch: Any) -> None:
+    """Guards against an AttributeError, which the plugin loader would only log."""
+
+    def install(wrap: Install) -> None:
+        wrap(Queue, "gone", "(self)")(lambda stock, self: None)
+
+    module = types.SimpleNamespace(install=install)
+    monkeypatch.setitem(sys.modules, f"{attach.__package__}.one", module)
+    with pytest.raises(SystemExit, match="Queue.gone is nothing"):
+        attach.activate()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SGLANG_PATCHSET", "0"), ("SGLANG_PATCHSET_DISABLE", "lead")]
+)
+def test_a_switch_leaves_everything_stock(monkeypatch: Any, name: str, value: str) -> None:
+    """Guards against a group that cannot be switched off."""
+    part(monkeypatch, "(self, count, *, keep=False)")
+    monkeypatch.setenv(name, value)
+    attach.activate()
+    assert Queue.take is STOCK
+
+
+def test_another_release_stays_stock_and_says_so(monkeypatch: Any, caplog: Any) -> None:
+    """Guards against methods that only look the same."""
+    part(monkeypatch, "(self, count, *, keep=False)")
+    monkeypatch.setattr(attach.metadata, "version", lambda _: "0.5.24")
+    attach.activate()
+    assert Queue.take is STOCK
+    assert len(caplog.records) == 1 and "found 0.5.24" in caplog.text
+
+
+def test_a_wrong_variable_ends_the_start(monkeypatch: Any) -> None:
+    """Guards against a plugin that the loader leaves out with a traceback while the server
+    starts."""
+
+    def is_on() -> bool:
+        raise ValueError("SGLANG_X must be an integer")
+
+    monkeypatch.setattr(attach, "PARTS", (Part("one", is_on),))
+    with pytest.raises(SystemExit, match="SGLANG_X must be an integer"):
+        attach.activate()
+
+
+def test_nothing_is_on_by_default(monkeypatch: Any) -> None:
+    """Guards against an installation that changes a server which asked for nothing."""
+    monkeypatch.undo()
+    assert attach.parts_on() == []
