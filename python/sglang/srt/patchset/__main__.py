@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from sglang.srt.patchset import __version__, environment
+from sglang.srt.patchset.base_version import installed_version
 from sglang.srt.patchset.status import (
     GroupState,
     GroupStatus,
@@ -15,6 +16,7 @@ from sglang.srt.patchset.status import (
     load_all,
     state,
 )
+from sglang.srt.patchset.table import CURRENT_VERSION
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         titles = environment.GROUPS.items()
         print("\n".join(f"## {title}\n\n{environment.table(group)}" for group, title in titles))
         return 0
+    if installed_version() == CURRENT_VERSION:
+        from sglang.srt.patchset import current
+
+        text, status = current.report(check=options.check)
+        sys.stdout.write(text)
+        return status
     now = load_all() if options.check and state().active else examine()
     sys.stdout.write(render(now))
     if now.inert:
@@ -49,7 +57,7 @@ def render(now: State) -> str:
     status = f"inert: {now.inert}" if now.inert else "active"
     lines = [
         f"version  {__version__}",
-        f"sglang   found {now.found}, expected {now.expected}",
+        f"sglang   found {now.found}, expected {now.expected} or {CURRENT_VERSION}",
         f"patchset {status}",
     ]
     if now.problem:

@@ -21,7 +21,7 @@ from sglang.srt.patchset.base_version import installed_version, why_inert
 from sglang.srt.patchset.combine import combine, separate
 from sglang.srt.patchset.guard import mismatches
 from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus
-from sglang.srt.patchset.table import GROUPS, Group, Replacement
+from sglang.srt.patchset.table import CURRENT_VERSION, GROUPS, Group, Replacement
 
 _REPORTED = "SGLANG_PATCHSET_REPORTED"
 
@@ -66,7 +66,7 @@ class Attachment:
     def start(self) -> None:
         """Report if inert; else catch up with targets that were imported before the hook ran."""
         if self.inert:
-            if environment.ACTIVE.read():
+            if environment.ACTIVE.read() and self.found != CURRENT_VERSION:
                 _report("inert", f"inert, SGLang runs unpatched: {self.inert}")
             return
         if self.problem:

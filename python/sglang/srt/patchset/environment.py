@@ -301,6 +301,17 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 )
 
 
+def given(group: str) -> list[str]:
+    """The variables of a group that are set, each as ``NAME=text``."""
+    names = [each.name for each in VARIABLES if each.group == group]
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+
+
+def sglang_names(name: str) -> list[str]:
+    """SGLang's own variable ``name``: names with commas between them; empty if it is not set."""
+    return [word for part in os.environ.get(name, "").split(",") if (word := part.strip())]
+
+
 def sglang_switch(name: str) -> bool:
     """Whether SGLang takes its own variable ``name`` as switched on."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")

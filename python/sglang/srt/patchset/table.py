@@ -25,8 +25,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The only SGLang release that this patch set attaches to.
+#: The only SGLang release whose classes this table replaces.
 BASE_VERSION = "0.5.10.post1"
+#: The only one on which the group ``lead`` attaches, which has no rows: SGLang loads it as a plugin
+#: (:mod:`sglang.srt.disaggregation.lead.attach`).
+CURRENT_VERSION = "0.5.23"
 
 
 @dataclass(frozen=True)

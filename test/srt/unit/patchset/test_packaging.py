@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.patchset import __version__
+from sglang.srt.patchset import __version__, current
 from sglang.srt.patchset.base_version import installed_version
+from sglang.srt.patchset.table import BASE_VERSION, CURRENT_VERSION
 
 from .conftest import clean_environment
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[4]
 DISTRIBUTION = "sglang_disagg_patchset"
+TARGET = "sglang.srt.disaggregation.lead.attach:activate"
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 #: `make test-pythons` has none.
 of_sglang = pytest.mark.skipif(installed_version() == "none", reason="SGLang is not installed")
@@ -110,3 +113,25 @@ def _dependencies(folder: Path) -> str:
     libraries.mkdir()
     (libraries / "typing_extensions.py").symlink_to(typing_extensions.__file__)
     return str(libraries)
+
+
+def test_no_release_of_sglang_comes_with_the_package(wheel: zipfile.ZipFile) -> None:
+    """Guards against a server that is downgraded, or upgraded, because this was installed beside
+    it: only the extras name a release, each that of its base."""
+    metadata_file = wheel.read(f"{DISTRIBUTION}-{__version__}.dist-info/METADATA").decode()
+    found = re.findall(r"^Requires-Dist: sglang(==\S+); extra == '(\w+)'$", metadata_file, re.M)
+    assert sorted(found) == [
+        (f"=={BASE_VERSION}", "cpu"),
+        (f"=={BASE_VERSION}", "cuda12"),
+        (f"=={CURRENT_VERSION}", "cuda13"),
+    ]
+    assert len(re.findall(r"^Requires-Dist: sglang[^-]", metadata_file, re.M)) == len(found)
+
+
+def test_the_entry_point_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    """Guards against a plugin that SGLang 0.5.23 logs as broken and leaves out."""
+    text = wheel.read(f"{DISTRIBUTION}-{__version__}.dist-info/entry_points.txt").decode()
+    assert text.split("\n")[:2] == [f"[{current.PLUGINS}]", f"{current.NAME} = {TARGET}"]
+    module, _, function = TARGET.partition(":")
+    assert f"{module.replace('.', '/')}.py" in wheel.namelist()
+    assert callable(getattr(importlib.import_module(module), function))

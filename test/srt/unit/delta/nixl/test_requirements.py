@@ -114,10 +114,10 @@ def test_the_extras_ask_for_it() -> None:
     pinned = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
     )
-    for extra in "cuda12", "cpu":
+    for extra, cuda in ("cuda12", 12), ("cuda13", 13), ("cpu", 12):
         found = [Requirement(line) for line in project["optional-dependencies"][extra]]
         nixl = [each for each in found if each.name.startswith("nixl")]
-        assert {each.name for each in nixl} == {"nixl", "nixl-cu12"}
+        assert {each.name for each in nixl} == {"nixl", f"nixl-cu{cuda}"}
         for each in nixl:
             assert str(each.specifier) == f">={NEEDED}"
             assert pinned[each.name] in each.specifier
