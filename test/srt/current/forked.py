@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import sys
-from typing import Any, BinaryIO  # Any: a report as JSON
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any  # Any: a report as data
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -15,8 +15,8 @@ from _pytest.runner import runtestprotocol
 #: Seconds for one test, its server's start included.
 PATIENCE = 240
 
-#: By the first test of a group: where its process writes, one line a test, and the process.
-_under_way: dict[str, tuple[BinaryIO, int]] = {}
+#: By the first test of a group: what its process sends, a message a test, and the process.
+_under_way: dict[str, tuple[Connection, int]] = {}
 
 
 def run(item: pytest.Item, group: list[pytest.Item]) -> None:
@@ -31,43 +31,38 @@ def run(item: pytest.Item, group: list[pytest.Item]) -> None:
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-def _start(group: list[pytest.Item]) -> tuple[BinaryIO, int]:
-    readable, writable = os.pipe()
+def _start(group: list[pytest.Item]) -> tuple[Connection, int]:
+    here, there = Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child:
-        os.close(writable)
-        return os.fdopen(readable, "rb"), child
+        there.close()
+        return here, child
     try:
-        os.close(readable)
-        with os.fdopen(writable, "w") as out:
-            for item, following in zip(group, [*group[1:], None], strict=True):
-                out.write(json.dumps(_run(item, following)) + "\n")
-                out.flush()
+        here.close()
+        for item, following in zip(group, [*group[1:], None], strict=True):
+            there.send(_run(item, following))
     finally:
         os._exit(0)  # NIXL may crash an interpreter at its exit where there is no GPU driver
 
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
-    to_json = item.config.hook.pytest_report_to_serializable
+    to_data = item.config.hook.pytest_report_to_serializable
     return [
-        to_json(config=item.config, report=report)
+        to_data(config=item.config, report=report)
         for report in runtestprotocol(item, nextitem=following, log=False)
     ]
 
 
-def _reports(item: pytest.Item, stream: BinaryIO, child: int) -> list[pytest.TestReport]:
-    ready, _, _ = select.select([stream], [], [], PATIENCE)
-    line = stream.readline() if ready else b""
-    if line:
-        of_json = item.config.hook.pytest_report_from_serializable
-        return [of_json(config=item.config, data=data) for data in json.loads(line)]
-    if not ready:
+def _reports(item: pytest.Item, sent: Connection, child: int) -> list[pytest.TestReport]:
+    of_data = item.config.hook.pytest_report_from_serializable
+    try:
+        if sent.poll(PATIENCE):
+            return [of_data(config=item.config, data=data) for data in sent.recv()]
         os.kill(child, signal.SIGKILL)
-    said = "its process has ended" if ready else f"no result after {PATIENCE} s"
-    return [
-        pytest.TestReport(
-            item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", said, "call"
-        )
-    ]
+        said = f"no result after {PATIENCE} s"
+    except EOFError:
+        said = "its process has ended"
+    keywords = dict.fromkeys(item.keywords, 1)
+    return [pytest.TestReport(item.nodeid, item.location, keywords, "failed", said, "call")]
