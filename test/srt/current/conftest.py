@@ -25,6 +25,7 @@ from current.environment import RELEASE, environment
 
 if TYPE_CHECKING:
     from current.decode import Decode
+    from current.prefill import Prefill
 
 HERE = Path(__file__).parent
 IS_INSTALLED = metadata.version("sglang") == RELEASE
@@ -91,10 +92,11 @@ def served(request: pytest.FixtureRequest, model: str) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    assert options.get("mode", "decode") == "decode"
     from current.decode import Decode
+    from current.prefill import Prefill
 
-    _SERVERS.append(Decode(model, *arguments, tokens=options.get("tokens", 8000)))
+    made = {"decode": Decode, "prefill": Prefill}[options.get("mode", "decode")]
+    _SERVERS.append(made(model, *arguments, tokens=options.get("tokens", 8000)))
     return _SERVERS[0]
 
 
@@ -104,6 +106,16 @@ _SERVERS: list[Any] = []
 @pytest.fixture
 def decode(served: Decode) -> Iterator[Decode]:
     """A decode server, empty before a scene, and as it was after one."""
+    yield from _balanced(served)
+
+
+@pytest.fixture
+def prefill(served: Prefill) -> Iterator[Prefill]:
+    """A prefill server, likewise."""
+    yield from _balanced(served)
+
+
+def _balanced(served: Any) -> Iterator[Any]:
     served.flush()
     before = served.balance()
     yield served

@@ -1,0 +1,56 @@
+"""Decode aborts its half of a request before prefill has its own (docs/upstream.md, change 1)."""
+
+from __future__ import annotations
+
+import pytest
+
+from current.prefill import Prefill
+from sglang.srt.disaggregation.lead import attach
+
+#: The part of the group ``lead`` that remembers the abort, and what switches it on.
+PART = "prefill_exit"
+LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
+is_there = pytest.mark.skipif(
+    PART not in (part.name for part in attach.PARTS), reason=f"needs the part {PART}"
+)
+ROOM = 77
+PROMPT = list(range(100, 300))
+
+
+def ends(prefill: Prefill, *, early: bool) -> bool:
+    """Whether a request has ended some steps after decode's abort, which came before it or after
+    it. Nothing of it may be left once the client has gone too."""
+    if early:
+        prefill.hear_abort(ROOM)
+    rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
+    prefill.step(3)
+    if not early:
+        prefill.hear_abort(ROOM)
+    prefill.step(20)
+    has_ended = prefill.ended(rid)
+    prefill.abort(rid)
+    prefill.step(3)
+    assert prefill.ended(rid)
+    return has_ended
+
+
+@pytest.mark.server(mode="prefill")
+def test_stock_ends_a_request_whose_abort_comes_in_time(prefill: Prefill) -> None:
+    """The control: such a request does end."""
+    assert ends(prefill, early=False)
+
+
+@pytest.mark.server(mode="prefill")
+def test_stock_waits_after_an_early_abort(prefill: Prefill) -> None:
+    """The fault: the abort is dropped, and the request waits for an announcement that never comes,
+    until SGLang's bootstrap timeout of 300 s."""
+    assert prefill.manager.bootstrap_timeout == 300
+    assert not ends(prefill, early=True)
+
+
+@is_there
+@pytest.mark.server(mode="prefill", env=LEAD)
+def test_an_early_abort_is_remembered(prefill: Prefill) -> None:
+    """The cure: the request ends as if the abort had come in time, and so does a second one."""
+    assert ends(prefill, early=True)
+    assert ends(prefill, early=False)
