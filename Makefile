@@ -6,6 +6,9 @@ PYTEST := $(PY) -m pytest
 # Whole files to each of two processes: the tests of a file share programs and servers.
 TWO := -n 2 --dist loadfile
 STAMP := $(VENV)/.installed
+# The environment of SGLang 0.5.23, for the group `lead`.
+CURRENT := .venv-current
+CURRENT_STAMP := $(CURRENT)/.installed
 
 # Without a CUDA device everything runs on the CPU stand-in.
 ifeq ($(wildcard /dev/nvidia[0-9]*),)
@@ -17,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-fast test-nightly test-durations test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
+.PHONY: help env lint format test test-fast test-nightly test-current test-durations test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -26,6 +29,10 @@ env: $(STAMP) ## create or update .venv
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup_env.sh python/sglang_disagg_patchset.pth
 	scripts/setup_env.sh $(VENV)
+	touch $@
+
+$(CURRENT_STAMP): pyproject.toml constraints-current.txt scripts/setup_env.sh python/sglang_disagg_patchset.pth
+	scripts/setup_env.sh $(CURRENT) constraints-current.txt cuda13,test
 	touch $@
 
 demo: env ## prefill + decode + router on this machine, without our flags, with the radix cache, with local turns; a table and a picture
@@ -51,6 +58,10 @@ test-component: env ## real trees, pools and transfers on the CPU
 
 test-e2e: env ## real servers
 	$(PYTEST) test/srt/e2e
+
+test-current: $(CURRENT_STAMP) ## the group lead on SGLang 0.5.23, in an environment of its own
+	$(CURRENT)/bin/python -m sglang.srt.patchset --check
+	$(CURRENT)/bin/python -m pytest $(TWO) test/srt/current
 
 test-pythons: env ## attachment and what needs no torch, on each supported Python; not part of CI
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_pythons.sh $(PYTHONS)
@@ -87,5 +98,5 @@ wheel: env ## dist/*.whl
 	$(PY) -m build --wheel --no-isolation --outdir dist
 
 clean: ## remove the environment and everything that was built
-	rm -rf $(VENV) .venv-3.* dist build out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CURRENT) .venv-3.* dist build out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python test benchmark -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

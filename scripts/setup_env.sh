@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Creates or updates .venv from constraints.txt: everything that tests, demo and benchmarks need on a CPU.
-# Usage: scripts/setup_env.sh [venv folder]; PYTHON=... names the interpreter to build on.
+# Usage: scripts/setup_env.sh [venv folder [constraints file [extras]]]; PYTHON=... names the interpreter to build on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:-.venv}
+venv=${1:-.venv} constraints=${2:-constraints.txt} extras=${3:-cpu,test,bench}
+oldest=10 # SGLang 0.5.10.post1 is installed on Python 3.10 to 3.13, and 0.5.23, which the extra cuda13 names, from 3.11 on
+[[ ,$extras, == *,cuda13,* ]] && oldest=11
 
 # Shared libraries of the transfer backends, and the Debian packages that hold them.
 declare -A system_libs=(
@@ -21,12 +23,12 @@ runs() { command -v "$1" >/dev/null && "$@" >/dev/null 2>&1; } # a shim may exis
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3.12 python3.11 python3.10 python3.13 python3 python; do
-        if runs "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))'; then
+        if runs "$candidate" -c "import sys; sys.exit(not (3, $oldest) <= sys.version_info[:2] < (3, 14))"; then
             "$candidate" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    say "no Python from 3.10 to 3.13 was found; install one, or name it: make env PYTHON=/path/to/python"
+    say "no Python from 3.$oldest to 3.13 was found; install one, or name it: make env PYTHON=/path/to/python"
     exit 1
 }
 
@@ -69,13 +71,13 @@ install_python_packages() {
         [[ -x $venv/bin/uv ]] || "$venv/bin/python" -m pip install --quiet uv
         uv=("$venv/bin/uv")
     fi
-    "${uv[@]}" pip install --python "$venv/bin/python" --constraint constraints.txt --editable '.[cpu,test,bench]'
+    "${uv[@]}" pip install --python "$venv/bin/python" --constraint "$constraints" --editable ".[$extras]"
 }
 
 # Tests run the alert rules on series with it, and are skipped without it. Only this program of Debian's package is
 # unpacked: the package itself would start a server.
 fetch_promtool() {
-    if [[ -x $venv/bin/promtool ]] || runs promtool --version; then return; fi
+    if [[ ,$extras, != *,bench,* || -x $venv/bin/promtool ]] || runs promtool --version; then return; fi
     local folder
     folder=$(mktemp -d)
     if command -v apt-get >/dev/null && (cd "$folder" && download prometheus && dpkg-deb -x prometheus_*.deb .) >&2; then

@@ -177,12 +177,18 @@ def test_workflows_run_what_there_is() -> None:
     runs = {}
     for name in ("ci", "nightly"):
         text = (pages.ROOT / f".github/workflows/{name}.yml").read_text()
-        steps = yaml.safe_load(text)["jobs"]["test"]["steps"]
-        install, runs[name] = [step["run"] for step in steps if "run" in step]
-        assert set(libraries) <= set(install.split())
-    assert runs == {"ci": ".ci/run", "nightly": "make test-nightly"}
+        for job, told in yaml.safe_load(text)["jobs"].items():
+            install, runs[name, job] = [step["run"] for step in told["steps"] if "run" in step]
+            assert set(libraries) <= set(install.split())
+    assert runs == {
+        ("ci", "test"): ".ci/run",
+        ("ci", "current"): "make test-current",
+        ("nightly", "test"): "make test-nightly",
+    }
     assert os.access(pages.ROOT / ".ci/run", os.X_OK)
-    assert re.search("^test-nightly:", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
+    makefile = (pages.ROOT / "Makefile").read_text()
+    for target in "test-nightly", "test-current":
+        assert re.search(f"^{target}:", makefile, re.MULTILINE)
 
 
 def test_compose() -> None:
