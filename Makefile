@@ -61,7 +61,8 @@ test-e2e: env ## real servers
 
 test-current: $(CURRENT_STAMP) ## the group lead on SGLang 0.5.23, in an environment of its own
 	$(CURRENT)/bin/python -m sglang.srt.patchset --check
-	$(CURRENT)/bin/python -m pytest $(TWO) test/srt/current
+	$(CURRENT)/bin/python -m pytest $(TWO) test/srt/unit/lead test/srt/unit/patchset/test_current.py test/srt/current --ignore=test/srt/current/e2e
+	$(CURRENT)/bin/python -m pytest test/srt/current/e2e
 
 test-pythons: env ## attachment and what needs no torch, on each supported Python; not part of CI
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_pythons.sh $(PYTHONS)

@@ -12,6 +12,8 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
 
 from benchmark.harness.process import ServerFailed, ServerProcess
 
@@ -28,9 +30,20 @@ class Load:
 
 def load(url: str, timeout_s: float = 30.0) -> Load:
     """The scheduler's own answer, given between two turns of its loop."""
-    with urllib.request.urlopen(f"{url}/get_load", timeout=timeout_s) as answer:
-        ranks = json.loads(answer.read())
+    try:
+        ranks = _json(f"{url}/get_load", timeout_s)
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
+        ranks = _json(f"{url}/v1/loads", timeout_s)["loads"]  # SGLang 0.5.23
+        requests = sum(r["num_running_reqs"] + r["num_waiting_reqs"] for r in ranks)
+        return Load(requests, sum(r["num_used_tokens"] for r in ranks))
     return Load(sum(r["num_reqs"] for r in ranks), sum(r["num_tokens"] for r in ranks))
+
+
+def _json(url: str, timeout_s: float) -> Any:
+    with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        return json.loads(answer.read())
 
 
 def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:

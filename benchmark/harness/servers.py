@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from sglang.srt.patchset.base_version import installed_version
+from sglang.srt.patchset.table import CURRENT_VERSION
+
 HOST = "127.0.0.1"
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
 """Token ids in and out, each once: helper processes share the cores with the schedulers."""
@@ -17,8 +20,10 @@ LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
 _CPU_ARGS = (
     *("--device", "cpu", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
+    "--disable-cuda-graph",
 )
+if installed_version() != CURRENT_VERSION:  # which has no such flag
+    _CPU_ARGS += ("--disable-piecewise-cuda-graph",)
 
 
 @dataclass(frozen=True)
