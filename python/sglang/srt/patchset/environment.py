@@ -280,6 +280,19 @@ LOCAL_TOKENS = _integer(
     unit="tokens", shown="0 (off)",
 )  # fmt: skip
 
+LOCAL_SHARE: Variable[float] = Variable(
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_SHARE", "lead",
+    "Decode: the part of the time that local prefill may take while requests run.",
+    0.5, "a number above 0 and at most 1", _number(float, math.ulp(0.0), 1),
+)  # fmt: skip
+
+FALLBACK_PREFILL_TOKENS = _integer(
+    "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS", "lead", 0,
+    "Decode: the same for requests whose prefill server is lost or cannot be reached, or whose "
+    "transfer failed. Works with or without the variable above.",
+    unit="tokens", shown="0 (the request fails)",
+)  # fmt: skip
+
 CHECK_INVARIANTS = _switch(
     "SGLANG_DISAGGREGATION_CHECK_INVARIANTS", "tests",
     "Check decode's pools, tree and tables whenever the server becomes idle. If they are not "

@@ -47,8 +47,16 @@ class Part(NamedTuple):
     is_plain: bool = True
 
 
+def _is_local() -> bool:
+    return environment.LOCAL_TOKENS.read() + environment.FALLBACK_PREFILL_TOKENS.read() > 0
+
+
 #: In the order in which they wrap: the later one's function is called first.
-PARTS: tuple[Part, ...] = ()
+PARTS: tuple[Part, ...] = (
+    Part("prefill_exit", _is_local),
+    Part("local_scheduler", _is_local),
+    Part("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
+)
 
 #: The parts that are attached in this process.
 attached: list[str] = []
@@ -166,6 +174,7 @@ def not_tried(scheduler: Any) -> Iterator[str]:
         "--attn-cp-size": parallel.attn_cp_size > 1,
         "--enable-hierarchical-cache on decode": disagg.disaggregation_mode == "decode"
         and memory.enable_hierarchical_cache,
+        "--enable-lora": scheduler.enable_lora,
         "--enable-hisparse": scheduler.enable_hisparse,
         "--enable-pdmux": disagg.enable_pdmux,
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,

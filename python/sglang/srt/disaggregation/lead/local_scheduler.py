@@ -1,0 +1,128 @@
+"""SGLang's methods around which local turns run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any  # Any: SGLang's objects
+
+from sglang.srt.disaggregation.lead.attach import Function, Install
+from sglang.srt.disaggregation.lead.local import LocalTurns, limits
+
+logger = logging.getLogger(__name__)
+
+
+def install(wrap: Install) -> None:
+    """See ``attach``."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_disagg
+
+    def scheduler(name: str, signature: str) -> Callable[[Function], None]:
+        """Around a method of a scheduler that may have local turns, which come first then."""
+
+        def put(ours: Function) -> None:
+            @wrap(Scheduler, name, signature)
+            def method(stock: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+                turns = self.__dict__.get("lead_turns")
+                if turns is None:
+                    return stock(*args, **kwargs)
+                return ours(stock, turns, self, *args, **kwargs)
+
+        return put
+
+    @wrap(Scheduler, "init_disaggregation", "(self)")
+    def init_disaggregation(stock: Function, self: Any) -> None:
+        stock()
+        if self.disagg_decode_prealloc_queue is None:
+            return
+        if not get_disagg().disaggregation_decode_enable_radix_cache:
+            raise ValueError("local turns need --disaggregation-decode-enable-radix-cache")
+        self.lead_turns = LocalTurns(self, limits())
+        if self.metrics_reporter.enable_metrics:
+            self.lead_turns.metrics.bind(self.metrics_collector.labels)
+        logger.info("turns may be computed here: %s", self.lead_turns.choice.limits)
+
+    @wrap(
+        DecodePreallocQueue,
+        "_update_handshake_waiters",
+        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+    )
+    def _update_handshake_waiters(stock: Function, self: Any, *args: Any, **kw: Any) -> None:
+        stock(*args, **kw)
+        self.scheduler.lead_turns.decide(self)
+        self.scheduler.lead_turns.admit(self)
+
+    @wrap(
+        DecodePreallocQueue,
+        "pop_preallocated",
+        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+    )
+    def pop_preallocated(stock: Function, self: Any, *args: Any, **kw: Any) -> Any:
+        admitted, failed = stock(*args, **kw)
+        self.scheduler.lead_turns.announced([entry.req for entry in admitted])
+        return admitted, failed
+
+    @wrap(DecodePreallocQueue, "_active_req_count", "(self, extra_reserved_reqs=0)")
+    def _active_req_count(stock: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) + len(self.scheduler.lead_turns.reqs)
+
+    @wrap(
+        DecodePreallocQueue,
+        "_allocatable_token_budgets",
+        "(self, retractable_tokens=None, count_retracted=True, extra_reserved_reqs=0, "
+        "reserved_tokens=None, hicache_reserved_tokens=0)",
+    )
+    def _allocatable_token_budgets(stock: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) - self.scheduler.lead_turns.pending_tokens
+
+    @scheduler("get_next_disagg_decode_batch_to_run", "(self, running_batch)")
+    def get_next_batch(stock: Function, turns: LocalTurns, self: Any, running_batch: Any) -> Any:
+        turns.times.hook(time.monotonic())
+        self.running_batch = running_batch = turns.join(running_batch)
+        batch = turns.next_batch()
+        if batch is not None:
+            return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
+        turns.shown(self.waiting_queue)
+        places = turns.places if turns.reqs else len(self.waiting_queue)
+        held, self.waiting_queue = self.waiting_queue[places:], self.waiting_queue[:places]
+        plan = stock(running_batch=running_batch)
+        self.waiting_queue += held
+        if plan.batch_to_run is not None:
+            turns.pace.step()
+            turns.times.launched(0, time.monotonic())
+        return plan
+
+    @scheduler("process_batch_result", "(self, batch, result)")
+    def process_batch_result(
+        stock: Function, turns: LocalTurns, self: Any, batch: Any, result: Any
+    ) -> None:
+        turns.times.hook(time.monotonic())
+        if getattr(result, "copy_done", None) is not None:
+            result.copy_done.synchronize()  # as what follows would
+        elif self.server_args.device != "cpu":
+            self.device_module.current_stream().synchronize()  # likewise, without overlap
+        turns.times.result(time.monotonic())
+        stock(batch, result)
+        if batch.forward_mode.is_extend():
+            turns.result()
+
+    @scheduler("_collect_inflight_batches", "(self)")
+    def _collect_inflight_batches(stock: Function, turns: LocalTurns, self: Any) -> Any:
+        return [*stock(), turns]  # of which SGLang reads ``reqs``: aborts and deadlines
+
+    @scheduler("is_fully_idle", "(self, for_health_check=False, ignore_waiting=False)")
+    def is_fully_idle(stock: Function, turns: LocalTurns, self: Any, *args: Any, **kw: Any) -> Any:
+        return stock(*args, **kw) and not turns.reqs
+
+    @scheduler("pause_generation", "(self, recv_req)")
+    def pause_generation(stock: Function, turns: LocalTurns, self: Any, recv_req: Any) -> Any:
+        if recv_req.mode != "retract":
+            return stock(recv_req)
+        # SGLang takes back the requests of the running batch, the last one and ``chunked_req``.
+        self.running_batch = turns.join(self.running_batch, but=self.last_batch)
+        self.chunked_req = turns.unfinished
+        stock(recv_req)
+        return turns.retracted()

@@ -1,0 +1,167 @@
+"""Prefill's half of a request that decode computes: it ends with an empty answer and status 200.
+
+Decode says so by SGLang's ABORT message with a third frame, which a stock server does not read. It
+says it only to servers that answer ``ROUTE``: a stock one would answer its client with an error.
+An ABORT that comes before its request is remembered; SGLang ignores it, and the request then waits
+until its bootstrap timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Container
+from typing import Any  # Any: SGLang's objects
+
+import requests
+
+from sglang.srt.disaggregation.lead.attach import Function, Install
+from sglang.srt.patchset import environment
+
+logger = logging.getLogger(__name__)
+
+#: SGLang's ``ABORT_TAG``; and the third frame of that message: decode computes the request.
+ABORT, LOCAL = b"ABORT", b"LOCAL"
+#: Of the bootstrap server: answers 200 where the prefill server knows ``LOCAL``.
+ROUTE = "/releases_local_prefill"
+#: Rooms of which prefill was told and that have not ended; anybody can send others' numbers.
+MOST_ROOMS = 10_000
+
+
+class Peers:
+    """Which prefill servers release rooms. They are asked in threads; only the scheduler's thread
+    calls this."""
+
+    def __init__(self) -> None:
+        self._releases: dict[str, bool | None] = {}
+
+    def keep(self, reachable: Container[str]) -> list[str]:
+        """Forgets servers that are not ``reachable`` any more: the next one there is asked anew.
+        Returns their addresses."""
+        gone = [address for address in self._releases if address not in reachable]
+        for address in gone:
+            del self._releases[address]
+        return gone
+
+    def releases(self, address: str) -> bool:
+        """Whether the server at ``address`` is known to release rooms; else it is asked."""
+        if address not in self._releases:
+            self._releases[address] = None  # nothing is known yet
+            threading.Thread(target=self._ask, args=(address,), daemon=True).start()
+        return bool(self._releases.get(address))
+
+    def _ask(self, address: str) -> None:
+        url = f"http://{address}{ROUTE}"
+        try:
+            found = requests.get(url, timeout=environment.HANDSHAKE_TIMEOUT.read()).status_code
+        except requests.RequestException as error:
+            logger.warning("prefill server %s could not be asked: %s", url, error)
+            self._releases.pop(address, None)
+            return
+        if address in self._releases:
+            self._releases[address] = found == 200
+        if found != 200:
+            logger.warning(
+                "prefill server %s does not release rooms (stock SGLang, or without %s): all its "
+                "requests are computed there",
+                address,
+                environment.LOCAL_TOKENS.name,
+            )
+
+
+def release(receiver: Any) -> None:
+    """Tells the prefill ranks of ``receiver``, which are connected, that decode computes its
+    request, and ends it."""
+    message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL]
+    for info in receiver.bootstrap_infos:
+        try:
+            socket, lock = receiver._connect_to_bootstrap_server(info)
+            with lock:
+                socket.send_multipart(message)
+        except Exception as error:
+            logger.warning(
+                "prefill rank %s was not told that room %s is computed by decode (%s): its half "
+                "ends by its bootstrap timeout",
+                info.get("rank_ip"),
+                receiver.bootstrap_room,
+                error,
+            )
+    receiver.clear()
+
+
+def install(wrap: Install) -> None:
+    """See ``attach``."""
+    from sglang.srt.disaggregation.common import conn
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+    from sglang.srt.managers.scheduler import Scheduler
+
+    def note(stock: Function, self: Any, msg: list[bytes]) -> Any:
+        notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
+        if notice is not None:
+            rooms = self.__dict__.setdefault("lead_rooms", {})
+            rooms[notice.room] = msg[2:] == [LOCAL]
+            if len(rooms) > MOST_ROOMS:
+                rooms.pop(next(iter(rooms)), None)
+        return stock(msg)
+
+    for manager in (NixlKVManager, MooncakeKVManager):
+        wrap(manager, "_handle_abort_notification", "(self, msg)")(note)
+
+    @wrap(
+        conn.CommonKVSender,
+        "__init__",
+        "(self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=False)",
+    )
+    def init(
+        stock: Function, self: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *rest: Any
+    ) -> None:
+        stock(mgr, bootstrap_addr, bootstrap_room, *rest)
+        if bootstrap_room in mgr.__dict__.get("lead_rooms", ()):
+            mgr.record_failure(bootstrap_room, "aborted by decode before the request came")
+            mgr.update_status(bootstrap_room, conn.KVPoll.Failed)
+
+    wrap(Scheduler, "handle_bootstrap_failure", "(self, req)")(_end)
+
+    @wrap(conn.CommonKVBootstrapServer, "_setup_routes", "(self)")
+    def _setup_routes(stock: Function, self: Any) -> None:
+        stock()
+
+        async def answer(_: Any) -> Any:
+            return conn.web.Response(text="OK")
+
+        self.app.router.add_get(ROUTE, answer)
+
+
+def _end(stock: Function, self: Any, req: Any) -> None:
+    """Ends a request on prefill before its transfer: with an empty answer where decode computes
+    it, as all ranks agree."""
+    from torch.distributed import ReduceOp
+
+    from sglang.srt.disaggregation.utils import (
+        all_reduce_flags,
+        maybe_release_metadata_buffer,
+        prepare_abort,
+    )
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    manager: Any = getattr(req.disagg_kv_sender, "kv_mgr", None)
+    room = req.bootstrap_room
+    is_local = bool(getattr(manager, "lead_rooms", {}).pop(room, False))
+    if not any(all_reduce_flags([is_local], self.attn_tp_cpu_group, ReduceOp.MAX)):
+        stock(req)
+        return
+    self.clear_pending_chunk_send(req)
+    req.disagg_kv_sender.clear()
+    with manager.failure_lock:
+        manager.failure_records.pop(room, None)
+    if req.kv.holds_kv:
+        release_kv_cache(req, self.tree_cache, checkpoint=False)
+    maybe_release_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
+    req.pending_bootstrap = False
+    prepare_abort(req, "")  # no log probabilities either
+    req.finished_reason = FINISH_LENGTH(length=0)
+    self.output_streamer.stream_output([req], req.return_logprob)
+    self.tree_cache.finish(req.cache_request_handle, CacheRequestOutcome.SUCCESS)

@@ -1,0 +1,261 @@
+"""Local turns in a real scheduler of 0.5.23: equal answers, chunks, aborts, pauses, memory."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any  # Any: objects of SGLang
+
+import pytest
+
+from current.decode import Decode
+
+CHUNK = 128
+LOCAL = {
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "2000",
+    "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "2000",
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": str(CHUNK),
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
+    # A chunk after each decode step, whatever they cost.
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_SHARE": "1",
+}
+SHORT = LOCAL | {
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "100",
+    "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "100",
+}
+ONE = ("--page-size", "1")
+PLAIN = "--disable-overlap-schedule"
+EACH = [
+    pytest.param(marks=pytest.mark.server(env=LOCAL), id="overlap, page 16"),
+    pytest.param(marks=pytest.mark.server(PLAIN, env=LOCAL), id="plain, page 16"),
+    pytest.param(marks=pytest.mark.server(*ONE, env=LOCAL), id="overlap, page 1"),
+    pytest.param(marks=pytest.mark.server(PLAIN, *ONE, env=LOCAL), id="plain, page 1"),
+]
+each = pytest.mark.parametrize((), EACH)
+loops = pytest.mark.parametrize((), EACH[:2])
+short = pytest.mark.server(env=SHORT)
+
+
+class Peers:
+    """A prefill server that releases rooms, or none."""
+
+    def __init__(self, known: bool = True) -> None:
+        self._known = known
+
+    def keep(self, reachable: Any) -> list[str]:
+        """All of them."""
+        return []
+
+    def releases(self, address: str) -> bool:
+        """Whether it does."""
+        return self._known
+
+
+class Steps:
+    """The batches that ran: ``E`` for a chunk, ``d`` for a decode step."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.kinds, self.tokens = "", list[int]()
+        self._run = decode.scheduler.run_batch
+
+    def reset(self) -> None:
+        """None so far."""
+        self.kinds, self.tokens = "", []
+
+    def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of SGLang's ``run_batch``."""
+        is_chunk = batch.forward_mode.is_extend()
+        self.kinds += "E" if is_chunk else "d"
+        self.tokens += [batch.extend_num_tokens] if is_chunk else []
+        return self._run(batch, *args, **kwargs)
+
+
+@pytest.fixture
+def steps(decode: Decode) -> Iterator[Steps]:
+    """Of the scene; its prefill server releases rooms."""
+    decode.scheduler.lead_turns.peers = Peers()
+    decode.bring_prefill()
+    decode.frames.clear()
+    steps = Steps(decode)
+    decode.scheduler.run_batch = steps.run
+    yield steps
+    del decode.scheduler.run_batch
+
+
+def talk(length: int, seed: int = 1) -> list[int]:
+    """Some text."""
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(length)]
+
+
+def later_turns(decode: Decode, added: list[int], new: int) -> tuple[list[Any], list[Any]]:
+    """Sessions that were answered here; their second prompts with what an aggregated server
+    answers to them."""
+    first = [talk(200 + 37 * i, seed=i) for i in range(len(added))]
+    answers = decode.learn(first, 12)
+    second = [[*p, *a, *talk(n, seed=n)] for p, a, n in zip(first, answers, added, strict=True)]
+    expected = decode.learn(second, new)
+    rids = [decode.ask(prompt, 12) for prompt in first]
+    decode.finish()
+    assert [decode.output(rid) for rid in rids] == answers
+    return second, expected
+
+
+@each
+def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
+    decode: Decode, steps: Steps
+) -> None:
+    """Short ones share a chunk; one arrives while the others run; one is longer than a chunk. No
+    two chunks without a decode step between while requests run."""
+    second, expected = later_turns(decode, [40, 3, 400, 17, 90], 16)
+    steps.reset()
+    decode.frames.clear()
+    rids = [decode.ask(prompt, 16) for prompt in second[:4]]
+    decode.step(6)
+    rids.append(decode.ask(second[4], 16))
+    decode.finish()
+    assert [decode.output(rid) for rid in rids] == expected
+    assert {tuple(frames[::2]) for frames in decode.frames} == {(b"ABORT", b"LOCAL")}
+    assert len(decode.frames) == 5 and max(steps.tokens) <= CHUNK and sum(steps.tokens) < 700
+    assert not re.search("dEE", steps.kinds), steps.kinds
+    assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
+
+
+@loops
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_abort_ends_a_local_turn_at_each_stage(
+    decode: Decode, steps: Steps, chunked: bool
+) -> None:
+    """Waiting, launched, between two chunks, computed, running: it ends, another one goes on, and
+    nothing is left."""
+    (other, mine), (expected, _) = later_turns(decode, [20, 300 if chunked else 30], 10)
+    ends = set()
+    for stage in range(14):
+        decode.flush()
+        first = decode.ask(other, 10)
+        decode.step(2)
+        rid = decode.ask(mine, 30)
+        decode.step(stage)
+        decode.abort(rid)
+        decode.finish()
+        assert decode.output(first) == expected
+        reason = decode.requests[rid].finished_reason
+        assert type(reason).__name__ == "FINISH_ABORT"
+        ends.add(len(decode.output(rid)))
+    assert 0 in ends and max(ends) > 0
+
+
+@loops
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_pause_that_retracts_takes_local_turns_back_at_each_stage(
+    decode: Decode, steps: Steps, chunked: bool
+) -> None:
+    """All rows and pages are free while the engine is paused, and SGLang holds each request once,
+    to ask its prefill server for it when generation goes on."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    second, _ = later_turns(decode, [20, 300 if chunked else 30], 10)
+    empty = decode.balance()
+    for stage in range(2, 9):
+        rids = [decode.ask(second[0], 30)]
+        decode.step(2)
+        rids.append(decode.ask(second[1], 30))
+        decode.step(stage)
+        decode.inbox.append(PauseGenerationReqInput(mode="retract"))
+        decode.step()
+        held = decode.prealloc.held_rebootstrap_reqs
+        assert {req.rid for req in held} == set(rids)
+        assert decode.balance() == empty
+        assert decode.call(decode.scheduler.is_fully_idle)
+        held.clear()  # there is no prefill server that would be asked for them
+        for rid in rids:
+            del decode.requests[rid]
+        decode.inbox.append(ContinueGenerationReqInput(torch_empty_cache=False))
+        decode.step()
+
+
+@loops
+def test_a_pause_in_place_goes_on_where_it_stopped(decode: Decode, steps: Steps) -> None:
+    """With chunks launched, computed and waiting."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    second, expected = later_turns(decode, [20, 300], 10)
+    for stage in range(1, 7):
+        decode.flush()
+        rids = [decode.ask(prompt, 10) for prompt in second]
+        decode.step(stage)
+        decode.inbox.append(PauseGenerationReqInput(mode="in_place"))
+        ran = len(steps.kinds)
+        decode.step(3)
+        assert len(steps.kinds) == ran
+        decode.inbox.append(ContinueGenerationReqInput(torch_empty_cache=False))
+        decode.finish()
+        assert [decode.output(rid) for rid in rids] == expected
+
+
+@short
+def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
+    """And is announced as in stock SGLang; a short one beside it is computed here."""
+    first = [talk(200), talk(250, 2)]
+    answers = decode.learn(first, 8)
+    second = [[*p, *a, *talk(50, 3)] for p, a in zip(first, answers, strict=True)]
+    expected = decode.learn(second, 8)
+    steps.reset()
+    rids = [decode.ask(prompt, 8) for prompt in first]
+    decode.finish()
+    assert steps.tokens == [] and [decode.output(rid) for rid in rids] == answers
+    rids = [decode.ask(prompt, 8) for prompt in second]
+    decode.finish()
+    assert [decode.output(rid) for rid in rids] == expected
+    turns = decode.scheduler.lead_turns.metrics.turns
+    assert turns["remote", "long"] == turns["local", "always"] == 2
+
+
+@short
+def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, steps: Steps) -> None:
+    """Which would answer its client with an error."""
+    decode.scheduler.lead_turns.peers = Peers(known=False)
+    prompt = talk(60)
+    (answer,) = decode.learn([prompt], 8)
+    steps.reset()
+    rid = decode.ask(prompt, 8)
+    decode.finish()
+    assert decode.output(rid) == answer and not steps.tokens
+    assert all(frames[-1] != b"LOCAL" for frames in decode.frames)
+
+
+@short
+def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: Steps) -> None:
+    """One that waits for memory or its handshake, and one whose pages were announced. A long one
+    fails, with the reason."""
+    decode.scheduler.lead_turns.peers = Peers(known=False)
+    prompts = [talk(60), talk(300, 2)]
+    answers = decode.learn(prompts, 8)
+    rids = [decode.ask(prompt, 8) for prompt in prompts]
+    decode.step(2)
+    assert decode.arriving() == rids
+    decode.lose_prefill()
+    decode.step(4)
+    assert decode.ended(rids[1])
+    assert "FALLBACK_PREFILL_TOKENS" in decode.requests[rids[1]].finished_reason.message
+    for rid in rids:
+        decode.confirm(rid)
+    decode.until(lambda: decode.ended(*rids))
+    assert decode.output(rids[0]) == answers[0]
+
+
+@short
+def test_a_request_whose_client_left_is_not_saved(decode: Decode, steps: Steps) -> None:
+    """An abort fails the room, too."""
+    decode.scheduler.lead_turns.peers = Peers(known=False)
+    prompt = talk(60)
+    decode.learn([prompt], 8)
+    steps.reset()
+    rid = decode.ask(prompt, 8)
+    decode.step(2)
+    decode.abort(rid)
+    decode.step(2)
+    decode.confirm(rid)
+    decode.until(decode.is_idle)
+    assert decode.output(rid) == [] and not steps.tokens
