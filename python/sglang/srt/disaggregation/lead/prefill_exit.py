@@ -114,9 +114,15 @@ def install(wrap: Install) -> None:
         "(self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=False)",
     )
     def init(
-        stock: Function, self: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *rest: Any
+        stock: Function,
+        self: Any,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        *rest: Any,
+        **more: Any,
     ) -> None:
-        stock(mgr, bootstrap_addr, bootstrap_room, *rest)
+        stock(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
         if bootstrap_room in mgr.__dict__.get("lead_rooms", ()):
             mgr.record_failure(bootstrap_room, "aborted by decode before the request came")
             mgr.update_status(bootstrap_room, conn.KVPoll.Failed)
