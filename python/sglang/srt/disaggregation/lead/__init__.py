@@ -10,4 +10,5 @@ wraps a few of its methods, is off by default, and is switched on by a variable.
 ``local_scheduler``  the methods of SGLang's scheduler around them
 ``without_prefill``  requests whose prefill server is lost
 ``metrics``          metrics of local turns
+``thread``           NIXL's progress thread waits for events instead of spinning
 """

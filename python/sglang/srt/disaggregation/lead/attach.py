@@ -56,6 +56,7 @@ PARTS: tuple[Part, ...] = (
     Part("prefill_exit", _is_local),
     Part("local_scheduler", _is_local),
     Part("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
+    Part("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
 )
 
 #: The parts that are attached in this process.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.nixl import agent as agent_module
-from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
+from sglang.srt.disaggregation.delta.nixl.agent import configured_agents, pausing_agents
 from sglang.srt.patchset.environment import NIXL_PROGRESS_DELAY
 
 PROGRESS_DELAY = NIXL_PROGRESS_DELAY.name
@@ -107,6 +107,26 @@ def test_restored_after_an_error(api: Any) -> None:
     """Guards against settings that stay in the binding when an agent could not be made."""
     with pytest.raises(ZeroDivisionError), configured_agents():
         raise ZeroDivisionError
+    assert_restored(api)
+
+
+@pytest.mark.parametrize(("sends", "nice"), [(True, 10), (False, 0)])
+def test_only_the_pause_for_a_later_release(
+    api: Any, monkeypatch: pytest.MonkeyPatch, sends: bool, nice: int
+) -> None:
+    """Guards against settings of SGLang 0.5.23's own agents that are replaced with ours, against
+    ones that stay in the binding, and against threads that take the scheduler's core."""
+    asked: list[int] = []
+    scheduling = lambda nice=0: nullcontext(asked.append(nice))  # noqa: E731
+    monkeypatch.setattr(agent_module, "batch_scheduling", scheduling)
+    monkeypatch.setenv(PROGRESS_DELAY, "250")
+    with pytest.raises(ZeroDivisionError), pausing_agents(sends=sends):
+        agent = api.nixl_agent(api.nixl_agent_config(sync_mode="strict", backends=["UCX"]))
+        raise ZeroDivisionError
+    assert agent.config.sync_mode == "strict" and not agent.config.capture_telemetry
+    assert agent.backend == ("UCX", {"num_threads": "3"})
+    assert (agent.settings.pthrDelay, agent.settings.other) == (250, 7)
+    assert asked == [nice]
     assert_restored(api)
 
 

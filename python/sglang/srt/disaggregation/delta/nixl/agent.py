@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any  # Any: NIXL's binding has no types
 
@@ -83,6 +83,23 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
     if workers:
         names["nixl_agent"] = _sending(_api.nixl_agent, workers + 1)
     with exchanged("nixl_async", "nixl._api", names), batch_scheduling():
+        yield
+
+
+@contextmanager
+def pausing_agents(*, sends: bool) -> Iterator[None]:
+    """Agents that are made meanwhile have a progress thread with our pause, and native threads
+    that leave the CPU to ours, as above. For a later SGLang: all else stays the binding's, and its
+    agents are safe for several threads as they are."""
+    from nixl import _api
+
+    with ExitStack() as stack:
+        for name, value in _with_delay(_api, environment.NIXL_PROGRESS_DELAY).items():
+            holder, _, last = name.partition(".")
+            binding = getattr(_api, holder)
+            stack.callback(setattr, binding, last, getattr(binding, last))
+            setattr(binding, last, value)
+        stack.enter_context(batch_scheduling(_NICE if sends else 0))
         yield
 
 
