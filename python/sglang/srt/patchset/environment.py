@@ -291,6 +291,11 @@ FALLBACK_PREFILL_TOKENS = _integer(
     "Decode: the same for requests whose prefill server is lost or cannot be reached, or whose "
     "transfer failed. Works with or without the variable above.",
     unit="tokens", shown="0 (the request fails)",
+DECODE_ADMISSION: Variable[str] = Variable(
+    "SGLANG_DISAGGREGATION_DECODE_ADMISSION", "lead",
+    "Decode: what admission reserves. `remaining`: what each request can still generate, at most "
+    "`--num-reserved-decode-tokens`. `stock`: that number for each request.",
+    "stock", "`stock` or `remaining`", _choice("stock", "remaining"),
 )  # fmt: skip
 
 CHECK_INVARIANTS = _switch(

@@ -11,4 +11,5 @@ wraps a few of its methods, is off by default, and is switched on by a variable.
 ``without_prefill``  requests whose prefill server is lost
 ``metrics``          metrics of local turns
 ``thread``           NIXL's progress thread waits for events instead of spinning
+``admission``        reserves what each request can still generate
 """

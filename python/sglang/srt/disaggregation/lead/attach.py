@@ -57,6 +57,7 @@ PARTS: tuple[Part, ...] = (
     Part("local_scheduler", _is_local),
     Part("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
     Part("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
+    Part("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
 )
 
 #: The parts that are attached in this process.
@@ -169,6 +170,9 @@ def not_tried(scheduler: Any) -> Iterator[str]:
         return
     tree = scheduler.tree_cache
     found = {
+        "decode without --disaggregation-decode-enable-radix-cache": disagg.disaggregation_mode
+        == "decode"
+        and not disagg.disaggregation_decode_enable_radix_cache,
         "--speculative-algorithm": not scheduler.spec_algorithm.is_none(),
         "--pp-size": parallel.pp_size > 1,
         "--enable-dp-attention": parallel.enable_dp_attention,

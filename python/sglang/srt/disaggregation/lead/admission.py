@@ -1,0 +1,214 @@
+"""Admission by what each request can still generate, in SGLang 0.5.23's own prealloc queue.
+
+Stock keeps ``--num-reserved-decode-tokens`` free for every request in sight. Here a running one
+reserves what it can still generate, at most that number, and one that does not run yet half of it
+(the arithmetic is ``delta.decode.admission``'s). More requests run, and if they were too many, one
+is retracted. A rule keeps that safe: nobody is admitted after whom some request could not end. It
+takes the place of stock's, which counts a prefix once for each running request that shares it, and
+so expects memory of retractions that they do not give.
+
+All inputs are the same on each rank, as stock's are, so that the decisions are, too.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any  # Any: SGLang's objects
+
+from sglang.srt.disaggregation.delta.decode.admission import (
+    Claim,
+    entering,
+    expected_length,
+    final_length,
+    growth,
+)
+from sglang.srt.disaggregation.delta.pages import page_ceil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sglang.srt.disaggregation.lead.attach import Function, Install
+
+#: More than any pool has.
+NEVER = 1 << 60
+
+
+class Admission:
+    """What one prealloc queue counts with (``queue.lead_admission``). All numbers are tokens."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._page: int = queue.token_to_kv_pool_allocator.page_size
+        #: What a running request reserves at most, and what one that does not run yet.
+        self._cap: int = queue.num_reserved_decode_tokens
+        self._entry_cap = max(self._cap // 2, self._page)
+        self._resuming = False
+        self._begin()
+
+    def _begin(self) -> None:
+        #: Those that have pages since this call, and are in no queue of SGLang's yet.
+        self.admitted: list[Any] = []
+        self._of_running: tuple[int, int] | None = None
+
+    @contextmanager
+    def step(self, *, resuming: bool = False) -> Iterator[None]:
+        """One call of SGLang's that admits: nobody begins or ceases to run meanwhile."""
+        self._begin()
+        self._resuming = resuming
+        yield
+        self._begin()
+        self._resuming = False
+
+    def entering(self) -> list[Any]:
+        """Requests that have pages, and cannot be retracted: they do not run yet."""
+        scheduler, transfers = self._queue.scheduler, self._queue.transfer_queue
+        found = [entry.req for entry in transfers.queue if not entry.host_staged]
+        found += [*scheduler.waiting_queue, *self.admitted]
+        turns = getattr(scheduler, "lead_turns", None)
+        return found if turns is None else [*found, *turns.reqs()]
+
+    def reserved(self) -> int:
+        """What all requests that have pages may still take before anybody is retracted."""
+        waiting = ((req, req.kv.kv_allocated_len) for req in self.entering())
+        return self._running()[0] + sum(self.entry_reserve(*each) for each in waiting)
+
+    def _running(self) -> tuple[int, int]:
+        """What the running requests reserve, and the length of the longest when it has ended.
+
+        Counted once a step, as ``growth`` does but without a ``Claim``: there may be hundreds.
+        """
+        if self._of_running is None:
+            page, cap, pool = self._page, self._cap, self._queue.max_total_num_tokens
+            reserve = longest = 0
+            for req in self._queue.scheduler.running_batch.reqs:
+                now = req.kv.kv_allocated_len
+                final = max(min(final_length(req), pool), now)
+                reserve += page_ceil(min(final, now + cap), page) - page_ceil(now, page)
+                longest = max(longest, final)
+            self._of_running = reserve, page_ceil(longest, page)
+        return self._of_running
+
+    def entry_reserve(self, req: Any, allocated: int) -> int:
+        """What a request with so many tokens reserves until it runs."""
+        claim = entering(self._claim(req, allocated))
+        return growth(claim, self._entry_cap, self._page)
+
+    def resume_cost(self, req: Any) -> int:
+        """What a retracted request takes: it must have room like a running one, or it would be
+        retracted again at once."""
+        length = self._queue._pre_alloc_fill_len(req)
+        own = page_ceil(length, self._page)
+        if self._resuming and not self.everyone_can_end(req, own - req.prefix_len):
+            return NEVER
+        return own + growth(self._claim(req, length), self._cap, self._page)
+
+    def everyone_can_end(self, req: Any, private: int) -> bool:
+        """Whether every request could still end, the running ones but itself retracted, after
+        ``req`` has entered with ``private`` tokens of its own below the prefix that it has locked.
+
+        What does not run cannot be retracted, so what it holds is out of reach of all others; and
+        once it runs, it must find the memory for the rest of its answer.
+        """
+        queue, running = self._queue, self._queue.scheduler.running_batch.reqs
+        stay = self.entering()
+        if not running and not stay:
+            return True  # it will have the pool for itself
+        lengths = [(each, each.kv.kv_allocated_len) for each in stay]
+        lengths.append((req, queue._pre_alloc_fill_len(req)))
+        need = max(self._expected(*each) - page_ceil(each[1], self._page) for each in lengths)
+        stay += [entry[0].req for entry in queue.transfer_queue._deferred_releases]
+        room: int = queue.max_total_num_tokens - private
+        for each in stay:
+            room -= page_ceil(each.kv.kv_allocated_len, self._page) - each.kv.cache_protected_len
+        if max(need, self._running()[1]) <= room - queue.tree_cache.protected_size():
+            return True  # even if all that is locked in the tree had to stay
+        pinned = self._tree_tokens([*stay, req])
+        room -= sum(pinned.values())
+        # Some of the running ones count on what they share with those that stay.
+        return need <= room and all(
+            length - sum(pinned.get(node, 0) for node in self._tree_tokens([each])) <= room
+            for each in running
+            if (length := self._expected(each, each.kv.kv_allocated_len)) > room
+        )
+
+    def _tree_tokens(self, reqs: Sequence[Any]) -> dict[int, int]:
+        """The tree's nodes that these requests have locked, each with its tokens."""
+        nodes = [req.lock.node for req in reqs if req.lock is not None]
+        paths = self._queue.tree_cache.tree_core.collect_path_info(nodes)
+        return {each.node_id: each.path_end - each.path_start for path in paths for each in path}
+
+    def _claim(self, req: Any, allocated: int) -> Claim:
+        # A text may grow to the pool's end, and what waits for more would wait for ever.
+        return Claim(allocated, min(final_length(req), self._queue.max_total_num_tokens))
+
+    def _expected(self, req: Any, allocated: int) -> int:
+        length = min(expected_length(req, allocated), self._queue.max_total_num_tokens)
+        return page_ceil(length, self._page)
+
+
+def install(wrap: Install) -> None:
+    """See ``attach``."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    def of(queue: Any) -> Admission:
+        found: Admission | None = getattr(queue, "lead_admission", None)
+        if found is None:
+            found = queue.lead_admission = Admission(queue)
+        return found
+
+    @wrap(
+        DecodePreallocQueue,
+        "_active_reserved_tokens",
+        "(self, n_active=None, extra_reserved_reqs=0)",
+    )
+    def _active_reserved_tokens(stock: Function, self: Any, *counts: Any, **more: Any) -> int:
+        # With nobody in line nothing depends on it.
+        return of(self).reserved() if self.queue or self.retracted_queue else 0
+
+    @wrap(DecodePreallocQueue, "_need_space_for_single_req", "(self, retractable_tokens=None)")
+    def _need_space_for_single_req(stock: Function, self: Any, retractable: Any = None) -> int:
+        return 0  # everyone_can_end says it
+
+    @wrap(
+        DecodePreallocQueue,
+        "_required_admission_tokens",
+        "(self, req, allocated_tokens, prefix_len, retractable_tokens)",
+    )
+    def _required_admission_tokens(
+        stock: Function, self: Any, req: Any, allocated: int, prefix: int, retractable: int
+    ) -> int:
+        admission = of(self)
+        if not admission.everyone_can_end(req, allocated):
+            return NEVER
+        return allocated + admission.entry_reserve(req, self._pre_alloc_fill_len(req))
+
+    @wrap(DecodePreallocQueue, "_prealloc_required_tokens", "(self, req)")
+    def _prealloc_required_tokens(stock: Function, self: Any, req: Any) -> tuple[int, int]:
+        cost = of(self).resume_cost(req)
+        return cost, cost
+
+    @wrap(
+        DecodePreallocQueue,
+        "_pre_alloc",
+        "(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None)",
+    )
+    def _pre_alloc(stock: Function, self: Any, req: Any, *prefix: Any, **more: Any) -> Any:
+        slots = stock(req, *prefix, **more)
+        of(self).admitted.append(req)
+        return slots
+
+    @wrap(
+        DecodePreallocQueue,
+        "pop_preallocated",
+        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+    )
+    def pop_preallocated(stock: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with of(self).step():
+            return stock(*args, **kwargs)
+
+    @wrap(DecodePreallocQueue, "resume_retracted_reqs", "(self, rids_to_check=None)")
+    def resume_retracted_reqs(stock: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.retracted_queue:
+            return stock(*args, **kwargs)
+        with of(self).step(resuming=True):
+            return stock(*args, **kwargs)

@@ -1,0 +1,12 @@
+"""Prompts of random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+
+def text(length: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
+    """``prefix`` and so many tokens that no other seed has."""
+    rng = random.Random(seed)
+    return [*prefix, *(rng.randrange(300) for _ in range(length))]
