@@ -294,7 +294,8 @@ FALLBACK_PREFILL_TOKENS = _integer(
 DECODE_ADMISSION: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION", "lead",
     "Decode: what admission reserves. `remaining`: what each request can still generate, at most "
-    "`--num-reserved-decode-tokens`. `stock`: that number for each request.",
+    "`--num-reserved-decode-tokens`; a retracted request resumes with the prefix that the tree "
+    "holds. `stock`: that number for each request.",
     "stock", "`stock` or `remaining`", _choice("stock", "remaining"),
 )  # fmt: skip
 

@@ -46,18 +46,20 @@ def restore_private(
     Shared pages are never written: other requests read them, and their content is the same.
     """
     pool, record, shared = allocator.get_kvcache(), record_of(req), req.cache_protected_len
-    _load(req.kv_cache_cpu, pool.cpu_offloading_chunk_size, shared, slots, allocator.load_cpu_copy)
+    load_private(
+        req.kv_cache_cpu, pool.cpu_offloading_chunk_size, shared, slots, allocator.load_cpu_copy
+    )
     del req.kv_cache_cpu
     if draft_pool is not None:
         assert record.draft_copy is not None, "it was retracted"
         chunk = draft_pool.cpu_offloading_chunk_size
-        _load(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
+        load_private(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
     if record.index_copy is not None:
         load_index(pool, record.index_copy, slots, shared)
     record.drop_copies()
 
 
-def _load(
+def load_private(
     copy: list[list[Any]],
     chunk: int,
     shared: int,
