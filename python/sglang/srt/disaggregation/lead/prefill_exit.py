@@ -144,11 +144,8 @@ def _end(stock: Function, self: Any, req: Any) -> None:
     it, as all ranks agree."""
     from torch.distributed import ReduceOp
 
-    from sglang.srt.disaggregation.utils import (
-        all_reduce_flags,
-        maybe_release_metadata_buffer,
-        prepare_abort,
-    )
+    from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
+    from sglang.srt.disaggregation.utils import all_reduce_flags, prepare_abort
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
     from sglang.srt.mem_cache.common import release_kv_cache
