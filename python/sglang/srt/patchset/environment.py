@@ -291,6 +291,8 @@ FALLBACK_PREFILL_TOKENS = _integer(
     "Decode: the same for requests whose prefill server is lost or cannot be reached, or whose "
     "transfer failed. Works with or without the variable above.",
     unit="tokens", shown="0 (the request fails)",
+)  # fmt: skip
+
 DECODE_ADMISSION: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION", "lead",
     "Decode: what admission reserves. `remaining`: what each request can still generate, at most "
