@@ -255,7 +255,7 @@ def test_a_draft_model_beside_a_sparse_index(algorithm):
     assert compat.FLAG in str(error.value)
 
 
-LOCAL_TURN_FLAGS = (compat.LOCAL, compat.LOCAL_WHEN_LOST, compat.LOCAL_SHARE)
+LOCAL_TURN_FLAGS = (compat.LOCAL, compat.LOCAL_WHEN_LOST, compat.LOCAL_SHARE, compat.LOCAL_MAX_ITL)
 LOCAL_TURNS = {
     "disaggregation_decode_local_tokens": 512,
     "disaggregation_decode_local_tokens_when_lost": 0,
