@@ -93,7 +93,7 @@ def test_metadata_that_do_not_fit(lengths: tuple[int, ...]) -> None:
     rank.take(note(5, lengths=lengths))
     assert rank.slots() == [[0] * 4] * 2 and not rank.is_done
     text = rank.manager.failure_records[ROOM]
-    assert f"metadata of {list(lengths)} bytes" in text and "has [64, 8]" in text
+    assert f"metadata of {list(lengths)} bytes" in text and "expects [64, 8]" in text
     assert rank.manager.take_progress(ROOM).is_drained(1), "it writes no more"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from statistics import quantiles
 
@@ -92,8 +93,10 @@ def test_less_slack_is_never_a_larger_chunk(costs: Costs, less: float) -> None:
     ],
 )
 def test_the_smallest_chunk(limits: Limits, least: int) -> None:
-    """Guards against a chunk that ends inside of a page."""
+    """Guards against a chunk that ends inside of a page, and one that never fits."""
     assert limits.least == least
+    bounded = dataclasses.replace(limits, max_itl=BOUND)
+    assert Costs(0.0, 1e-6, slack=BOUND / 2).largest_chunk(bounded) >= least
 
 
 # ---- the choice ----
@@ -114,6 +117,8 @@ def test_what_does_not_fit_goes_to_prefill() -> None:
     ):
         decision = choice.decide(tokens, Load(running=1, chunk=chunk), costs, 9.0)
         assert (decision.local, decision.reason) == (reason != "itl", reason)
+    behind = Load(running=1, queued=500, chunk=LEAST_CHUNK - 1)  # a turn that no chunk fits
+    assert choice.decide(20, behind, costs, 9.0).reason == "itl"
     always = Choice(Limits(1000, always=True, max_itl=BOUND))
     assert always.decide(200, Load(running=1, chunk=0), costs, 9.0).local
     lost = Choice(Limits(0, when_lost=300, max_itl=BOUND))
@@ -221,8 +226,8 @@ def test_chunks_are_expected_by_those_before() -> None:
     for number in range(6):
         times.launched(100, number)
         times.hook(number + 0.02 * (1 + number // 5))
-    assert measured.gaps.chunks[:4] == [None] * 4
-    assert measured.gaps.chunks[4:] == pytest.approx([0.02, 0.02], rel=0.05)
+    assert [*measured.gaps.chunks][:4] == [None] * 4
+    assert [*measured.gaps.chunks][4:] == pytest.approx([0.02, 0.02], rel=0.05)
 
 
 # ---- all of it ----
@@ -290,6 +295,24 @@ def test_no_bound_that_can_be_kept() -> None:
     server.run(6000)
     every = len(server.gaps[True]) + len(server.gaps[False])
     assert 0 < sum(gap > 0.02 for gap in server.gaps[True]) <= 0.015 * every
+
+
+def test_chunks_that_seem_to_take_several_bounds_are_tried_again() -> None:
+    """Guards against a server that computes no turn any more while requests run."""
+    gaps = TokenGaps(BOUND)
+    for at in range(100_000):
+        gaps.step(float(at), A, fits=gaps.slack is not None and gaps.slack >= 5 * BOUND)
+    assert gaps.slack is not None and gaps.slack >= 5 * BOUND
+    gaps.chunks.append(5 * BOUND)
+    gaps.step(100_000.0 + 5 * BOUND, A, fits=False)
+    assert gaps.slack == 2 * BOUND, "and it comes back soon"
+
+
+def test_turns_without_a_decode_step_leave_nothing() -> None:
+    """Guards against an entry for each chunk of a server whose turns all end at once."""
+    gaps = TokenGaps()
+    gaps.chunks.extend([0.1] * 1000)
+    assert len(gaps.chunks) <= 64
 
 
 def test_a_server_that_was_slow_for_a_while() -> None:

@@ -8,6 +8,9 @@ time. The rest is tracked at its 99th percentile. All times in seconds.
 
 from __future__ import annotations
 
+import math
+from collections import deque
+
 #: The part of the gaps with a chunk that may pass the bound; of all gaps, where no chunk fits.
 TOLERATED = 0.01
 #: The part of the bound by which the slack shrinks for one gap whose rest was longer. It grows by
@@ -27,7 +30,7 @@ class TokenGaps:
         #: None without a bound.
         self.slack = None if bound is None else bound / 2
         #: The expected times of the chunks that ended since the last decode step; None: unknown.
-        self.chunks: list[float | None] = []
+        self.chunks: deque[float | None] = deque(maxlen=64)  # some turns end without a step
         self._at, self._rids = 0.0, frozenset[str]()
 
     def step(self, at: float, rids: frozenset[str], fits: bool) -> tuple[float, bool] | None:
@@ -37,14 +40,15 @@ class TokenGaps:
         ``fits``: whether a chunk would fit now. If not, gaps without one let the slack grow, so
         that one chunk in a hundred gaps measures it again.
         """
-        seconds, chunks, waited = at - self._at, self.chunks, not rids.isdisjoint(self._rids)
-        self._at, self._rids, self.chunks = at, rids, []
+        seconds, chunks, waited = at - self._at, [*self.chunks], not rids.isdisjoint(self._rids)
+        self._at, self._rids = at, rids
+        self.chunks.clear()
         if not waited:
             return None
         if self.slack is not None and (None not in chunks if chunks else not fits):
             rest = seconds - sum(chunk or 0.0 for chunk in chunks)
             is_late = bool(chunks) and rest > self._bound - self.slack
             slack = self.slack + GAIN * self._bound * (TOLERATED - is_late)
-            # Above the bound, so that chunks which seem to take longer than it are tried again too.
-            self.slack = min(max(slack, 0.0), 2 * self._bound)
+            # Where none fits, up to what a chunk seems to take: one is tried again then.
+            self.slack = min(max(slack, 0.0), 2 * self._bound if chunks else math.inf)
         return seconds, bool(chunks)

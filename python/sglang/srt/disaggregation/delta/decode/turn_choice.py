@@ -145,7 +145,7 @@ class Costs(NamedTuple):
             return 0
         if not self.slope or self.slack > limits.max_itl:
             return limits.least  # nobody knows what a larger one takes
-        return int(min(left / self.slope, limits.chunk))
+        return int(min(left / self.slope, max(limits.chunk, limits.page)))
 
 
 #: Numbers in ``Measured.votes``.
@@ -318,7 +318,7 @@ class Choice:
         if load.is_full:
             # It would wait for a place and then leave it empty while it is computed.
             return Decision(False, "no_place", here, there)
-        if load.chunk is not None and load.chunk < min(tokens, self.limits.least):
+        if load.chunk is not None and load.chunk < min(load.queued + tokens, self.limits.least):
             return Decision(False, "itl", here, there)
         if here is None:
             # One at a time: until it is measured nobody knows what a queue of them costs.
