@@ -141,6 +141,9 @@ def queues(load: Load, owner: Any, tree: Any, rows: Any, pool: Any, allocator: A
         reserve=RESERVE,
         group=dist.group.WORLD,
         manager=SimpleNamespace(
+            servers=SimpleNamespace(
+                connections=SimpleNamespace(forget_unwanted=lambda addresses: None)
+            ),
             kv_args=SimpleNamespace(kv_item_lens=[2 * load.page] * 2 * LAYERS, state_item_lens=[]),
             peer_takes_delta=lambda address: True,
         ),

@@ -35,7 +35,7 @@ ENV = {
     "MC_TRANSFER_TIMEOUT": "8",
 }
 #: What prefill says of a write that goes on after its room was given up.
-UNDER_WAY = {"nixl": "did not settle by its deadline", "mooncake": "was not over after"}
+UNDER_WAY = {"nixl": "did not settle by its deadline", "mooncake": "had not ended after"}
 
 
 def given_up(pair: Pair, rooms: int) -> None:

@@ -126,7 +126,7 @@ def test_only_a_whole_event_is_passed_on_before_an_error() -> None:
         answer = await request
         assert answer.events[0] == {"text": "a"} and len(answer.errors) == 1
         assert len(answer.events) == 3 and answer.errors[0].endswith(
-            "was lost: its answer broke off"
+            "was lost: its answer was cut short"
         )
 
     run(test, [worker])

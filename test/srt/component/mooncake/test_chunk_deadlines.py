@@ -113,7 +113,7 @@ def test_in_a_call_of_the_engine(rank: Rank, ours: bool) -> None:
     rank.announce(1, 2, ours=ours)
     rank.send(1)
     rank.take(60.0)
-    assert f"to decode rank {SESSION} was not over after 10 s" in rank.failed()[1]
+    assert f"to decode rank {SESSION} had not ended after 10 s" in rank.failed()[1]
     assert rank.said == [(1, KVPoll.Failed)]
     sent = [message.room for _, _, message in rank.manager.decode_ranks._sockets.sent]
     assert sent == ([1] if ours else []), "when the call has returned"
