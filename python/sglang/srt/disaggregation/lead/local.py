@@ -17,6 +17,7 @@ from typing import Any, NamedTuple  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     NEVER,
     UNKNOWN,
+    VOTES,
     Choice,
     Decision,
     Limits,
@@ -117,10 +118,10 @@ class LocalTurns:
         questions = [self._question(queue, entry) for entry in new]
         votes = [*self.measured.votes(), *(vote for *_, vote in questions)]
         agreed = all_reduce_flags(votes, queue.gloo_group, ReduceOp.MIN)
-        self.pace.costs = read(agreed[:3])
+        self.pace.costs = read(agreed[:VOTES])
         waiting = [turn_of(each.req) for each in ready(queue)]
         queued = sum(turn.tokens for turn in waiting if turn is not None and turn.decision.local)
-        for entry, (why, address, tokens, _), vote in zip(new, questions, agreed[3:], strict=True):
+        for entry, (why, address, tokens, _), vote in zip(new, questions, agreed[VOTES:], strict=True):
             there = None if vote == NEVER else read_there(vote)
             if (lost := lost_reason(entry)) is not None:
                 load = self._load(queued)
@@ -291,6 +292,7 @@ class LocalTurns:
             batch = self._next_chunk(self.unfinished)
         if batch is not None:
             self._launched.append(batch)
+            self.measured.gaps.chunks.clear()  # there is no bound on inter-token latency here
             self.pace.chunk(batch.extend_num_tokens, self._beside)
             self.metrics.computed(batch.extend_num_tokens)
             self.times.launched(batch.extend_num_tokens, self._clock())
