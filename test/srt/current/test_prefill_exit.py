@@ -1,0 +1,48 @@
+"""Prefill's half of a request that decode computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from current.prefill import Prefill
+from sglang.srt.disaggregation.lead.prefill_exit import ABORT, LOCAL
+
+LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
+ROOM = 78
+PROMPT = list(range(100, 300))
+
+
+@pytest.mark.server(mode="prefill", env=LEAD)
+@pytest.mark.parametrize("early", [False, True])
+def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool) -> None:
+    """Also where decode was faster than the request. A router gives an error of this half to the
+    client, whatever decode answers."""
+    message = [ABORT, str(ROOM).encode(), LOCAL]
+    if early:
+        prefill.hear(message)
+    rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM, return_logprob=True)
+    prefill.step(3)
+    if not early:
+        prefill.hear(message)
+        prefill.step(2)
+    assert prefill.ended(rid) and prefill.output(rid) == []
+    assert prefill.requests[rid].finished_reason.to_json() == {"type": "length", "length": 0}
+    assert rid in prefill.said[-1].rids
+    assert prefill.is_idle()
+
+
+@pytest.mark.server(mode="prefill", env=LEAD)
+def test_a_room_that_was_released_can_be_asked_again(prefill: Prefill) -> None:
+    """As after a pause: decode asks for it anew under the same number."""
+    message = [ABORT, str(ROOM).encode(), LOCAL]
+    rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
+    prefill.step(3)
+    prefill.hear(message)
+    prefill.step(2)
+    assert prefill.ended(rid)
+    again = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
+    prefill.step(5)
+    assert not prefill.ended(again)
+    prefill.abort(again)
+    prefill.step(3)
+    assert prefill.ended(again)
