@@ -24,6 +24,7 @@ SHORT = LOCAL | {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "100",
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "100",
 }
+ADMITTED = LOCAL | {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
 ONE = ("--page-size", "1")
 PLAIN = "--disable-overlap-schedule"
 EACH = [
@@ -31,9 +32,10 @@ EACH = [
     pytest.param(marks=pytest.mark.server(PLAIN, env=LOCAL), id="plain, page 16"),
     pytest.param(marks=pytest.mark.server(*ONE, env=LOCAL), id="overlap, page 1"),
     pytest.param(marks=pytest.mark.server(PLAIN, *ONE, env=LOCAL), id="plain, page 1"),
+    pytest.param(marks=pytest.mark.server(env=ADMITTED), id="overlap, admission"),
 ]
 each = pytest.mark.parametrize((), EACH)
-loops = pytest.mark.parametrize((), EACH[:2])
+loops = pytest.mark.parametrize((), [*EACH[:2], EACH[-1]])
 short = pytest.mark.server(env=SHORT)
 
 

@@ -65,11 +65,11 @@ class Admission:
         found = [entry.req for entry in transfers.queue if not entry.host_staged]
         found += [*scheduler.waiting_queue, *self.admitted]
         turns = getattr(scheduler, "lead_turns", None)
-        return found if turns is None else [*found, *turns.reqs()]
+        return found if turns is None else [*found, *turns.reqs]
 
     def reserved(self) -> int:
         """What all requests that have pages may still take before anybody is retracted."""
-        waiting = ((req, req.kv.kv_allocated_len) for req in self.entering())
+        waiting = ((req, taken(req)) for req in self.entering())
         return self._running()[0] + sum(self.entry_reserve(*each) for each in waiting)
 
     def _running(self) -> tuple[int, int]:
@@ -113,13 +113,13 @@ class Admission:
         stay = self.entering()
         if not running and not stay:
             return True  # it will have the pool for itself
-        lengths = [(each, each.kv.kv_allocated_len) for each in stay]
+        lengths = [(each, taken(each)) for each in stay]
         lengths.append((req, queue._pre_alloc_fill_len(req)))
         need = max(self._expected(*each) - page_ceil(each[1], self._page) for each in lengths)
         stay += [entry[0].req for entry in queue.transfer_queue._deferred_releases]
         room: int = queue.max_total_num_tokens - private
         for each in stay:
-            room -= page_ceil(each.kv.kv_allocated_len, self._page) - each.kv.cache_protected_len
+            room -= page_ceil(taken(each), self._page) - each.kv.cache_protected_len
         if max(need, self._running()[1]) <= room - queue.tree_cache.protected_size():
             return True  # even if all that is locked in the tree had to stay
         pinned = self._tree_tokens([*stay, req])
@@ -144,6 +144,11 @@ class Admission:
     def _expected(self, req: Any, allocated: int) -> int:
         length = min(expected_length(req, allocated), self._queue.max_total_num_tokens)
         return page_ceil(length, self._page)
+
+
+def taken(req: Any) -> int:
+    """Tokens that ``req``, which does not run, has or takes in this step (a local turn)."""
+    return int(req.kv.kv_allocated_len or req.extend_end or 0)
 
 
 def install(wrap: Install) -> None:

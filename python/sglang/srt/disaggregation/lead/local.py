@@ -121,7 +121,9 @@ class LocalTurns:
         self.pace.costs = read(agreed[:VOTES])
         waiting = [turn_of(each.req) for each in ready(queue)]
         queued = sum(turn.tokens for turn in waiting if turn is not None and turn.decision.local)
-        for entry, (why, address, tokens, _), vote in zip(new, questions, agreed[VOTES:], strict=True):
+        for entry, (why, address, tokens, _), vote in zip(
+            new, questions, agreed[VOTES:], strict=True
+        ):
             there = None if vote == NEVER else read_there(vote)
             if (lost := lost_reason(entry)) is not None:
                 load = self._load(queued)
