@@ -174,6 +174,8 @@ def not_tried(scheduler: Any) -> Iterator[str]:
         "decode without --disaggregation-decode-enable-radix-cache": disagg.disaggregation_mode
         == "decode"
         and not disagg.disaggregation_decode_enable_radix_cache,
+        "--disaggregation-transfer-backend other than nixl": disagg.disaggregation_transfer_backend
+        != "nixl",
         "--speculative-algorithm": not scheduler.spec_algorithm.is_none(),
         "--pp-size": parallel.pp_size > 1,
         "--enable-dp-attention": parallel.enable_dp_attention,

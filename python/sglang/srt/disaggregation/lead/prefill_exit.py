@@ -90,12 +90,13 @@ def release(receiver: Any) -> None:
 
 
 def install(wrap: Install) -> None:
-    """See ``attach``."""
+    """See ``attach``. Mooncake's module is not imported: it imports ``prometheus_client``, and before
+    SGLang has prepared that, the HTTP server's process must not, or there are no metrics."""
     from sglang.srt.disaggregation.common import conn
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
     from sglang.srt.managers.scheduler import Scheduler
 
+    @wrap(NixlKVManager, "_handle_abort_notification", "(self, msg)")
     def note(stock: Function, self: Any, msg: list[bytes]) -> Any:
         notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
         if notice is not None:
@@ -104,9 +105,6 @@ def install(wrap: Install) -> None:
             if len(rooms) > MOST_ROOMS:
                 rooms.pop(next(iter(rooms)), None)
         return stock(msg)
-
-    for manager in (NixlKVManager, MooncakeKVManager):
-        wrap(manager, "_handle_abort_notification", "(self, msg)")(note)
 
     @wrap(
         conn.CommonKVSender,
