@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmark.harness import metrics
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
@@ -22,9 +23,12 @@ from sglang.srt.disaggregation.lead import attach
 
 PAGE, NEW = 16, 16
 SIZES = Sizes(pool_tokens=16_000, page_size=PAGE, chunked_prefill_tokens=512)
-#: Every part of the group, on both servers.
+#: Every part of the group, on both servers; every later turn is computed by decode, and prefill's
+#: half of it has to end without an error, or the client takes the request for failed.
 LEAD = {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512",
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
+    "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "512",
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining",
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY": "1000",
 }
@@ -83,6 +87,10 @@ def carries_on(talks: Talks, logs: Path, *, ranks: int = 1, lead: bool) -> None:
         for turn, (prompts, answers) in enumerate(zip(talks.prompts, talks.answers, strict=True)):
             assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
         pair.check()
+        page = metrics.page(pair.decode_url)
+        turns = metrics.by_labels(page, "sglang:decode_turns_total", "where", "reason")
+        # Of the first ones some are asked of prefill, while it is asked what it can do.
+        assert (turns.get(("local", "always"), 0) >= 2 * len(prompts)) == lead, turns
 
 
 def test_stock(talks: Talks, tmp_path: Path) -> None:
