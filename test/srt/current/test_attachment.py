@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from current.decode import Decode
+from sglang.srt import runtime_context
 from sglang.srt.disaggregation import lead
 from sglang.srt.disaggregation.lead import attach
 from sglang.srt.patchset import current
@@ -47,3 +49,17 @@ def test_every_part_fits_this_release() -> None:
     """Guards against a method of SGLang that is not as a part expects it, as ``--check`` says."""
     text, status = current.report(check=True)
     assert status == 0, text
+
+
+@pytest.mark.server(env={"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"})
+def test_another_transfer_backend_is_refused(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against rooms that a prefill server over Mooncake does not release: no part has run
+    there, and decode would ask for it."""
+    assert list(attach.not_tried(decode.scheduler)) == []
+    stock = vars(runtime_context.get_disagg())
+    other = SimpleNamespace(**stock | {"disaggregation_transfer_backend": "mooncake"})
+    monkeypatch.setattr(runtime_context, "get_disagg", lambda: other)
+    (reason,) = attach.not_tried(decode.scheduler)
+    assert reason == "--disaggregation-transfer-backend other than nixl"

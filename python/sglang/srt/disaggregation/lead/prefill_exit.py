@@ -90,8 +90,8 @@ def release(receiver: Any) -> None:
 
 
 def install(wrap: Install) -> None:
-    """See ``attach``. Mooncake's module is not imported: it imports ``prometheus_client``, and before
-    SGLang has prepared that, the HTTP server's process must not, or there are no metrics."""
+    """See ``attach``. Mooncake's module is not imported: it imports ``prometheus_client``. The HTTP
+    server's process must not, before SGLang has prepared that, or there are no metrics."""
     from sglang.srt.disaggregation.common import conn
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
     from sglang.srt.managers.scheduler import Scheduler
