@@ -57,8 +57,8 @@ class BufferOnlyTree(HiRadixCache):
     #: Inserts so far, in this mode only: after each, an idle server of a pair checks its invariants
     #: (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which know of no evicted nodes.
     inserts: int
-    #: The other number that is looked at for that: of the trees that this one has been, always one.
-    generation: int
+    #: Flushes so far, in all modes: the other number that is looked at for that.
+    generation: int = 0
     #: The stream of the forward passes, set by the scheduler.
     forward_stream: Stream | None = None
     #: Device slots that the batch launched last writes to, None where they are not known.
@@ -85,7 +85,7 @@ class BufferOnlyTree(HiRadixCache):
             check_size(gigabytes, pages, self.page_size, needed)
         self.buffer = Pipelines(self._build_context(pages), over(self.tp_group))
         self.token_to_kv_pool_host.used_pages = self.buffer.context.stage.used
-        self.inserts = self.generation = 0
+        self.inserts = 0
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
             collector = self.storage_metrics_collector
@@ -265,6 +265,7 @@ class BufferOnlyTree(HiRadixCache):
         if self.buffer is not None:
             self.buffer.reset()
         super().reset()
+        self.generation += 1
 
     @override
     def clear_storage_backend(self) -> bool:

@@ -181,7 +181,7 @@ class DecodeRadixTree(RadixCache):
     inserts: int = 0
     #: Flushes so far. A request shares only if it arrived after the last one: KV that was matched,
     #: announced, computed or copied before may be of weights that are served no more.
-    generation: int = 0
+    generation: int = -1  # the constructor's reset is none
     #: What requests hold; set by the admission budget of a decode server.
     claims: Claims | None = None
     #: The draft model's KV pool, with the same slots; None without speculation.
@@ -199,8 +199,7 @@ class DecodeRadixTree(RadixCache):
     @override
     def reset(self) -> None:
         super().reset()
-        if self.serves_decode:
-            self.generation += 1
+        self.generation += 1
 
     def retire(self) -> None:
         """A flush while requests own pages: nothing that is in the tree now is ever hit again.
