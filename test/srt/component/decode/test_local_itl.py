@@ -12,12 +12,15 @@ import pytest
 from component.decode.checks import check_idle
 from component.decode.decoder import Decoder
 from component.decode.overlapped import until_idle
+from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.steps import ids, turn
 from component.decode.test_local_turns import OverlappedTurns
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode import local_scheduler
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, Limits
 from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 PAGE = 16
 #: Seconds: of a chunk as a constant and a slope a token, and of a decode step.
@@ -132,17 +135,68 @@ def test_a_turn_that_began_is_computed_to_its_end(decoder: Decoder) -> None:
     check_idle(decoder)
 
 
-def test_fallback_prefill_is_bounded_too(decoder: Decoder) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_fits_is_agreed_on_while_a_turn_is_under_way(ranks: int) -> None:
+    """Guards against a turn that keeps the limit of the last arrival for as long as nobody arrives:
+    one chunk of 64 tokens in a hundred gaps, although all would fit long since; and against ranks
+    that run chunks of different sizes."""
+
+    def build(rank: int, group: RankGroup | None) -> SimpleNamespace:
+        decoder = Decoder(PAGE, 4096, local=400, chunk=256, group=group)
+        return SimpleNamespace(decoder=decoder, turns=bound(decoder, 0.1), rank=rank)
+
+    def begin(side: SimpleNamespace) -> None:
+        side.running = side.decoder.submit([3, 2, 1], new=60)
+        turn(side.decoder, 2)
+        side.sizes = recorded(side.turns)
+        agree_on(side.turns, 0.001)
+        side.decoder.submit(ids(1, 300))
+        turn(side.decoder, 5)
+
+    def go_on(side: SimpleNamespace) -> None:
+        agree_on(side.turns, (0.02, 0.05)[side.rank])
+        turn(side.decoder, 20)
+        assert side.sizes == [144, 144, 12] and not side.running.finished()
+        side.decoder.drain()
+        check_idle(side.decoder)
+
+    if ranks == 1:
+        side = build(0, None)
+        begin(side)
+        go_on(side)
+        return
+    with ranks_reduce():
+        pair = Pair(build)
+        pair.run(begin)
+        pair.run(go_on)
+        pair.close()
+
+
+@pytest.mark.parametrize(
+    ("slack", "sizes"), [(0.02, [144, 144, 12]), (0.001, [64, 64, 64, 64, 44])]
+)
+def test_fallback_prefill_is_bounded_too(slack: float, sizes: list[int]) -> None:
     """Guards against a turn whose prefill server is lost, and that stops running requests for as
-    long as one chunk takes."""
+    long as one chunk takes; and against one that fails because no chunk fits: then each chunk is
+    as small as it may be, in one gap of a hundred."""
+    decoder = Decoder(PAGE, 4096, local=400, lost=400, chunk=256)
     turns = bound(decoder, 0.1, when_lost=400)
-    agree_on(turns, 0.02)
-    decoder.submit([3, 2, 1], new=60)
+    agree_on(turns, slack)
+    running = decoder.submit([3, 2, 1], new=900)
     turn(decoder, 2)
     seen = recorded(turns)
-    decoder.submit(ids(1, 300))
-    turn(decoder, 12)
-    assert max(seen) == 144
+    lost = decoder.submit(ids(1, 300), ready=False)
+    decoder.tick_queues()
+    decoder.room(lost).state = KVPoll.Failed
+    steps = []
+    while not lost.output_ids:
+        launched = len(seen)
+        turn(decoder)
+        if len(seen) > launched:
+            steps.append(len(running.output_ids))
+    assert seen == sizes and turns.metrics.turns["local", "no_prefill"] == 1
+    apart = STEPS_BEFORE_BREACH if slack == 0.001 else 1
+    assert all(b - a >= apart for a, b in zip(steps, steps[1:], strict=False))
     decoder.drain()
     check_idle(decoder)
 
@@ -235,6 +289,33 @@ def test_who_has_ended_waits_for_no_token(monkeypatch: pytest.MonkeyPatch) -> No
 
     decoder.play(alone())
     assert [len(decoder.gaps[has_chunk]) for has_chunk in (False, True)] == [3, 0]
+    check_idle(decoder)
+
+
+def test_a_pause_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a pause that is counted as the wait for a token: all chunks behind it would
+    be smaller, and the histogram would hold it."""
+    decoder = Timed(monkeypatch, 0.03)
+    slack = list[float]()
+
+    def paused() -> Iterator[None]:
+        running = decoder.submit([3, 2, 1], new=60)
+        while len(running.output_ids) < 3:
+            yield
+        decoder.submit(ids(1, 20), new=2)
+        while decoder.local == []:
+            yield
+        yield
+        slack.append(decoder.local_turns.measured.gaps.slack)
+        decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+        decoder.now += 60.0
+        decoder.continue_generation(ContinueGenerationReqInput())
+        yield from until_idle(decoder)
+
+    decoder.play(paused())
+    gaps = decoder.gaps[True] + decoder.gaps[False]
+    assert len(gaps) > 40 and max(gaps) < 1.0
+    assert decoder.local_turns.measured.gaps.slack >= slack[0]
     check_idle(decoder)
 
 

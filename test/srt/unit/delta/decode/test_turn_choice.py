@@ -371,3 +371,18 @@ def test_results_that_come_later() -> None:
     times.result(42)
     assert measured.chunk.at(100) == pytest.approx(3.0, rel=0.1)
     assert measured.step.value == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("tokens", [0, 100])
+def test_a_pause_is_no_part_of_a_step(tokens: int) -> None:
+    """Guards against a step under way that counts as having taken as long as the pause."""
+    measured = Measured()
+    times = StepTimes(measured, blocking=False)
+    for at in [*range(10), 100]:
+        times.launched(tokens, at)
+        times.result(at + 0.5)
+    times.launched(tokens, 101)
+    times.interrupted()
+    times.result(200)
+    expected = measured.chunk.at(100) if tokens else measured.step.value
+    assert expected == pytest.approx(0.5)

@@ -52,3 +52,7 @@ class TokenGaps:
             # Where none fits, up to what a chunk seems to take: one is tried again then.
             self.slack = min(max(slack, 0.0), 2 * self._bound if chunks else math.inf)
         return seconds, bool(chunks)
+
+    def forget(self) -> None:
+        """The time before the next step is no gap."""
+        self._rids = frozenset()

@@ -156,4 +156,6 @@ class LocalTurnsScheduler(Scheduler):
                     self.process_batch_result(*self.result_queue.popleft())
                 self.last_batch = None
             self.local_turns.join()
-        return super().pause_generation(recv_req)
+        answer = super().pause_generation(recv_req)
+        self.local_turns.times.interrupted()
+        return answer

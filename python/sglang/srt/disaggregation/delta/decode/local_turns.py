@@ -42,6 +42,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
 from sglang.srt.disaggregation.delta.decode.turn_metrics import TurnMetrics
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
+from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry
@@ -207,25 +208,28 @@ class LocalTurns:
     def _made(self, req: Req, decision: Decision) -> None:
         self.choice.made(decision)
         self.metrics.decided(decision)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "turn %s (room %s, %d new tokens): %s (%s); expected local %s, remote %s",
-                req.rid,
-                req.bootstrap_room,
-                req.kv_allocated_len - req.cache_protected_len,
-                "local" if decision.local else "remote",
-                decision.reason,
-                *(
-                    "unknown" if seconds is None else f"{seconds:.3f} s"
-                    for seconds in (decision.here, decision.there)
-                ),
-            )
+        logger.debug(
+            "turn %s (room %s, %d new tokens): %s (%s); expected local %s s, remote %s s",
+            req.rid,
+            req.bootstrap_room,
+            req.kv_allocated_len - req.cache_protected_len,
+            decision.where,
+            decision.reason,
+            decision.here,
+            decision.there,
+        )
 
     # ---- chunks ----
 
     def next_batch(self) -> ScheduleBatch | None:
         """The next chunk as a batch to run, if one may run now."""
-        if not self._queue or self._is_paused or not self.pace.may_run(self._beside, self._fits):
+        if not self._queue or self._is_paused:
+            return None
+        if self._limits.max_itl is not None:
+            # What fits changes with each chunk, whether or not somebody arrives.
+            group = self._scheduler.disagg_decode_prealloc_queue.gloo_group
+            self.agree(minimum(self.votes(()), group))
+        if not self.pace.may_run(self._beside, self._fits):
             return None
         if self._queue[0].req.to_finish is not None:
             return None  # aborted in a chunk that was launched: it goes with that one's result

@@ -413,13 +413,18 @@ class StepTimes:
         if not self._blocking and self._launched:
             self._end(at)
 
+    def interrupted(self) -> None:
+        """The engine was paused: the steps under way and the next gap are not measured."""
+        self._launched = [(-1, since) for _, since in self._launched]
+        self._measured.gaps.forget()
+
     def _end(self, at: float) -> None:
         tokens, since = self._launched.pop(0)
         seconds = at - max(since, self._ended_at)
         self._ended_at = at
-        if tokens:
+        if tokens > 0:
             chunk = self._measured.chunk
             self._measured.gaps.chunks.append(chunk.at(tokens) if chunk.is_known else None)
             chunk.add(tokens, seconds)
-        else:
+        elif tokens == 0:
             self._measured.step.add(seconds)
