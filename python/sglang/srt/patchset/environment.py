@@ -286,6 +286,13 @@ LOCAL_SHARE: Variable[float] = Variable(
     0.5, "a number above 0 and at most 1", _number(float, math.ulp(0.0), 1),
 )  # fmt: skip
 
+LOCAL_MAX_ITL_MS: Variable[float] = Variable(
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS", "lead",
+    "Decode: a bound on the inter-token latency of running requests, in milliseconds. Chunks are "
+    "sized so that 99 of 100 gaps between tokens with a chunk in them are shorter.",
+    0.0, "a number of milliseconds of at least 0", _number(float, 0, math.inf), "0 (no bound)",
+)  # fmt: skip
+
 FALLBACK_PREFILL_TOKENS = _integer(
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS", "lead", 0,
     "Decode: the same for requests whose prefill server is lost or cannot be reached, or whose "

@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
     UNKNOWN,
     VOTES,
     Choice,
+    Costs,
     Decision,
     Limits,
     Load,
@@ -28,6 +29,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
     read,
     read_there,
 )
+from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.lead import local_chunk
 from sglang.srt.disaggregation.lead.metrics import LocalMetrics
 from sglang.srt.disaggregation.lead.prefill_exit import Peers, release
@@ -75,7 +77,8 @@ class LocalTurns:
         self, scheduler: Any, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scheduler, self._limits, self._clock = scheduler, limits, clock
-        self.measured, self.peers, self.metrics = Measured(), Peers(), LocalMetrics()
+        self.measured = Measured(limits.max_itl)
+        self.peers, self.metrics = Peers(), LocalMetrics()
         self.choice, self.pace = Choice(limits), Pace(limits.share)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
         #: Admitted in this step, in no batch yet; and the batch that they are built into.
@@ -106,24 +109,16 @@ class LocalTurns:
     def decide(self, queue: Any) -> None:
         """Where each request of the prealloc queue that became ready is computed. Equal on all
         ranks: they decide from numbers that they agreed on."""
-        from torch.distributed import ReduceOp
-
-        from sglang.srt.disaggregation.utils import all_reduce_flags
-
         for address in self.peers.keep(queue.kv_manager.prefill_info_table):
             self.measured.forget(address)
         new = [each for each in ready(queue) if turn_of(each.req) is None]
         if not new:
             return
         questions = [self._question(queue, entry) for entry in new]
-        votes = [*self.measured.votes(), *(vote for *_, vote in questions)]
-        agreed = all_reduce_flags(votes, queue.gloo_group, ReduceOp.MIN)
-        self.pace.costs = read(agreed[:VOTES])
+        agreed = self._agree([vote for *_, vote in questions])
         waiting = [turn_of(each.req) for each in ready(queue)]
         queued = sum(turn.tokens for turn in waiting if turn is not None and turn.decision.local)
-        for entry, (why, address, tokens, _), vote in zip(
-            new, questions, agreed[VOTES:], strict=True
-        ):
+        for entry, (why, address, tokens, _), vote in zip(new, questions, agreed, strict=True):
             there = None if vote == NEVER else read_there(vote)
             if (lost := lost_reason(entry)) is not None:
                 load = self._load(queued)
@@ -136,6 +131,13 @@ class LocalTurns:
                 decision = self.choice.decide(tokens, self._load(queued), self.pace.costs, there)
             queued += tokens if decision.local else 0
             entry.req.lead_turn = Turn(decision, address, tokens, self._clock())
+
+    def _agree(self, votes: list[int]) -> list[int]:
+        """The smallest of each vote over the ranks; from then on they decide by agreed costs."""
+        group = self._scheduler.disagg_decode_prealloc_queue.gloo_group
+        agreed = minimum([*self.measured.votes(), *votes], group)
+        self.pace.costs = read(agreed[:VOTES])
+        return agreed[VOTES:]
 
     def _question(self, queue: Any, entry: Any) -> tuple[str | None, str, int, int]:
         """Why only prefill can; its address; the new tokens; this rank's vote."""
@@ -156,7 +158,7 @@ class LocalTurns:
     def _load(self, queued: int) -> Load:
         running = len(self._scheduler.running_batch.reqs)
         is_full = self.places <= len(self._scheduler.waiting_queue)
-        return Load(queued + self.pending_tokens, running, self.pace.debt, is_full)
+        return Load(queued + self.pending_tokens, running, self.pace.debt, is_full, self._largest)
 
     def announced(self, reqs: list[Any]) -> None:
         """SGLang asked prefill for ``reqs``."""
@@ -206,12 +208,31 @@ class LocalTurns:
         scheduler = self._scheduler
         return len(scheduler.running_batch.reqs) + min(len(scheduler.waiting_queue), self.places)
 
+    @property
+    def _largest(self) -> int:
+        """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
+        applies where a chunk delays the next token of a request that runs, or of a turn whose first
+        token is known, at the latest by the chunk under way."""
+        ends = any(len(each.reqs) > (each.chunked_req is not None) for each in self._launched)
+        delays = self._beside or self._computed or ends
+        return (self.pace.costs if delays else Costs()).largest_chunk(self._limits)
+
+    def _fits(self, left: int) -> bool:
+        """Whether the next chunk delays nobody beyond the bound, where the first turn in line has
+        ``left`` tokens to compute."""
+        return self._largest >= min(self._limits.least, left)
+
+    def _chunk(self, left: int) -> int:
+        """Tokens of the chunk that may run now, likewise; 0 if none may."""
+        fits = self._fits(left)
+        if not self.pace.may_run(self._beside, fits):
+            return 0
+        return max(self._largest if fits else self._limits.least, self._limits.page)
+
     def admit(self, queue: Any) -> None:
         """Hides the local turns of the prealloc queue from SGLang, and builds a chunk of those
         that may run now."""
-        may_run = self.unfinished is None and self.pace.may_run(self._beside)
-        page = queue.tree_cache.page_size
-        left = max(self._limits.chunk, page) if may_run else 0
+        page, left = self._limits.page, 0 if self.unfinished else None
         ahead, entries = 0, list[Any]()
         for entry in ready(queue):
             turn, req = entry.req.lead_turn, entry.req
@@ -221,19 +242,22 @@ class LocalTurns:
                 prefix = len(req.origin_input_ids) - turn.tokens
                 ahead = ahead or sum(self._needs(queue, req, prefix))
                 continue
+            can_leave = lost_reason(entry) is None
+            if can_leave and turn.decision.reason != "always" and not self._fits(turn.tokens):
+                leave(entry, "itl")  # others run since it was decided, or chunks take longer
+                continue
             entry.waiting_for_input = False  # SGLang sets it anew in each step
+            left = self._chunk(turn.tokens) if left is None else left
             rows = queue.req_to_token_pool.available_size() - len(entries)
             if left < page or min(self.places, rows) <= 0:
                 left = 0
                 continue
             need = self._take(queue, req, left, ahead)
-            if not need and lost_reason(entry) is not None:
-                left = 0
-                continue
             if not need:
-                entry.waiting_for_input = True
-                decision = turn.decision._replace(local=False, reason="no_memory")
-                req.lead_turn = turn._replace(decision=decision)
+                if can_leave:
+                    leave(entry, "no_memory")
+                else:
+                    left = 0
                 continue
             entries.append(entry)
             ahead += need
@@ -294,7 +318,6 @@ class LocalTurns:
             batch = self._next_chunk(self.unfinished)
         if batch is not None:
             self._launched.append(batch)
-            self.measured.gaps.chunks.clear()  # there is no bound on inter-token latency here
             self.pace.chunk(batch.extend_num_tokens, self._beside)
             self.metrics.computed(batch.extend_num_tokens)
             self.times.launched(batch.extend_num_tokens, self._clock())
@@ -310,12 +333,14 @@ class LocalTurns:
                 local_chunk.end(scheduler, req)
             return None
         tree, done, length = scheduler.tree_cache, req.extend_end, len(req.origin_input_ids)
-        chunk = max(self._limits.chunk, tree.page_size)
+        if self._limits.max_itl is not None:
+            self._agree([])  # what fits changes with each chunk, whether or not somebody arrives
+        chunk = self._chunk(length - done)
         end = local_chunk.end_of_chunk(done, length, chunk, tree.page_size)
         free = scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
         # A page for each of the others: the next decode step takes no more.
         step = (len(scheduler.running_batch.reqs) + 1) * tree.page_size
-        if not self.pace.may_run(self._beside) or end - done + step > free:
+        if not chunk or end - done + step > free:
             return None
         checkpoint_kv_cache(req, tree)
         req.extend_end = end
@@ -333,6 +358,13 @@ class LocalTurns:
             turn, req.lead_turn = req.lead_turn, None
             self.metrics.done(turn.decision, now - turn.at)
         self._computed.append(batch)
+
+    def decoded(self, reqs: list[Any]) -> None:
+        """A decode step's tokens for ``reqs`` are about to be sent."""
+        rids = frozenset(req.rid for req in reqs if not req.finished())
+        gap = self.measured.gaps.step(self._clock(), rids, self._fits(self._limits.least))
+        if gap is not None:
+            self.metrics.gap(*gap, self._limits.max_itl)
 
     def join(self, running: Any, but: Any = None) -> Any:
         """The running batch with the computed requests, without those of the batch ``but``."""
@@ -357,13 +389,20 @@ def lost_reason(entry: Any) -> str | None:
     return getattr(entry.kv_receiver, "reason", None)
 
 
+def leave(entry: Any, reason: str) -> None:
+    """A turn that was to be computed here is left to prefill, which SGLang asks in its order."""
+    turn = entry.req.lead_turn
+    decision = turn.decision._replace(local=False, reason=reason)
+    entry.waiting_for_input, entry.req.lead_turn = True, turn._replace(decision=decision)
+
+
 def ready(queue: Any) -> list[Any]:
     """The entries of a prealloc queue that wait for admission."""
     return [each for each in queue.queue if each.waiting_for_input and not each.req.finished()]
 
 
-def limits() -> Limits:
-    """The settings.
+def limits(page: int) -> Limits:
+    """The settings. ``page``: tokens of a page.
 
     Raises:
         ValueError: a variable is not the number that it must be.
@@ -374,4 +413,6 @@ def limits() -> Limits:
         share=environment.LOCAL_SHARE.read(),
         always=environment.LOCAL_ALWAYS.read(),
         when_lost=environment.FALLBACK_PREFILL_TOKENS.read(),
+        max_itl=environment.LOCAL_MAX_ITL_MS.read() / 1000 or None,
+        page=page,
     )

@@ -40,7 +40,7 @@ def install(wrap: Install) -> None:
             return
         if not get_disagg().disaggregation_decode_enable_radix_cache:
             raise ValueError("local turns need --disaggregation-decode-enable-radix-cache")
-        self.lead_turns = LocalTurns(self, limits())
+        self.lead_turns = LocalTurns(self, limits(self.tree_cache.page_size))
         if self.metrics_reporter.enable_metrics:
             self.lead_turns.metrics.bind(self.metrics_collector.labels)
         logger.info("turns may be computed here: %s", self.lead_turns.choice.limits)
@@ -105,6 +105,8 @@ def install(wrap: Install) -> None:
         elif self.server_args.device != "cpu":
             self.device_module.current_stream().synchronize()  # likewise, without overlap
         turns.times.result(time.monotonic())
+        if batch.forward_mode.is_decode():
+            turns.decoded(batch.reqs)
         stock(batch, result)
         if batch.forward_mode.is_extend():
             turns.result()
@@ -119,10 +121,12 @@ def install(wrap: Install) -> None:
 
     @scheduler("pause_generation", "(self, recv_req)")
     def pause_generation(stock: Function, turns: LocalTurns, self: Any, recv_req: Any) -> Any:
-        if recv_req.mode != "retract":
-            return stock(recv_req)
-        # SGLang takes back the requests of the running batch, the last one and ``chunked_req``.
-        self.running_batch = turns.join(self.running_batch, but=self.last_batch)
-        self.chunked_req = turns.unfinished
+        retracts = recv_req.mode == "retract"
+        if retracts:
+            # SGLang takes back the requests of the running batch, the last one and ``chunked_req``.
+            self.running_batch = turns.join(self.running_batch, but=self.last_batch)
+            self.chunked_req = turns.unfinished
         stock(recv_req)
-        return turns.retracted()
+        turns.times.interrupted()
+        if retracts:
+            turns.retracted()

@@ -13,3 +13,9 @@ class LocalMetrics(TurnMetrics):
         """A chunk was launched."""
         if self._labels:
             METRICS["decode_local_tokens"].child(self._labels).inc(tokens)
+
+    def gap(self, seconds: float, has_chunk: bool, bound: float | None) -> None:
+        """As on that release, where the scheduler mirrors the counter."""
+        super().gap(seconds, has_chunk, bound)
+        if self._labels and bound and has_chunk and seconds > bound:
+            METRICS["decode_itl_breaches"].child(self._labels).inc()

@@ -1,0 +1,298 @@
+"""The bound on inter-token latency in a real scheduler of 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any  # Any: objects of SGLang
+
+import pytest
+
+from current.decode import Decode
+from current.test_local_turns import LOCAL, Peers
+from current.texts import text
+from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, StepTimes
+
+#: Seconds: of a chunk as a constant and a slope a token, and of a decode step.
+CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
+BOUND = 0.1
+ENV = LOCAL | {
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "256",
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0",
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS": str(BOUND * 1000),
+}
+PLAIN = "--disable-overlap-schedule"
+overlap = pytest.mark.server(env=ENV)
+plain = pytest.mark.server(PLAIN, env=ENV)
+loops = pytest.mark.parametrize(
+    (), [pytest.param(marks=overlap, id="overlap"), pytest.param(marks=plain, id="plain")]
+)
+
+
+class Bounded:
+    """Its decode server expects nothing of prefill; its clock runs in steps only."""
+
+    def __init__(self, decode: Decode) -> None:
+        from sglang.srt.disaggregation.lead.local import LocalTurns
+
+        self._decode, self._make = decode, LocalTurns
+        self._limits = decode.scheduler.lead_turns.choice.limits
+        self._run = decode.scheduler.run_batch
+        self.now, self.late = 0.0, 0.0
+        #: Tokens of each chunk; gaps with a chunk and without.
+        self.chunks: list[int] = []
+        self.gaps: dict[bool, list[float]] = {True: [], False: []}
+        #: For each chunk, the decode steps before it.
+        self.steps: list[int] = []
+        self._steps = 0
+        self.within(BOUND)
+
+    def within(self, bound: float | None, **options: Any) -> Any:
+        """Local turns that have measured nothing, with this bound in seconds."""
+        limits = replace(self._limits, max_itl=bound, **options)
+        turns = self._make(self._decode.scheduler, limits, lambda: self.now)
+        turns.peers = Peers()
+        turns.measured.vote_there = lambda address, tokens: 9_000_000
+        count = turns.metrics.gap
+
+        def note(seconds: float, has_chunk: bool, most: float | None) -> None:
+            self.gaps[has_chunk].append(seconds)
+            count(seconds, has_chunk, most)
+
+        turns.metrics.gap = note
+        self._decode.scheduler.lead_turns = self.turns = turns
+        return turns
+
+    def fix(self, slack: float) -> None:
+        """What is measured, whatever happens."""
+        costs = [int(CONSTANT * 1e6), int(SLOPE * 1e9), int(STEP * 1e6), int(slack * 1e6)]
+        self.turns.measured.votes = lambda: costs
+
+    def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of SGLang's ``run_batch``."""
+        if batch.forward_mode.is_extend():
+            self.now += CONSTANT + SLOPE * batch.extend_num_tokens + self.late
+            self.chunks.append(batch.extend_num_tokens)
+            self.steps.append(self._steps)
+        else:
+            self.now += STEP
+            self._steps += 1
+        return self._run(batch, *args, **kwargs)
+
+
+@pytest.fixture
+def bounded(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounded]:
+    """Of the scene."""
+    from sglang.srt.disaggregation.lead import local_scheduler
+
+    decode.bring_prefill()
+    before = decode.scheduler.lead_turns
+    made = Bounded(decode)
+    monkeypatch.setattr(local_scheduler, "time", SimpleNamespace(monotonic=lambda: made.now))
+    decode.scheduler.run_batch = made.run
+    yield made
+    del decode.scheduler.run_batch
+    decode.scheduler.lead_turns = before
+
+
+def running(decode: Decode, new: int) -> str:
+    """A request that runs, of whose answer so much is to come."""
+    rid = decode.ask(text(20, 1), new)
+    decode.until(lambda: rid in decode.requests and len(decode.output(rid)) > 1)
+    return rid
+
+
+def decisions(bounded: Bounded) -> dict[tuple[str, str], int]:
+    """Where the turns were computed, and why."""
+    return dict(bounded.turns.metrics.turns)
+
+
+@loops
+@pytest.mark.parametrize(
+    ("slack", "sizes"),
+    [
+        (0.05, [256, 44]),
+        (0.02, [144, 144, 12]),  # 150 tokens fit, in whole pages
+        (0.0115, [64, 64, 64, 64, 44]),
+    ],
+)
+def test_chunks_beside_requests_that_run(
+    decode: Decode, bounded: Bounded, slack: float, sizes: list[int]
+) -> None:
+    """Guards against a chunk that delays running requests beyond the bound, and against answers
+    that change with the chunks."""
+    prompt = text(300, 2)
+    (answer,) = decode.learn([prompt], 8)
+    bounded.fix(slack)
+    running(decode, 60)
+    bounded.chunks.clear()
+    rid = decode.ask(prompt, 8)
+    decode.finish()
+    assert bounded.chunks == sizes and decode.output(rid) == answer
+    assert all(b > a for a, b in zip(bounded.steps[1:], bounded.steps[2:], strict=False))
+
+
+@overlap
+def test_no_bound_applies_while_nobody_runs(decode: Decode, bounded: Bounded) -> None:
+    """Guards against a turn in small chunks that would delay nobody."""
+    bounded.fix(0.001)
+    decode.ask(text(300, 2), 4)
+    decode.finish()
+    assert bounded.chunks == [256, 44]
+
+
+@overlap
+def test_what_does_not_fit_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
+    """Guards against a turn that is computed here though none of its chunks fits."""
+    prompt = text(300, 2)
+    decode.learn([prompt], 8)
+    bounded.chunks.clear()
+    bounded.fix(0.002)
+    running(decode, 30)
+    rid = decode.ask(prompt, 8)
+    decode.step(3)
+    assert decode.arriving() == [rid] and decisions(bounded)["remote", "itl"] == 1
+    decode.finish()
+    assert bounded.chunks == [20]
+
+
+@overlap
+def test_what_fits_no_more_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
+    """Guards against a turn that was decided while nobody ran, and that waits behind another one
+    until others run: it holds nothing, and prefill is there."""
+    prompts = [text(400, 2), text(300, 3)]
+    answers = decode.learn(prompts, 8)
+    bounded.chunks.clear()
+    bounded.fix(0.002)
+    rids = [decode.ask(prompt, 8) for prompt in prompts]
+    decode.finish()
+    assert bounded.chunks == [256, 144]
+    assert decisions(bounded) == {("local", "cheaper"): 1, ("remote", "itl"): 1}
+    assert [decode.output(rid) for rid in rids] == answers
+
+
+@overlap
+def test_a_turn_that_began_is_computed_to_its_end(decode: Decode, bounded: Bounded) -> None:
+    """Guards against a turn that waits for ever, since others began to run and no chunk fits any
+    more; and against one whose chunks then come more often than in one gap of a hundred."""
+    first, long = text(50, 1), text(400, 2)
+    decode.learn([first, long], 8)
+    bounded.chunks.clear()
+    bounded.steps.clear()
+    bounded.fix(0.001)
+    other = decode.ask(first, 500)
+    bounded.turns.peers = Peers(known=False)
+    decode.step(2)
+    bounded.turns.peers = Peers()
+    assert decode.arriving() == [other]
+    rid = decode.ask(long, 8)
+    decode.until(lambda: bounded.chunks == [256])
+    decode.deliver(other)
+    decode.finish()
+    assert bounded.chunks == [256, 64, 64, 16] and decode.ended(rid)
+    apart = [b - a for a, b in zip(bounded.steps[1:], bounded.steps[2:], strict=False)]
+    assert min(apart) >= STEPS_BEFORE_BREACH
+
+
+@overlap
+def test_what_fits_is_agreed_on_while_nobody_arrives(decode: Decode, bounded: Bounded) -> None:
+    """Guards against a turn under way that keeps the limit of the last arrival."""
+    bounded.fix(0.0115)
+    running(decode, 60)
+    decode.ask(text(300, 2), 8)
+    decode.until(lambda: len(bounded.chunks) == 2)
+    bounded.fix(0.02)
+    decode.finish()
+    assert bounded.chunks[1:] == [64, 144, 92]
+
+
+@overlap
+@pytest.mark.parametrize(
+    ("slack", "sizes"), [(0.02, [144, 144, 12]), (0.001, [64, 64, 64, 64, 44])]
+)
+def test_fallback_prefill_is_bounded_too(
+    decode: Decode, bounded: Bounded, slack: float, sizes: list[int]
+) -> None:
+    """Guards against a turn that fails because no chunk fits, and against one that stops running
+    requests for as long as one chunk takes."""
+    bounded.within(BOUND, tokens=100)
+    prompt = text(300, 2)
+    (answer,) = decode.learn([prompt], 8)
+    bounded.fix(slack)
+    running(decode, 600)
+    bounded.chunks.clear()
+    bounded.steps.clear()
+    rid = decode.ask(prompt, 8)
+    decode.step(3)
+    assert decode.arriving() == [rid]
+    decode.fail(rid)
+    decode.until(lambda: len(decode.output(rid)) > 0, 700)
+    assert bounded.chunks == sizes
+    apart = [b - a for a, b in zip(bounded.steps, bounded.steps[1:], strict=False)]
+    assert min(apart) >= (STEPS_BEFORE_BREACH if slack == 0.001 else 1)
+    decode.confirm(rid)
+    decode.finish()
+    assert decode.output(rid) == answer
+
+
+def busy(decode: Decode, turns: int) -> None:
+    """Two answers under way all the time, and turns of 300 tokens, one after another."""
+    answers: list[str] = []
+    for number in range(turns):
+        rid = decode.ask(text(300, 100 + number), 2)
+        decode.step()
+        while not decode.output(rid):
+            answers = [each for each in answers if not decode.ended(each)]
+            answers += [decode.ask(text(20, 1), 60) for _ in range(2 - len(answers))]
+            decode.step()
+    decode.finish()
+
+
+@overlap
+@pytest.mark.parametrize("most", [0.025, 0.04, None])
+def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float | None) -> None:
+    """Guards against a bound that is not kept, and one that is kept by computing nothing; without a
+    bound chunks are as large as ever."""
+    bounded.within(most, always=True)
+    busy(decode, 30)
+    with_chunk = bounded.gaps[True]
+    assert len(with_chunk) > 30
+    if most is None:
+        assert max(with_chunk) == pytest.approx(CONSTANT + 256 * SLOPE + STEP, abs=1e-3)
+        return
+    assert sum(gap > most for gap in with_chunk) <= 0.01 * len(with_chunk) + 1
+    assert max(with_chunk) > 0.6 * most
+
+
+@overlap
+def test_chunks_that_take_longer_than_expected(decode: Decode, bounded: Bounded) -> None:
+    """Guards against breaches that change nothing."""
+    bounded.within(0.03, always=True)
+    busy(decode, 20)
+    usual = max(bounded.chunks[-10:])
+    bounded.late = 0.012
+    bounded.chunks.clear()
+    busy(decode, 10)
+    assert 0 < max(bounded.chunks[-5:]) < usual
+
+
+@loops
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pause_is_no_gap_and_no_step(decode: Decode, bounded: Bounded, blocking: bool) -> None:
+    """Guards against a pause that is counted as the wait for a token, or as the time of the step
+    that was under way: chunks would be small, and turns would look slow here."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    turns = bounded.turns
+    turns.times = StepTimes(turns.measured, blocking=blocking)
+    running(decode, 30)
+    decode.inbox.append(PauseGenerationReqInput(mode="in_place"))
+    decode.step(2)
+    bounded.now += 60.0
+    decode.inbox.append(ContinueGenerationReqInput(torch_empty_cache=False))
+    decode.finish()
+    gaps = bounded.gaps[True] + bounded.gaps[False]
+    assert len(gaps) > 20 and max(gaps) < 1.0
+    assert turns.measured.step.value < 1.0
+    assert turns.measured.chunk.at(20) < 1.0

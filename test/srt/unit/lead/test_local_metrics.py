@@ -1,0 +1,21 @@
+"""Metrics of local turns where no scheduler of ours mirrors the counters."""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation.delta.metrics import METRICS
+from sglang.srt.disaggregation.lead.metrics import LocalMetrics
+
+
+def test_gaps_beyond_the_bound_are_counted() -> None:
+    """Guards against a counter that only SGLang 0.5.10.post1 shows."""
+    metrics, labels = LocalMetrics(), {"model_name": "a bound"}
+    for seconds, has_chunk, bound in (
+        (0.3, True, 0.1),
+        (0.3, False, 0.1),
+        (0.05, True, 0.1),
+        (0.3, True, None),
+    ):
+        metrics.gap(seconds, has_chunk, bound)  # nobody scrapes
+        metrics.bind(labels)
+        metrics.gap(seconds, has_chunk, bound)
+    assert METRICS["decode_itl_breaches"].child(labels)._value.get() == 1
