@@ -10,6 +10,7 @@ import pytest
 
 from sglang.srt.disaggregation.lead import attach
 from sglang.srt.disaggregation.lead.attach import Install, Part
+from sglang.srt.patchset.table import CURRENT_VERSION
 
 
 class Queue:
@@ -32,7 +33,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The class as it was; a part, switched on, of a process that has attached nothing."""
     monkeypatch.setattr(Queue, "take", STOCK)
     monkeypatch.setattr(attach, "attached", [])
-    monkeypatch.setattr(attach.metadata, "version", lambda _: attach.VERSION)
+    monkeypatch.setattr(attach.metadata, "version", lambda _: CURRENT_VERSION)
     monkeypatch.setattr(attach, "PARTS", (Part("one", lambda: True, is_plain=False),))
 
 

@@ -17,11 +17,10 @@ from importlib import metadata
 from typing import Any, NamedTuple, Protocol  # Any: SGLang's functions and objects
 
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.table import CURRENT_VERSION
 
 logger = logging.getLogger(__name__)
 
-#: The only release whose methods were tried.
-VERSION = "0.5.23"
 GROUP = "lead"
 
 Function = Callable[..., Any]
@@ -90,8 +89,10 @@ def activate() -> None:
     if not parts or attached:
         return
     found = metadata.version("sglang")
-    if found != VERSION:
-        logger.warning("inert: the group %s is for SGLang %s, found %s", GROUP, VERSION, found)
+    if found != CURRENT_VERSION:
+        logger.warning(
+            "inert: the group %s is for SGLang %s, found %s", GROUP, CURRENT_VERSION, found
+        )
         return
     wraps = Wraps()
     for part in parts:
