@@ -27,8 +27,13 @@ def own_draft(folder: Path) -> Path:
     return Path(_module("untied").build(folder))
 
 
-def _module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, _MODELS / f"{name}.py")
+def on_current() -> dict[str, str]:
+    """Variables of a server of SGLang 0.5.23 that runs a random Qwen3 on a machine with no GPU."""
+    return dict(_module("environment", _MODELS.parent / "current").environment())
+
+
+def _module(name: str, folder: Path = _MODELS) -> Any:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -141,9 +141,14 @@ class Pair(Served):
         return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
 
 
+def running(decode_log: str) -> list[int]:
+    """Each ``#running-req`` in the log of a decode server."""
+    return [int(n) for n in re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log)]
+
+
 def peak_running(decode_log: str) -> int:
-    """The largest ``#running-req`` in the log of a decode server."""
-    return max(map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log)), default=0)
+    """The largest of them."""
+    return max(running(decode_log), default=0)
 
 
 def output_ids(results: Sequence[Result]) -> list[list[int]]:
