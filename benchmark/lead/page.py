@@ -67,6 +67,8 @@ PARTS = (
     Bound(_BUSY, "thread", "stock", rate, 1),
     Bound(_BUSY, "local", "stock", rate, 1),
     Bound(_BUSY, "local + thread", "thread", rate, 1),
+    Bound(_ALONE, "thread", "stock", rate, 1),
+    Bound(_ALONE, "local + thread", "thread", rate, 1),
     Bound(_ALONE, "local + thread", "thread", ttft, 1, at_least=False),
     Bound("burst", "thread", "stock", rate, 1),
     Bound("burst", "thread + admission", "thread", rate, 1),
@@ -109,6 +111,8 @@ def brings(rows: Sequence[Row], part: Bound) -> str:
     found = ratio(rows, part.load, part.arm, part.base, part.of)
     better = found.low > part.value if part.at_least else found.high < part.value
     worse = found.high < part.value if part.at_least else found.low > part.value
+    if math.isnan(found.low):
+        return f"no interval: {_about(part)}: {shown(found)}"
     said = "a gain" if better else "A LOSS" if worse else "WITHIN THE NOISE"
     return f"{said}: {_about(part)}: {shown(found)}"
 
@@ -119,7 +123,9 @@ def _about(bound: Bound) -> str:
 
 
 def shown(of: Interval) -> str:
-    """A ratio and its interval."""
+    """A ratio and its interval, if there is one."""
+    if math.isnan(of.low):
+        return f"{of.value:.2f} (one round)"
     return "{:.2f} [{:.2f}, {:.2f}]".format(*of)
 
 
@@ -203,6 +209,29 @@ def answers(rows: Sequence[Row]) -> str:
     )
 
 
+def headline(rows: Sequence[Row]) -> str:
+    """The answer in a few sentences."""
+
+    def times(load: str, arm: str, base: str, of: Value = rate) -> str:
+        return shown(ratio(rows, load, arm, base, of))
+
+    both, thread, tuned = "local + thread", "thread + admission", "stock + r64"
+    sessions = ", ".join(
+        f"{load} {times(load, both, 'stock')} times its requests/s and "
+        f"{times(load, both, 'stock', ttft)} times its TTFT p50 of later turns"
+        for load in (_BUSY, _ALONE)
+    )
+    kept = sum(verdict(rows, bound).holds for bound in BOUNDS)
+    return (
+        f"Against stock 0.5.23, local turns with the sleeping thread give sessions {sessions}. A "
+        f"burst gets {times('burst', thread, tuned)} times the requests/s with admission and the "
+        "sleeping thread as with stock's own `--num-reserved-decode-tokens 64`. Beside the "
+        f"sleeping thread alone, admission gives {times('burst', thread, 'thread')} times, and "
+        f"{times('burst', thread, 'thread + r64')} times if the thread has that flag too. {kept} "
+        f"of {len(BOUNDS)} bounds hold. Ratios are means over the rounds with 95 % intervals.\n"
+    )
+
+
 LOADS = (("sessions", _BUSY), ("sessions", _ALONE), ("burst", "burst"))
 
 
@@ -214,6 +243,6 @@ def _load(rows: Sequence[Row], kind: str, load: str) -> str:
     ]
     head = ["", "requests/s", "TTFT p50"]
     return (
-        f"{title(load)}, medians of {done} rounds:\n\n{markdown(*table(rows, kind, load))}\n"
+        f"{title(load)}, rounds: {done}, medians of them:\n\n{markdown(*table(rows, kind, load))}\n"
         f"{markdown(head, ratios)}"
     )

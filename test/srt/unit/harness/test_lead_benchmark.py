@@ -78,5 +78,6 @@ def test_what_is_said_of_a_part(values: tuple[float, ...], holds: bool, said: st
     part = Bound("alone", "local", "stock", rate, 1)
     assert verdict(rows, part).holds == holds
     assert brings(rows, part).startswith(f"{said}: ")
+    assert brings(rows[:1] + rows[3:4], part).startswith("no interval: ")
     lower = part._replace(at_least=False)
     assert verdict(rows, lower).holds != holds
