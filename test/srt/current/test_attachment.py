@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any  # Any: settings of SGLang and their values
 
 import pytest
 
@@ -51,15 +51,65 @@ def test_every_part_fits_this_release() -> None:
     assert status == 0, text
 
 
+class Changed:
+    """Settings of a server, but for one."""
+
+    def __init__(self, settings: Any, name: str, value: Any) -> None:
+        self._settings = settings
+        setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._settings, name)
+
+
+REFUSED = {
+    ("get_disagg", "disaggregation_transfer_backend", "mooncake"): (
+        "--disaggregation-transfer-backend other than nixl"
+    ),
+    ("get_disagg", "disaggregation_decode_enable_offload_kvcache", True): (
+        "--disaggregation-decode-enable-offload-kvcache"
+    ),
+    ("get_disagg", "disaggregation_decode_host_receive_threshold", 0.5): (
+        "--disaggregation-decode-host-receive-threshold"
+    ),
+    ("get_disagg", "disaggregation_decode_retraction_backup", "host_pool"): (
+        "--disaggregation-decode-retraction-backup host_pool"
+    ),
+    ("get_parallel", "attn_dcp_size", 2): "--dcp-size",
+    ("get_memory", "enable_unified_memory", True): "--enable-unified-memory",
+    ("get_memory", "enable_session_radix_cache", True): "--enable-session-radix-cache",
+    ("get_model", "kv_cache_dtype", "nvfp4"): "--kv-cache-dtype with scales",
+    ("get_schedule", "enable_priority_scheduling", True): "--enable-priority-scheduling",
+    ("get_serving", "enable_streaming_session", True): "--enable-streaming-session",
+    ("get_exec.moe", "moe_a2a_backend", "deepep"): "--moe-a2a-backend",
+    ("get_exec.overlap", "enable_two_batch_overlap", True): "--enable-two-batch-overlap",
+    ("get_exec.deterministic", "enable_deterministic_inference", True): (
+        "--enable-deterministic-inference"
+    ),
+}
+
+
 @pytest.mark.server(env={"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"})
-def test_another_transfer_backend_is_refused(
-    decode: Decode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("change", "reason"), REFUSED.items(), ids=REFUSED.values())
+def test_what_was_not_tried_is_refused_by_name(
+    decode: Decode,
+    monkeypatch: pytest.MonkeyPatch,
+    change: tuple[str, str, Any],
+    reason: str,
 ) -> None:
-    """Guards against rooms that a prefill server over Mooncake does not release: no part has run
-    there, and decode would ask for it."""
+    """Guards against a server that starts where no part has run: other pools, other batches, or
+    (Mooncake) a prefill server that releases no rooms."""
     assert list(attach.not_tried(decode.scheduler)) == []
-    stock = vars(runtime_context.get_disagg())
-    other = SimpleNamespace(**stock | {"disaggregation_transfer_backend": "mooncake"})
-    monkeypatch.setattr(runtime_context, "get_disagg", lambda: other)
-    (reason,) = attach.not_tried(decode.scheduler)
-    assert reason == "--disaggregation-transfer-backend other than nixl"
+    (getter, _, group), name, value = change[0].partition("."), *change[1:]
+    settings = getattr(runtime_context, getter)()
+    changed = Changed(getattr(settings, group) if group else settings, name, value)
+    given = Changed(settings, group, changed) if group else changed
+    monkeypatch.setattr(runtime_context, getter, lambda: given)
+    assert list(attach.not_tried(decode.scheduler)) == [reason]
+
+
+@pytest.mark.server(env={"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"})
+def test_staging_buffers_are_refused(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a variable of SGLang's."""
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    assert list(attach.not_tried(decode.scheduler)) == ["SGLANG_DISAGG_STAGING_BUFFER"]

@@ -163,26 +163,22 @@ def _refuse_at_start(wrap: Install) -> None:
 
 
 def not_tried(scheduler: Any) -> Iterator[str]:
-    """What of a server no part of admission was tried with, by flag or by kind of model."""
+    """What of a server the parts were not tried with, by flag or by kind of model."""
+    from sglang.srt import runtime_context as settings
     from sglang.srt.configs.model_config import is_deepseek_dsa
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
+    from sglang.srt.environ import envs
 
-    disagg, memory, parallel = get_disagg(), get_memory(), get_parallel()
+    disagg, memory, parallel = settings.get_disagg(), settings.get_memory(), settings.get_parallel()
     if disagg.disaggregation_mode == "null":
         return
-    tree = scheduler.tree_cache
+    run, tree = settings.get_exec(), scheduler.tree_cache
     found = {
-        "decode without --disaggregation-decode-enable-radix-cache": disagg.disaggregation_mode
-        == "decode"
-        and not disagg.disaggregation_decode_enable_radix_cache,
         "--disaggregation-transfer-backend other than nixl": disagg.disaggregation_transfer_backend
         != "nixl",
         "--speculative-algorithm": not scheduler.spec_algorithm.is_none(),
         "--pp-size": parallel.pp_size > 1,
         "--enable-dp-attention": parallel.enable_dp_attention,
         "--attn-cp-size": parallel.attn_cp_size > 1,
-        "--enable-hierarchical-cache on decode": disagg.disaggregation_mode == "decode"
-        and memory.enable_hierarchical_cache,
         "--enable-lora": scheduler.enable_lora,
         "--enable-hisparse": scheduler.enable_hisparse,
         "--enable-pdmux": disagg.enable_pdmux,
@@ -193,4 +189,37 @@ def not_tried(scheduler: Any) -> Iterator[str]:
         "a model with Mamba states": tree.supports_mamba(),
         "a model with sparse attention (DSA)": is_deepseek_dsa(scheduler.model_config.hf_config),
     }
+    on_decode = {
+        "decode without --disaggregation-decode-enable-radix-cache": (
+            not disagg.disaggregation_decode_enable_radix_cache
+        ),
+        # Another tree, or requests whose KV is also in another place.
+        "--enable-hierarchical-cache on decode": memory.enable_hierarchical_cache,
+        "--enable-unified-cache-external-linker": memory.enable_unified_cache_external_linker,
+        "--enable-session-radix-cache": memory.enable_session_radix_cache,
+        "--enable-streaming-session": settings.get_serving().enable_streaming_session,
+        "a tree other than SGLang's own": type(tree).__name__ != "UnifiedRadixCache",
+        "--disaggregation-decode-enable-offload-kvcache": (
+            disagg.disaggregation_decode_enable_offload_kvcache
+        ),
+        "--disaggregation-decode-host-receive-threshold": (
+            disagg.disaggregation_decode_host_receive_threshold < 1
+        ),
+        "--disaggregation-decode-retraction-backup host_pool": (
+            disagg.disaggregation_decode_retraction_backup == "host_pool"
+        ),
+        "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        # Pools whose slots are not counted, or copied to the CPU, token by token.
+        "--dcp-size": parallel.attn_dcp_size > 1,
+        "--enable-unified-memory": memory.enable_unified_memory,
+        "--kv-cache-dtype with scales": settings.get_model().kv_cache_dtype
+        not in ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+        # What a batch of new tokens between decode steps has to respect.
+        "--moe-a2a-backend": run.moe.moe_a2a_backend != "none",
+        "--enable-two-batch-overlap": run.overlap.enable_two_batch_overlap,
+        "--enable-deterministic-inference": run.deterministic.enable_deterministic_inference,
+        "--enable-priority-scheduling": settings.get_schedule().enable_priority_scheduling,
+    }
+    if disagg.disaggregation_mode == "decode":
+        found |= on_decode
     yield from (name for name, holds in found.items() if holds)

@@ -38,13 +38,11 @@ def install(wrap: Install) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.runtime_context import get_disagg
 
     @wrap(DecodePreallocQueue, "resume_retracted_reqs", "(self, rids_to_check=None)")
     def resume_retracted_reqs(stock: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-        backup = get_disagg().disaggregation_decode_retraction_backup
-        if not self.retracted_queue or backup != "cpu_tensor":
-            return stock(*args, **kwargs)  # a host pool's copy cannot be read in part
+        if not self.retracted_queue:
+            return stock(*args, **kwargs)
         self.lead_leases = {}
         try:
             return stock(*args, **kwargs)
