@@ -7,7 +7,8 @@ SGLang has been imported:
     @pytest.mark.server("--disable-overlap-schedule", tokens=4000, env={"NAME": "value"})
 
 ``mode``, "decode" by default or "prefill", says which fixture is there. ``env`` is set before
-SGLang loads its plugins, as it does in each of its processes.
+SGLang loads its plugins, as it does in each of its processes. ``model``: the fixture of the model,
+"model" by default. ``environment.DRAFTS`` are arguments that make it its own draft model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any  # Any: arguments of a mark
 import pytest
 
 from current import forked
-from current.environment import RELEASE, environment
+from current.environment import OWN_DRAFT, RELEASE, environment
 
 if TYPE_CHECKING:
     from current.decode import Decode
@@ -37,7 +38,7 @@ if IS_INSTALLED:
 def pytest_configure(config: pytest.Config) -> None:
     """The mark that this folder has."""
     config.addinivalue_line(
-        "markers", "server(*arguments, mode, tokens, env): the real scheduler of a test"
+        "markers", "server(*arguments, mode, model, tokens, env): the real scheduler of a test"
     )
 
 
@@ -82,12 +83,21 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(random_qwen3.build(request.config.cache.mkdir("random_qwen3")))
 
 
+@pytest.fixture(scope="session")
+def arithmetic(request: pytest.FixtureRequest) -> str:
+    """The folder of a trained model; as its own draft most of its drafts are accepted."""
+    from models import untied
+
+    return str(untied.build(request.config.cache.mkdir("untied")))
+
+
 @pytest.fixture
-def served(request: pytest.FixtureRequest, model: str) -> Any:
+def served(request: pytest.FixtureRequest) -> Any:
     """The one server of this process, made for its first test."""
     if _SERVERS:
         return _SERVERS[0]
     arguments, options = _mark(request)
+    model: str = request.getfixturevalue(options.get("model", "model"))
     os.environ.update(options.get("env", {}))
     from sglang.srt.plugins import load_plugins
 
@@ -96,6 +106,7 @@ def served(request: pytest.FixtureRequest, model: str) -> Any:
     from current.prefill import Prefill
 
     made = {"decode": Decode, "prefill": Prefill}[options.get("mode", "decode")]
+    arguments = tuple(model if each == OWN_DRAFT else each for each in arguments)
     _SERVERS.append(made(model, *arguments, tokens=options.get("tokens", 8000)))
     return _SERVERS[0]
 

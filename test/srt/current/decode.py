@@ -130,11 +130,15 @@ class Decode(Server):
         found = made.tree_cache.match_prefix(MatchPrefixParams(key=key))
         slots = made.tree_cache.path_device_indices(found.last_device_node)[:tokens]
         assert len(slots) == tokens, "not all of it is in the tree"
-        pool = made.token_to_kv_pool_allocator.get_kvcache()
-        return [
-            (keys[slots].clone(), values[slots].clone())
-            for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
-        ]
+        return [(keys[slots].clone(), values[slots].clone()) for keys, values in self._layers()]
+
+    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, those of a draft model at the end."""
+        made = self.scheduler
+        pools = [made.token_to_kv_pool_allocator.get_kvcache()]
+        if not made.spec_algorithm.is_none():
+            pools.append(made.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+        return [layer for pool in pools for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]
 
     def room(self, rid: str) -> Room:
         """The receiver of a request, also after SGLang has let go of it."""
@@ -157,10 +161,8 @@ class Decode(Server):
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
         slots = slots[: len(req.origin_input_ids) - prefix].long()
-        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
-        for layer, (keys, values) in enumerate(layers):
-            pool.k_buffer[layer][slots] = keys[prefix:]
-            pool.v_buffer[layer][slots] = values[prefix:]
+        for (keys, values), (k_buffer, v_buffer) in zip(layers, self._layers(), strict=True):
+            k_buffer[slots], v_buffer[slots] = keys[prefix:], values[prefix:]
         buffers = self.scheduler.disagg_metadata_buffers
         buffers.output_ids[room.announced["slot"]][0] = first
         buffers.cached_tokens[room.announced["slot"]][:] = 0

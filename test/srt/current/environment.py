@@ -8,6 +8,14 @@ from pathlib import Path
 RELEASE = "0.5.23"
 #: The architecture of ``models.random_qwen3``; SGLang would import two hundred others at its start.
 MODEL = "qwen3"
+#: In the place of the model's folder, which is known when a test runs.
+OWN_DRAFT = "the model"
+#: EAGLE with chains of three drafts.
+DRAFTS = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", OWN_DRAFT),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+)
 
 
 def environment() -> dict[str, str]:

@@ -147,8 +147,9 @@ class Server:
         return all(self.requests[rid].finished() for rid in rids or list(self.requests))
 
     def output(self, rid: str) -> list[int]:
-        """The tokens of ``rid`` so far."""
-        return list(self.requests[rid].output_ids)
+        """The tokens of ``rid`` so far; a speculative step may compute more than are wanted."""
+        req = self.requests[rid]
+        return list(req.output_ids[: req.finished_len or req.sampling_params.max_new_tokens])
 
     # Balance
 

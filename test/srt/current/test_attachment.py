@@ -86,6 +86,13 @@ REFUSED = {
     ("get_exec.deterministic", "enable_deterministic_inference", True): (
         "--enable-deterministic-inference"
     ),
+    ("get_spec", "speculative_algorithm", "EAGLE3"): "--speculative-algorithm other than EAGLE",
+    ("get_spec", "speculative_eagle_topk", 2): "--speculative-eagle-topk above 1",
+    ("get_spec", "enable_multi_layer_eagle", True): "--enable-multi-layer-eagle",
+    ("get_spec", "speculative_adaptive", True): "--speculative-adaptive",
+    ("get_spec", "speculative_use_rejection_sampling", True): (
+        "--speculative-use-rejection-sampling"
+    ),
 }
 
 

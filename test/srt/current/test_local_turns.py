@@ -10,6 +10,7 @@ from typing import Any  # Any: objects of SGLang
 import pytest
 
 from current.decode import Decode
+from current.environment import DRAFTS
 
 CHUNK = 128
 LOCAL = {
@@ -33,9 +34,12 @@ EACH = [
     pytest.param(marks=pytest.mark.server(*ONE, env=LOCAL), id="overlap, page 1"),
     pytest.param(marks=pytest.mark.server(PLAIN, *ONE, env=LOCAL), id="plain, page 1"),
     pytest.param(marks=pytest.mark.server(env=ADMITTED), id="overlap, admission"),
+    pytest.param(marks=pytest.mark.server(*DRAFTS, env=ADMITTED), id="overlap, drafts"),
+    pytest.param(marks=pytest.mark.server(PLAIN, *DRAFTS, env=LOCAL), id="plain, drafts"),
+    pytest.param(marks=pytest.mark.server(*ONE, *DRAFTS, env=LOCAL), id="page 1, drafts"),
 ]
 each = pytest.mark.parametrize((), EACH)
-loops = pytest.mark.parametrize((), [*EACH[:2], EACH[-1]])
+loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6]])
 short = pytest.mark.server(env=SHORT)
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from sglang.srt.hardware_backend import cpu_standin
 from sglang.srt.hardware_backend.cpu_standin import cuda, eager, start_method
-from sglang.srt.hardware_backend.cpu_standin.finder import EDIT_FILES, StandinFinder, default_edits
+from sglang.srt.hardware_backend.cpu_standin.finder import (
+    ADDED_ON_0_5_23,
+    EDIT_FILES,
+    StandinFinder,
+    default_edits,
+)
 from sglang.srt.patchset.environment import START_METHOD
 
 TARGET = "cpu_standin_test_target"
@@ -210,10 +215,12 @@ def test_unknown_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:
     """Guards against edits that raise on SGLang 0.5.23, or put 0.5.10's forms in place of its own:
-    there no module below ``sglang.srt`` is edited but the one that starts processes."""
+    there only the start of processes and speculation are edited below ``sglang``."""
     assert set(default_edits("0.5.10.post1")) == set(EDIT_FILES)
     edited = default_edits("0.5.23")
-    assert [name for name in edited if name.startswith("sglang.")] == [
-        "sglang.srt.entrypoints.engine"
-    ]
+    assert {name for name in edited if name.startswith("sglang.")} == {
+        *("sglang.srt.entrypoints.engine", "sglang.srt.speculative.draft_utils"),
+        *ADDED_ON_0_5_23,
+    }
+    assert set(ADDED_ON_0_5_23.values()) == {("speculative",), ("draft_attention",)}
     assert {"torch", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"} < set(edited)

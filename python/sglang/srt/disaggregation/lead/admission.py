@@ -39,9 +39,11 @@ class Admission:
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._page: int = queue.token_to_kv_pool_allocator.page_size
+        #: Tokens behind its text that a request takes for each speculative step.
+        self._step = step_tokens(queue.scheduler)
         #: What a running request reserves at most, and what one that does not run yet.
-        self._cap: int = queue.num_reserved_decode_tokens
-        self._entry_cap = max(self._cap // 2, self._page)
+        self._cap: int = max(queue.num_reserved_decode_tokens, self._step)
+        self._entry_cap = max(self._cap // 2, self._page, self._step)
         self._resuming = False
         self._begin()
 
@@ -82,7 +84,7 @@ class Admission:
             reserve = longest = 0
             for req in self._queue.scheduler.running_batch.reqs:
                 now = req.kv.kv_allocated_len
-                final = max(min(final_length(req), pool), now)
+                final = max(min(final_length(req, self._step), pool), now)
                 reserve += page_ceil(min(final, now + cap), page) - page_ceil(now, page)
                 longest = max(longest, final)
             self._of_running = reserve, page_ceil(longest, page)
@@ -90,7 +92,7 @@ class Admission:
 
     def entry_reserve(self, req: Any, allocated: int) -> int:
         """What a request with so many tokens reserves until it runs."""
-        claim = entering(self._claim(req, allocated))
+        claim = entering(self._claim(req, allocated), self._step)
         return growth(claim, self._entry_cap, self._page)
 
     def resume_cost(self, req: Any) -> int:
@@ -139,16 +141,25 @@ class Admission:
 
     def _claim(self, req: Any, allocated: int) -> Claim:
         # A text may grow to the pool's end, and what waits for more would wait for ever.
-        return Claim(allocated, min(final_length(req), self._queue.max_total_num_tokens))
+        final = final_length(req, self._step)
+        return Claim(allocated, min(final, self._queue.max_total_num_tokens))
 
     def _expected(self, req: Any, allocated: int) -> int:
-        length = min(expected_length(req, allocated), self._queue.max_total_num_tokens)
-        return page_ceil(length, self._page)
+        length = expected_length(req, allocated, self._step)
+        return page_ceil(min(length, self._queue.max_total_num_tokens), self._page)
 
 
 def taken(req: Any) -> int:
     """Tokens that ``req``, which does not run, has or takes in this step (a local turn)."""
     return int(req.kv.kv_allocated_len or req.extend_end or 0)
+
+
+def step_tokens(scheduler: Any) -> int:
+    """Tokens behind its text that SGLang allocates for a running request: those of the speculative
+    step that runs and of the next one; 0 without speculation."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return 0 if scheduler.spec_algorithm.is_none() else int(get_alloc_reserve_per_decode())
 
 
 def install(wrap: Install) -> None:

@@ -171,11 +171,10 @@ def not_tried(scheduler: Any) -> Iterator[str]:
     disagg, memory, parallel = settings.get_disagg(), settings.get_memory(), settings.get_parallel()
     if disagg.disaggregation_mode == "null":
         return
-    run, tree = settings.get_exec(), scheduler.tree_cache
+    run, spec, tree = settings.get_exec(), settings.get_spec(), scheduler.tree_cache
     found = {
         "--disaggregation-transfer-backend other than nixl": disagg.disaggregation_transfer_backend
         != "nixl",
-        "--speculative-algorithm": not scheduler.spec_algorithm.is_none(),
         "--pp-size": parallel.pp_size > 1,
         "--enable-dp-attention": parallel.enable_dp_attention,
         "--attn-cp-size": parallel.attn_cp_size > 1,
@@ -219,6 +218,13 @@ def not_tried(scheduler: Any) -> Iterator[str]:
         "--enable-two-batch-overlap": run.overlap.enable_two_batch_overlap,
         "--enable-deterministic-inference": run.deterministic.enable_deterministic_inference,
         "--enable-priority-scheduling": settings.get_schedule().enable_priority_scheduling,
+        # What the first draft of a request starts from.
+        "--speculative-algorithm other than EAGLE": spec.speculative_algorithm
+        not in (None, "EAGLE"),
+        "--speculative-eagle-topk above 1": (spec.speculative_eagle_topk or 1) > 1,
+        "--enable-multi-layer-eagle": spec.enable_multi_layer_eagle,
+        "--speculative-adaptive": spec.speculative_adaptive,
+        "--speculative-use-rejection-sampling": spec.speculative_use_rejection_sampling,
     }
     if disagg.disaggregation_mode == "decode":
         found |= on_decode

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple  # Any: SGLang's objects
 
+from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     NEVER,
     UNKNOWN,
@@ -29,6 +30,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
     read,
     read_there,
 )
+from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.lead import local_chunk
 from sglang.srt.disaggregation.lead.metrics import LocalMetrics
@@ -324,6 +326,7 @@ class LocalTurns:
         return batch
 
     def _next_chunk(self, req: Any) -> Any:
+        from sglang.srt.mem_cache.allocation_sizing import get_alloc_len_per_decode
         from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
         scheduler = self._scheduler
@@ -338,8 +341,9 @@ class LocalTurns:
         chunk = self._chunk(length - done)
         end = local_chunk.end_of_chunk(done, length, chunk, tree.page_size)
         free = scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
-        # A page for each of the others: the next decode step takes no more.
-        step = (len(scheduler.running_batch.reqs) + 1) * tree.page_size
+        # What the next decode step takes of each of the others: a page, or that of its drafts.
+        step = page_ceil(get_alloc_len_per_decode(), tree.page_size)
+        step *= len(scheduler.running_batch.reqs) + 1
         if not chunk or end - done + step > free:
             return None
         checkpoint_kv_cache(req, tree)
@@ -353,6 +357,8 @@ class LocalTurns:
         if not self._launched:
             return
         batch, now = self._launched.popleft(), self._clock()
+        if batch.spec_info is not None:
+            own_first_drafts(batch)  # a request that is retracted starts from them again
         batch.filter_batch(reqs_to_exclude=batch.chunked_req)
         for req in batch.reqs:
             turn, req.lead_turn = req.lead_turn, None

@@ -75,16 +75,18 @@ def _torch_native(module: Any) -> None:
         save_kv_cache: bool = True,
     ) -> Any:
         mode = forward_batch.forward_mode
-        if not mode.is_target_verify() and not mode.is_draft_extend():
+        if not mode.is_target_verify() and mode.name != "DRAFT_EXTEND":
             return stock(self, q, k, v, layer, forward_batch, save_kv_cache)
-        pool = forward_batch.token_to_kv_pool
+        # On SGLang 0.5.23 the pools are the backend's, and a place is an object.
+        pools = forward_batch if hasattr(forward_batch, "token_to_kv_pool") else self
+        pool, place = pools.token_to_kv_pool, getattr(module, "KVWriteLoc", lambda loc: loc)
         if save_kv_cache:
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            pool.set_kv_buffer(layer, place(forward_batch.out_cache_loc), k, v)
         out = attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
-            forward_batch.req_to_token_pool.req_to_token,
+            pools.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             *_lengths(forward_batch),
             layer.scaling,
@@ -105,7 +107,7 @@ def _draft_backends(module: Any) -> None:
 
 def _unless_other_backend(stock: Any, make: Any) -> Any:
     def create(factory: Any) -> Any:
-        args = factory.server_args
+        args = factory.draft_model_runner.server_args
         chosen = factory.draft_attn_backend or args.attention_backend
         return make(factory) if chosen == "torch_native" else stock(factory)
 
@@ -138,10 +140,19 @@ class DraftSteps:
                 self._ahead = step + 1
 
             def _run_sdpa_forward_decode(
-                self, q: Any, o: Any, k: Any, v: Any, table: Any, rows: Any, lens: Any, **how: Any
+                self,
+                q: Any,
+                o: Any,
+                k: Any,
+                v: Any,
+                table: Any,
+                rows: Any,
+                lens: Any,
+                *more: Any,
+                **how: Any,
             ) -> Any:
                 return super()._run_sdpa_forward_decode(
-                    q, o, k, v, table, rows, lens + self._ahead, **how
+                    q, o, k, v, table, rows, lens + self._ahead, *more, **how
                 )
 
         self.attn_backends = [DraftStep(step) for step in range(steps - 1)]

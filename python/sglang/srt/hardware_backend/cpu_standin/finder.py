@@ -42,8 +42,25 @@ EDIT_FILES = {
     "sglang.srt.speculative.spec_utils": ("speculative",),
 }
 
-#: SGLang 0.5.23 has CPU forms of what is edited in the base: of the table it needs these.
-EDITED_ON_0_5_23 = ("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine")
+#: Where SGLang 0.5.23 has what speculation needs.
+ADDED_ON_0_5_23 = dict.fromkeys(
+    (
+        "sglang.kernels.ops.kvcache.cache_move",
+        "sglang.kernels.ops.speculative.cache_locs",
+        "sglang.kernels.ops.speculative.eagle",
+        "sglang.kernels.ops.speculative.gather_spec_extras",
+        "sglang.kernels.ops.speculative.spec_tree",
+        "sglang.srt.arg_groups.speculative_hook",
+        "sglang.srt.mem_cache.allocation",
+    ),
+    ("speculative",),
+) | {"sglang.srt.layers.attention.torch_native_backend": ("draft_attention",)}
+
+#: That release has CPU forms of the rest: of ``EDIT_FILES`` it needs these.
+EDITED_ON_0_5_23 = (
+    *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
+    "sglang.srt.speculative.draft_utils",
+)
 
 #: Packages made of names only, all submodules included. ``sgl_kernel`` is shadowed where it is
 #: installed, since it cannot be imported without libcuda. ``flashinfer`` could be imported; on a
@@ -67,12 +84,11 @@ def _run_files(files: Sequence[str], module: ModuleType) -> None:
 def default_edits(release: str) -> dict[str, Edit]:
     """``EDIT_FILES`` for this ``release`` of SGLang, as functions; a file is imported when its
     first module is."""
-    edited = EDITED_ON_0_5_23 if release == "0.5.23" else ("",)
-    return {
-        name: partial(_run_files, files)
-        for name, files in EDIT_FILES.items()
-        if name.startswith(edited)
-    }
+    files = EDIT_FILES
+    if release == "0.5.23":
+        files = {name: files[name] for name in files if name.startswith(EDITED_ON_0_5_23)}
+        files |= ADDED_ON_0_5_23
+    return {name: partial(_run_files, each) for name, each in files.items()}
 
 
 class StandinFinder(MetaPathFinder):

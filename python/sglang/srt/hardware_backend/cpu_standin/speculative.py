@@ -197,11 +197,56 @@ def _fill_new_verified_id(ids: Tensor, accepted: Tensor, last: Tensor, drafts: i
     last.copy_(ids.flatten()[first + accepted - 1])
 
 
+# ---- SGLang 0.5.23: the same kernels, by other names ----
+
+
+def _verify_tree_greedy(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
+    topk: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Signature of that release's ``verify_tree_greedy_func``."""
+    tree = retrieve_index, retrieve_next_token, retrieve_next_sibling
+    return verify_chain(
+        predicts, accept_index, accept_token_num, candidates, *tree, target_predict, topk
+    )
+
+
+def _draft_cache_locs(
+    rows: Tensor, table: Tensor, lens: Tensor, slots: Tensor, topk: int, steps: int, **outs: None
+) -> None:
+    """Signature of ``assign_draft_cache_locs_contiguous_func``."""
+    _assign_draft_cache_locs_page_size_1(rows, table, lens, slots, 0, topk, steps)
+
+
+def _last_accepted(ids: Tensor, accepted: Tensor, last: Tensor, stride: int, requests: int) -> None:
+    """Signature of ``fill_bonus_tokens_func``."""
+    _fill_new_verified_id(ids, accepted, last, stride)
+
+
+def _gather(
+    rows: Tensor, scores: Tensor, index: Tensor, tokens: Tensor, hidden: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Signature of ``gather_spec_extras``: the rows of each."""
+    return scores[rows], index[rows], tokens[rows], None if hidden is None else hidden[rows]
+
+
+def _with_overlap(args: object) -> None:
+    """Replaces ``_disable_overlap_schedule_for_cpu``: the form of ``gather_spec_extras`` is all
+    that overlap scheduling lacks on a CPU."""
+
+
 # ---- mem_cache.memory_pool ----
 
 
 def _move_kv(
-    pointers: Tensor, strides: Tensor, target: Tensor, source: Tensor, *sizes: int, **options: int
+    pointers: Tensor, strides: Tensor, target: Tensor, source: Tensor, *sizes: Any, **options: int
 ) -> None:
     """Signature of SGLang's ``copy_all_layer_kv_cache_tiled``: a pool that serves speculation tries
     it once at its start, on one slot and itself. A chain of drafts moves no KV."""
@@ -226,4 +271,18 @@ _FORMS: dict[str, dict[str, Any]] = {
         "fill_new_verified_id": Launch(_fill_new_verified_id),
     },
     "sglang.srt.mem_cache.memory_pool": {"copy_all_layer_kv_cache_tiled": Launch(_move_kv)},
+    # SGLang 0.5.23
+    "sglang.kernels.ops.kvcache.cache_move": {"copy_all_layer_kv_cache_func": _move_kv},
+    "sglang.kernels.ops.speculative.cache_locs": {
+        "assign_draft_cache_locs_contiguous_func": _draft_cache_locs,
+        "assign_extend_cache_locs_func": _assign_extend_cache_locs_func,
+    },
+    "sglang.kernels.ops.speculative.eagle": {"fill_bonus_tokens_func": _last_accepted},
+    "sglang.kernels.ops.speculative.gather_spec_extras": {"gather_spec_extras": _gather},
+    "sglang.kernels.ops.speculative.spec_tree": {
+        "build_tree_kernel_efficient_func": build_chain,
+        "verify_tree_greedy_func": _verify_tree_greedy,
+    },
+    "sglang.srt.arg_groups.speculative_hook": {"_disable_overlap_schedule_for_cpu": _with_overlap},
+    "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_func": _assign_req_to_token_pool},
 }
