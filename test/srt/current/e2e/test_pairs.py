@@ -7,67 +7,16 @@ afterwards: ``Pair.check`` waits for SGLang's own memory check.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from benchmark.harness import metrics
-from benchmark.harness.pair import Aggregated, Pair, PairConfig
-from benchmark.harness.servers import Sizes
-from benchmark.harness.workload import token_range
-from current.environment import environment
-from models.random_qwen3 import build
+from benchmark.harness.pair import Pair, PairConfig
+from current.e2e.support import LEAD, NEW, SIZES, Talks, variables
 from sglang.srt.disaggregation.lead import attach
 
-PAGE, NEW = 16, 16
-SIZES = Sizes(pool_tokens=16_000, page_size=PAGE, chunked_prefill_tokens=512)
-#: Every part of the group, on both servers; every later turn is computed by decode, and prefill's
-#: half of it has to end without an error, or the client takes the request for failed.
-LEAD = {
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512",
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
-    "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "512",
-    "SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining",
-    "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY": "1000",
-}
 is_there = pytest.mark.skipif(not attach.PARTS, reason="the group lead has no part")
-
-
-class Talks(NamedTuple):
-    """Prompts of each turn, one a talk, and the answers to them."""
-
-    model: Path
-    prompts: list[list[list[int]]]
-    answers: list[list[list[int]]]
-
-
-@pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Talks:
-    """Four talks, two of which begin alike, as the aggregated server carries them on."""
-    model = build(tmp_path_factory.mktemp("model"))
-    rng, tokens = random.Random(5), token_range(model)
-    begun = rng.choices(tokens, k=200)
-    prompts = [[*begun, *rng.choices(tokens, k=100 + 60 * i)] for i in range(2)]
-    prompts += [rng.choices(tokens, k=300 + 90 * i) for i in range(2)]
-    told = Talks(model, [], [])
-    logs = tmp_path_factory.mktemp("aggregated")
-    with Aggregated(model, logs, SIZES, env=variables()) as server:
-        for _ in range(3):
-            told.prompts.append(prompts)
-            told.answers.append(server.generate(prompts, NEW))
-            prompts = [
-                [*prompt, *answer, *rng.choices(tokens, k=30)]
-                for prompt, answer in zip(prompts, told.answers[-1], strict=True)
-            ]
-        server.check()
-    return told
-
-
-def variables(**more: str) -> dict[str, str]:
-    """For each server; the stand-in forks SGLang's processes, which halves a start."""
-    return {**environment(), "SGLANG_CPU_STANDIN_START_METHOD": "fork", **more}
 
 
 def carries_on(talks: Talks, logs: Path, *, ranks: int = 1, lead: bool) -> None:
@@ -84,7 +33,8 @@ def carries_on(talks: Talks, logs: Path, *, ranks: int = 1, lead: bool) -> None:
         env=variables(**LEAD if lead else {}),
     )
     with Pair(config, logs) as pair:
-        for turn, (prompts, answers) in enumerate(zip(talks.prompts, talks.answers, strict=True)):
+        for turn in range(3):
+            prompts, answers = talks.prompts[turn], talks.answers[turn]
             assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
         pair.check()
         page = metrics.page(pair.decode_url)

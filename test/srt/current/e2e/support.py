@@ -1,0 +1,61 @@
+"""Talks with their answers, and how servers of SGLang 0.5.23 are started here."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmark.harness.pair import Aggregated
+from benchmark.harness.servers import Sizes
+from benchmark.harness.workload import token_range
+from current.environment import environment
+
+PAGE, NEW = 16, 16
+SIZES = Sizes(pool_tokens=16_000, page_size=PAGE, chunked_prefill_tokens=512)
+#: Every part of the group, on both servers; every later turn is computed by decode, and prefill's
+#: half of it has to end without an error, or the client takes the request for failed.
+LEAD = {
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512",
+    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
+    "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "512",
+    "SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining",
+    "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY": "1000",
+}
+
+Ids = list[int]
+
+
+class Talks(NamedTuple):
+    """Prompts of each turn, one a talk, and the answers to them."""
+
+    model: Path
+    prompts: list[list[Ids]]
+    answers: list[list[Ids]]
+
+
+def talks_of(model: Path, logs: Path) -> Talks:
+    """Four talks of three turns, two of which begin alike, and a fourth list of prompts that no
+    talk shares, the last of them long; as an aggregated stock server answers them."""
+    rng, tokens = random.Random(5), token_range(model)
+    begun = rng.choices(tokens, k=200)
+    prompts = [[*begun, *rng.choices(tokens, k=100 + 60 * i)] for i in range(2)]
+    prompts += [rng.choices(tokens, k=300 + 90 * i) for i in range(2)]
+    told = Talks(model, [], [])
+    with Aggregated(model, logs, SIZES, env=variables()) as server:
+        for _ in range(3):
+            told.prompts.append(prompts)
+            told.answers.append(server.generate(prompts, NEW))
+            prompts = [
+                [*prompt, *answer, *rng.choices(tokens, k=30)]
+                for prompt, answer in zip(prompts, told.answers[-1], strict=True)
+            ]
+        told.prompts.append([rng.choices(tokens, k=length) for length in (250, 300, 4000)])
+        told.answers.append(server.generate(told.prompts[-1], NEW))
+        server.check()
+    return told
+
+
+def variables(**more: str) -> dict[str, str]:
+    """For each server; the stand-in forks SGLang's processes, which halves a start."""
+    return {**environment(), "SGLANG_CPU_STANDIN_START_METHOD": "fork", **more}
