@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # servers and two cores do not share well
-.PHONY: help env lint format test test-fast test-nightly test-current test-durations test-unit test-component test-e2e test-pythons check-patchset hazards chaos bench-agentic demo serve wheel clean
+.PHONY: help env lint format test test-fast test-nightly test-current test-durations test-unit test-component test-e2e test-pythons check-patchset hazards chaos chaos-current bench-agentic demo serve wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## / - /'
@@ -69,6 +69,9 @@ test-pythons: env ## attachment and what needs no torch, on each supported Pytho
 
 chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --backend nixl ..."
 	PYTHONPATH=.:test/srt $(PY) -m chaos $(CHAOS)
+
+chaos-current: $(CURRENT_STAMP) ## the same on SGLang 0.5.23; CHAOS="--lead --seed 7", or with --stock
+	PYTHONPATH=.:test/srt $(CURRENT)/bin/python -m chaos $(or $(CHAOS),--lead)
 
 bench-agentic: env ## is disaggregation worth it? one page; AGENTIC="--fleet fleet.yaml --trace FILE ..."
 	$(PY) -m benchmark.agentic run worth $(AGENTIC)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import sys
 import time
@@ -23,9 +24,20 @@ from benchmark.harness.process import ServerFailed
 from chaos import run
 from chaos.bank import Bank, ask_aggregated
 from chaos.events import Event, EventFile
-from chaos.plan import HEAVY, LIGHT, LOCAL, STORE, Plan, make_plans
+from chaos.plan import (
+    CURRENT_EVERY_S,
+    HEAVY,
+    HEAVY_EVERY_S,
+    LIGHT,
+    LOCAL,
+    STORE,
+    Plan,
+    make_plans,
+)
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import Account, Arm, run_arm
+from current.environment import RELEASE, environment
+from sglang.srt.patchset.base_version import installed_version
 
 BACKENDS = ("nixl", "mooncake")
 PAGE_SIZES = (16, 1)
@@ -48,8 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="decode computes short turns itself, and is flushed and paused too",
     )
+    current = parser.add_mutually_exclusive_group()
+    current.add_argument(
+        "--lead",
+        action="store_const",
+        const="lead",
+        dest="current",
+        default="",
+        help=f"SGLang {RELEASE} with all parts of the group `lead`, under its interpreter",
+    )
+    current.add_argument(
+        "--stock", action="store_const", const="stock", dest="current", help="that release without"
+    )
     parser.add_argument("--out", type=Path, help="the event log; server logs go beside it")
     args = parser.parse_args(arguments)
+    if bool(args.current) != (installed_version() == RELEASE):
+        parser.error(f"--lead or --stock is what SGLang {RELEASE} needs, and no other release has")
+    if args.current:
+        if args.hicache_buffer_only or args.local_turns:
+            parser.error(f"SGLang {RELEASE} has no arm with --hicache-buffer-only, --local-turns")
+        args.backend = "nixl"
+        os.environ.update(environment())
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
     backends = BACKENDS if args.backend == "both" else (args.backend,)
@@ -57,11 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     both = STAGED_PAGE_SIZES if staged else PAGE_SIZES
     pages = both if args.page_size == "both" else (int(args.page_size),)
     arms = [
-        Arm(backend, page, staged, args.local_turns)
+        Arm(backend, page, staged, args.local_turns, args.current)
         for backend, page in itertools.product(backends, pages)
     ]
     heavy = (*HEAVY, *STORE) if staged else HEAVY
-    light = (*LIGHT, *LOCAL) if args.local_turns else LIGHT
+    light = (*LIGHT, *LOCAL) if args.local_turns or args.current else LIGHT
+
+    every_s = CURRENT_EVERY_S if args.current else HEAVY_EVERY_S
 
     console = Console()
     began = time.monotonic()
@@ -71,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         bank = ask_aggregated(model, out.parent, seed)
-        plans = make_plans(seed, len(arms), args.seconds / len(arms), bank.threads, heavy, light)
+        seconds = args.seconds / len(arms)
+        plans = make_plans(seed, len(arms), seconds, bank.threads, heavy, light, every_s)
         with EventFile(out) as events:
             accounts = _run_all(console, arms, plans, bank, model, out.parent, events)
     except ServerFailed as failure:

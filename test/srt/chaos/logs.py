@@ -12,6 +12,11 @@ _MARKS = (_TRACEBACK, "InvariantError", *LEAK_MARKS)
 _EXCERPT_LINES = 40
 _FAILED_STORE = re.compile(rf"(HiCache store \S+: \w+ failed: [^\n]*\n){re.escape(_TRACEBACK)}")
 """Of a store that raised: the guard logs where, once until it works again."""
+_KILLED_PEER = re.compile(
+    r"(Unexpected transfer worker error for room \d+\n)"
+    rf"{re.escape(_TRACEBACK)}(?=[^\[]*left a handle running)"
+)
+"""Of SGLang 0.5.23: a worker found its peer dead, and ends the room."""
 
 
 def log_problems(log: Path, killed_at: int | None = None) -> list[str]:
@@ -19,11 +24,12 @@ def log_problems(log: Path, killed_at: int | None = None) -> list[str]:
 
     No traceback is tolerated in a server that we did not kill: SGLang answers aborted requests,
     vanished clients and dead peers with log lines. That of a call of HiCache's store is left out:
-    the server computes instead. ``killed_at``: the size of the log in bytes when we killed its
+    the server computes instead. So is that of a worker of SGLang 0.5.23 whose peer was killed.
+    ``killed_at``: the size of the log in bytes when we killed its
     server; what its processes wrote after that is left out.
     """
     text = log.read_bytes()[:killed_at].decode(errors="replace")
-    text = _FAILED_STORE.sub(r"\1", text)
+    text = _KILLED_PEER.sub(r"\1", _FAILED_STORE.sub(r"\1", text))
     problems = []
     for mark in _MARKS:
         at = text.find(mark)

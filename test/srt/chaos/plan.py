@@ -64,6 +64,8 @@ it."""
 FIRST_HEAVY_S = 8.0
 HEAVY_EVERY_S = 25.0
 """A restart takes about half of it on a busy machine of two cores; the rest is time to recover."""
+CURRENT_EVERY_S = 60.0
+"""The same on SGLang 0.5.23, whose servers start more slowly."""
 STOP_S = {
     FaultKind.STOP_PREFILL: (13.0, 18.0),
     FaultKind.STOP_PREFILL_SCHEDULER: (5.0, 14.0),
@@ -127,9 +129,10 @@ def make_plans(
     threads: Sequence[int],
     heavy: Sequence[FaultKind] = HEAVY,
     light: Sequence[FaultKind] = LIGHT,
+    every_s: float = HEAVY_EVERY_S,
 ) -> list[Plan]:
     """``arms`` plans of ``seconds`` each, which share out the kinds of faults, ``heavy`` and
-    ``light``.
+    ``light``; one of each in ``every_s``.
 
     ``threads``: the number of questions of each conversation of the bank, whose questions are
     numbered through. Turns of a conversation are mostly asked in order, as only then the decode
@@ -142,7 +145,7 @@ def make_plans(
     for arm in range(arms):
         rng = random.Random(f"{seed} {arm}")
         sends = tuple(_sends(rng, seconds, threads, ways))
-        faults = tuple(_faults(rng, seconds, kinds, lights))
+        faults = tuple(_faults(rng, seconds, kinds, lights, every_s))
         plans.append(Plan(seed, arm, seconds, sends, faults))
     return plans
 
@@ -158,6 +161,7 @@ def _faults(
     seconds: float,
     kinds: Iterator[FaultKind | How],
     lights: Iterator[FaultKind | How],
+    every_s: float,
 ) -> Iterator[Fault]:
     at = FIRST_HEAVY_S
     while at < seconds - 5.0:
@@ -165,7 +169,7 @@ def _faults(
         yield Fault(round(at - rng.uniform(0.5, 4.0), 3), light, _length(rng, light))
         for_s = _length(rng, kind)
         yield Fault(round(at + rng.uniform(0.0, 2.0), 3), kind, for_s)
-        at += HEAVY_EVERY_S
+        at += every_s
 
 
 def _length(rng: random.Random, kind: FaultKind) -> float:

@@ -20,7 +20,7 @@ from chaos.clients import Addresses, Life
 from chaos.events import Event, EventFile
 from chaos.logs import log_problems
 from chaos.plan import HEAVY, PAUSES, Fault, FaultKind, Plan, Send
-from chaos.servers import HOLD_S, Servers, chaos_config
+from chaos.servers import HOLD_S, Servers, chaos_config, current_config
 from chaos.tally import AFTERMATH_S, BUGS, Outcome, Tally, Verdict, Window, judge
 from component.buffer_only.masters import Master
 
@@ -50,10 +50,13 @@ class Arm:
     """Prefill has buffer-only HiCache before a Mooncake store."""
     local: bool = False
     """Decode computes short turns itself."""
+    current: str = ""
+    """On SGLang 0.5.23: "lead", or "stock"."""
 
     @property
     def name(self) -> str:
         extra = ("-hicache" if self.staged else "") + ("-local" if self.local else "")
+        extra += f"-{self.current}" if self.current else ""
         return f"{self.backend}-{self.page_size}{extra}"
 
 
@@ -374,6 +377,9 @@ def run_arm(
         ServerFailed: a server did not start.
     """
     master = Master() if arm.staged else None
-    config = chaos_config(model, logs, arm.backend, arm.page_size, master, local=arm.local)
+    if arm.current:
+        config = current_config(model, arm.page_size, stock=arm.current == "stock")
+    else:
+        config = chaos_config(model, logs, arm.backend, arm.page_size, master, local=arm.local)
     with Servers(config, logs, master=master) as servers:
         return Chaos(servers, plan, bank, arm.name, events, show).run()

@@ -41,6 +41,19 @@ def test_a_store_that_failed_is_no_trouble_of_the_server(tmp_path: Path) -> None
     assert problem.endswith("ValueError: no such room (1 times)")
 
 
+def test_a_worker_whose_peer_was_killed_is_no_trouble(tmp_path: Path) -> None:
+    """Guards against alarms about decode servers that a run kills, and against forgiving a worker
+    of SGLang 0.5.23 another error."""
+    said = "[2026-01-01 00:00:00] Unexpected transfer worker error for room 7\n"
+    trace = TRACE.partition("exception: ")[2]
+    log = tmp_path / "prefill.1.log"
+    log.write_text(said + trace.replace("no such room", "room 7 left a handle running 5.0s after"))
+    assert log_problems(log) == []
+    log.write_text(log.read_text() + said + trace)
+    (problem,) = log_problems(log)
+    assert problem.endswith("ValueError: no such room (1 times)")
+
+
 def test_what_a_killed_server_says_while_it_dies_is_left_out(tmp_path: Path) -> None:
     """Guards against blaming a process whose parent was just killed, and against forgiving what it
     said before."""

@@ -2,7 +2,18 @@
 
 import pytest
 
-from chaos.plan import HEAVY, LIGHT, LOCAL, STOP_S, STORE, FaultKind, How, Plan, make_plans
+from chaos.plan import (
+    CURRENT_EVERY_S,
+    HEAVY,
+    LIGHT,
+    LOCAL,
+    STOP_S,
+    STORE,
+    FaultKind,
+    How,
+    Plan,
+    make_plans,
+)
 
 THREADS = (5,) * 8
 SEEDS = range(30)
@@ -54,6 +65,14 @@ def test_with_local_turns_decode_is_asked_everything(seed: int) -> None:
     assert set.union(*kinds) == {*HEAVY, *LIGHT, *LOCAL}
     assert all(len({*LOCAL} & of) >= 2 for of in kinds)
     assert {kind.role for kind in LOCAL} == {"decode"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_ten_minutes_of_the_later_release_hold_every_fault(seed: int) -> None:
+    """Guards against a kind that is left out where faults are fewer."""
+    lights = (*LIGHT, *LOCAL)
+    (arm,) = make_plans(seed, 1, 600.0, THREADS, light=lights, every_s=CURRENT_EVERY_S)
+    assert {fault.kind for fault in arm.faults} == {*HEAVY, *lights}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

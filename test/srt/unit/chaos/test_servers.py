@@ -16,7 +16,7 @@ from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import group_members
 from chaos import servers as chaos_servers
 from chaos import store
-from chaos.servers import ENV, LOCAL_ARGS, Servers, chaos_config
+from chaos.servers import ENV, LEAD, LOCAL_ARGS, Servers, chaos_config, current_config
 from sglang.srt.patchset.environment import LOCAL_CHUNK
 
 pytestmark = pytest.mark.slow
@@ -195,6 +195,24 @@ def test_local_turns_are_decodes_flags(tmp_path: Path) -> None:
     prefill, decode = chaos_config(tmp_path, tmp_path, "nixl", 16, local=True).layout()
     assert {*LOCAL_ARGS} <= set(decode.command) and not {*LOCAL_ARGS} & set(prefill.command)
     assert LOCAL_CHUNK.name in decode.env
+
+
+def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -> None:
+    """Guards against a comparison of two stock pairs, or of two different ones."""
+    for lead, stock in zip(
+        current_config(tmp_path, 16, stock=False).layout(),
+        current_config(tmp_path, 16, stock=True).layout(),
+        strict=True,
+    ):
+        differs = {"SGLANG_PATCHSET": "1", **LEAD}
+        assert {key: lead.env[key] for key in differs} == differs
+        assert stock.env == {"SGLANG_PATCHSET": "0"} | {
+            key: value for key, value in lead.env.items() if key not in differs
+        }
+        # Ports are new for each pair.
+        assert [a for a in stock.command if not a.isdecimal()] == [
+            a for a in lead.command if not a.isdecimal()
+        ]
 
 
 def test_a_stage_that_does_not_empty_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
