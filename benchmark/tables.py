@@ -22,6 +22,8 @@ from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
 from benchmark.harness.variants import PROGRESS_DELAY
 from benchmark.hicache_buffer_only import page as hicache_page
+from benchmark.lead import page as lead_page
+from benchmark.lead.measure import read as lead_rows
 from benchmark.local_turns import page as local_page
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.table import GROUPS
@@ -268,6 +270,29 @@ def local_bounds(run: str) -> str:
     return f"{intro}{title}{rows}\nOutputs are {same} in all arms.\n\n{kept}"
 
 
+# ---- the group lead on SGLang 0.5.23 ----
+
+_LEAD = _BENCHMARK / "lead" / "results" / "rounds.jsonl"
+
+
+def lead() -> str:
+    """benchmark/lead: all loads, bounds and parts."""
+    rows = lead_rows(_LEAD)
+    runs = dict.fromkeys((row["date"], row["commit"], row["command"]) for row in rows)
+    ran = ",\n".join(f"{date}, commit {commit}, by `{by}`" for date, commit, by in runs)
+    return f"SGLang {rows[0]['sglang']}, {rows[0]['machine']}; {ran}:\n\n{lead_page.page(rows)}"
+
+
+def lead_headline() -> str:
+    """benchmark/lead: the answer."""
+    return lead_page.headline(lead_rows(_LEAD))
+
+
+def lead_answers() -> str:
+    """docs/: the bounds and the parts."""
+    return lead_page.answers(lead_rows(_LEAD))
+
+
 # ---- buffer-only ----
 
 
@@ -437,6 +462,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "local-turns": local_turns,
     "local-bounds": partial(local_bounds, "bounds"),
     "local-bounds-long": partial(local_bounds, "bounds_long"),
+    "lead": lead,
+    "lead-answers": lead_answers,
+    "lead-headline": lead_headline,
     "hicache": hicache,
     "transfer": transfer,
     "runs": runs,
