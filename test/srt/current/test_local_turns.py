@@ -11,6 +11,7 @@ import pytest
 
 from current.decode import Decode
 from current.environment import DRAFTS
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 CHUNK = 128
 LOCAL = {
@@ -265,3 +266,34 @@ def test_a_request_whose_client_left_is_not_saved(decode: Decode, steps: Steps) 
     decode.confirm(rid)
     decode.until(decode.is_idle)
     assert decode.output(rid) == [] and not steps.tokens
+
+
+@short
+def test_a_lost_turn_waits_for_no_rank_of_prefill(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill server of two data-parallel ranks was asked which of them has the room, and was
+    lost before it answered. It may come back while the turn is computed here."""
+    ranks: dict[str, int] = {}
+    monkeypatch.setattr(
+        CommonKVReceiver, "query_prefill_dp_ranks", staticmethod(lambda address, rooms: ranks)
+    )
+
+    def bring() -> None:
+        decode.bring_prefill()
+        (info,) = decode.manager.prefill_info_table.values()
+        info.dp_size, info.follow_bootstrap_room = 2, False
+
+    prompt = talk(60)
+    (answer,) = decode.learn([prompt], 12)
+    bring()
+    rid = decode.ask(prompt, 12)
+    decode.step(3)
+    assert decode.prealloc.pending_reqs
+    decode.lose_prefill()
+    decode.step(3)
+    assert not decode.prealloc.pending_reqs
+    bring()
+    ranks[str(decode.requests[rid].bootstrap_room)] = 0
+    decode.until(lambda: decode.ended(rid))
+    assert decode.output(rid) == answer

@@ -17,10 +17,11 @@ PROMPT = list(range(100, 300))
 def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool) -> None:
     """Also where decode was faster than the request. A router gives an error of this half to the
     client, whatever decode answers."""
-    message = [ABORT, str(ROOM).encode(), LOCAL]
+    room = ROOM + early
+    message = [ABORT, str(room).encode(), LOCAL]
     if early:
         prefill.hear(message)
-    rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM, return_logprob=True)
+    rid = prefill.ask(PROMPT, 4, bootstrap_room=room, return_logprob=True)
     prefill.step(3)
     if not early:
         prefill.hear(message)
@@ -33,13 +34,16 @@ def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool
 
 @pytest.mark.server(mode="prefill", env=LEAD)
 def test_a_room_that_was_released_can_be_asked_again(prefill: Prefill) -> None:
-    """As after a pause: decode asks for it anew under the same number."""
+    """As after a pause: decode asks for it anew under the same number. What other messages say of
+    the room that is over, as that its transfer was aborted, is not for the new request."""
     message = [ABORT, str(ROOM).encode(), LOCAL]
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
     prefill.step(3)
     prefill.hear(message)
     prefill.step(2)
     assert prefill.ended(rid)
+    prefill.hear(message)
+    prefill.hear_abort(ROOM)
     again = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
     prefill.step(5)
     assert not prefill.ended(again)

@@ -10,21 +10,25 @@ if TYPE_CHECKING:
     from current.decode import Decode
 
 
+#: Half-made managers: what they hold would wait for their sockets when it is collected.
+_kept: list[Any] = []
+
+
 def pause_of_an_agent(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Microseconds, of the agent that another manager of this server would get."""
+    """Microseconds, of the agent that another manager of this server would get from NIXL."""
     from nixl import _api
 
     made: list[Any] = []
 
-    def make(*args: Any) -> None:
-        made.append(_api.nixlBind.nixlAgentConfig())
-        made[0].pthrDelay = 0  # as the binding's constructor does
+    def make(name: str, settings: Any) -> None:
+        made.append(settings)
         raise ZeroDivisionError
 
     stock = _api.nixlBind.nixlAgentConfig
-    monkeypatch.setattr(_api, "nixl_agent", make)
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr(_api.nixlBind, "nixlAgent", make)
+    with pytest.raises(ZeroDivisionError) as raised:
         decode.call(decode.prealloc._init_kv_manager)
+    _kept.append(raised)
     assert _api.nixlBind.nixlAgentConfig is stock
     return int(made[0].pthrDelay)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import requests
 
 from sglang.srt.disaggregation.lead import prefill_exit
-from sglang.srt.disaggregation.lead.prefill_exit import Peers, release
+from sglang.srt.disaggregation.lead.prefill_exit import MOST_ROOMS, Peers, Rooms, release
 
 HERE = "10.0.0.1:8998"
 
@@ -57,6 +58,48 @@ def test_a_server_that_does_not_answer_is_asked_again(asked: list[Any]) -> None:
     assert peers.releases(HERE)
 
 
+def test_a_question_that_fails_while_servers_are_looked_through() -> None:
+    """Its thread takes its entry away then: an error would end the scheduler."""
+    peers = Peers()
+    peers._releases = {HERE: None, "10.0.0.2:8998": True, "10.0.0.3:8998": True}
+
+    class Table:
+        def __contains__(self, address: object) -> bool:
+            peers._releases.pop(HERE, None)
+            return address == "10.0.0.2:8998"
+
+    assert "10.0.0.3:8998" in peers.keep(Table())
+    assert list(peers._releases) == ["10.0.0.2:8998"]
+
+
+def test_the_oldest_rooms_are_forgotten() -> None:
+    """Guards against a table that grows with each room that anybody names."""
+    rooms = Rooms()
+    for room in range(MOST_ROOMS + 5):
+        rooms.note(room, False)
+    assert len(rooms) == MOST_ROOMS and 4 not in rooms and 5 in rooms
+
+
+def test_one_rank_tells_one_rank() -> None:
+    """Guards against a second message that comes when the room is over, and may have begun anew."""
+    sent: list[Any] = []
+    for rank in (0, 1):
+        receiver: Any = SimpleNamespace(
+            kv_mgr=SimpleNamespace(attn_tp_rank=rank),
+            bootstrap_room=7,
+            bootstrap_infos=[{"rank_ip": "10.0.0.1"}, {"rank_ip": "10.0.0.2"}],
+            clear=lambda: None,
+        )
+
+        def connect(info: dict[str, Any], rank: int = rank) -> Any:
+            note = lambda message: sent.append((rank, info["rank_ip"], message))  # noqa: E731
+            return SimpleNamespace(send_multipart=note), threading.Lock()
+
+        receiver._connect_to_bootstrap_server = connect
+        release(receiver)
+    assert sent == [(0, "10.0.0.1", [b"ABORT", b"7", b"LOCAL"])]
+
+
 def test_a_rank_that_cannot_be_told_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against an error of one peer's socket in the scheduler's loop."""
     cleared = []
@@ -65,6 +108,7 @@ def test_a_rank_that_cannot_be_told_costs_no_request(caplog: pytest.LogCaptureFi
         raise OSError("no route to host")
 
     receiver = SimpleNamespace(
+        kv_mgr=SimpleNamespace(attn_tp_rank=0),
         bootstrap_room=7,
         bootstrap_infos=[{"rank_ip": "10.0.0.1"}],
         _connect_to_bootstrap_server=connect,

@@ -13,7 +13,7 @@ All inputs are the same on each rank, as stock's are, so that the decisions are,
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any  # Any: SGLang's objects
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.decode.admission import (
     Claim,
@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 NEVER = 1 << 60
 
 
+class Totals(NamedTuple):
+    """Of requests that do not run yet: how many there are, what they may take before anybody is
+    retracted, the most that one of them must find once it runs, and what they hold of their own."""
+
+    number: int = 0
+    reserve: int = 0
+    need: int = 0
+    own: int = 0
+
+
 class Admission:
     """What one prealloc queue counts with (``queue.lead_admission``). All numbers are tokens."""
 
@@ -48,9 +58,12 @@ class Admission:
         self._begin()
 
     def _begin(self) -> None:
-        #: Those that have pages since this call, and are in no queue of SGLang's yet.
-        self.admitted: list[Any] = []
         self._of_running: tuple[int, int] | None = None
+        #: Requests that have pages and do not run yet, without local turns, which may come and go
+        #: within a step: those that are counted, and those that have pages since.
+        self._counted: list[Any] = []
+        self._new: list[Any] = []
+        self._of_counted: Totals | None = None
 
     @contextmanager
     def step(self, *, resuming: bool = False) -> Iterator[None]:
@@ -61,18 +74,42 @@ class Admission:
         self._begin()
         self._resuming = False
 
-    def entering(self) -> list[Any]:
-        """Requests that have pages, and cannot be retracted: they do not run yet."""
-        scheduler, transfers = self._queue.scheduler, self._queue.transfer_queue
-        found = [entry.req for entry in transfers.queue if not entry.host_staged]
-        found += [*scheduler.waiting_queue, *self.admitted]
-        turns = getattr(scheduler, "lead_turns", None)
-        return found if turns is None else [*found, *turns.reqs]
+    def admitted(self, req: Any) -> None:
+        """``req`` has its pages."""
+        self._new.append(req)
+
+    def _entering(self) -> Totals:
+        """Of requests that have pages, and cannot be retracted: they do not run yet. Each of those
+        that come from SGLang's queue is counted once a step: there may be hundreds."""
+        if self._of_counted is None:
+            scheduler, transfers = self._queue.scheduler, self._queue.transfer_queue.queue
+            transferred = [entry.req for entry in transfers]
+            self._of_counted = Totals()
+            self._new = [*transferred, *scheduler.waiting_queue, *self._new]
+        self._of_counted = self._add(self._of_counted, self._new)
+        self._counted += self._new
+        self._new = []
+        return self._add(self._of_counted, self._turns())
+
+    def _turns(self) -> list[Any]:
+        turns = getattr(self._queue.scheduler, "lead_turns", None)
+        return [] if turns is None else turns.reqs
+
+    def _add(self, totals: Totals, reqs: list[Any]) -> Totals:
+        number, reserve, need, own = totals
+        for req in reqs:
+            length = taken(req)
+            reserve += self.entry_reserve(req, length)
+            need = max(need, self._expected(req, length) - page_ceil(length, self._page))
+            own += self._own(req)
+        return Totals(number + len(reqs), reserve, need, own)
+
+    def _own(self, req: Any) -> int:
+        return page_ceil(taken(req), self._page) - int(req.kv.cache_protected_len)
 
     def reserved(self) -> int:
         """What all requests that have pages may still take before anybody is retracted."""
-        waiting = ((req, taken(req)) for req in self.entering())
-        return self._running()[0] + sum(self.entry_reserve(*each) for each in waiting)
+        return self._running()[0] + self._entering().reserve
 
     def _running(self) -> tuple[int, int]:
         """What the running requests reserve, and the length of the longest when it has ended.
@@ -112,19 +149,17 @@ class Admission:
         once it runs, it must find the memory for the rest of its answer.
         """
         queue, running = self._queue, self._queue.scheduler.running_batch.reqs
-        stay = self.entering()
-        if not running and not stay:
+        entering = self._entering()
+        if not running and not entering.number:
             return True  # it will have the pool for itself
-        lengths = [(each, taken(each)) for each in stay]
-        lengths.append((req, queue._pre_alloc_fill_len(req)))
-        need = max(self._expected(*each) - page_ceil(each[1], self._page) for each in lengths)
-        stay += [entry[0].req for entry in queue.transfer_queue._deferred_releases]
-        room: int = queue.max_total_num_tokens - private
-        for each in stay:
-            room -= page_ceil(taken(each), self._page) - each.kv.cache_protected_len
+        length = queue._pre_alloc_fill_len(req)
+        need = max(entering.need, self._expected(req, length) - page_ceil(length, self._page))
+        released = [entry[0].req for entry in queue.transfer_queue._deferred_releases]
+        room: int = queue.max_total_num_tokens - private - entering.own
+        room -= sum(map(self._own, released))
         if max(need, self._running()[1]) <= room - queue.tree_cache.protected_size():
             return True  # even if all that is locked in the tree had to stay
-        pinned = self._tree_tokens([*stay, req])
+        pinned = self._tree_tokens([*self._counted, *self._turns(), *released, req])
         room -= sum(pinned.values())
         # Some of the running ones count on what they share with those that stay.
         return need <= room and all(
@@ -210,7 +245,7 @@ def install(wrap: Install) -> None:
     )
     def _pre_alloc(stock: Function, self: Any, req: Any, *prefix: Any, **more: Any) -> Any:
         slots = stock(req, *prefix, **more)
-        of(self).admitted.append(req)
+        of(self).admitted(req)
         return slots
 
     @wrap(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Container
 from typing import Any  # Any: SGLang's objects
 
@@ -24,13 +25,32 @@ logger = logging.getLogger(__name__)
 ABORT, LOCAL = b"ABORT", b"LOCAL"
 #: Of the bootstrap server: answers 200 where the prefill server knows ``LOCAL``.
 ROUTE = "/releases_local_prefill"
-#: Rooms of which prefill was told and that have not ended; anybody can send others' numbers.
+#: The youngest rooms are remembered; anybody can send others' numbers.
 MOST_ROOMS = 10_000
 
 
+class Rooms(OrderedDict[int, bool | None]):
+    """What one prefill rank was told of rooms: True, decode computes the request; False, it was
+    aborted before it came; None, its request came. A room of which more is heard after that has
+    ended, or is asked for again under its number. The rank's reader and its scheduler come here:
+    each call is one of the dictionary's own."""
+
+    @staticmethod
+    def of(manager: Any) -> Rooms:
+        """Those of a rank's manager."""
+        rooms: Rooms = manager.__dict__.setdefault("lead_rooms", Rooms())
+        return rooms
+
+    def note(self, room: int, what: bool | None) -> None:
+        """The oldest one is forgotten for it, if there are too many."""
+        self[room] = what
+        if len(self) > MOST_ROOMS:
+            self.popitem(last=False)
+
+
 class Peers:
-    """Which prefill servers release rooms. They are asked in threads; only the scheduler's thread
-    calls this."""
+    """Which prefill servers release rooms. Only the scheduler's thread calls this; they are asked
+    in others, which take their own entry away where there is no answer."""
 
     def __init__(self) -> None:
         self._releases: dict[str, bool | None] = {}
@@ -38,9 +58,9 @@ class Peers:
     def keep(self, reachable: Container[str]) -> list[str]:
         """Forgets servers that are not ``reachable`` any more: the next one there is asked anew.
         Returns their addresses."""
-        gone = [address for address in self._releases if address not in reachable]
+        gone = [address for address in [*self._releases] if address not in reachable]
         for address in gone:
-            del self._releases[address]
+            self._releases.pop(address, None)
         return gone
 
     def releases(self, address: str) -> bool:
@@ -70,10 +90,12 @@ class Peers:
 
 
 def release(receiver: Any) -> None:
-    """Tells the prefill ranks of ``receiver``, which are connected, that decode computes its
-    request, and ends it."""
+    """Ends the request of ``receiver``, and has one rank tell one rank of prefill, which are
+    connected, that decode computes it. Prefill's ranks agree on what one of them has heard."""
     message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL]
-    for info in receiver.bootstrap_infos:
+    for info in receiver.bootstrap_infos[:1]:
+        if receiver.kv_mgr.attn_tp_rank != 0:
+            continue
         try:
             socket, lock = receiver._connect_to_bootstrap_server(info)
             with lock:
@@ -100,10 +122,9 @@ def install(wrap: Install) -> None:
     def note(stock: Function, self: Any, msg: list[bytes]) -> Any:
         notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
         if notice is not None:
-            rooms = self.__dict__.setdefault("lead_rooms", {})
-            rooms[notice.room] = msg[2:] == [LOCAL]
-            if len(rooms) > MOST_ROOMS:
-                rooms.pop(next(iter(rooms)), None)
+            rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL]
+            if notice.room not in rooms or (is_local and notice.room in self.request_status):
+                rooms.note(notice.room, is_local)
         return stock(msg)
 
     @wrap(
@@ -121,7 +142,10 @@ def install(wrap: Install) -> None:
         **more: Any,
     ) -> None:
         stock(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
-        if bootstrap_room in mgr.__dict__.get("lead_rooms", ()):
+        rooms = Rooms.of(mgr)
+        told = rooms.get(bootstrap_room)
+        rooms.note(bootstrap_room, told or None)
+        if told is not None:
             mgr.record_failure(bootstrap_room, "aborted by decode before the request came")
             mgr.update_status(bootstrap_room, conn.KVPoll.Failed)
 
@@ -150,10 +174,11 @@ def _end(stock: Function, self: Any, req: Any) -> None:
 
     manager: Any = getattr(req.disagg_kv_sender, "kv_mgr", None)
     room = req.bootstrap_room
-    is_local = bool(getattr(manager, "lead_rooms", {}).pop(room, False))
+    is_local = bool(manager and Rooms.of(manager).get(room))
     if not any(all_reduce_flags([is_local], self.attn_tp_cpu_group, ReduceOp.MAX)):
         stock(req)
         return
+    Rooms.of(manager).note(room, None)
     self.clear_pending_chunk_send(req)
     req.disagg_kv_sender.clear()
     with manager.failure_lock:

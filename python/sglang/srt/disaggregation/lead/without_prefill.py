@@ -108,6 +108,8 @@ def install(wrap: Install) -> None:
             if is_aborted(entry.req) and id(entry) not in before and may_save(entry):
                 entry.req.finished_reason = None
                 renew(entry, entry.req, "no_prefill")
+                # Nor does it wait for its prefill server's answer any more.
+                self.pending_reqs = [each for each in self.pending_reqs if each is not entry]
 
     @wrap(DecodeTransferQueue, "_abort_failed_transfer", "(self, decode_req)")
     def _abort_failed_transfer(stock: Function, self: Any, decode_req: Any) -> None:
