@@ -1,0 +1,354 @@
+"""Which tests notice small changes of the package: a sample of mutants, and what kills each.
+
+    python scripts/mutants.py run --seed 1 --count 60 --out old.csv \\
+        --of disaggregation/delta/nixl disaggregation/delta/mooncake --tests test/srt/unit/delta
+    python scripts/mutants.py compare old.csv new.csv
+
+``run`` draws statements below ``python/sglang/srt`` with the seed, and changes each in one way: a
+comparison, an operator, a number, a condition, or a call, an assignment or a ``raise`` that is left
+out. Texts, log lines and annotations are not changed. Tests are imported once. They first run
+unchanged, to learn which functions of the package each test file reaches. Then each mutant runs in
+a process of its own, against the files that reach it, until one fails (with ``--matrix``: all of
+them). A file that starts programs counts as reaching every function. Nothing is written in the
+tree: a function's code is replaced in memory, and programs find the changed module in a copy. So
+two of these may run side by side, and others meanwhile.
+
+The table has a row a mutant: file, line, change, and the tests that failed, ``no answer`` where it
+took too long or crashed, or nothing where it survived. ``run --again TABLE`` takes only those of
+its sample that a table killed. ``compare`` counts the killed ones by file, of the mutants in the
+second table, and names those that only one of two tables killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import csv
+import gc
+import json
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import Phase, settings
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python/sglang/srt"
+#: A changed node of the syntax tree is replaced by one of these.
+OPERATORS: dict[type, type] = {
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Lt: ast.LtE, ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+_LOGS = re.compile(r"\b(logger|logging|warnings)\b")
+#: Fields that hold no behaviour of a function's own, or only texts.
+_SKIPPED = {"annotation", "returns", "decorator_list", "args", "exc", "cause", "msg"}
+
+
+class Mutant(NamedTuple):
+    """One change: its file, its place in the file's list of changes, and how it reads."""
+
+    file: Path
+    number: int
+    line: int
+    change: str
+    function: tuple[str, int]
+
+
+def variants(node: ast.AST) -> Iterator[ast.AST]:
+    """What could stand in the place of ``node``."""
+    if isinstance(node, ast.boolop | ast.cmpop | ast.operator) and type(node) in OPERATORS:
+        yield OPERATORS[type(node)]()
+    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        yield ast.Constant(not node.value if type(node.value) is bool else node.value + 1)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif isinstance(node, ast.If | ast.While):
+        kept = {field: value for field, value in ast.iter_fields(node) if field != "test"}
+        yield type(node)(test=ast.UnaryOp(ast.Not(), node.test), **kept)
+    elif isinstance(node, ast.Return) and node.value is not None:
+        yield ast.Return(ast.Constant(None))
+    elif isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if not any(isinstance(target, ast.Name | ast.Tuple) for target in targets):
+            yield ast.Pass()
+    elif (
+        isinstance(node, ast.Raise | ast.Delete)
+        or isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+    ):
+        yield ast.Pass()
+    elif isinstance(node, ast.Break | ast.Continue):
+        yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()
+
+
+def changes(
+    node: ast.AST, function: ast.AST | None = None, line: int = 0
+) -> Iterator[tuple[ast.AST, int, str, Callable[[], None]]]:
+    """All changes of functions' bodies below ``node``: the outermost function, the statement's
+    line, what it reads like, and a call that makes it."""
+    for field, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        for at, child in enumerate(children):
+            if not isinstance(child, ast.AST) or field in _SKIPPED and function is not None:
+                continue
+            if isinstance(child, ast.JoinedStr | ast.Assert) or (
+                isinstance(child, ast.Expr) and _LOGS.search(ast.unparse(child).split("(")[0])
+            ):
+                continue
+            here = child.lineno if isinstance(child, ast.stmt) else line
+            for new in variants(child) if function is not None else ():
+
+                def make(
+                    new: ast.AST = new, at: int = at, field: str = field, value: Any = value
+                ) -> None:
+                    if isinstance(value, list):
+                        value[at] = new
+                    else:
+                        setattr(node, field, new)
+
+                shown = node if isinstance(node, ast.expr) else child
+                reads = " ".join(ast.unparse(shown).split())[:70]
+                yield function, here, f"{reads} => {type(new).__name__}", make
+            is_function = isinstance(child, ast.FunctionDef) and function is None
+            yield from changes(child, child if is_function else function, here)
+
+
+def mutants_of(file: Path) -> list[Mutant]:
+    """All of a file."""
+    found = []
+    for number, (function, line, change, _) in enumerate(changes(ast.parse(file.read_text()))):
+        assert isinstance(function, ast.FunctionDef)
+        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        found.append(Mutant(file, number, line, change, (function.name, first)))
+    return found
+
+
+def drawn(folders: list[str], seed: int, count: int) -> list[Mutant]:
+    """``count`` statements below ``folders``, each with one of its changes, by file and line."""
+    statements: dict[tuple[Path, int], list[Mutant]] = {}
+    for folder in folders:
+        path = PACKAGE / folder
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            for mutant in mutants_of(file):
+                statements.setdefault((file, mutant.line), []).append(mutant)
+    rng = random.Random(seed)
+    places = rng.sample(sorted(statements), min(count, len(statements)))
+    return sorted(rng.choice(statements[place]) for place in places)
+
+
+def apply(mutant: Mutant, copy: Path) -> None:
+    """Replaces the code of the function in this process, and the module's file in ``copy``."""
+    tree = ast.parse(mutant.file.read_text())
+    function, *_, make = list(changes(tree))[mutant.number]
+    if any(isinstance(each, ast.Name) and each.id == "super" for each in ast.walk(function)):
+        # Code that needs its class must go on doing so, where the change removes the only use.
+        function.body.append(ast.parse("if 0: __class__").body[0])  # type: ignore[attr-defined]
+    make()
+    (copy / mutant.file.relative_to(PACKAGE)).write_text(
+        ast.unparse(ast.fix_missing_locations(tree))
+    )
+
+    def codes(code: CodeType) -> Iterator[CodeType]:
+        for each in code.co_consts:
+            if isinstance(each, CodeType):
+                yield each
+                yield from codes(each)
+
+    for new in codes(compile(tree, str(mutant.file), "exec")):
+        if (new.co_name, new.co_firstlineno) == mutant.function:
+            break
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if isinstance(each, FunctionType) and each.__code__.co_filename == str(mutant.file):
+            code = each.__code__
+            if (code.co_name, code.co_firstlineno) == mutant.function:
+                each.__code__ = new
+
+
+class Runs:
+    """In the place of pytest's loop over the tests: one loop for each mutant, in a fork."""
+
+    def __init__(self, options: argparse.Namespace, copy: Path) -> None:
+        self._options, self._copy = options, copy
+        self._again = read(options.again) if options.again else None
+        self.failed: list[str] = []
+        self.reached: set[str] = set()
+        self.status = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        """A fuzzer that found a failure need not look for the smallest."""
+        settings.register_profile(
+            "mutants", settings.default, phases=[Phase.explicit, Phase.generate]
+        )
+        settings.load_profile("mutants")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("tests that cannot be imported")
+        files: dict[str, list[pytest.Item]] = {}
+        for item in session.items:
+            files.setdefault(str(item.path), []).append(item)
+        reach: dict[str, set[str]] = {}
+        for file, items in files.items():
+            answer = self._fork(lambda items=items: self._learn(items), 10 * self._options.limit)
+            assert answer is not None, f"{file} takes too long"
+            reach[file] = set(answer["reached"])
+            files[file] = [item for item in items if item.nodeid not in answer["failed"]]
+            for nodeid in answer["failed"]:
+                print("fails unchanged:", nodeid, file=sys.stderr)
+        with open(self._options.out, "w", newline="") as out:
+            table = csv.writer(out, lineterminator="\n")
+            table.writerow(("file", "line", "change", "killed by"))
+            for mutant in drawn(self._options.of, self._options.seed, self._options.count):
+                name = str(mutant.file.relative_to(PACKAGE))
+                if (
+                    self._again is not None
+                    and not self._again[name, str(mutant.line), mutant.change]
+                ):
+                    continue
+                key = f"{mutant.file}:{mutant.function[1]}"
+                tests = [i for file in files if {key, ""} & reach[file] for i in files[file]]
+                # What starts programs comes last: most mutants are dead by then.
+                tests.sort(key=lambda item: "" in reach[str(item.path)])
+                answer = self._fork(lambda m=mutant, t=tests: self._try(m, t), self._options.limit)
+                killed = "no answer" if answer is None else " ".join(answer["failed"])
+                table.writerow((name, mutant.line, mutant.change, killed))
+                out.flush()
+        return True
+
+    def _fork(self, work: Callable[[], None], limit_s: float) -> dict[str, Any] | None:
+        """What ``work`` found in a child; None if it took longer, or crashed."""
+        reading, writing = os.pipe()
+        if not (child := os.fork()):
+            os.setsid()
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            os.environ["PYTHONPATH"] = f"{self._copy.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            try:
+                work()
+            except BaseException as error:
+                self.failed.append(f"({type(error).__name__}: {error})")
+            found = {"failed": self.failed, "reached": sorted(self.reached)}
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(found, pipe)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            text = pipe.read() if select.select([pipe], [], [], limit_s)[0] else ""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return json.loads(text) if text else None
+
+    def _learn(self, items: list[pytest.Item]) -> None:
+        def called(frame: FrameType, event: str, _: object) -> None:
+            if frame.f_code.co_filename.startswith(str(PACKAGE)):
+                self.reached.add(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}")
+
+        def heard(event: str, _: object) -> None:
+            if event == "subprocess.Popen":
+                self.reached.add("")
+
+        sys.addaudithook(heard)
+        threading.settrace(called)
+        sys.settrace(called)
+        self._run(items)
+
+    def _try(self, mutant: Mutant, items: list[pytest.Item]) -> None:
+        apply(mutant, self._copy)
+        try:
+            self._run(items, until_one_fails=not self._options.matrix)
+        finally:
+            kept = mutant.file.relative_to(PACKAGE)
+            shutil.copyfile(mutant.file, self._copy / kept)
+
+    def _run(self, items: list[pytest.Item], until_one_fails: bool = False) -> None:
+        for item, following in zip(items, [*items[1:], None], strict=False):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if until_one_fails and self.failed:
+                return
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
+
+
+def read(table: str) -> dict[tuple[str, str, str], str]:
+    """What killed each mutant, by file, line and change."""
+    with open(table) as lines:
+        rows = list(csv.DictReader(lines))
+    return {(row["file"], row["line"], row["change"]): row["killed by"] for row in rows}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "python/sglang/srt"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PACKAGE.parents[1], copy.parents[1], ignore=ignored)
+        arguments = ["-q", "-s", "-p", "no:cacheprovider", *options.tests, *options.others]
+        return int(pytest.main(arguments, plugins=[Runs(options, copy)]))
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Prints a line a file, and what only one table killed; returns 1 if the new one lost any."""
+    old, new = map(read, options.tables)
+    old = {key: old[key] for key in new}
+    count = Counter(file for file, *_ in old)
+    before = Counter(key[0] for key in old if old[key])
+    after = Counter(key[0] for key in new if new[key])
+    print("| file | mutants | old | new |\n|---|---|---|---|")
+    for file in sorted(count):
+        print(f"| {file} | {count[file]} | {before[file]} | {after[file]} |")
+    lost = [key for key in old if old[key] and not new[key]]
+    for title, keys in (("lost", lost), ("won", [k for k in old if new[k] and not old[k]])):
+        for key in keys:
+            print(f"{title}: {':'.join(key)}: {old[key] or new[key]}")
+    return int(bool(lost))
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    runs = commands.add_parser("run")
+    runs.epilog = "other options: pytest's"
+    runs.add_argument("--seed", type=int, default=1)
+    runs.add_argument("--count", type=int, default=60)
+    runs.add_argument("--of", nargs="+", default=["."], help="below python/sglang/srt")
+    runs.add_argument("--tests", nargs="+", required=True, help="files and folders, as pytest's")
+    runs.add_argument("--limit", type=float, default=120.0, help="seconds a mutant")
+    runs.add_argument("--matrix", action="store_true", help="name every test that fails")
+    runs.add_argument("--again", metavar="TABLE", help="only those that this table killed")
+    runs.add_argument("--out", required=True)
+    runs.set_defaults(call=run)
+    compares = commands.add_parser("compare")
+    compares.add_argument("tables", nargs=2)
+    compares.set_defaults(call=compare)
+    options, others = parser.parse_known_args()
+    options.others = others
+    return int(options.call(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
