@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,20 @@ class Dialect:
         return self.backend
 
     def registration(
-        self, kv_buffers: int = 2, tp: tuple[int, int] = (1, 0), item: int = 64, **own: bytes
+        self,
+        kv_buffers: int = 2,
+        tp: tuple[int, int] = (1, 0),
+        item: int = 64,
+        kv: Sequence[int] = (),
+        aux: Sequence[int] = (9,),
+        **own: bytes,
     ) -> list[bytes]:
-        """As stock SGLang sends it; ``item``: bytes of a KV page."""
-        pointers = struct.pack(f"{kv_buffers}Q", *range(kv_buffers))
+        """As stock SGLang sends it; ``item``: bytes of a KV page; ``kv``, ``aux``: addresses."""
+        pointers, slots = (
+            struct.pack(f"{len(each)}Q", *each) for each in (kv or range(kv_buffers), aux)
+        )
         size, rank, length = (str(number).encode() for number in (*tp, item))
-        return self._registration(pointers, size, rank, length, **own)
+        return self._registration(pointers, slots, size, rank, length, **own)
 
     def announcement(
         self,
@@ -54,7 +63,7 @@ class Dialect:
         return [*frames, encode_frame(DeltaFrame(**fields))] if ours else frames
 
     def _registration(
-        self, pointers: bytes, size: bytes, rank: bytes, item: bytes, **own: bytes
+        self, pointers: bytes, slots: bytes, size: bytes, rank: bytes, item: bytes, **own: bytes
     ) -> list[bytes]:
         raise NotImplementedError
 
@@ -82,13 +91,14 @@ class Nixl(Dialect):
     def _registration(
         self,
         pointers: bytes,
+        slots: bytes,
         size: bytes,
         rank: bytes,
         item: bytes,
         *,
         metadata: bytes = b"metadata",
     ) -> list[bytes]:
-        frames = [GUARD, b"None", *_FROM, b"D", metadata, pointers, struct.pack("Q", 9)]
+        frames = [GUARD, b"None", *_FROM, b"D", metadata, pointers, slots]
         return [*frames, b"", b"0", size, rank, item]
 
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
@@ -103,6 +113,7 @@ class Mooncake(Dialect):
     def _registration(
         self,
         pointers: bytes,
+        slots: bytes,
         size: bytes,
         rank: bytes,
         item: bytes,
@@ -110,7 +121,7 @@ class Mooncake(Dialect):
         session: bytes = b"10.0.0.2:4001",
         hisparse: bytes = b"0",
     ) -> list[bytes]:
-        frames = [b"None", *_FROM, session, pointers, struct.pack("Q", 9), b""]
+        frames = [b"None", *_FROM, session, pointers, slots, b""]
         return [*frames, rank, size, item, b"", b"", hisparse, b"", b""]
 
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:

@@ -223,6 +223,10 @@ class Lives(RuleBasedStateMachine):
             if not self.bench.backend.open_handles() and not self.bench.worker.tables()["waiting"]:
                 break
             self.bench.settle()
+        for room in self.had_last - self.cancelled - self.bench.rooms.stopped:
+            if self.alive[room] is not None and "failed" not in self._told(room):
+                last = max(index for index, _ in self.submitted[room])
+                assert self._told(room)[-2:] == [f"done {last}", "drained"], "it waits for ever"
         for room in range(6):
             if self.alive[room] is not None:
                 self.bench.cancel(room, Reason.ABORTED)

@@ -1,0 +1,268 @@
+"""A prefill rank of each backend as its scheduler and its decode rank see it: senders above,
+messages beside, and below a transfer library of numpy whose writes end when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Condition
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from component.transfer import bare
+from component.transfer.messages import MOONCAKE
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.mooncake import manager as mooncake
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines, ChunkWorker
+from sglang.srt.disaggregation.delta.wire import parse
+from sglang.srt.disaggregation.mooncake import conn
+from unit.delta.nixl.prefill_rank import ADDRESS, DOUBT_S, TRANSFER_TIMEOUT_S, PrefillRank
+from unit.delta.nixl.sides import Side
+from unit.delta.prefill.fakes import Clock
+
+
+class NixlRank(PrefillRank):
+    """Over NIXL: a chunk's writes are under way side by side."""
+
+    peer = "decode"
+    #: Whether a failure has the library's exception as its cause.
+    chains = True
+    #: As decode hears of a write that was broken off, or is too late: when nothing can land.
+    word_of_a_late_write = ["stopped"]
+    #: A request whose write missed its deadline does not wait for it.
+    waits_for_a_late_write = False
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        self._heard: dict[int, list[str]] = {}
+
+    def heard(self, room: int) -> list[str]:
+        """What the decode rank was told of a room since it was announced, in order."""
+        heard = self._heard.setdefault(room, [])
+        notes = [parse(note) for note in self.agent.notes["decode"]]
+        if any(note.room == room and note.kind in ("aux", "done") for note in notes):
+            heard.append("complete")
+            self.agent.notes["decode"] = []
+        for message in [each for each in self.sockets.stopped if each.room == room]:
+            heard.append("stopped")
+            self.sockets.stopped.remove(message)
+        return heard
+
+    @property
+    def writes(self) -> list[Any]:
+        """All that were begun, of which each has a ``state``."""
+        return self.agent.handles
+
+    def under_way(self) -> list[Any]:
+        return self.agent.under_way()
+
+    def lose(self) -> None:
+        """The library says that the decode rank is gone."""
+        self.agent.disconnect("decode")
+
+    def forget(self) -> None:
+        """The decode rank gave no sign for too long."""
+        self.manager.forget_peer(self.peer)
+
+    def clear(self, sender: Any) -> None:
+        """The request is done with, and what it has written is forgotten."""
+        sender.clear()
+        self.check()
+        self.agent.handles.clear()
+        self._heard.clear()
+
+    def close(self) -> None:
+        """No thread was started."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of Mooncake's engine."""
+
+    room: int
+    rows: list[tuple[int, int, int]]
+    #: None while it is under way.
+    state: str | Exception | None = None
+
+
+class Engine:
+    """Mooncake's: a call returns when the test settles it."""
+
+    def __init__(self, source: Side, target: Side) -> None:
+        self._source, self._target = source.memory, target.memory
+        self.calls: list[Call] = []
+        self.room = 0
+        self.changed = Condition()
+
+    def batch_transfer_sync(self, session: str, *rows: list[int]) -> int:
+        call = Call(self.room, list(zip(*rows, strict=True)))
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: call.state is not None, 60)
+        if isinstance(call.state, Exception):
+            raise call.state
+        if call.state != "DONE":
+            return -1
+        for source, target, length in call.rows:
+            self._target.at(target, length)[:] = self._source.at(source, length)
+        return 0
+
+
+class Sockets(bare.Sockets):
+    """What decode hears: its room is complete, has failed (SGLang's word), or is stopped."""
+
+    def __init__(self, is_written: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._is_written = is_written
+        self.heard: dict[int, list[str]] = {}
+        self.misuse: list[str] = []
+
+    def send(self, host: str, port: int, message: Any) -> None:
+        if isinstance(message, wire.Stopped):
+            self._hear(message.room, "stopped")
+
+    def send_frames(self, host: str, port: int, frames: list[bytes]) -> None:
+        room, status, _ = map(int, frames)
+        self._hear(room, "complete" if status == KVPoll.Success else "failed")
+
+    def _hear(self, room: int, word: str) -> None:
+        self.heard.setdefault(room, []).append(word)
+        if word != "failed" and self._is_written(room):
+            self.misuse.append(f"{word} while room {room} is written")
+
+
+class MooncakeRank:
+    """Over Mooncake: one call of the engine is under way at a time, on the thread of its queue."""
+
+    word_of_a_late_write = ["failed", "stopped"]
+    waits_for_a_late_write = True
+    peer = MOONCAKE.peer
+    chains = False
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.side, theirs = Side(2**40, 40), Side(2**41, 60)
+        self.decode = {"decode": theirs}
+        self.engine = Engine(self.side, theirs)
+        patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
+        patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", str(DOUBT_S))
+        patch.setattr(mooncake, "time", SimpleNamespace(monotonic=self.clock))
+        self.manager: Any = bare.prefill("mooncake")
+        for side in (self.side, theirs):
+            side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")
+        self.manager.__dict__.update(
+            engine=self.engine, kv_args=self.side.args, enable_custom_mem_pool=False, pp_size=1
+        )
+        # The reader's thread is this one.
+        self.manager.start_reader = lambda take, tick: self.__dict__.update(_take=take, _tick=tick)
+        self.manager.start_prefill_thread()
+        self.manager.chunk_deadlines = ChunkDeadlines(TRANSFER_TIMEOUT_S, self.clock)
+        self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
+        self.manager.decode_ranks._sockets = self.manager.decode_ranks._strangers = self.sockets
+        self.queue = SimpleNamespace(chunks=[])
+        self.queue.put = self.queue.chunks.append
+        self.manager.transfer_queues = [self.queue]
+        self._layers, self._thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._worker, self._job = ChunkWorker(self.manager, self._layers), Future[None]()
+        self._job.set_result(None)
+        self.register("decode")
+
+    def register(self, name: str) -> None:
+        args = self.decode[name].args
+        self._take(
+            MOONCAKE.registration(
+                item=args.kv_item_lens[0], kv=args.kv_data_ptrs, aux=args.aux_data_ptrs
+            )
+        )
+
+    def sender(self, room: int) -> Any:
+        return conn.MooncakeKVSender(self.manager, ADDRESS, room, [0], 0)
+
+    def announce(self, room: int, pages: Sequence[int], slot: int = 0, prefix: int = 0) -> None:
+        self._take(
+            MOONCAKE.announcement(
+                room, tuple(pages), slot=str(slot).encode(), decode_prefix_len=prefix
+            )
+        )
+
+    def withdraw(self, room: int) -> None:
+        word = wire.Withdraw(room, MOONCAKE.peer, "10.0.0.2", 4000, "no reason")
+        self.manager.decode_ranks.take(word)
+
+    def forget(self) -> None:
+        self.manager.forget_peer(self.peer)
+
+    lose = forget  # the engine does not say it otherwise than by a refusal
+
+    def tick(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self._work()
+        self._tick()
+
+    def _work(self) -> None:
+        """The worker goes on until it is in a call of the engine, or has nothing to do."""
+        while True:
+            with self.engine.changed:
+                assert self.engine.changed.wait_for(
+                    lambda: self.under_way() or self._job.done(), 60
+                )
+            self._job.done() and self._job.result()
+            if self.under_way() or not self.queue.chunks:
+                return
+            chunk = self.queue.chunks.pop(0)
+            self.engine.room = chunk.room
+            self._job = self._thread.submit(self._worker.take, chunk)
+            self._job.add_done_callback(self._done)
+
+    def _done(self, _: object) -> None:
+        with self.engine.changed:
+            self.engine.changed.notify_all()
+
+    @property
+    def writes(self) -> list[Call]:
+        return self.engine.calls
+
+    def under_way(self) -> list[Call]:
+        return [call for call in self.engine.calls if call.state is None]
+
+    def settle(self, state: str | Exception = "DONE") -> None:
+        with self.engine.changed:
+            for call in self.under_way():
+                call.state = state
+            self.engine.changed.notify_all()
+        self._work()
+
+    def finish(self) -> None:
+        for _ in range(20):
+            self.tick(0.25)
+            self.settle()
+        self.tick(DOUBT_S)
+
+    def heard(self, room: int) -> list[str]:
+        return self.sockets.heard.setdefault(room, [])
+
+    def check(self) -> None:
+        self.tick(DOUBT_S)
+        left = {name: rooms for name, rooms in self.manager.open_rooms().items() if rooms}
+        assert left == {} and self.manager.rooms.numbers() == []
+        assert self.manager.chunk_deadlines.rooms() == [] and self.sockets.misuse == []
+
+    def clear(self, sender: Any) -> None:
+        sender.clear()
+        self.check()
+        self.engine.calls.clear()
+        self.sockets.heard.clear()
+
+    def close(self) -> None:
+        """No thread stays."""
+        self.settle()
+        for threads in (self._thread, self._layers):
+            threads.shutdown(wait=False)
+
+
+RANKS = {"nixl": NixlRank, "mooncake": MooncakeRank}

@@ -1,0 +1,519 @@
+"""A room on a prefill rank of each backend: what may happen to it at every stage, and how it ends.
+
+What a cell of the table says holds for both backends; where their libraries differ, the rank says
+how (``ranks.py``). After each: no page beside those that were written, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
+from unit.delta.transfer.ranks import RANKS, TRANSFER_TIMEOUT_S
+
+ROOM = 7
+ENDS = (KVPoll.Success, KVPoll.Failed)
+BROKEN = ZeroDivisionError("the transport's")
+
+
+@pytest.fixture(params=RANKS)
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = RANKS[request.param](monkeypatch)
+    yield made
+    made.close()
+
+
+def pages(*numbers: int) -> np.ndarray:
+    """As the scheduler gives them."""
+    return np.array(numbers, np.int32)
+
+
+def started(rank: Any, room: int = ROOM, count: int = 2) -> Any:
+    """A room of ``count`` pages, 10 and those after it on decode, that may send."""
+    sender = rank.sender(room)
+    rank.announce(room, range(10, 10 + count), slot=2)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.init(count, 3)
+    return sender
+
+
+def failure_of(sender: Any) -> Exception:
+    """Why a room failed, as the scheduler asks for it; which also lets it go."""
+    with pytest.raises(Exception) as caught:
+        sender.failure_exception()
+    return caught.value
+
+
+def arrived(rank: Any, was: list[Any], *targets: int) -> bool:
+    """Whether decode's memory changed at these pages only; there it has prefill's pages 5 and 6."""
+    for (_, source), (_, target), before in zip(
+        rank.side.kv, rank.decode["decode"].kv, was, strict=False
+    ):
+        for at in targets:
+            before[at] = source[at - 5]
+        if not np.array_equal(before, target):
+            return False
+    return True
+
+
+# ---- stage x action ----
+
+#: How far a room is: two pages in two chunks, then its metadata.
+STAGES: dict[str, Callable[[Any, Any], None]] = {
+    "announced": lambda rank, sender: None,
+    "queued": lambda rank, sender: sender.send(pages(5)),
+    "written": lambda rank, sender: (sender.send(pages(5)), rank.tick(0.25)),
+    "half": lambda rank, sender: (
+        sender.send(pages(5)), rank.tick(0.25), rank.settle(), rank.tick(0.25),
+    ),
+    "at its end": lambda rank, sender: (
+        sender.send(pages(5)), rank.tick(0.25), rank.settle(), sender.send(pages(6)),
+        rank.tick(0.25),
+    ),
+    "delivered": lambda rank, sender: (
+        sender.send(pages(5)), sender.send(pages(6)), rank.finish(),
+    ),
+}  # fmt: skip
+WRITTEN = ("written", "at its end")
+
+ACTIONS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "aborted": (lambda rank, sender: sender.abort(), "aborted on the prefill server"),
+    "withdrawn": (lambda rank, sender: rank.withdraw(ROOM), "decode cancelled it: no reason"),
+    "silent": (
+        lambda rank, sender: rank.manager.rooms.fail(ROOM, Reason.PEER_LOST, "it gave no sign"),
+        "it gave no sign",
+    ),
+    "announced again": (
+        lambda rank, sender: rank.announce(ROOM, [20, 21], slot=2), "announced it a second time",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.hazard("abort-before-settled", "source-given-away", "other-side-not-told")
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_given_up(rank: Any, stage: str, action: str) -> None:
+    """Guards against pages that are freed while they are read, against a decode rank that is told
+    so too early, twice or never, and against a delivered room that fails."""
+    was = rank.decode["decode"].snapshot()
+    sender, (act, text) = started(rank), ACTIONS[action]
+    STAGES[stage](rank, sender)
+    act(rank, sender)
+    began = len(rank.writes)
+    if stage == "delivered":
+        assert sender.poll() == KVPoll.Success and rank.heard(ROOM)[0] == "complete"
+        assert "stopped" not in rank.heard(ROOM) or action in ("withdrawn", "announced again")
+        assert arrived(rank, was, 10, 11)
+        rank.clear(sender)
+        return
+    is_read = stage in WRITTEN
+    for _ in range(2):
+        assert sender.poll() == (KVPoll.Transferring if is_read else KVPoll.Failed)
+        assert rank.heard(ROOM) == ([] if is_read else ["stopped"])
+    sender.send(pages(6))  # the scheduler has computed on
+    rank.finish()
+    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
+    assert len(rank.writes) == began, "nothing was begun after that, nor metadata"
+    assert arrived(
+        rank, was, *{"written": [10], "half": [10], "at its end": [10, 11]}.get(stage, ())
+    )
+    assert text in str(failure_of(sender))
+    rank.check()
+
+
+LATE = {
+    "is late": lambda rank: rank.tick(TRANSFER_TIMEOUT_S),
+    "is refused": lambda rank: rank.settle("ERR"),
+}
+
+
+@pytest.mark.hazard("siblings-write-on", "slow-peer")
+@pytest.mark.parametrize("how", LATE)
+@pytest.mark.parametrize("stage", WRITTEN)
+def test_a_write_that_may_still_land(rank: Any, stage: str, how: str) -> None:
+    """Guards against a request that waits for ever, against decode being told that nothing is
+    written any more while it may be, and against a room that its late write completes."""
+    sender = started(rank)
+    STAGES[stage](rank, sender)
+    LATE[how](rank)
+    rank.tick(0.25)
+    waits = how == "is late" and rank.waits_for_a_late_write
+    assert sender.poll() == (KVPoll.Transferring if waits else KVPoll.Failed)
+    assert rank.heard(ROOM) == rank.word_of_a_late_write[:-1]
+    if waits:
+        rank.finish()
+    assert sender.poll() == KVPoll.Failed
+    text = str(failure_of(sender))
+    assert not any(rank.manager.open_rooms().values()), "an idle server takes it for a leak"
+    rank.finish()
+    assert rank.heard(ROOM) == rank.word_of_a_late_write
+    assert f"room {ROOM}" in text and ("TRANSFER_TIMEOUT" in text) == (how == "is late"), text
+    rank.check()
+    rank.register("decode")
+    rank.heard(ROOM).clear()
+    sender = started(rank)  # its number is free, and its decode rank is served
+    STAGES["delivered"](rank, sender)
+    assert sender.poll() == KVPoll.Success and rank.heard(ROOM) == ["complete"]
+    rank.clear(sender)
+
+
+@pytest.mark.hazard("poll-raises", "exception-ends-worker")
+@pytest.mark.parametrize("stage", WRITTEN)
+def test_a_library_that_raises(rank: Any, stage: str) -> None:
+    """Guards against an error that ends the worker, or whose cause is not said."""
+    sender, other = started(rank), started(rank, 8)
+    STAGES[stage](rank, sender)
+    rank.settle(BROKEN)
+    other.send(pages(5, 6))
+    rank.finish()
+    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
+    error = failure_of(sender)
+    assert repr(BROKEN) in str(error) and error.__cause__ is (BROKEN if rank.chains else None)
+    assert other.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
+    rank.clear(other)
+
+
+@pytest.mark.hazard("peer-lost-for-ever")
+@pytest.mark.parametrize(
+    ("stage", "how"), [("half", "lose"), ("half", "forget"), ("queued", "forget")]
+)
+def test_a_decode_rank_that_is_gone(rank: Any, stage: str, how: str) -> None:
+    """Guards against rooms that hang when their decode rank goes away, and against one that is not
+    served after it came back."""
+    sender = started(rank)
+    STAGES[stage](rank, sender)
+    getattr(rank, how)()
+    sender.send(pages(6))
+    rank.finish()
+    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
+    assert f"to {rank.peer} " in (text := str(failure_of(sender))) or f"rank {rank.peer} " in text
+    rank.register("decode")
+    rank.heard(ROOM).clear()
+    sender = started(rank)
+    STAGES["delivered"](rank, sender)
+    assert sender.poll() == KVPoll.Success
+    rank.clear(sender)
+
+
+@pytest.mark.hazard("room-number-reused")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_request_of_its_number(rank: Any, stage: str) -> None:
+    """Guards against a second one that ends the first, or is sent in its place."""
+    was = rank.decode["decode"].snapshot()
+    sender = started(rank)
+    STAGES[stage](rank, sender)
+    again = rank.sender(ROOM)
+    assert again.poll() == KVPoll.Failed
+    assert "its number" in (text := str(failure_of(again))) or "earlier transfer" in text
+    for _ in range(sender.curr_idx, 2):
+        sender.send(pages(5 + sender.curr_idx))
+    rank.finish()
+    assert sender.poll() == KVPoll.Success
+    assert rank.heard(ROOM) == ["complete"] and arrived(rank, was, 10, 11)
+    rank.clear(sender)
+
+
+# ---- what else it does ----
+
+
+def test_a_life(rank: Any) -> None:
+    """Guards against success that is said before decode has everything, and against metadata of
+    another slot."""
+    sender, was = started(rank), rank.decode["decode"].snapshot()
+    for page in (5, 6):
+        assert sender.poll() == KVPoll.WaitingForInput and rank.heard(ROOM) == []
+        sender.send(pages(page))
+        rank.tick(0.25)
+        rank.settle()
+    rank.finish()
+    assert [sender.poll() for _ in range(3)] == [KVPoll.Success] * 3
+    assert rank.heard(ROOM) == ["complete"] and arrived(rank, was, 10, 11)
+    for (_, source), (_, target) in zip(
+        rank.side.metadata, rank.decode["decode"].metadata, strict=True
+    ):
+        assert np.array_equal(target[2], source[3])
+    rank.clear(sender)
+
+
+@pytest.mark.hazard("full-hit-without-metadata")
+def test_a_full_hit(rank: Any) -> None:
+    """Guards against a room that is never done because it has no pages, and against one that is
+    done before its metadata arrived."""
+    sender, was = rank.sender(ROOM), rank.decode["decode"].snapshot()
+    rank.announce(ROOM, [], prefix=8)
+    sender.init(2, 3)
+    assert sender.num_kv_indices == 0
+    sender.send(pages())
+    rank.tick(0.25)
+    assert sender.poll() != KVPoll.Success and rank.heard(ROOM) == []
+    rank.finish()
+    assert sender.poll() == KVPoll.Success and rank.heard(ROOM) == ["complete"]
+    assert arrived(rank, was)
+    rank.clear(sender)
+
+
+@pytest.mark.hazard("late-word-revives-room")
+@pytest.mark.parametrize("has_sent", [False, True])
+def test_a_poll_in_the_middle_of_a_failure(rank: Any, has_sent: bool) -> None:
+    """The reader's thread fails it while the scheduler polls. Guards against pages that are freed
+    because the room's status says Failed, while a worker may read them or begin to."""
+    sender = started(rank)
+    STAGES["written" if has_sent else "queued"](rank, sender)
+    fail, polls = rank.manager.fail_known, []
+
+    def fail_and_poll(room: int, text: str) -> bool:
+        was_known = fail(room, text)
+        polls.append(sender.poll())
+        return bool(was_known)
+
+    rank.manager.fail_known = fail_and_poll
+    rank.withdraw(ROOM)
+    began = len(rank.writes)
+    assert polls == [KVPoll.Transferring if has_sent else KVPoll.Failed]
+    rank.finish()
+    assert len(rank.writes) == began and sender.poll() == KVPoll.Failed
+    assert "decode cancelled it" in str(failure_of(sender))
+    rank.check()
+
+
+def test_bootstrapping_is_not_done(rank: Any) -> None:
+    """Guards against a scheduler that takes a room which nobody has announced for one that is over,
+    or is told two causes for its end."""
+    sender = rank.sender(ROOM)
+    assert sender.poll() == KVPoll.Bootstrapping
+    sender.abort()
+    rank.manager.rooms.fail(ROOM, Reason.PEER_LOST, "later")
+    rank.announce(ROOM, [4, 5])
+    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
+    assert "aborted on the prefill server" in str(failure_of(sender))
+    rank.check()
+
+
+@pytest.mark.parametrize("rank", ["nixl"], indirect=True)
+def test_initialised_before_it_is_announced(rank: Any) -> None:
+    """Another rank of the group had its announcement first. Guards against a scheduler that asserts
+    that there is no such room in its in-flight queue."""
+    sender = rank.sender(ROOM)
+    sender.init(2, 3)
+    assert sender.poll() == KVPoll.WaitingForInput
+    rank.announce(ROOM, [4, 5])
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.abort()
+    failure_of(sender)
+    rank.check()
+
+
+def test_a_chunk_for_nobody(rank: Any) -> None:
+    """Guards against a chunk that is dropped in silence: no deadline would run for it."""
+    sender = rank.sender(ROOM)
+    sender.init(1, 3)
+    sender.send(pages(5))
+    assert sender.poll() == KVPoll.Failed
+    assert "no decode rank's pages are known" in str(failure_of(sender))
+    rank.check()
+
+
+def test_announced_twice_before_its_request(rank: Any) -> None:
+    """Guards against a request that starts with pages of which only one announcement is right."""
+    for page in (10, 20):
+        rank.announce(ROOM, [page])
+    sender = rank.sender(ROOM)
+    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
+    assert "a second time" in str(failure_of(sender))
+    rank.check()
+
+
+def test_its_number_is_announced_again_as_it_ends(rank: Any) -> None:
+    """Guards against an announcement of a number's next request that goes with the one before,
+    while the room table has it: that request started, and had no pages to send to."""
+    sender, table = started(rank), rank.manager.rooms
+    STAGES["delivered"](rank, sender)
+    assert sender.poll() == KVPoll.Success
+    announce = table.announce
+
+    def as_it_ends(*asked: Any) -> Any:
+        table.announce = announce
+        rank.clear(sender)
+        return announce(*asked)
+
+    table.announce = as_it_ends
+    rank.announce(ROOM, [10, 11], slot=2)
+    again = rank.sender(ROOM)
+    assert again.poll() == KVPoll.WaitingForInput
+    again.init(2, 3)
+    STAGES["delivered"](rank, again)
+    assert again.poll() == KVPoll.Success
+    rank.clear(again)
+
+
+@pytest.mark.hazard("room-number-reused", "source-given-away")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_chunk_of_an_earlier_request_of_its_number(rank: Any, is_late: bool) -> None:
+    """Guards against an aborted request's chunk, still in its queue when the number is used again,
+    that is sent for the later request or fails it with its own deadline; and against a word to the
+    workers about the earlier one that ends the later, where it comes late (``is_late``)."""
+    was, sender, words = rank.decode["decode"].snapshot(), started(rank), []
+    stopped, manager = rank.manager.room_stopped, rank.manager
+    sender.send(pages(5))
+    if is_late:
+        manager.room_stopped = lambda *failure: words.append(failure)
+    sender.abort()
+    failure_of(sender)
+    rank.clock.now += TRANSFER_TIMEOUT_S - 1
+    rank.heard(ROOM).clear()
+    again = started(rank)
+    rank.tick(1.0)
+    manager.room_stopped = stopped
+    assert rank.writes == [] and again.poll() == KVPoll.WaitingForInput
+    again.send(pages(5))
+    for failure in words:
+        stopped(*failure)
+    again.send(pages(6))
+    rank.finish()
+    assert again.poll() == KVPoll.Success and arrived(rank, was, 10, 11)
+    rank.clear(again)
+
+
+@pytest.mark.hazard("slow-peer")
+def test_each_chunk_has_its_own_deadline(rank: Any) -> None:
+    """Guards against a deadline that begins when the worker gets to a chunk, or is another's."""
+    first, second = started(rank), started(rank, 8)
+    late = STATS.failures[Reason.TIMEOUT]
+    first.send(pages(5))
+    rank.tick(4.0)
+    second.send(pages(5))
+    rank.tick(5.9)
+    assert STATS.failures[Reason.TIMEOUT] == late
+    for room in (ROOM, 8):
+        rank.tick(0.1)
+        assert rank.manager.request_status[room] == KVPoll.Failed
+        rank.tick(3.9)
+    assert STATS.failures[Reason.TIMEOUT] == late + 2
+    rank.finish()
+    for sender in (first, second):
+        text = str(failure_of(sender))
+        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and rank.peer in text
+    rank.check()
+
+
+@pytest.mark.parametrize("stage", ["announced", "written"])
+def test_it_failed_on_another_rank(rank: Any, stage: str) -> None:
+    """Guards against a room that failed elsewhere and is written on here."""
+    sender = started(rank)
+    STAGES[stage](rank, sender)
+    began = len(rank.writes)
+    assert "failed on another rank of this server" in str(failure_of(sender))
+    rank.tick(0.25)
+    assert rank.heard(ROOM) == ([] if stage == "written" else ["stopped"])
+    rank.finish()
+    assert rank.heard(ROOM) == ["stopped"] and len(rank.writes) == began
+    rank.check()
+
+
+@pytest.mark.hazard("late-word-revives-room")
+def test_given_up_while_it_is_sent(rank: Any) -> None:
+    """Guards against success of a chunk that goes to nobody: the reader's thread has just dropped
+    the room's announcements, and the workers have not heard of it."""
+    sender, manager = started(rank), rank.manager
+    add, stopped, late = manager.add_transfer_request, manager.room_stopped, []
+    manager.room_stopped = lambda *failure: late.append(failure)
+
+    def given_up(*chunk: Any, **rest: Any) -> Any:
+        rank.withdraw(ROOM)
+        return add(*chunk, **rest)
+
+    manager.add_transfer_request = given_up
+    sender.send(pages(5, 6))
+    for _ in range(2):
+        rank.tick(0.25)
+        assert sender.poll() == KVPoll.Failed and rank.writes == []
+        for failure in late:
+            stopped(*failure)
+    assert "decode cancelled it" in str(failure_of(sender))
+    rank.check()
+
+
+# ---- all orders ----
+
+CAUSES: dict[str, Callable[[Any, Any], Any]] = {
+    "broken": lambda rank, sender: rank.settle(BROKEN),
+    "error": lambda rank, sender: rank.settle("ERR"),
+    "abort": lambda rank, sender: sender.abort(),
+    "withdrawn": lambda rank, sender: rank.withdraw(sender.bootstrap_room),
+    "lost": lambda rank, sender: rank.lose(),
+    "overdue": lambda rank, sender: rank.tick(TRANSFER_TIMEOUT_S),
+}
+
+
+def orders(causes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every order of these with two chunks, two turns of the worker, and everything settling."""
+    steps = ("chunk", "chunk", "work", "work", "settle", *causes)
+    yield from sorted(set(itertools.permutations(steps)))
+
+
+def live(rank: Any, room: int, order: tuple[str, ...]) -> None:
+    """One room in one order."""
+    was = rank.decode["decode"].snapshot()
+    sender, left, seen = started(rank, room), iter((5, 6)), [KVPoll.WaitingForInput]
+
+    def look() -> None:
+        state, heard = sender.poll(), rank.heard(room)
+        assert seen[-1] not in ENDS or state == seen[-1], f"{seen[-1]} became {state}"
+        if state == KVPoll.Success:
+            assert heard[:1] == ["complete"] and {write.state for write in rank.writes} == {"DONE"}
+            assert arrived(rank, was, 10, 11)
+        assert heard.count("complete") == (state == KVPoll.Success)
+        assert "stopped" not in heard or not rank.under_way()
+        seen.append(state)
+
+    for event in order:
+        if event == "chunk":
+            sender.send(pages(next(left)))
+        elif event == "work":
+            rank.tick(0.25)
+        elif event == "settle":
+            rank.settle()
+        else:
+            CAUSES[event](rank, sender)
+        look()
+    rank.finish()
+    look()
+    assert seen[-1] in ENDS, "it waits for ever"
+    if seen[-1] == KVPoll.Failed:
+        told = rank.heard(room)
+        assert "stopped" in told and (told.count("stopped") == 1 or "withdrawn" in order)
+        text, error = rank.manager.failure_records[room], failure_of(sender)
+        assert str(error).endswith(text), "another cause"
+        was_raised = any(what in text for what in ("the transport: ", "be posted: "))
+        assert (error.__cause__ is not None) == (was_raised and rank.chains)
+    else:
+        sender.clear()
+    rank.check()
+    rank.register("decode")
+    rank.writes.clear()
+    for (_, target), before in zip(rank.decode["decode"].kv, was, strict=False):
+        target[:] = before
+
+
+@pytest.mark.hazard("poll-raises", "late-word-revives-room")
+@pytest.mark.parametrize(
+    "causes",
+    [(), *((cause,) for cause in CAUSES), *itertools.combinations(CAUSES, 2)],
+    ids="-".join,
+)
+def test_every_order(rank: Any, causes: tuple[str, ...]) -> None:
+    """Guards against an order of chunks, failures and endings in which a request ends while its
+    pages are read, changes its mind, waits for ever, forgets its cause or leaves something; and
+    against a second cause that takes the place of the first."""
+    for room, order in enumerate(list(orders(causes))[:: 23 if len(causes) == 2 else 3], start=1):
+        try:
+            live(rank, room, order)
+        except AssertionError as error:
+            raise AssertionError(order) from error
