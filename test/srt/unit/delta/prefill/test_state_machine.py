@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from effort import tries
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -15,12 +23,17 @@ from unit.delta.prefill.fakes import Bench, Handle
 
 ROOMS = st.integers(0, 5)
 PEERS = st.sets(st.sampled_from(["a", "b", "stalled"]), max_size=3).map(sorted)
+#: Rooms that live long enough to be served.
+RARELY = st.sampled_from([True, *[False] * 7])
 WINDOW, QUOTA = 4, 2
 
 
 class Lives(RuleBasedStateMachine):
     """Numbers are used again, as the room table lets them: when nothing of the room before is under
     way."""
+
+    #: By what became of rooms, over all examples.
+    ends: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +52,8 @@ class Lives(RuleBasedStateMachine):
 
     # ---- what the scheduler and other threads do ----
 
-    @rule(room=ROOMS)
     def open(self, room: int) -> None:
+        """Its request comes, unless it is here, or something of the one before is under way."""
         handles = self.bench.backend.handles
         if self.alive[room] is not None or any(h.room == room and not h.releases for h in handles):
             return
@@ -61,6 +74,7 @@ class Lives(RuleBasedStateMachine):
     def submit(
         self, room: int, peers: list[str], last: bool, handles: int, fault: str, within: float
     ) -> None:
+        self.open(room)
         if room in self.had_last:
             return
         chunk = self.bench.submit(
@@ -73,18 +87,24 @@ class Lives(RuleBasedStateMachine):
             if last:
                 self.had_last.add(room)
 
-    @rule(room=ROOMS)
-    def cancel(self, room: int) -> None:
+    @rule(room=ROOMS, really=RARELY)
+    def cancel(self, room: int, really: bool) -> None:
+        if not really:
+            return
         self.bench.cancel(room, Reason.ABORTED)
         if self.alive[room] is not None:
             self.cancelled.add(room)
 
-    @rule(room=ROOMS)
-    def stop_at_the_gate(self, room: int) -> None:
+    @rule(room=ROOMS, really=RARELY)
+    def stop_at_the_gate(self, room: int, really: bool) -> None:
+        if not really:
+            return
         self.bench.rooms.stopped.add(room)
 
-    @rule(room=ROOMS)
-    def forget(self, room: int) -> None:
+    @rule(room=ROOMS, really=RARELY)
+    def forget(self, room: int, really: bool) -> None:
+        if not really:
+            return
         self.bench.forget(room)
         self.alive[room] = None
         self.silent.setdefault(room, len(self.bench.rooms.of(room)))
@@ -112,7 +132,7 @@ class Lives(RuleBasedStateMachine):
     def one_step(self) -> None:
         self.bench.worker.step(self.bench.clock.now)
 
-    @rule(seconds=st.sampled_from([0.0, 0.001, 0.05, 3.0, 61.0]))
+    @rule(seconds=st.sampled_from([0.0, 0.001, *[0.05] * 6, 3.0, 61.0]))
     def run_for(self, seconds: float) -> None:
         self.bench.run(seconds)
         self._nobody_waits_without_need()
@@ -234,16 +254,26 @@ class Lives(RuleBasedStateMachine):
         for room in range(6):
             if self.alive[room] is not None:
                 assert self._told(room)[-1] == "drained"
+                self.ends[self._told(room)[-2:][0]] += 1
             self.bench.forget(room)
         self.bench.run(1.0)
         self.bench.check_empty()
         assert self.bench.run() is None
+        self.ends["complete"] += len(self.bench.backend.completed)
 
 
-TestLives = Lives.TestCase
-TestLives.settings = settings(
-    max_examples=tries(60),
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@pytest.mark.fuzz
+def test_lives() -> None:
+    """Guards against a worker that serves no room as it should, and against lives in which little
+    happens."""
+    Lives.ends.clear()
+    run_state_machine_as_test(
+        Lives,
+        settings=settings(
+            max_examples=tries(60),
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    assert min(Lives.ends["complete"], Lives.ends["failed"]) > tries(60) / 6, Lives.ends
