@@ -97,23 +97,6 @@ def test_done_under_way_and_broken(broken: State | Exception) -> None:
     bench.check()
 
 
-@pytest.mark.hazard("late-word-revives-room", "poll-raises")
-def test_the_first_cause_counts() -> None:
-    """Guards against a second failure that hides the root cause, or reports the room twice."""
-    bench = Bench()
-    bench.open(1)
-    for _ in range(3):
-        bench.submit(1)
-    bench.run()
-    bench.backend.handles[1].state = RuntimeError("the cause")
-    bench.run(0.1)
-    bench.settle(1, State.ERROR)
-    bench.cancel(1, Reason.ABORTED)
-    bench.run(200)
-    assert bench.rooms.of(1) == ["failed", "overdue", "drained"]
-    assert "the cause" in bench.rooms.failure(1)[1]
-
-
 def test_peers_that_cannot_be_told() -> None:
     """Guards against a room that counts as delivered although a peer does not know that it is, and
     against a gate that will not let it fail."""
@@ -214,93 +197,6 @@ def test_a_bug_fails_its_own_room_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.check()
 
 
-@pytest.mark.hazard("late-word-revives-room")
-def test_ended_is_for_ever() -> None:
-    """Guards against a chunk or an error that brings an ended room back."""
-    bench = Bench()
-    bench.open(1, 2)
-    bench.submit(1, last=True)
-    bench.cancel(2, Reason.ABORTED)
-    bench.run()
-    bench.settle()
-    before = list(bench.rooms.entries)
-    for room in (1, 2):
-        bench.submit(room)
-        bench.cancel(room, Reason.ABORTED)
-    bench.run(500)
-    assert bench.rooms.entries == before and len(bench.backend.handles) == 1
-
-
-@pytest.mark.hazard("exception-ends-worker", "late-word-revives-room", "late-notification")
-def test_unknown_rooms() -> None:
-    """Guards against late words about a room that was cleared: they do nothing and leave
-    nothing."""
-    bench = Bench()
-    bench.open(1)
-    bench.forget(1)
-    bench.submit(1)
-    bench.cancel(1, Reason.ABORTED)
-    bench.forget(1)
-    assert bench.run() is None
-    assert bench.rooms.entries == [] and bench.backend.posts == []
-    bench.check_empty()
-
-
-@pytest.mark.hazard("source-given-away")
-def test_cancel_before_anything_was_posted() -> None:
-    """Guards against posting for an aborted request, whose pages and slot are given away."""
-    bench = Bench(quota=1)
-    bench.open(1, 2)
-    bench.submit(2)
-    bench.run()
-    bench.submit(1)
-    bench.submit(1, last=True)
-    bench.run()
-    bench.cancel(1, Reason.ABORTED)
-    assert bench.rooms.of(1) == ["drained"]
-    bench.settle()
-    assert {post[0] for post in bench.backend.posts} == {2}
-
-
-@pytest.mark.hazard("pages-written-after-release", "source-given-away")
-def test_cancel_while_something_is_under_way() -> None:
-    """Guards against source pages that are freed while they are read: quiet comes once, and only
-    when everything that was posted has settled."""
-    bench = Bench(quota=2)
-    bench.open(1)
-    for _ in range(4):
-        bench.submit(1, "a", "b")
-    bench.run()
-    assert len(bench.backend.handles) == 4
-    bench.cancel(1, Reason.ABORTED)
-    for handle in bench.backend.handles:
-        assert bench.rooms.of(1) == [] and bench.rooms.busy == {1}
-        handle.state = State.DONE
-        bench.run(0.1)
-    assert bench.rooms.of(1) == ["drained"] and bench.rooms.busy == set()
-    assert len(bench.backend.handles) == 4
-    bench.forget(1)
-    bench.check_empty()
-
-
-def test_a_landed_chunk_of_a_room_that_ends() -> None:
-    """Guards against a chunk that waits for an earlier one being forgotten in its place, which
-    would hold the room's quiet and the peer's quota up for ever."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1)
-    bench.submit(1)
-    bench.run()
-    bench.backend.handles[1].state = State.DONE
-    bench.run(0.1)
-    bench.cancel(1, Reason.ABORTED)
-    assert bench.rooms.of(1) == []
-    bench.settle()
-    assert bench.rooms.of(1) == ["drained"]
-    bench.forget(1)
-    bench.check_empty()
-
-
 def test_the_gate_stops_a_room() -> None:
     """Guards against a post after the gate said no, and against a room that is never quiet because
     nobody cancelled it here."""
@@ -372,28 +268,6 @@ def test_a_release_that_raises() -> None:
     bench.run()
     bench.settle()
     assert calls == bench.backend.handles and bench.rooms.of(1) == ["done 0", "drained"]
-
-
-def test_forgotten_while_under_way() -> None:
-    """Guards against words about a request that is gone, and against a gate that is left before
-    everything has settled."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1)
-    bench.submit(1, last=True)
-    bench.run()
-    bench.forget(1)
-    assert bench.rooms.busy == {1}
-    bench.settle()
-    assert bench.rooms.entries == []
-    bench.check_empty()
-
-
-def test_chunks_cannot_change() -> None:
-    """Guards against one peer's post changing what the next peer gets."""
-    chunk = Bench().submit(1)
-    with pytest.raises(AttributeError):
-        chunk.peers = ()  # type: ignore[misc]
 
 
 def test_stop() -> None:

@@ -11,35 +11,6 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Stat
 from unit.delta.prefill.fakes import Bench, Script
 
 
-def test_a_room_from_open_to_forget() -> None:
-    """Guards against a chunk that is not posted, a completion that is early or missing, and
-    anything that stays behind."""
-    bench = Bench()
-    bench.open(7)
-    bench.submit(7)
-    bench.submit(7, last=True)
-    bench.run()
-    assert bench.backend.posts == [(7, 0, "a"), (7, 1, "a")]
-    assert bench.rooms.of(7) == [] and bench.rooms.busy == {7} and bench.backend.completed == []
-    bench.settle()
-    assert bench.backend.completed == [7]
-    assert bench.rooms.of(7) == ["done 0", "done 1", "drained"] and bench.rooms.busy == set()
-    assert bench.run() is None
-    bench.forget(7)
-    bench.check_empty()
-
-
-@pytest.mark.hazard("metadata-tied-to-state")
-def test_full_hit() -> None:
-    """Guards against a last chunk without KV handles that is never complete: a full prefix hit
-    moves no KV."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1, last=True, handles=0)
-    bench.run()
-    assert bench.rooms.of(1) == ["done 0", "drained"] and bench.backend.completed == [1]
-
-
 def test_no_peers() -> None:
     """Guards against a rank that sends nothing (only dummies) waiting for ever, and against its
     chunk overtaking an earlier one."""
@@ -57,25 +28,6 @@ def test_no_peers() -> None:
 
 def _without_peers(bench: Bench, room: int, index: int = 0) -> Chunk:
     return Chunk(room, (), Script(index), True, bench.clock.now + 9, bench.clock.now)
-
-
-@pytest.mark.hazard("chunks-overtake")
-def test_complete_when_every_chunk_has_landed() -> None:
-    """Guards against peers that are told of a complete room before the KV of an earlier chunk is
-    there, or twice."""
-    bench = Bench()
-    bench.open(1)
-    bench.submit(1)
-    bench.submit(1, last=True)
-    bench.run()
-    first, second = bench.backend.handles
-    second.state = State.DONE
-    bench.run(0.1)
-    assert bench.backend.completed == [] and bench.rooms.of(1) == []
-    first.state = State.DONE
-    bench.run(0.1)
-    assert bench.backend.completed == [1] and bench.rooms.completed == {1}
-    assert bench.rooms.of(1) == ["done 0", "done 1", "drained"]
 
 
 @pytest.mark.hazard("writers-confused")

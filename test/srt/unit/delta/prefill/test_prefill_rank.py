@@ -117,19 +117,6 @@ def test_all_ranks_are_told_by_the_writer(side: Side) -> None:
     assert {(port, it.writer, it.unknown_peer) for _, port, it in sent} == {(4000, 3, False)}
 
 
-@pytest.mark.hazard("abort-before-settled")
-def test_decode_hears_of_it_when_the_write_has_settled(side: Side) -> None:
-    """Guards against pages that decode gives to others while they are written."""
-    side.request()
-    side.announce()
-    assert side.enter(ROOM)
-    side.withdraw()
-    side.rooms.fail(ROOM, Reason.TRANSPORT, "broken")
-    assert side.stopped() == [] and not side.enter(ROOM)
-    side.rooms.leave(ROOM)
-    assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")]
-
-
 def test_one_rank_that_cannot_be_told_hides_no_other(side: Side) -> None:
     """Guards against an unusable address that ends the scheduler, or the telling of the others."""
     side.sockets.refuse.add("10.0.0.1")
@@ -178,16 +165,6 @@ def test_withdrawn_before_anybody_knew_it(side: Side) -> None:
     assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")]
     assert side.manager.request_status == {} and side.manager.failure_records == {}
     assert side.rooms.claim(ROOM)[1] == "decode cancelled it: bored"
-
-
-def test_withdrawn_while_open(side: Side) -> None:
-    """Guards against a prefill server that computes and sends what nobody wants."""
-    side.request()
-    side.announce()
-    side.withdraw()
-    assert side.stopped() == [("10.0.0.1", ROOM, "decode cancelled it: bored")], "once"
-    assert side.manager.request_status == {ROOM: KVPoll.Failed}
-    assert not side.enter(ROOM)
 
 
 @pytest.mark.parametrize("steps", [(), ("request",), ("announce",), ("request", "announce of 2")])
@@ -292,15 +269,6 @@ def test_withdrawn_twice_and_again_late(side: Side) -> None:
     side.forget()
     side.withdraw()
     assert len(side.stopped()) == 1
-
-
-def test_another_room_is_not_touched(side: Side) -> None:
-    """Guards against a withdrawal that stops more than its room."""
-    side.request(7)
-    side.request(8)
-    side.announce(8)
-    side.withdraw(7)
-    assert side.manager.request_status[8] == KVPoll.Bootstrapping and side.enter(8)
 
 
 def test_a_stranger_is_told_to_connect_again(side: Side) -> None:

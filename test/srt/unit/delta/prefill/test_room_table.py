@@ -194,62 +194,12 @@ def test_every_order_ends_drained_once(scene: Scene, order: tuple[str, ...]) -> 
     assert real == ([(7, "aborted", ["pages of D"])] if known else [])
 
 
-def test_the_first_failure_counts(scene: Scene) -> None:
-    """Guards against a later, more general reason that hides the cause, and against the error of a
-    transfer that broke off after its room had been given up."""
-    room = scene.request()
-    scene.fail(text="first")
-    scene.room_failed(7, Reason.TRANSPORT, "second", ERROR)
-    assert scene.table.stopped(7) == room.reason == scene.status[7] == "first"
-    assert room.error is None and scene.told == [(7, "first", [])]
-    other = scene.request(8)
-    scene.room_failed(8, Reason.TRANSPORT, "broken", ERROR)
-    assert (other.reason, other.error) == ("broken", ERROR)
-
-
 def test_decode_is_told_before_the_scheduler_sees_it(scene: Scene) -> None:
     """Guards against a status that is not there yet when the room says that it is delivered."""
     room = scene.request()
     assert scene.complete(7)
     scene.last()
     assert scene.delivered == [(7, False)] and room.delivered
-
-
-@pytest.mark.hazard("late-word-revives-room")
-@pytest.mark.parametrize(
-    "words", list(permutations(("last", "failed", "overdue", "leave"))), ids=" ".join
-)
-def test_late_words(scene: Scene, words: tuple[str, ...]) -> None:
-    """Guards against a room that comes to life, or fails, for a request that is gone."""
-    room = scene.request()
-    scene.table.forget(room)
-    for word in words:
-        {
-            "last": scene.last,
-            "failed": lambda: scene.table.room_failed(room, Reason.TRANSPORT, "text", ERROR),
-            "overdue": lambda: scene.table.room_overdue(7),
-            "leave": lambda: scene.table.leave(7),
-        }[word]()
-    assert scene.table.numbers() == [] and not room.delivered and room.reason is None
-    assert scene.status == {} and scene.told == []
-
-
-def test_rooms_do_not_touch_each_other(scene: Scene) -> None:
-    """Guards against one room's end in another's entry."""
-    rooms = {number: scene.request(number) for number in (3, 1, 2)}
-    for number in rooms:
-        assert scene.enter(number)
-    assert scene.complete(1)
-    scene.last(1)
-    scene.fail(2)
-    scene.table.leave(2)
-    scene.fail(3)
-    scene.table.room_overdue(3)
-    assert scene.table.claimed() == [3, 1, 2]
-    assert [rooms[number].state for number in (1, 2, 3)] == [
-        State.COMPLETING, State.DRAINED, State.OVERDUE,
-    ]  # fmt: skip
-    assert [rooms[number].delivered for number in (1, 2, 3)] == [True, False, False]
 
 
 # ---- numbers that come again ----
@@ -304,29 +254,6 @@ def test_a_request_is_refused_however_late_it_comes(scene: Scene) -> None:
     scene.table.scheduler_time.turn()
     assert not scene.table.announce(7, "D", "again", 1), "its request may come first"
     assert scene.table.claim(7)[1] == "gone"
-
-
-@pytest.mark.parametrize("ends", [("fail", "forget"), ("fail", "overdue", "forget"), ("fail",)])
-def test_a_number_whose_earlier_transfer_lingers(scene: Scene, ends: tuple[str, ...]) -> None:
-    """Guards against a new request that writes under a number, or ends it, while a write of the
-    request before it is under way: it is refused, and decode is told of neither until then."""
-    old = scene.request(7, "D")
-    assert scene.enter(7)
-    for step in ends:
-        {
-            "fail": scene.fail,
-            "overdue": lambda: scene.table.room_overdue(7),
-            "forget": lambda: scene.table.forget(old),
-        }[step]()
-    new, refused = scene.table.claim(7)
-    assert refused == "aborted" and new is not old and new.is_stopped and new.is_over
-    assert scene.table.announce(7, "E", "pages of E") and not scene.enter(7)
-    scene.table.forget(new)
-    assert scene.told == []
-    scene.table.leave(7)
-    assert scene.told == [(7, "aborted", ["pages of D", "pages of E"])]
-    scene.table.forget(old)
-    assert scene.table.numbers() == [] and scene.table.claim(7)[1] is None
 
 
 @pytest.mark.hazard("room-number-reused")
@@ -533,16 +460,6 @@ def test_complete_or_given_up(scene: Scene) -> None:
     assert scene.fail(8) and not scene.complete(8) and not scene.enter(8)
     scene.table.forget(rooms[0])
     assert scene.table.numbers() == [8]
-
-
-def test_decode_could_not_be_told(scene: Scene) -> None:
-    """Guards against a room that can neither end well nor fail."""
-    scene.request(7, "D")
-    assert scene.enter(7) and scene.complete(7)
-    scene.table.take_back(7)
-    assert scene.fail(text="no note") and scene.told == []
-    scene.table.leave(7)
-    assert scene.told == [(7, "no note", ["pages of D"])]
 
 
 def test_threads_complete_or_give_up() -> None:
