@@ -217,8 +217,8 @@ def headline(rows: Sequence[Row]) -> str:
 
     both, thread, tuned = "local + thread", "thread + admission", "stock + r64"
     sessions = ", ".join(
-        f"{load} {times(load, both, 'stock')} times its requests/s and "
-        f"{times(load, both, 'stock', ttft)} times its TTFT p50 of later turns"
+        f"{load} {times(load, both, 'stock')} times the requests/s and "
+        f"{times(load, both, 'stock', ttft)} times the TTFT p50 of later turns"
         for load in (_BUSY, _ALONE)
     )
     kept = sum(verdict(rows, bound).holds for bound in BOUNDS)

@@ -1,0 +1,90 @@
+"""A room on a prefill rank of each backend, in every order of what may happen to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from unit.delta.transfer.ranks import TRANSFER_TIMEOUT_S
+from unit.delta.transfer.steps import BROKEN, arrived, failure_of, pages, started
+
+ENDS = (KVPoll.Success, KVPoll.Failed)
+CAUSES: dict[str, Callable[[Any, Any], Any]] = {
+    "broken": lambda rank, sender: rank.settle(BROKEN),
+    "error": lambda rank, sender: rank.settle("ERR"),
+    "abort": lambda rank, sender: sender.abort(),
+    "withdrawn": lambda rank, sender: rank.withdraw(sender.bootstrap_room),
+    "lost": lambda rank, sender: rank.lose(),
+    "overdue": lambda rank, sender: rank.tick(TRANSFER_TIMEOUT_S),
+}
+
+
+def orders(causes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every order of these with two chunks, two turns of the worker, and everything settling."""
+    steps = ("chunk", "chunk", "work", "work", "settle", *causes)
+    yield from sorted(set(itertools.permutations(steps)))
+
+
+def live(rank: Any, room: int, order: tuple[str, ...]) -> None:
+    """One room in one order."""
+    was = rank.decode["decode"].snapshot()
+    sender, left, seen = started(rank, room), iter((5, 6)), [KVPoll.WaitingForInput]
+
+    def look() -> None:
+        state, heard = sender.poll(), rank.heard(room)
+        assert seen[-1] not in ENDS or state == seen[-1], f"{seen[-1]} became {state}"
+        if state == KVPoll.Success:
+            assert heard[:1] == ["complete"] and {write.state for write in rank.writes} == {"DONE"}
+            assert arrived(rank, was, 10, 11)
+        assert heard.count("complete") == (state == KVPoll.Success)
+        assert "stopped" not in heard or not rank.under_way()
+        seen.append(state)
+
+    for event in order:
+        if event == "chunk":
+            sender.send(pages(next(left)))
+        elif event == "work":
+            rank.tick(0.25)
+        elif event == "settle":
+            rank.settle()
+        else:
+            CAUSES[event](rank, sender)
+        look()
+    rank.finish()
+    look()
+    assert seen[-1] in ENDS, "it waits for ever"
+    if seen[-1] == KVPoll.Failed:
+        told = rank.heard(room)
+        assert "stopped" in told and (told.count("stopped") == 1 or "withdrawn" in order)
+        text, error = rank.manager.failure_records[room], failure_of(sender)
+        assert str(error).endswith(text), "another cause"
+        was_raised = any(what in text for what in ("the transport: ", "be posted: "))
+        assert (error.__cause__ is not None) == (was_raised and rank.chains)
+    else:
+        sender.clear()
+    rank.check()
+    rank.register("decode")
+    rank.writes.clear()
+    for (_, target), before in zip(rank.decode["decode"].kv, was, strict=False):
+        target[:] = before
+
+
+@pytest.mark.hazard("poll-raises", "late-word-revives-room")
+@pytest.mark.parametrize(
+    "causes",
+    [(), *((cause,) for cause in CAUSES), *itertools.combinations(CAUSES, 2)],
+    ids="-".join,
+)
+def test_every_order(rank: Any, causes: tuple[str, ...]) -> None:
+    """Guards against an order of chunks, failures and endings in which a request ends while its
+    pages are read, changes its mind, waits for ever, forgets its cause or leaves something; and
+    against a second cause that takes the place of the first."""
+    for room, order in enumerate(list(orders(causes))[:: 23 if len(causes) == 2 else 3], start=1):
+        try:
+            live(rank, room, order)
+        except AssertionError as error:
+            raise AssertionError(order) from error
