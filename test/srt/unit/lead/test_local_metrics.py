@@ -8,7 +8,8 @@ from sglang.srt.disaggregation.lead.metrics import LocalMetrics
 
 def test_gaps_beyond_the_bound_are_counted() -> None:
     """Guards against a counter that only SGLang 0.5.10.post1 shows."""
-    metrics, labels = LocalMetrics(), {"model_name": "a bound"}
+    # The names of the labels are those of other tests in this process.
+    metrics, labels = LocalMetrics(), {"model_name": "a bound", "tp_rank": "0"}
     for seconds, has_chunk, bound in (
         (0.3, True, 0.1),
         (0.3, False, 0.1),
