@@ -68,6 +68,7 @@ PARTS = (
     Bound(_BUSY, "local", "stock", rate, 1),
     Bound(_BUSY, "local + thread", "thread", rate, 1),
     Bound(_ALONE, "thread", "stock", rate, 1),
+    Bound(_ALONE, "local", "stock", rate, 1),
     Bound(_ALONE, "local + thread", "thread", rate, 1),
     Bound(_ALONE, "local + thread", "thread", ttft, 1, at_least=False),
     Bound("burst", "thread", "stock", rate, 1),
@@ -223,9 +224,10 @@ def headline(rows: Sequence[Row]) -> str:
     )
     kept = sum(verdict(rows, bound).holds for bound in BOUNDS)
     return (
-        f"Against stock 0.5.23, local turns with the sleeping thread give sessions {sessions}. A "
-        f"burst gets {times('burst', thread, tuned)} times the requests/s with admission and the "
-        "sleeping thread as with stock's own `--num-reserved-decode-tokens 64`. Beside the "
+        f"Against stock 0.5.23, local turns with the sleeping thread give sessions {sessions}. "
+        "With admission and the sleeping thread, a burst gets "
+        f"{times('burst', thread, tuned)} times the requests/s of stock with "
+        "`--num-reserved-decode-tokens 64`. Beside the "
         f"sleeping thread alone, admission gives {times('burst', thread, 'thread')} times, and "
         f"{times('burst', thread, 'thread + r64')} times if the thread has that flag too. {kept} "
         f"of {len(BOUNDS)} bounds hold. Ratios are means over the rounds with 95 % intervals.\n"

@@ -133,8 +133,9 @@ DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "SGLANG_PATCHSET_DISABLE",
     "package",
     "Feature groups that stay stock: `delta`, `nixl_async`, `mooncake_delta`, `decode_radix`, "
-    "`buffer_only`. The decode radix cache needs `decode_radix`, `delta` and the group of its "
-    "backend. A prefill server needs the latter two, or it sends whole prompts.",
+    "`buffer_only`; on SGLang 0.5.23 `lead`. The decode radix cache needs `decode_radix`, `delta` "
+    "and the group of its backend. A prefill server needs the latter two, or it sends whole "
+    "prompts.",
     (),
     "comma-separated names",
     lambda text: tuple(name for part in text.split(",") if (name := part.strip())),
@@ -295,8 +296,9 @@ LOCAL_MAX_ITL_MS: Variable[float] = Variable(
 
 FALLBACK_PREFILL_TOKENS = _integer(
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS", "lead", 0,
-    "Decode: the same for requests whose prefill server is lost or cannot be reached, or whose "
-    "transfer failed. Works with or without the variable above.",
+    "Decode: the largest number of new tokens that this server may compute itself if the prefill "
+    "server is lost or cannot be reached, or the transfer failed. Works with or without "
+    "`SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS`.",
     unit="tokens", shown="0 (the request fails)",
 )  # fmt: skip
 
