@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from current.prefill import Prefill
-from sglang.srt.disaggregation.lead import attach
 
-#: The part of the group ``lead`` that remembers the abort, and what switches it on.
-PART = "prefill_exit"
 LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
-is_there = pytest.mark.skipif(
-    PART not in (part.name for part in attach.PARTS), reason=f"needs the part {PART}"
-)
 ROOM = 77
 PROMPT = list(range(100, 300))
 
@@ -48,7 +42,6 @@ def test_stock_waits_after_an_early_abort(prefill: Prefill) -> None:
     assert not ends(prefill, early=True)
 
 
-@is_there
 @pytest.mark.server(mode="prefill", env=LEAD)
 def test_an_early_abort_is_remembered(prefill: Prefill) -> None:
     """The cure: the request ends as if the abort had come in time, and so does a second one."""

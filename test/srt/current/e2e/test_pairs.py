@@ -1,26 +1,24 @@
 """Real servers of SGLang 0.5.23 over NIXL and TCP: talks of three turns.
 
 An aggregated stock server says what the answers are. Pairs of stock servers, pairs with the group
-``lead``, and the latter on two ranks each have to give the same tokens, and to be idle and balanced
-afterwards: ``Pair.check`` waits for SGLang's own memory check.
+``lead``, and the latter on two ranks each or with a draft model have to give the same tokens, and
+to be idle and balanced afterwards: ``Pair.check`` waits for SGLang's own memory check.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
+from benchmark.decode_radix_cache.speculation import drafting
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair, PairConfig
 from current.e2e.support import LEAD, NEW, SIZES, Talks, variables
-from sglang.srt.disaggregation.lead import attach
-
-is_there = pytest.mark.skipif(not attach.PARTS, reason="the group lead has no part")
 
 
-def carries_on(talks: Talks, logs: Path, *, ranks: int = 1, lead: bool) -> None:
-    """A pair gives the same answers, turn by turn, and ends balanced."""
+def carries_on(
+    talks: Talks, logs: Path, *, ranks: int = 1, arguments: tuple[str, ...] = (), lead: bool
+) -> None:
+    """A pair gives the same answers, turn by turn, and ends balanced. ``arguments``: of both."""
     config = PairConfig(
         talks.model,
         stock=not lead,
@@ -29,6 +27,8 @@ def carries_on(talks: Talks, logs: Path, *, ranks: int = 1, lead: bool) -> None:
         decode_sizes=SIZES,
         prefill_tp=ranks,
         decode_tp=ranks,
+        prefill_args=arguments,
+        decode_args=arguments,
         skip_warmup=True,
         env=variables(**LEAD if lead else {}),
     )
@@ -48,13 +48,17 @@ def test_stock(talks: Talks, tmp_path: Path) -> None:
     carries_on(talks, tmp_path, lead=False)
 
 
-@is_there
 def test_lead(talks: Talks, tmp_path: Path) -> None:
     """Guards against a turn of wrong KV, and against pages or rows that a part leaves behind."""
     carries_on(talks, tmp_path, lead=True)
 
 
-@is_there
 def test_lead_on_two_ranks(talks: Talks, tmp_path: Path) -> None:
     """Guards against ranks that decide differently: they would hang, or attend to other KV."""
     carries_on(talks, tmp_path, ranks=2, lead=True)
+
+
+def test_lead_with_a_draft_model(talks: Talks, tmp_path: Path) -> None:
+    """Guards against a local turn that joins without what its first draft starts from. The model is
+    its own draft, of which nearly all drafts are rejected: wrong KV would change the text."""
+    carries_on(talks, tmp_path, arguments=drafting(talks.model, 3), lead=True)

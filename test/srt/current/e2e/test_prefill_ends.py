@@ -21,9 +21,6 @@ from benchmark.harness.fleet import start
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import patchset_env
 from current.e2e.support import LEAD, NEW, SIZES, Ids, Talks, variables
-from sglang.srt.disaggregation.lead import attach
-
-pytestmark = pytest.mark.skipif(not attach.PARTS, reason="the group lead has no part")
 
 #: SGLang asks a server that it does not know 15 times, once a second. One that it knows is lost
 #: after two heartbeats, which come sooner.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.lead import attach
-from sglang.srt.disaggregation.lead.attach import Install, Part
+from sglang.srt.disaggregation.lead.attach import Part, Wraps
 from sglang.srt.patchset.table import CURRENT_VERSION
 
 
@@ -40,7 +40,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 def part(monkeypatch: pytest.MonkeyPatch, signature: str) -> None:
     """A part that takes one more."""
 
-    def install(wrap: Install) -> None:
+    def install(wrap: Wraps) -> None:
         @wrap(Queue, "take", signature)
         def take(stock: Any, self: Queue, count: int, **rest: Any) -> list[int]:
             return stock(count + 1, **rest)
@@ -80,7 +80,7 @@ def test_another_signature_ends_the_start_by_name(monkeypatch: Any, signature: s
 def test_a_method_that_is_gone_ends_the_start_by_name(monkeypatch: Any) -> None:
     """Guards against an AttributeError, which the plugin loader would only log."""
 
-    def install(wrap: Install) -> None:
+    def install(wrap: Wraps) -> None:
         wrap(Queue, "gone", "(self)")(lambda stock, self: None)
 
     module = types.SimpleNamespace(install=install)

@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.delta.pages import page_ceil
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sglang.srt.disaggregation.lead.attach import Function, Install
+    from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
 #: More than any pool has.
 NEVER = 1 << 60
@@ -197,7 +197,7 @@ def step_tokens(scheduler: Any) -> int:
     return 0 if scheduler.spec_algorithm.is_none() else int(get_alloc_reserve_per_decode())
 
 
-def install(wrap: Install) -> None:
+def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
 

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any, NamedTuple, Protocol  # Any: SGLang's functions and objects
+from typing import Any, NamedTuple  # Any: SGLang's functions and objects
 
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.table import CURRENT_VERSION
@@ -24,17 +24,6 @@ logger = logging.getLogger(__name__)
 GROUP = "lead"
 
 Function = Callable[..., Any]
-
-
-class Install(Protocol):
-    """What ``install`` of a part is given."""
-
-    def __call__(self, owner: type, name: str, signature: str) -> Callable[[Function], Function]:
-        """A decorator: the function gets the stock method before the method's own arguments, and
-        takes its place in ``owner`` and wherever that class is inherited or bound.
-
-        ``signature``: the stock method's in 0.5.23, without annotations, as ``"(self, req)"``.
-        """
 
 
 class Part(NamedTuple):
@@ -114,7 +103,11 @@ class Wraps:
         self.misfits: list[str] = []
 
     def __call__(self, owner: type, name: str, signature: str) -> Callable[[Function], Function]:
-        """See ``Install``."""
+        """A decorator: the function gets the stock method before the method's own arguments, and
+        takes its place in ``owner`` and wherever that class is inherited or bound.
+
+        ``signature``: the stock method's in 0.5.23, without annotations, as ``"(self, req)"``.
+        """
         stock = getattr(owner, name, None)
         found = "nothing" if stock is None else shape(stock)
         if found != signature:
@@ -148,7 +141,7 @@ def shape(function: Function) -> str:
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
 
-def _refuse_at_start(wrap: Install) -> None:
+def _refuse_at_start(wrap: Wraps) -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     @wrap(Scheduler, "init_disaggregation", "(self)")

@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable
 from typing import Any  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.lead.attach import Function, Install
+from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.lead.local import LocalTurns, limits
 
 logger = logging.getLogger(__name__)
 
 
-def install(wrap: Install) -> None:
+def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import NextBatchPlan
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import get_disagg
 
     def scheduler(name: str, signature: str) -> Callable[[Function], None]:
         """Around a method of a scheduler that may have local turns, which come first then."""
@@ -38,8 +37,6 @@ def install(wrap: Install) -> None:
         stock()
         if self.disagg_decode_prealloc_queue is None:
             return
-        if not get_disagg().disaggregation_decode_enable_radix_cache:
-            raise ValueError("local turns need --disaggregation-decode-enable-radix-cache")
         self.lead_turns = LocalTurns(self, limits(self.tree_cache.page_size))
         if self.metrics_reporter.enable_metrics:
             self.lead_turns.metrics.bind(self.metrics_collector.labels)

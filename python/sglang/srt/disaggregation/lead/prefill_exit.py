@@ -16,7 +16,7 @@ from typing import Any  # Any: SGLang's objects
 
 import requests
 
-from sglang.srt.disaggregation.lead.attach import Function, Install
+from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def release(receiver: Any) -> None:
     receiver.clear()
 
 
-def install(wrap: Install) -> None:
+def install(wrap: Wraps) -> None:
     """See ``attach``. Mooncake's module is not imported: it imports ``prometheus_client``. The HTTP
     server's process must not, before SGLang has prepared that, or there are no metrics."""
     from sglang.srt.disaggregation.common import conn

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.decode.retraction import load_private
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.lead.attach import Function, Install
+    from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
 
 class Lease:
@@ -34,7 +34,7 @@ class Lease:
         self.req.prefix_len = 0
 
 
-def install(wrap: Install) -> None:
+def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req

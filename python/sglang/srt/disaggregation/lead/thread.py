@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.nixl.agent import pausing_agents
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.lead.attach import Function, Install
+    from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
 
-def install(wrap: Install) -> None:
+def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
     from sglang.srt.disaggregation.utils import DisaggregationMode

@@ -11,7 +11,7 @@ import copy
 import logging
 from typing import Any  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.lead.attach import Function, Install
+from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.lead.local import only_prefill_can
 from sglang.srt.patchset import environment
 
@@ -22,7 +22,6 @@ class NoPrefill:
     """Stands where the receiver of such a request was. ``reason``: for the metrics."""
 
     bootstrap_infos = ()
-    require_staging = False
 
     def __init__(self, req: Any, reason: str) -> None:
         self.bootstrap_room, self.reason, self.is_over = req.bootstrap_room, reason, False
@@ -85,7 +84,7 @@ def remains(req: Any) -> Any:
     return left
 
 
-def install(wrap: Install) -> None:
+def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.decode import (
         DecodePreallocQueue,
