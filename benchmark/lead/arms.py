@@ -13,7 +13,12 @@ from benchmark.harness.servers import LEAN, Sizes
 from benchmark.harness.variants import PROGRESS_DELAY
 from benchmark.local_turns import compare
 from benchmark.local_turns.load import Load
-from sglang.srt.patchset.environment import DECODE_ADMISSION, LOCAL_TOKENS
+from sglang.srt.patchset.environment import (
+    DECODE_ADMISSION,
+    LOCAL_CHUNK,
+    LOCAL_MAX_ITL_MS,
+    LOCAL_TOKENS,
+)
 
 _THREAD = {PROGRESS_DELAY: "1000"}
 _LOCAL = {LOCAL_TOKENS.name: "256"}
@@ -45,16 +50,35 @@ BURST_ARMS = (
     Arm("thread + admission", _THREAD | _ADMISSION),
     Arm("thread + admission + r64", _THREAD | _ADMISSION, 64),
 )
-ARMS: Mapping[str, tuple[Arm, ...]] = {"sessions": SESSION_ARMS, "burst": BURST_ARMS}
+#: Chunks of up to 1,024 tokens: without a bound they delay running requests by more than it.
+_LARGE = _THREAD | {LOCAL_TOKENS.name: "1024", LOCAL_CHUNK.name: "1024"}
+BOUND_ARMS = (
+    Arm("thread", _THREAD),
+    Arm("local + thread", _LARGE),
+    Arm("local + thread + itl100", _LARGE | {LOCAL_MAX_ITL_MS.name: "100"}),
+    Arm("local + thread + itl50", _LARGE | {LOCAL_MAX_ITL_MS.name: "50"}),
+)
+ARMS: Mapping[str, tuple[Arm, ...]] = {
+    "sessions": SESSION_ARMS,
+    "burst": BURST_ARMS,
+    "bounds": BOUND_ARMS,
+}
 """By kind of load: a kind has servers, a model and arms of its own."""
 
-SHAPES = {"sessions": compare.SHAPE, "burst": throughput.SHAPE}
+SHAPES = {"sessions": compare.SHAPE, "burst": throughput.SHAPE, "bounds": compare.SHAPE}
+LOADS: Mapping[str, tuple[str, ...]] = {
+    "sessions": ("alone", "beside cold prompts"),
+    "burst": ("burst",),
+    "bounds": ("long turns",),
+}
+"""Of each kind, in the order in which each pair plays them."""
 
 SESSIONS: Mapping[str, tuple[Load, int]] = {
     "alone": (Load(talks=8, turns=5, cold_clients=(0,)), 3),
     "beside cold prompts": (Load(talks=6, turns=6, cold_clients=(2,)), 1),
+    "long turns": (Load(talks=6, turns=5, turn_tokens=600, cold_clients=(2,)), 2),
 }
-"""Loads of the kind ``sessions``, in the order in which each pair plays them, and how often."""
+"""What sessions send, and how often a pair plays it in a round."""
 BURST = throughput.Load()
 
 

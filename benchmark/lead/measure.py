@@ -24,7 +24,7 @@ from benchmark.harness.workload import token_range
 from benchmark.lead.arms import (
     ARMS,
     BURST,
-    SESSIONS,
+    LOADS,
     SHAPES,
     Arm,
     configure,
@@ -133,7 +133,7 @@ RETRACTED = "sglang:num_retracted_requests_total"
 def _plays(kind: str) -> list[tuple[str, int]]:
     if kind == "burst":
         return [("burst", BURST.seed)]
-    return [(name, load.seed) for name in SESSIONS for load in plays(name)]
+    return [(name, load.seed) for name in LOADS[kind] for load in plays(name)]
 
 
 def _send(target: Target, name: str, seed: int, vocabulary: range) -> tuple[list[Result], ...]:

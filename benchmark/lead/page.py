@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmark.agentic.report.numbers import Interval, widened
 from benchmark.harness.report import Verdict, markdown, milliseconds
-from benchmark.lead.arms import ARMS, BURST, SESSIONS
+from benchmark.lead.arms import ARMS, BURST, LOADS, SESSIONS
 
 Row = Mapping[str, Any]
 Value = Callable[[Row], float]
@@ -39,6 +39,11 @@ COMPARED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("thread + admission", "thread"),
         ("thread + admission", "thread + r64"),
         ("thread + admission + r64", "thread + r64"),
+    ),
+    "bounds": (
+        ("local + thread", "thread"),
+        ("local + thread + itl100", "local + thread"),
+        ("local + thread + itl50", "local + thread"),
     ),
 }
 
@@ -142,7 +147,8 @@ def title(load: str) -> str:
     (clients,) = about.cold_clients
     beside = f"beside {clients} clients with cold prompts of {about.cold_tokens:,} tokens"
     often = f", {plays} plays a round" if plays > 1 else ""
-    return f"{about.talks} sessions of {about.turns} turns {beside if clients else 'alone'}{often}"
+    sessions = f"{about.talks} sessions of {about.turns} turns of {about.turn_tokens} new tokens"
+    return f"{sessions} {beside if clients else 'alone'}{often}"
 
 
 def table(rows: Sequence[Row], kind: str, load: str) -> tuple[list[str], list[list[str]]]:
@@ -180,7 +186,7 @@ def table(rows: Sequence[Row], kind: str, load: str) -> tuple[list[str], list[li
         body.append(
             ["requests by who computed them, and why", *(_reasons(rows, load, arm) for arm in arms)]
         )
-    if load == _BUSY:
+    if "cold prompts" in title(load):
         about = "cold prompts answered a second"
         body.append(line(about, "{:.2f}".format, lambda row: row["cold_answered_per_s"]))
     return ["", *arms], body
@@ -197,7 +203,8 @@ def _reasons(rows: Sequence[Row], load: str, arm: str) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     """All loads; each bound and each part."""
-    return "\n".join((*(_load(rows, *each) for each in LOADS), answers(rows)))
+    loads = (_load(rows, kind, load) for kind in LOADS for load in LOADS[kind])
+    return "\n".join((*loads, answers(rows)))
 
 
 def answers(rows: Sequence[Row]) -> str:
@@ -232,9 +239,6 @@ def headline(rows: Sequence[Row]) -> str:
         f"{times('burst', thread, 'thread + r64')} times if the thread has that flag too. {kept} "
         f"of {len(BOUNDS)} bounds hold. Ratios are means over the rounds with 95 % intervals.\n"
     )
-
-
-LOADS = (("sessions", _BUSY), ("sessions", _ALONE), ("burst", "burst"))
 
 
 def _load(rows: Sequence[Row], kind: str, load: str) -> str:
