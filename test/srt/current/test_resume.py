@@ -1,4 +1,4 @@
-"""A retracted request whose prompt's prefix is still in the tree: stock 0.5.23, and ``resume``."""
+"""A retracted request whose prompt's prefix is still in the tree: stock 0.5.23, and the lead."""
 
 from __future__ import annotations
 

@@ -12,5 +12,5 @@ wraps a few of its methods, is off by default, and is switched on by a variable.
 ``metrics``          metrics of local turns
 ``thread``           NIXL's progress thread waits for events instead of spinning
 ``admission``        reserves what each request can still generate
-``resume``           a retracted request comes back with what the tree holds of its prompt
+``resume``           of it: a retracted request comes back with what the tree holds of its prompt
 """

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.delta.decode.admission import (
     growth,
 )
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.disaggregation.lead.resume import Lease, load_kv_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,7 +55,8 @@ class Admission:
         #: What a running request reserves at most, and what one that does not run yet.
         self._cap: int = max(queue.num_reserved_decode_tokens, self._step)
         self._entry_cap = max(self._cap // 2, self._page, self._step)
-        self._resuming = False
+        #: By id of the request: while retracted ones may resume, else None.
+        self.leases: dict[str, Lease] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -69,10 +71,14 @@ class Admission:
     def step(self, *, resuming: bool = False) -> Iterator[None]:
         """One call of SGLang's that admits: nobody begins or ceases to run meanwhile."""
         self._begin()
-        self._resuming = resuming
-        yield
-        self._begin()
-        self._resuming = False
+        self.leases = {} if resuming else None
+        try:
+            yield
+        finally:
+            for lease in (self.leases or {}).values():
+                lease.release()
+            self.leases = None
+            self._begin()
 
     def admitted(self, req: Any) -> None:
         """``req`` has its pages."""
@@ -136,10 +142,13 @@ class Admission:
         """What a retracted request takes: it must have room like a running one, or it would be
         retracted again at once."""
         length = self._queue._pre_alloc_fill_len(req)
-        own = page_ceil(length, self._page)
-        if self._resuming and not self.everyone_can_end(req, own - req.prefix_len):
-            return NEVER
-        return own + growth(self._claim(req, length), self._cap, self._page)
+        own, saved = page_ceil(length, self._page), 0
+        if self.leases is not None:
+            lease = self.leases[req.rid] = Lease(self._queue, req)
+            saved = lease.saved
+            if not self.everyone_can_end(req, own - req.prefix_len):
+                return NEVER
+        return own - saved + growth(self._claim(req, length), self._cap, self._page)
 
     def everyone_can_end(self, req: Any, private: int) -> bool:
         """Whether every request could still end, the running ones but itself retracted, after
@@ -200,6 +209,7 @@ def step_tokens(scheduler: Any) -> int:
 def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.managers.schedule_batch import Req
 
     def of(queue: Any) -> Admission:
         found: Admission | None = getattr(queue, "lead_admission", None)
@@ -244,7 +254,12 @@ def install(wrap: Wraps) -> None:
         "(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None)",
     )
     def _pre_alloc(stock: Function, self: Any, req: Any, *prefix: Any, **more: Any) -> Any:
-        slots = stock(req, *prefix, **more)
+        lease = (of(self).leases or {}).pop(req.rid, None)
+        if lease is None:
+            slots = stock(req, *prefix, **more)
+        else:
+            slots = stock(req, lease.prefix, len(lease.prefix))
+            req.kv.cache_protected_len = len(lease.prefix)
         of(self).admitted(req)
         return slots
 
@@ -263,3 +278,7 @@ def install(wrap: Wraps) -> None:
             return stock(*args, **kwargs)
         with of(self).step(resuming=True):
             return stock(*args, **kwargs)
+
+    wrap(Req, "load_kv_cache", "(self, req_to_token_pool, token_to_kv_pool_allocator)")(
+        load_kv_cache
+    )

@@ -46,7 +46,6 @@ PARTS: tuple[Part, ...] = (
     Part("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
     Part("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
     Part("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
-    Part("resume", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
 )
 
 #: The parts that are attached in this process.
