@@ -9,97 +9,71 @@ import pytest
 
 from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
 
-ALIVE, SILENT, GONE = (Probe(each) for each in (Liveness.ALIVE, Liveness.SILENT, Liveness.GONE))
+ALIVE, SILENT, GONE = (Probe(each) for each in Liveness)
+NEW, NEW_SILENT = Probe(Liveness.ALIVE, "new"), Probe(Liveness.SILENT, "new")
+OLD, NAMELESS = {"p:1": "old"}, {"p:1": None}
 Lost = list[tuple[str, bool, str]]
 
 
-def heartbeat(probe: Callable[[str], Probe], failures: int = 2) -> tuple[Heartbeat, Lost]:
+def heartbeat(probe: Callable[[str], Probe], failures: int) -> tuple[Heartbeat, Lost]:
     """A heartbeat, and the servers that it gave up."""
     lost: Lost = []
     return Heartbeat(probe, lambda *what: lost.append(what), max_failures=failures), lost
 
 
-def scripted(*probes: Probe) -> Callable[[str], Probe]:
-    """One probe after another of one server."""
-    script = iter(probes)
-    return lambda address: next(script)
-
-
-@pytest.mark.parametrize("failures", [1, 2, 3])
-def test_silence_is_given_up_after_its_bound(failures: int) -> None:
-    """Guards against a server given up for one lost packet, or never; and against one whose
-    processes are taken for gone because they hang."""
-    made, lost = heartbeat(lambda address: SILENT, failures)
-    for count in range(1, failures + 1):
-        assert lost == [] and count <= failures
-        made.beat({"p:1": None})
-    assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", False)]
-
-
 @pytest.mark.parametrize(
-    ("signs", "gone"),
+    ("failures", "known", "signs", "gone"),
     [
-        pytest.param((SILENT, ALIVE) * 3, [], id="a sign of life starts the count anew"),
-        pytest.param((SILENT, SILENT, SILENT, ALIVE), [False], id="so does being given up"),
-        pytest.param((SILENT, GONE), [True], id="nobody runs there"),
-        pytest.param((GONE, SILENT), [False], id="now something answers there again"),
+        pytest.param(1, NAMELESS, [SILENT], {0: False}, id="silent once, where that is the bound"),
+        pytest.param(3, NAMELESS, [SILENT] * 7, {2: False, 5: False}, id="silent at each third"),
+        pytest.param(2, NAMELESS, [SILENT, ALIVE] * 3, {}, id="a sign of life starts anew"),
+        pytest.param(2, NAMELESS, [SILENT, GONE], {1: True}, id="nobody runs there"),
+        pytest.param(2, NAMELESS, [GONE, SILENT], {1: False}, id="something answers there again"),
+        pytest.param(9, OLD, [ALIVE, NEW], {1: True}, id="restarted between two probes"),
+        pytest.param(9, OLD, [NEW_SILENT], {0: True}, id="restarted, and the ranks are silent yet"),
+        pytest.param(2, OLD, [SILENT, NEW, SILENT], {1: True}, id="restarted: it starts anew"),
+        pytest.param(1, OLD, [ALIVE], {}, id="it gave no name this time"),
+        pytest.param(1, NAMELESS, [NEW], {}, id="it never gave one"),
+        pytest.param(1, {"p:1": "new"}, [NEW], {}, id="the same run"),
     ],
 )
-def test_when_a_server_is_given_up(signs: tuple[Probe, ...], gone: list[bool]) -> None:
-    """``gone``, each time that it is: whether nobody runs there, which a refused connection proves.
-    Guards against failures of a whole day that add up, against pages that are held for their whole
-    bound for nobody, and against trusting the last probe less than an earlier one."""
-    made, lost = heartbeat(scripted(*signs))
-    for _ in signs:
-        made.beat({"p:1": None})
-    assert [is_gone for _, is_gone, _ in lost] == gone
+def test_when_a_server_is_given_up(
+    failures: int, known: dict[str, str | None], signs: list[Probe], gone: dict[int, bool]
+) -> None:
+    """``gone``: at which probes it is, and whether nobody runs there, which a refused connection
+    or another name proves. Guards against a server given up for one lost packet, or never; against
+    failures of a whole day that add up; against pages that are held for their whole bound for
+    nobody; and against rooms that wait for ranks which do not exist any more."""
+    script, found = iter(signs), dict[int, bool]()
+    made, lost = heartbeat(lambda address: next(script), failures)
+    for number in range(len(signs)):
+        made.beat(known)
+        if len(lost) > len(found):
+            found[number] = lost[-1][1]
+    assert found == gone and len(lost) == len(gone)
 
 
-@pytest.mark.parametrize("liveness", [Liveness.ALIVE, Liveness.SILENT])
-def test_another_incarnation_is_another_server(liveness: Liveness) -> None:
-    """A server that was restarted between two probes answers as ever. Guards against rooms that
-    wait for ranks which do not exist any more, also while the new ranks are silent yet."""
-    made, lost = heartbeat(lambda address: Probe(liveness, "new"), failures=99)
-    made.beat({"p:1": "old"})
-    assert [(address, is_gone) for address, is_gone, _ in lost] == [("p:1", True)]
-    assert "restarted" in lost[0][2]
-    made.beat({"p:1": "new"})
-    assert len(lost) == 1
-
-
-@pytest.mark.parametrize(("known", "seen"), [(None, "new"), ("old", None), (None, None)])
-def test_no_name_is_no_restart(known: str | None, seen: str | None) -> None:
-    """Guards against a stock server, or one that gave no name this time, being given up."""
-    made, lost = heartbeat(lambda address: Probe(Liveness.ALIVE, seen))
-    made.beat({"p:1": known})
-    assert lost == []
-
-
-def test_other_servers_are_not_disturbed() -> None:
-    """Guards against one dead server that takes others with it, or hides their trouble."""
-    signs = {"a:1": ALIVE, "b:1": SILENT, "c:1": GONE, "d:1": Probe(Liveness.ALIVE, "new")}
-    made, lost = heartbeat(lambda address: signs[address])
-    for _ in range(2):
-        made.beat({"a:1": None, "b:1": None, "c:1": None, "d:1": "old"})
-    assert sorted((address, is_gone) for address, is_gone, _ in lost) == [
-        ("b:1", False),
-        ("c:1", True),
-        ("d:1", True),
-        ("d:1", True),
-    ]
-
-
-def test_a_probe_that_raises_counts_as_silence() -> None:
-    """Guards against one server's strange answer that ends the probes of all others."""
+def test_servers_do_not_disturb_each_other() -> None:
+    """Guards against one server, dead or with a strange answer, that takes others with it or hides
+    their trouble; and against a count that stays for a server which is forgotten."""
+    signs = {"a:1": ALIVE, "b:1": SILENT, "c:1": GONE, "d:1": NEW}
 
     def probe(address: str) -> Probe:
-        if address == "a:1":
+        if address == "e:1":
             raise UnicodeError("label too long")
-        return SILENT
+        return signs[address]
 
-    made, lost = heartbeat(probe, failures=1)
-    made.beat({"a:1": None, "b:1": None})
-    assert sorted(address for address, _, _ in lost) == ["a:1", "b:1"]
+    made, lost = heartbeat(probe, 2)
+    names = dict.fromkeys("abcde", None) | {"d": "old"}
+    for _ in range(2):
+        made.beat({f"{name}:1": run for name, run in names.items()})
+    assert sorted((address, is_gone) for address, is_gone, _ in lost) == [
+        ("b:1", False), ("c:1", True), ("d:1", True), ("d:1", True), ("e:1", False),
+    ]  # fmt: skip
+    lost.clear()
+    for known in ({"b:1": None}, {}, {"b:1": None}):
+        made.beat(known)
+    assert lost == []
 
 
 def test_a_slow_probe_delays_nobody() -> None:
@@ -120,12 +94,3 @@ def test_a_slow_probe_delays_nobody() -> None:
 
     Heartbeat(probe, note, max_failures=1).beat({"a:1": None, "b:1": None})
     assert lost == ["b:1", "a:1"]
-
-
-def test_a_server_that_is_not_known_any_more_is_forgotten() -> None:
-    """Guards against a count that stays and grows a table, or that a later server inherits."""
-    made, lost = heartbeat(scripted(SILENT, SILENT))
-    made.beat({"p:1": None})
-    made.beat({})
-    made.beat({"p:1": None})
-    assert lost == [] and list(made._misses) == ["p:1"]

@@ -1,451 +1,460 @@
-"""Prefill servers as a decode rank sees them: handshakes, rooms given up, servers lost."""
+"""Prefill servers as a decode rank sees them: handshakes, servers lost, what their ranks say."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
-from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
-from sglang.srt.disaggregation.delta.decode import heartbeat, prefill_servers
-from sglang.srt.disaggregation.delta.decode.heartbeat import Liveness, Probe
+from sglang.srt.disaggregation.delta.capability import STOCK
+from sglang.srt.disaggregation.delta.decode import deferred_free
+from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
-from unit.delta.fakes import Manager, Sockets
+from unit.delta.decode.prefills import ADDRESS, ROOM, Answer, Prefills, run_of_ours
+from unit.delta.fakes import Clock, Manager
 
-ADDRESS, ROOM = "10.0.0.1:8998", 7
-RANKS = [{"rank_ip": "10.0.0.1", "rank_port": 4000}, {"rank_ip": "10.0.0.1", "rank_port": 4001}]
-
-
-def incarnation(name: str | None) -> Capabilities:
-    """A prefill server of ours, by the name of its run."""
-    return Capabilities(delta=OURS.delta, control=OURS.control, incarnation=name)
-
-
-class Side:
-    """A decode rank, and prefill servers that answer as a test says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.manager = Manager()
-        self.manager.servers = self.servers = PrefillServers(self.manager, self.ask)
-        self.servers._sockets = self.sockets = Sockets()  # type: ignore[assignment]
-        self.capabilities: dict[str, Any] = {}
-        self.asked = 0
-        self.ask_gate = threading.Event()
-        self.ask_gate.set()
-        self.asking = threading.Event()
-        self.problem: Exception | None = None
-        monkeypatch.setattr(capability, "fetch_capabilities", self.capabilities.get)
-
-    def ask(self, address: str) -> bool:
-        """SGLang's own question."""
-        self.asked += 1
-        self.asking.set()
-        assert self.ask_gate.wait(60)
-        if self.problem is not None:
-            raise self.problem
-        self.manager.prefill_info_table[address] = object()
-        return True
-
-    def handshake(self, address: str = ADDRESS, name: str | None = "a", ranks: Any = RANKS) -> None:
-        """Connect to a server."""
-        self.capabilities[address] = incarnation(name)
-        assert until_known(self.servers, address)
-        self.servers.connected(address, ranks)
-        self.manager.connection_pool[f"{address}_0_0_0"] = ranks
-
-    def room(self, room: int = ROOM, address: str = ADDRESS) -> None:
-        """A request that waits for a room."""
-        self.manager.addr_to_rooms_tracker[address].add(room)
-        self.manager.update_status(room, KVPoll.WaitingForInput)
-
-    def hold(self, room: int = ROOM, address: str = ADDRESS, writers: int = 1, ago: int = 0) -> Any:
-        """Give a room up; ``ago``: of that many servers before this one."""
-        return self.servers.defer_free(room, address, self.servers.epoch(address) - ago, writers)
-
-
-def until_known(servers: PrefillServers, address: str) -> bool:
-    """Ask as the scheduler does, until the question in the background is answered."""
-    known = servers.ensure(address)
-    future = servers._asked.get(address)
-    if not known and future is not None:
-        future.exception(timeout=60)
-        known = servers.ensure(address)
-    return known
+OTHER = "10.0.0.1:80"  # the beginning of ``ADDRESS``
 
 
 @pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
-    made = Side(monkeypatch)
-    yield made
-    made.ask_gate.set()
+def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefills]:
+    with ExitStack() as stack:
+        yield Prefills(monkeypatch, stack)
 
 
 # ---- handshake ----
 
 
-def test_a_server_that_hangs_does_not_stop_the_scheduler(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a scheduler that waits for a server's answer, and against asking anew at every
-    step."""
-    side.ask_gate.clear()
-    side.capabilities[ADDRESS] = incarnation("a")
-    monkeypatch.setattr(prefill_servers.Future, "result", lambda future: pytest.fail("it waits"))
+def test_servers_that_hang(prefills: Prefills) -> None:
+    """Guards against a scheduler that waits for a server's answer, that asks anew at every step, or
+    that takes a server for known which SGLang lists and whose handshake is not over; and against
+    servers that hang in the way of another."""
+    hung = [f"10.0.1.{number}:8998" for number in range(24)]
+    prefills.hung.update(hung)
+    prefills.answers.update(dict.fromkeys(hung, run_of_ours("a")))
     for _ in range(5):
-        assert not side.servers.ensure(ADDRESS) and side.servers.is_asking(ADDRESS)
-    assert side.asking.wait(60) and side.asked == 1
+        assert not any(prefills.servers.ensure(address) for address in hung)
+        assert all(prefills.servers.is_asking(address) for address in hung)
+    prefills.connect()
+    assert not any(prefills.servers.ensure(address) for address in hung)
+    prefills.go_on()
+    assert all(prefills.ask(address) for address in hung)
+    assert set(prefills.asked.values()) == {1}
 
 
-def test_other_servers_are_reached_meanwhile(side: Side) -> None:
-    """Guards against one server that hangs in the way of all others."""
-    side.ask_gate.clear()
-    side.capabilities[ADDRESS] = incarnation("a")
-    assert not side.servers.ensure(ADDRESS)
-    side.ask_gate.set()
-    side.handshake("10.0.0.2:8998")
+@pytest.mark.parametrize("is_read", [False, True], ids=["before it is read", "after"])
+def test_a_server_lost_after_its_answer(prefills: Prefills, is_read: bool) -> None:
+    """Guards against "known" about a server that is in no table: the next room would fail."""
+    prefills.answers[ADDRESS] = run_of_ours("a")
+    assert prefills.servers.ensure(ADDRESS) is False
+    while not prefills.servers.epoch(ADDRESS):
+        assert not prefills.servers.ensure(ADDRESS) or prefills.servers.epoch(ADDRESS)
+    if is_read:
+        assert prefills.ask()
+    prefills.servers.disconnect(ADDRESS)
+    assert prefills.ask() is is_read
+    assert prefills.ask() and ADDRESS in prefills.manager.prefill_info_table
+    assert prefills.asked[ADDRESS] == 2
 
 
-def test_many_servers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a pool that servers which hang fill: handshakes with all others waited for
-    the timeouts of those, 14 s with 24 of them."""
-    gate, table = threading.Event(), Manager()
-
-    def ask(address: str) -> bool:
-        if address != ADDRESS:
-            assert gate.wait(60)
-        table.prefill_info_table[address] = object()
-        return True
-
-    monkeypatch.setattr(capability, "fetch_capabilities", lambda address: incarnation("a"))
-    servers = PrefillServers(table, ask)
-    assert not any(servers.ensure(f"10.0.1.{number}:8998") for number in range(24))
-    try:
-        servers.ensure(ADDRESS)
-        servers._asked[ADDRESS].result(timeout=10)
-        assert servers.ensure(ADDRESS)
-    finally:
-        gate.set()
-
-
-def test_a_server_is_known_when_the_handshake_is_over(side: Side) -> None:
-    """SGLang lists a server before we know which one it is. Guards against a room that counts as
-    one of the server before it, whose pages are given back while the new one writes."""
-    side.handshake(name="a")
-    side.servers.lost(ADDRESS, True, "gone")
-    before = side.servers.epoch(ADDRESS)
-    side.capabilities[ADDRESS] = incarnation("b")
-    with side.servers._lock:  # the handshake cannot finish
-        assert not side.servers.ensure(ADDRESS)
-        while ADDRESS not in side.manager.prefill_info_table:
-            assert side.asking.wait(60)
-        assert not side.servers.ensure(ADDRESS)
-    assert until_known(side.servers, ADDRESS) and side.servers.epoch(ADDRESS) == before + 1
-    side.room()
-    assert side.hold() is not None
-
-
-def test_an_old_answer_is_not_used_again(side: Side) -> None:
-    """Guards against a handshake of long ago that counts after its server was lost: the next room
-    would find no server, and fail."""
-    side.ask_gate.clear()
-    side.capabilities[ADDRESS] = incarnation("a")
-    assert not side.servers.ensure(ADDRESS)
-    side.ask_gate.set()
-    side.servers._asked[ADDRESS].result(timeout=60)
-    assert side.servers.ensure(ADDRESS)
-    side.servers.disconnect(ADDRESS)
-    assert until_known(side.servers, ADDRESS) and ADDRESS in side.manager.prefill_info_table
-    assert side.asked == 2
-
-
-def test_a_server_lost_during_the_handshake(side: Side) -> None:
-    """Guards against "known" about a server that is in no table."""
-    side.ask_gate.clear()
-    side.capabilities[ADDRESS] = incarnation("a")
-    assert not side.servers.ensure(ADDRESS)
-    side.ask_gate.set()
-    side.servers._asked[ADDRESS].result(timeout=60)
-    side.servers.disconnect(ADDRESS)
-    assert not side.servers.ensure(ADDRESS)
-    assert until_known(side.servers, ADDRESS)
-
-
-def test_what_differs_is_said(side: Side) -> None:
+def test_what_differs_is_said(prefills: Prefills) -> None:
     """SGLang raises where page sizes differ. Guards against that ending the scheduler, and against
     a client that is told of a timeout instead; it is forgotten when the server was replaced."""
-    side.capabilities[ADDRESS] = incarnation("a")
-    side.problem = RuntimeError("Page size mismatch: 16 and 64")
-    assert not until_known(side.servers, ADDRESS)
-    assert side.servers.refusals == {ADDRESS: "Page size mismatch: 16 and 64"}
-    side.problem = None
-    assert until_known(side.servers, ADDRESS) and side.servers.refusals == {}
+    prefills.answers[ADDRESS] = run_of_ours("a")
+    prefills.problem = RuntimeError("Page size mismatch: 16 and 64")
+    assert not prefills.ask()
+    assert prefills.servers.refusals == {ADDRESS: "Page size mismatch: 16 and 64"}
+    prefills.problem = None
+    assert prefills.ask() and prefills.servers.refusals == {}
 
 
-def test_a_server_that_cannot_be_asked_is_asked_again(side: Side) -> None:
+def test_a_server_that_cannot_be_asked_is_asked_again(prefills: Prefills) -> None:
     """Guards against a server that is just starting and counts as stock for ever."""
-    assert not until_known(side.servers, ADDRESS) and side.asked == 0
-    assert "could not be reached" in side.servers.refusals[ADDRESS]
-    assert side.servers.capabilities(ADDRESS) == STOCK
-    side.handshake()
-    assert side.servers.capabilities(ADDRESS).takes_delta
-    assert side.servers.ensure(ADDRESS) and side.asked == 1, "known: not asked again"
-    assert side.servers.refusals == {}, "a later abort must not say that it cannot be reached"
+    prefills.answers[ADDRESS] = None
+    assert not prefills.ask() and not prefills.asked
+    assert "could not be reached" in prefills.servers.refusals[ADDRESS]
+    assert prefills.servers.capabilities(ADDRESS) == STOCK
+    prefills.connect()
+    assert prefills.servers.capabilities(ADDRESS).takes_delta
+    assert prefills.servers.ensure(ADDRESS) and prefills.asked[ADDRESS] == 1, "known: not again"
+    assert prefills.servers.refusals == {}, "a later abort must not say that it cannot be reached"
 
 
-def test_a_restart_is_noticed_at_the_next_handshake(side: Side) -> None:
+def test_a_restart_is_noticed_at_the_next_handshake(prefills: Prefills) -> None:
     """Guards against pages held for their whole bound for processes that another one replaced, and
     against giving them back where the same server was only connected to again."""
-    side.handshake(name="a")
-    side.room(7)
-    deferred = side.hold(7)
-    side.servers.disconnect(ADDRESS)
-    side.handshake(name="a")
+    prefills.connect(name="a")
+    prefills.room(7)
+    deferred = prefills.give_up(7)
+    prefills.servers.disconnect(ADDRESS)
+    prefills.connect(name="a")
     assert not deferred.is_drained()
-    side.servers.disconnect(ADDRESS)
-    side.handshake(name="b")
+    prefills.servers.disconnect(ADDRESS)
+    prefills.connect(name="b")
     assert deferred.is_drained()
-    side.room(8)
-    assert side.hold(8, ago=1) is None, "a room of the old one"
-    assert side.hold(8) is not None, "one of the new one"
+    prefills.room(8)
+    assert prefills.give_up(8, ago=1) is None, "a room of the old one"
+    assert prefills.give_up(8) is not None, "one of the new one"
 
 
 # ---- servers that are lost ----
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_a_lost_server(side: Side, is_gone: bool) -> None:
-    """Guards against rooms that wait for a dead server, and against pages given back because a
-    server was silent: it may still write."""
-    side.handshake()
-    side.room(7)
-    side.room(8)
-    deferred = side.hold(8)
-    side.servers.lost(ADDRESS, is_gone, "why")
-    assert side.manager.request_status[7] == KVPoll.Failed
-    assert side.manager.failure_records[7] == f"lost prefill server {ADDRESS}: why"
-    assert deferred.is_drained() is is_gone and (side.hold(7) is None) is is_gone
-    assert not side.manager.prefill_info_table and not side.manager.connection_pool
-    ranks = [("10.0.0.1", 4000), ("10.0.0.1", 4001)]
-    assert side.sockets.dropped == side.manager.dropped == (ranks if is_gone else [])
-    side.servers.lost(ADDRESS, is_gone, "again")
-    assert side.manager.failure_records[7].endswith("why")
+def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
+    """Guards against rooms that wait for a dead server, or whose end changes; against pages given
+    back because a server was silent, which may still write; and against "10.0.0.1:80" taking the
+    connections, rooms and pages of "10.0.0.1:8998" with it."""
+    prefills.connect(ADDRESS, ranks=[{"rank_ip": "10.0.0.1", "rank_port": 4002}])
+    prefills.connect(OTHER)
+    for room in (1, 2):
+        prefills.room(room)
+    others = prefills.give_up(2)
+    for room in (3, 4, 5, 6, 7):
+        prefills.room(room, OTHER)
+    deferred = prefills.give_up(4, OTHER)
+    prefills.servers.fail(5, Reason.TIMEOUT, "too late")
+    prefills.manager.update_status(6, KVPoll.Success)
+    for why in ("why", "again"):
+        prefills.servers.lost(OTHER, is_gone, why)
+    assert prefills.manager.request_status[6] == KVPoll.Success
+    assert [prefills.end_of(room) for room in (1, 3, 5)] == [
+        None, f"lost prefill server {OTHER}: why", "too late",
+    ]  # fmt: skip
+    assert (deferred.is_drained(), others.is_drained()) == (is_gone, False)
+    assert (prefills.give_up(3, OTHER) is None) is is_gone
+    assert list(prefills.manager.prefill_info_table) == [ADDRESS]
+    assert list(prefills.manager.connection_pool) == [f"{ADDRESS}_0_0_0"]
+    ranks = [(rank["rank_ip"], rank["rank_port"]) for rank in prefills.ranks]
+    assert prefills.sockets.dropped == prefills.manager.dropped == (ranks if is_gone else [])
+    prefills.connect(OTHER, name="b")
+    prefills.room(8, OTHER)
+    assert prefills.give_up(8, OTHER) is not None, "a room of the next server there"
 
 
-def test_exactly_one_server_is_lost(side: Side) -> None:
-    """Guards against "10.0.0.1:80" taking connections and rooms of "10.0.0.1:8000" with it."""
-    short, long = "10.0.0.1:80", "10.0.0.1:8000"
-    side.handshake(short)
-    side.handshake(long, ranks=[{"rank_ip": "10.0.0.1", "rank_port": 4002}])
-    side.room(7, short)
-    side.room(8, long)
-    side.room(9, long)
-    deferred = side.hold(9, long)
-    side.servers.lost(short, True, "gone")
-    assert side.manager.request_status[8] == KVPoll.WaitingForInput
-    assert list(side.manager.connection_pool) == [f"{long}_0_0_0"]
-    assert list(side.manager.prefill_info_table) == [long]
-    assert not deferred.is_drained() and ("10.0.0.1", 4002) not in side.sockets.dropped
-    side.handshake(short, name="b")
-    side.room(10, short)
-    assert side.hold(10, short) is not None
-
-
-def test_ended_rooms_keep_their_end(side: Side) -> None:
-    """Guards against a finished room that fails, or a failed one that gets another reason, when its
-    server is lost afterwards."""
-    side.handshake()
-    side.room(7)
-    side.manager.update_status(7, KVPoll.Success)
-    side.room(8)
-    side.servers.fail(8, Reason.TIMEOUT, "too late")
-    side.servers.lost(ADDRESS, False, "silent")
-    assert side.manager.request_status == {7: KVPoll.Success, 8: KVPoll.Failed}
-    assert side.manager.failure_records == {8: "too late"}
-
-
-def test_a_look_says_nothing_of_a_later_server(side: Side) -> None:
-    """A server was restarted and connected to while the heartbeat looked. Guards against its rooms
-    failing, and their pages being given back, for what the look showed of the one before."""
-    side.handshake(name="a")
-    side.servers._known()
-    side.servers.disconnect(ADDRESS)
-    side.handshake(name="b")
-    side.room(7)
-    side.servers._given_up(ADDRESS, True, "it was restarted")
-    assert side.manager.request_status[7] == KVPoll.WaitingForInput
-    assert side.hold(7) is not None
-    side.servers._known()
-    side.servers._given_up(ADDRESS, False, "silent")
-    assert ADDRESS not in side.manager.prefill_info_table
-
-
-# ---- looks and pings ----
-
-
-class Answer:
-    """An HTTP answer."""
-
-    def __init__(self, content: bytes = b"{}", status: int = 200) -> None:
-        self.content, self.ok = content, status < 400
-
-
-def refused() -> Exception:
-    """What ``requests`` raises where nobody listens, as deep as it buries it."""
-    cause = ConnectionRefusedError(111, "Connection refused")
-    inner = Exception("Failed to establish a new connection")
-    inner.__cause__ = cause
-    outer = Exception("Max retries exceeded")
-    outer.reason = inner  # type: ignore[attr-defined]
-    return requests.ConnectionError(outer)
+SILENT, REFUSED = "no answer to 1 probes", "its port refuses connections"
 
 
 @pytest.mark.parametrize(
-    ("answer", "probe"),
+    ("answer", "end"),
     [
-        (Answer(b'{"incarnation": "a"}'), Probe(Liveness.ALIVE, "a")),
-        (Answer(b'{"incarnation": "b"}'), Probe(Liveness.ALIVE, "b")),
-        (Answer(b"<html>"), Probe(Liveness.ALIVE)),
-        (Answer(b'{"incarnation": "\xff"}'), Probe(Liveness.ALIVE)),
-        (Answer(status=503), Probe(Liveness.SILENT)),
-        (refused(), Probe(Liveness.GONE)),
-        (requests.ConnectionError("reset"), Probe(Liveness.SILENT)),
-        (requests.Timeout(), Probe(Liveness.SILENT)),
-        (requests.exceptions.InvalidURL(), Probe(Liveness.SILENT)),
+        (run_of_ours("a"), None),
+        (run_of_ours("b"), "it was restarted"),
+        ((200, b"<html>"), None),
+        ((200, b'{"incarnation": "\xff"}'), None),
+        ((503, b""), SILENT),
+        (None, REFUSED),
+        (requests.ConnectionError("reset"), SILENT),
+        (requests.Timeout(), SILENT),
+        (requests.exceptions.InvalidURL(), SILENT),
     ],
+    ids=["alive", "restarted", "proxy", "no UTF-8", "503", "refused", "reset", "timeout", "URL"],
 )
-def test_probes(side: Side, monkeypatch: pytest.MonkeyPatch, answer: Any, probe: Probe) -> None:
+def test_what_a_probe_shows(prefills: Prefills, answer: Answer, end: str | None) -> None:
     """Guards against a server that hangs, or a network that does, being taken for one that is gone:
-    only a refused connection says that nobody is there to write."""
-    side.handshake()
-
-    def get(url: str, timeout: float) -> Answer:
-        assert url == f"http://{ADDRESS}{capability.ROUTE}" and timeout == 5.0
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(requests, "get", get)
-    monkeypatch.setattr(prefill_servers, "refuses", lambda *_: True)
-    assert side.servers._probe(ADDRESS) == probe
+    only a refused connection, or another run, says that nobody is there to write."""
+    prefills.connect()
+    prefills.room(7)
+    prefills.room(8)
+    deferred = prefills.give_up(8)
+    prefills.answers[ADDRESS] = answer
+    prefills.beat()
+    assert prefills.end_of(7) == (end and f"lost prefill server {ADDRESS}: {end}")
+    assert deferred.is_drained() is (end not in (None, SILENT))
+    assert prefills.urls[-1] == f"http://{ADDRESS}{capability.ROUTE}"
 
 
-@pytest.mark.parametrize("listening", [[4000], [4001], [4000, 4001]])
-def test_ranks_that_live_longer(
-    side: Side, monkeypatch: pytest.MonkeyPatch, listening: list[int]
-) -> None:
+@pytest.mark.parametrize("listening", [[0], [1], [0, 1]])
+def test_ranks_that_live_longer(prefills: Prefills, listening: list[int]) -> None:
     """The bootstrap server is one process of one node, and its address may be that of a service.
     Guards against pages that are given back while a rank of another node still writes to them."""
-    side.handshake()
-
-    def get(url: str, timeout: float) -> Answer:
-        raise refused()
-
-    def refuses(host: str, port: int, timeout_s: float) -> bool:
-        assert host == "10.0.0.1" and timeout_s == 5.0
-        return port not in listening
-
-    monkeypatch.setattr(requests, "get", get)
-    monkeypatch.setattr(prefill_servers, "refuses", refuses)
-    assert side.servers._probe(ADDRESS) == Probe(Liveness.SILENT)
-    listening.clear()
-    assert side.servers._probe(ADDRESS) == Probe(Liveness.GONE)
+    prefills.connect()
+    prefills.room()
+    deferred = prefills.give_up()
+    prefills.answers[ADDRESS] = None
+    for rank in listening:
+        prefills.ports[rank].listen()
+    prefills.beat()
+    assert not deferred.is_drained()
+    for rank in listening:
+        prefills.ports[rank].close()
+    prefills.beat()
+    assert deferred.is_drained()
 
 
-def test_a_port_is_asked() -> None:
+def test_a_rank_without_an_address_is_not_taken_for_gone(prefills: Prefills) -> None:
     """Guards against an address without an answer that counts as one where nobody listens."""
-    import socket
-
-    with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
-        where = here.getsockname()
-        assert heartbeat.refuses(*where, 5.0), "bound, not listening"
-        here.listen()
-        assert not heartbeat.refuses(*where, 5.0)
-    assert not heartbeat.refuses("no such host", 1, 5.0)
+    prefills.connect(ranks=[{"rank_ip": "no such host", "rank_port": 1}])
+    prefills.room()
+    deferred = prefills.give_up()
+    prefills.answers[ADDRESS] = None
+    prefills.beat()
+    assert not deferred.is_drained()
 
 
-def test_a_real_refusal_is_recognised() -> None:
-    """Guards against a library that buries the cause elsewhere than the test above thinks."""
-    import socket
+def test_a_look_says_nothing_of_a_later_server(prefills: Prefills) -> None:
+    """A server was restarted and connected to while the heartbeat looked. Guards against its rooms
+    failing, and their pages being given back, for what the look showed of the one before."""
 
-    with socket.socket() as unused:  # bound, not listening
-        unused.bind(("127.0.0.1", 0))
-        with pytest.raises(requests.ConnectionError) as error:
-            requests.get(f"http://127.0.0.1:{unused.getsockname()[1]}/", timeout=5)
-    assert heartbeat.is_refused(error.value)
+    def restart() -> None:
+        prefills.meanwhile = lambda: None
+        prefills.servers.disconnect(ADDRESS)
+        prefills.connect(name="b")
+        prefills.room()
+        prefills.answers[ADDRESS] = None
+
+    prefills.connect(name="a")
+    prefills.meanwhile = restart
+    prefills.beat()
+    assert prefills.end_of() is None and prefills.give_up() is not None
+    prefills.beat()
+    assert ADDRESS not in prefills.manager.prefill_info_table
 
 
-def test_a_rank_that_does_not_answer_pings(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
     """The bootstrap server answers also when a scheduler hangs. Guards against rooms that wait for
-    that one; one answer of each rank is enough to count as alive again."""
-    side.handshake()
-    monkeypatch.setattr(requests, "get", lambda url, timeout: Answer(b'{"incarnation": "a"}'))
+    that one; one answer of each rank is enough to count as alive again. A rank whose address is
+    unusable ends no look at a server, and does not answer either."""
 
-    def look() -> Liveness:
-        return side.servers._probe(ADDRESS).liveness
+    def pong(*ranks: int) -> None:
+        for rank in ranks:
+            prefills.servers.take(wire.Pong(f"127.0.0.1:{ports[rank]}", True))
 
-    assert look() is Liveness.ALIVE
-    pings = side.sockets.take()
-    assert [(host, port, it.to) for host, port, it in pings] == [
-        ("10.0.0.1", 4000, "10.0.0.1:4000"),
-        ("10.0.0.1", 4001, "10.0.0.1:4001"),
+    prefills.connect()
+    ports = [rank["rank_port"] for rank in prefills.ranks]
+    prefills.beat()
+    assert prefills.sockets.take() == [
+        ("127.0.0.1", port, wire.Ping(f"127.0.0.1:{port}", "decode-agent", "10.9.9.9", 4999))
+        for port in ports
     ]
-    side.servers.take(wire.Pong("10.0.0.1:4000", True))
-    assert look() is Liveness.SILENT, "the other one did not answer"
-    for port in (4000, 4001):
-        side.servers.take(wire.Pong(f"10.0.0.1:{port}", True))
-    assert look() is Liveness.ALIVE
-    assert look() is Liveness.SILENT
-    side.servers.lost(ADDRESS, False, "silent")
-    side.handshake()
-    assert look() is Liveness.ALIVE, "it starts anew"
+    known = prefills.manager.prefill_info_table
+    for answers, is_known in (((0, 1), True), ((0,), False), ((), True), ((), False)):
+        pong(*answers)
+        prefills.beat()
+        assert (ADDRESS in known) is is_known, answers
+        if not is_known:
+            prefills.connect()  # it starts anew
+    prefills.sockets.refuse.add("127.0.0.1")
+    for is_known in (True, False):
+        prefills.beat()
+        assert (ADDRESS in known) is is_known
 
 
-def test_a_rank_that_cannot_be_pinged(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against one unusable address that ends the look at a server."""
-    side.handshake()
-    side.sockets.refuse.add("10.0.0.1")
-    monkeypatch.setattr(requests, "get", lambda url, timeout: Answer())
-    assert side.servers._probe(ADDRESS).liveness is Liveness.ALIVE
-    assert side.servers._probe(ADDRESS).liveness is Liveness.SILENT
-
-
-def test_a_stock_server_is_asked_as_stock_asks(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stock_server_is_asked_as_stock_asks(prefills: Prefills) -> None:
     """Guards against control messages to a stock prefill rank, whose thread they would end."""
-    side.capabilities[ADDRESS] = STOCK
-    assert until_known(side.servers, ADDRESS)
-    side.servers.connected(ADDRESS, RANKS)
-    asked: list[str] = []
-    monkeypatch.setattr(requests, "get", lambda url, timeout: (asked.append(url), Answer())[1])
-    assert side.servers._probe(ADDRESS) == Probe(Liveness.ALIVE)
-    side.servers.withdraw(ADDRESS, RANKS, ROOM, "x")
-    assert asked == [f"http://{ADDRESS}/health"] and side.sockets.take() == []
+    prefills.answers[ADDRESS] = (404, b"")
+    assert prefills.ask()
+    prefills.servers.connected(ADDRESS, prefills.ranks)
+    prefills.answers[ADDRESS] = (200, b"")
+    prefills.beat()
+    prefills.servers.withdraw(ADDRESS, prefills.ranks, ROOM, "x")
+    assert prefills.urls[-1] == f"http://{ADDRESS}/health" and prefills.sockets.take() == []
+    assert ADDRESS in prefills.manager.prefill_info_table
 
 
-def test_a_rank_that_does_not_know_us(side: Side) -> None:
+# ---- what ranks of a server say ----
+
+
+@pytest.mark.parametrize(
+    ("message", "known"),
+    [
+        (lambda port: wire.Pong(f"127.0.0.1:{port}", True), 2),
+        (lambda port: wire.Pong(f"127.0.0.1:{port}", False), 1),
+        (lambda port: wire.Pong(f"10.7.7.7:{port}", False), 2),
+        (lambda port: wire.Pong("127.0.0.1", False), 2),
+        (lambda port: wire.Stopped(ROOM, 0, "x", unknown_peer=True), 1),
+        (lambda port: wire.Stopped(ROOM, 0, "x"), 2),
+    ],
+    ids=["pong", "unknown", "another rank's", "no port", "stopped by a stranger", "stopped"],
+)  # fmt: skip
+def test_a_rank_that_does_not_know_us(prefills: Prefills, message: Any, known: int) -> None:
     """It was restarted, or forgot us. Guards against rooms announced to it which it must refuse:
     the next request registers again; other servers stay connected."""
-    side.handshake()
-    side.handshake("10.0.0.2:8998", ranks=[{"rank_ip": "10.0.0.2", "rank_port": 4000}])
-    side.servers.take(wire.Pong("10.0.0.1:4001", True))
-    side.servers.take(wire.Pong("10.7.7.7:4001", False))
-    side.servers.take(wire.Pong("10.0.0.1", False))
-    assert len(side.manager.prefill_info_table) == 2
-    side.servers.take(wire.Pong("10.0.0.1:4001", False))
-    assert list(side.manager.prefill_info_table) == ["10.0.0.2:8998"]
-    assert list(side.manager.connection_pool) == ["10.0.0.2:8998_0_0_0"]
+    prefills.connect()
+    prefills.connect("10.0.0.2:8998", ranks=[{"rank_ip": "10.0.0.2", "rank_port": 4000}])
+    prefills.room()
+    prefills.servers.take(message(prefills.ranks[1]["rank_port"]))
+    assert list(prefills.manager.prefill_info_table) == [ADDRESS, "10.0.0.2:8998"][-known:]
+    assert len(prefills.manager.connection_pool) == known
 
 
 @pytest.mark.parametrize(
     "message", [wire.Ping("a:1", "p", "h", 1), wire.Withdraw(7, "p", "h", 1, "")]
 )
-def test_messages_for_prefill(side: Side, message: wire.Message) -> None:
+def test_messages_for_prefill(prefills: Prefills, message: wire.Message) -> None:
     """Guards against a prefill rank's port and a decode rank's being mixed up in silence."""
     with pytest.raises(wire.ControlError):
-        side.servers.take(message)
+        prefills.servers.take(message)
+
+
+# ---- rooms given up ----
+
+WORDS = st.lists(st.integers(0, 2), max_size=4)
+
+
+@given(writers=st.integers(1, 3), before=WORDS, after=WORDS)
+def test_a_room_is_drained_when_each_writer_has_stopped(
+    writers: int, before: list[int], after: list[int]
+) -> None:
+    """Guards against the first of several prefill ranks speaking for all, against one that says it
+    twice, in every order with giving up; against a changed reason of a failure, an entry that
+    stays, and pages held on a server where no other room reads what arrived."""
+    manager = Manager()
+    servers = manager.servers = PrefillServers(manager, lambda address: True)
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    for writer in before:
+        servers.take(wire.Stopped(ROOM, writer, "because"))
+    servers.fail(ROOM, Reason.TIMEOUT, "too late")
+    reason = "prefill reported: because" if before else "too late"
+    assert manager.failure_records == {ROOM: reason}
+    deferred = servers.defer_free(ROOM, ADDRESS, 1, writers)
+    stopped = set(before)
+    assert (deferred is None) == (len(stopped) >= writers)
+    for number, writer in enumerate(after if deferred is not None else ()):
+        assert deferred.is_drained() == (len(stopped) >= writers)
+        assert manager.collected == number + 1
+        servers.take(wire.Stopped(ROOM, writer, "again"))
+        stopped.add(writer)
+    if deferred is not None:
+        assert deferred.is_drained() == (len(stopped) >= writers)
+        deferred.stop_following()
+    assert manager.failure_records == {ROOM: reason}
+    manager.forget_status(ROOM)
+    servers.take(wire.Stopped(ROOM, 0, "late"))
+    servers.fail(ROOM, Reason.PEER_FAILED, "late")
+    assert not servers.deferred_rooms() and not manager.progresses
+    assert not manager.request_status and not manager.failure_records
+
+
+def test_words_about_other_rooms(prefills: Prefills) -> None:
+    """Guards against a word about one room that gives another one's pages back, or fails it: also
+    where a new request has the number of a room that is still followed (it is refused; see
+    ``DeltaReceiver``)."""
+    prefills.connect()
+    for room in (7, 8):
+        prefills.room(room)
+    deferred = prefills.give_up(7)
+    for room in (8, 9):
+        prefills.servers.take(wire.Stopped(room, 0, "because"))
+    assert not deferred.is_drained() and prefills.end_of(7) is None
+    assert 9 not in prefills.manager.request_status and 9 not in prefills.manager.progresses
+    prefills.manager.forget_status(7)
+    prefills.room(7)  # the new request, about to be refused
+    prefills.servers.take(wire.Stopped(7, 0, "because"))
+    assert deferred.is_drained() and prefills.end_of(7) is None
+    assert 7 not in prefills.manager.progresses
+
+
+def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
+    """Guards against one of two prefill ranks that goes on computing and writing; against one that
+    cannot be told, or a ``bootstrap_room`` that no message can carry (clients choose it), which
+    hides the other or ends the scheduler."""
+    prefills.connect()
+    prefills.servers.withdraw(ADDRESS, prefills.ranks, ROOM, "the client went away")
+    told = wire.Withdraw(ROOM, "decode-agent", "10.9.9.9", 4999, "the client went away", True)
+    ranks = [(rank["rank_ip"], rank["rank_port"]) for rank in prefills.ranks]
+    assert prefills.sockets.take() == [(*rank, told) for rank in ranks]
+    prefills.sockets.refuse.add("127.0.0.1")
+    other = {"rank_ip": "10.0.0.2", "rank_port": 4000}
+    for ended in (
+        lambda room: prefills.servers.withdraw(ADDRESS, [*prefills.ranks, other], room, "x"),
+        lambda room: prefills.servers.yield_room(ADDRESS, [*prefills.ranks, other], room),
+    ):
+        ended(ROOM)
+        assert [host for host, _, _ in prefills.sockets.take()] == ["10.0.0.2"]
+        ended(2**64)
+        assert prefills.sockets.take() == []
+
+
+def test_freed_once_and_followed_no_longer(prefills: Prefills) -> None:
+    """Guards against an entry by which a new request with this room number is refused, and against
+    pages that are freed twice; another room's entry stays. Nobody writes for a warm-up's room."""
+    prefills.connect()
+    kept, freed = object(), list[Any]()
+    first, second = prefills.give_up(7), prefills.give_up(8)
+    first.keep(kept)
+    assert first.entry is kept and prefills.servers.deferred(7) is first
+    for _ in range(2):
+        first.free(freed.append)
+    assert freed == [kept] and prefills.servers.deferred_rooms() == [8]
+    assert (prefills.servers.deferred(7), prefills.servers.deferred(8)) == (None, second)
+    assert DeferredFree().is_drained() and DeferredFree().poll() == KVPoll.Success
+
+
+def test_freed_after_the_bound_and_said_so(
+    prefills: Prefills, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against pages that a dead network keeps for ever, and against a release that nobody
+    hears of: it is the one that may corrupt KV."""
+    clock = Clock()
+    monkeypatch.setattr(deferred_free, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "60")
+    prefills.connect()
+    deferred = prefills.give_up()
+    req = SimpleNamespace(
+        rid="a", bootstrap_room=ROOM, bootstrap_host="p", bootstrap_port=1, kv_allocated_len=48,
+        cache_protected_len=16,
+    )  # fmt: skip
+    deferred.keep(SimpleNamespace(req=req))
+    clock.now += 59
+    assert deferred.poll() == KVPoll.Transferring and caplog.messages == []
+    clock.now += 1
+    assert deferred.poll() == KVPoll.Success
+    (line,) = caplog.messages
+    assert "request a (bootstrap_room=7)" in line and ": 32 tokens of KV are freed now" in line
+
+
+class Walked(dict[str, Any]):
+    """A table that calls ``meanwhile`` when somebody walks it."""
+
+    def __init__(self, table: dict[str, Any], meanwhile: Callable[[], None]) -> None:
+        super().__init__(table)
+        self._meanwhile = meanwhile
+
+    def __iter__(self) -> Iterator[str]:
+        self._meanwhile()
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("walk", ["a beat", "a lost server", "a word"])
+def test_no_room_is_given_up_while_rooms_are_walked(prefills: Prefills, walk: str) -> None:
+    """The scheduler gives rooms up while the heartbeat walks them and the reader looks them up.
+    Guards against "dictionary changed size during iteration" in the thread that notices dead
+    servers."""
+    prefills.connect()
+    deferred = prefills.give_up(7)
+    is_given_up, seen = threading.Event(), list[bool]()
+
+    def give_up() -> None:
+        prefills.give_up(8)
+        is_given_up.set()
+
+    scheduler = threading.Thread(target=give_up)
+
+    def meanwhile(*_: object) -> None:
+        if scheduler.ident is None:
+            scheduler.start()
+            seen.append(is_given_up.wait(0.05))
+
+    if walk == "a beat":
+        table = prefills.manager.prefill_info_table
+        prefills.manager.prefill_info_table = Walked(table, meanwhile)
+        prefills.beat()
+    elif walk == "a lost server":
+        prefills.sockets.drop = meanwhile  # type: ignore[method-assign]
+        prefills.servers.lost(ADDRESS, True, "gone")
+    else:
+        deferred.progress.stop = meanwhile
+        prefills.servers.take(wire.Stopped(7, 0, "because"))
+    scheduler.join()
+    assert seen == [False] and is_given_up.is_set()

@@ -1,0 +1,146 @@
+"""A decode rank without a transport, and prefill servers that answer as a test says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta.decode import prefill_servers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from unit.delta.fakes import Manager, Sockets
+
+ADDRESS, ROOM = "10.0.0.1:8998", 7
+#: What the rank at ``ADDRESS`` asks of a server: a status and a body, or an error.
+Answer = tuple[int, bytes] | Exception | None
+
+
+def run_of_ours(name: str) -> Answer:
+    """The answer of a prefill server of this release; ``name``: of this run of it."""
+    return 200, msgspec.json.encode(msgspec.structs.replace(capability.OURS, incarnation=name))
+
+
+class Beats:
+    """The heartbeat's thread: it sleeps until a test lets it probe once."""
+
+    def __init__(self, servers: PrefillServers) -> None:
+        self._servers, self._runs = servers, False
+        self._go, self._asleep = threading.Semaphore(0), threading.Semaphore(0)
+
+    def sleep(self, seconds: float) -> None:
+        """What the thread calls between two probes."""
+        self._asleep.release()
+        self._go.acquire()
+
+    def __call__(self) -> None:
+        """One probe of each server."""
+        if not self._runs:
+            self._runs = True
+            self._servers.start_heartbeat()
+            assert self._asleep.acquire(timeout=60)
+        self._go.release()
+        assert self._asleep.acquire(timeout=60)
+
+
+class Prefills:
+    """The rank is ``servers`` with its ``manager``. A server has two ranks, whose ports nobody
+    listens at."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+        self.sockets = Sockets()
+        patch.setattr(wire, "PeerSockets", lambda: self.sockets)
+        self._get = requests.get
+        patch.setattr(requests, "get", self.get)
+        self.manager = Manager()
+        self.manager.max_failures = 1
+        self.servers = self.manager.servers = PrefillServers(self.manager, self.topology)
+        self.beat = Beats(self.servers)
+        patch.setattr(prefill_servers, "time", self.beat)
+        #: By address; None: nobody listens there.
+        self.answers: dict[str, Answer] = {}
+        #: Called while a server is probed.
+        self.meanwhile: Callable[[], None] = lambda: None
+        #: How often each was asked for its topology, and which of them hang.
+        self.asked: Counter[str] = Counter()
+        self.hung: set[str] = set()
+        self.problem: Exception | None = None
+        self._go_on = threading.Event()
+        stack.callback(self._go_on.set)
+        self.urls: list[str] = []
+        self.ports = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for port in self.ports:
+            port.bind(("127.0.0.1", 0))
+        *ranks, nobody = [
+            {"rank_ip": "127.0.0.1", "rank_port": port.getsockname()[1]} for port in self.ports
+        ]
+        self.ranks, self._nobody = ranks, f"http://127.0.0.1:{nobody['rank_port']}/"
+
+    # ---- what prefill servers answer ----
+
+    def get(self, url: str, timeout: float) -> Any:
+        """``requests.get``."""
+        assert timeout == 5.0
+        self.urls.append(url)
+        self.meanwhile()
+        answer = self.answers[url.split("/")[2]]
+        if answer is None:
+            return self._get(self._nobody, timeout=timeout)
+        if isinstance(answer, Exception):
+            raise answer
+        status, body = answer
+        return SimpleNamespace(status_code=status, ok=status < 400, content=body)
+
+    def topology(self, address: str) -> bool:
+        """SGLang's own question."""
+        self.asked[address] += 1
+        if self.problem is not None:
+            raise self.problem
+        self.manager.prefill_info_table[address] = object()
+        assert address not in self.hung or self._go_on.wait(60)
+        return True
+
+    def go_on(self) -> None:
+        """Nobody hangs any more."""
+        self._go_on.set()
+
+    # ---- what the scheduler does ----
+
+    def ask(self, address: str = ADDRESS) -> bool:
+        """As at each step, until the answer is there; whether the server is known then."""
+        known = self.servers.ensure(address)
+        while not known and self.servers.is_asking(address):
+            known = self.servers.ensure(address)
+        return known
+
+    def connect(self, address: str = ADDRESS, name: str = "a", ranks: Any = None) -> None:
+        """To that run of a server."""
+        self.answers[address] = run_of_ours(name)
+        assert self.ask(address)
+        self.servers.connected(address, self.ranks if ranks is None else ranks)
+        self.manager.connection_pool[f"{address}_0_0_0"] = ranks
+
+    def room(self, room: int = ROOM, address: str = ADDRESS) -> None:
+        """A request that waits for a room."""
+        self.manager.addr_to_rooms_tracker[address].add(room)
+        self.manager.update_status(room, KVPoll.WaitingForInput)
+
+    def give_up(
+        self, room: int = ROOM, address: str = ADDRESS, writers: int = 1, ago: int = 0
+    ) -> Any:
+        """``ago``: it is a room of that many servers before this one."""
+        return self.servers.defer_free(room, address, self.servers.epoch(address) - ago, writers)
+
+    def end_of(self, room: int = ROOM) -> str | None:
+        """Why a room failed; None if it did not."""
+        has_failed = self.manager.request_status[room] == KVPoll.Failed
+        return self.manager.failure_records[room] if has_failed else None
