@@ -13,24 +13,17 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.delta.decode.itl import GAIN, TOLERATED, TokenGaps
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     LEAST_CHUNK,
-    STEPS_BEFORE_BREACH,
     UNKNOWN,
-    Choice,
     Costs,
     Limits,
-    Load,
     Measured,
     Pace,
     StepTimes,
-    expected_here,
     read,
 )
 
 BOUND = 0.1
 LIMITS = Limits(tokens=1000, chunk=512, max_itl=BOUND, page=16)
-A, B = frozenset({"a"}), frozenset({"b"})
-
-TIMES = st.floats(0, 10)
 COSTS = st.builds(
     Costs,
     st.none() | st.floats(0, 0.2),
@@ -64,23 +57,18 @@ def test_the_largest_chunk(costs: Costs, tokens: int) -> None:
     assert costs.largest_chunk(LIMITS) == pytest.approx(tokens, abs=1)
 
 
-@given(COSTS)
-def test_a_chunk_is_expected_within_its_slack(costs: Costs) -> None:
-    """Guards against a chunk that is expected to pass the bound."""
+@given(COSTS, st.floats(0, 0.1))
+def test_a_chunk_is_expected_within_its_slack(costs: Costs, less: float) -> None:
+    """Guards against a chunk that is expected to pass the bound, and feedback of the wrong sign."""
     tokens = costs.largest_chunk(LIMITS)
     assert 0 <= tokens <= LIMITS.chunk
-    if tokens and costs.slope and costs.slack <= BOUND:
-        assert (costs.constant or 0.0) + costs.slope * tokens <= costs.slack + 1e-9
-        more = (costs.constant or 0.0) + costs.slope * (tokens + 1)
-        assert tokens == LIMITS.chunk or more > costs.slack - 1e-9
-
-
-@given(COSTS, st.floats(0, 0.1))
-def test_less_slack_is_never_a_larger_chunk(costs: Costs, less: float) -> None:
-    """Guards against feedback of the wrong sign."""
-    costs = costs._replace(slack=min(costs.slack, BOUND))
-    smaller = costs._replace(slack=max(costs.slack - less, 0.0))
-    assert smaller.largest_chunk(LIMITS) <= costs.largest_chunk(LIMITS)
+    if costs.slack > BOUND:
+        return
+    assert costs._replace(slack=max(costs.slack - less, 0.0)).largest_chunk(LIMITS) <= tokens
+    if tokens and costs.slope:
+        seconds = (costs.constant or 0.0) + costs.slope * tokens
+        assert seconds <= costs.slack + 1e-9
+        assert tokens == LIMITS.chunk or seconds + costs.slope > costs.slack - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -99,123 +87,65 @@ def test_the_smallest_chunk(limits: Limits, least: int) -> None:
     assert Costs(0.0, 1e-6, slack=BOUND / 2).largest_chunk(bounded) >= least
 
 
-# ---- the choice ----
-
-
-def test_what_does_not_fit_goes_to_prefill() -> None:
-    """Guards against a turn that would delay others beyond the bound, however slow prefill is; and
-    against a bound that binds where nobody runs."""
-    choice, costs = Choice(LIMITS), Costs(0.01, 0.0001, 0.01, slack=0.05)
-    for chunk, tokens, reason in (
-        (None, 200, "cheaper"),
-        (400, 200, "cheaper"),
-        (LEAST_CHUNK, 200, "cheaper"),
-        (LEAST_CHUNK - 1, 200, "itl"),
-        (20, 20, "cheaper"),
-        (19, 20, "itl"),
-        (0, 1, "itl"),
-    ):
-        decision = choice.decide(tokens, Load(running=1, chunk=chunk), costs, 9.0)
-        assert (decision.local, decision.reason) == (reason != "itl", reason)
-    behind = Load(running=1, queued=500, chunk=LEAST_CHUNK - 1)  # a turn that no chunk fits
-    assert choice.decide(20, behind, costs, 9.0).reason == "itl"
-    always = Choice(Limits(1000, always=True, max_itl=BOUND))
-    assert always.decide(200, Load(running=1, chunk=0), costs, 9.0).local
-    lost = Choice(Limits(0, when_lost=300, max_itl=BOUND))
-    assert lost.without_prefill(200, Load(running=1, chunk=0), costs, "no_prefill").local
-
-
-def test_small_chunks_are_weighed() -> None:
-    """Guards against a turn in many small chunks that is taken to be as soon done as in one."""
-    costs = Costs(0.01, 0.0001, 0.01)
-    whole = expected_here(448, Load(running=1), costs, LIMITS)
-    parts = expected_here(448, Load(running=1, chunk=64), costs, LIMITS)
-    assert whole == pytest.approx(0.01 + 0.0548)
-    work = 7 * 0.01 + 0.0448
-    assert parts == pytest.approx(0.01 + work + 6 * work / 7)  # with as long between chunks
-
-
-# ---- pace ----
-
-
-def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
-    """Guards against a turn that began and is never computed to its end, and against one whose
-    chunks pass the bound more often than at p99."""
-    pace, chunks = Pace(0.5), 0
-    for _ in range(1000):
-        if pace.may_run(3, fits=False):
-            pace.chunk(64, 3)
-            chunks += 1
-        pace.step()
-    assert chunks == 1000 // STEPS_BEFORE_BREACH
-    assert pace.may_run(0, fits=False)
-
-
 # ---- what a gap takes beside its chunk ----
 
-
-def test_gaps() -> None:
-    """Guards against gaps that nobody waited for, and chunks that count in another's gap."""
-    gaps = TokenGaps()
-    assert gaps.step(1.0, A, True) is None
-    assert gaps.step(1.5, A | B, True) == (0.5, False)
-    gaps.chunks.append(0.3)
-    assert gaps.step(2.25, B, True) == (0.75, True)
-    gaps.chunks.append(None)
-    assert gaps.step(9.0, A, True) is None  # those of before have ended
-    assert gaps.step(9.5, A, True) == (0.5, False)
-    assert gaps.slack is None
+LATE, EARLY = -GAIN * BOUND * (1 - TOLERATED), GAIN * BOUND * TOLERATED
 
 
-def test_who_has_ended_waits_for_nothing() -> None:
-    gaps = TokenGaps(BOUND)
-    gaps.step(1.0, A, True)
-    assert gaps.step(9.0, frozenset(), True) is None
-    assert gaps.step(9.1, A, True) is None
-    assert gaps.slack == BOUND / 2
+@pytest.mark.parametrize(
+    ("rids", "chunks", "seconds", "fits", "gap", "change"),
+    [
+        pytest.param("a", [], 0.5, True, (0.5, False), 0.0, id="others' delays are none of theirs"),
+        pytest.param("ab", [], 0.5, True, (0.5, False), 0.0, id="one more begins"),
+        pytest.param("b", [], 8.0, True, None, 0.0, id="those of before have ended"),
+        pytest.param("", [0.02], 8.0, True, None, 0.0, id="all have ended"),
+        pytest.param("a", [0.02], 0.08, True, (0.08, True), LATE, id="a late chunk"),
+        pytest.param("a", [0.02], 0.06, True, (0.06, True), EARLY, id="a chunk in time"),
+        pytest.param("a", [0.01, 0.01], 0.06, True, (0.06, True), EARLY, id="two in time"),
+        pytest.param("a", [None], 0.5, True, (0.5, True), 0.0, id="one of unknown time"),
+        pytest.param("a", [], 5.0, False, (5.0, False), EARLY, id="no chunk fits"),
+    ],
+)
+def test_gaps(
+    rids: str, chunks: list[float | None], seconds: float, fits: bool,
+    gap: tuple[float, bool] | None, change: float,
+) -> None:  # fmt: skip
+    """Guards against gaps that nobody waited for, chunks that count in another's gap, a margin that
+    no breach widens, and one that never narrows."""
+    for bound in (BOUND, None):
+        gaps = TokenGaps(bound)
+        gaps.chunks.append(0.3)
+        assert gaps.step(1.0, frozenset("a"), True) is None
+        gaps.chunks.extend(chunks)
+        found = gaps.step(1.0 + seconds, frozenset(rids), fits)
+        assert found == (gap and pytest.approx(gap))
+        expected = None if bound is None else pytest.approx(BOUND / 2 + change)
+        assert gaps.slack == expected
+        assert not gaps.chunks
+    gaps.chunks.extend([0.1] * 1000)  # of a server whose turns all end without a decode step
+    assert len(gaps.chunks) <= 64
 
 
-def test_the_rest_follows_late_chunks() -> None:
-    """Guards against a margin that no breach widens, and against one that never narrows."""
-    gaps = TokenGaps(BOUND)
-    gaps.step(0.0, A, True)
-    late = GAIN * BOUND
-    at = 0.0
-    for beside, change in ((0.06, -late), (0.04, late * TOLERATED), (None, 0.0)):
-        before, at = gaps.slack, at + 0.02 + (beside or 0.5)
-        gaps.chunks.append(None if beside is None else 0.02)
-        gaps.step(at, A, True)
-        assert gaps.slack - before == pytest.approx(change, abs=late * TOLERATED * 1.01)
-    before = gaps.slack
-    gaps.step(at + 5.0, A, True)  # no chunk: others' delays are none of theirs
-    assert gaps.slack == before
-    gaps.step(at + 10.0, A, False)  # no chunk fits
-    assert gaps.slack == pytest.approx(before + late * TOLERATED)
+STEPS = st.tuples(
+    st.floats(0, 10), st.sampled_from([None, (), (0.02,), (0.02, 0.5)]), st.booleans()
+)
 
 
-@given(st.lists(st.tuples(TIMES, st.sampled_from([None, (), (0.02,), (0.02, 0.5)]), st.booleans())))
+@given(st.lists(STEPS))
 def test_the_slack_stays_in_its_limits(steps: list[tuple[float, object, bool]]) -> None:
-    """Guards against a slack that no vote can carry, and one that takes minutes to come back."""
-    measured, at = Measured(BOUND), 0.0
+    """Guards against a slack that no vote can carry, one that takes minutes to come back, and ranks
+    that agree on the largest."""
+    measured, other, at = Measured(BOUND), Measured(BOUND), 0.0
     for seconds, chunks, fits in steps:
         at += seconds
         measured.gaps.chunks.extend([None] if chunks is None else chunks)
-        measured.gaps.step(at, A, fits)
-        assert 0 <= measured.gaps.slack <= 2 * BOUND + 1e-9
-        slack = read(measured.votes()).slack
-        assert slack == pytest.approx(measured.gaps.slack, abs=1e-6)
+        measured.gaps.step(at, frozenset("a"), fits)
+        slack = measured.gaps.slack
+        assert 0 <= slack <= 2 * BOUND + 1e-9
+        assert read(measured.votes()).slack == pytest.approx(slack, abs=1e-6)
+        agreed = read([*map(min, measured.votes(), other.votes())])
+        assert agreed.slack == pytest.approx(min(slack, BOUND / 2), abs=1e-6)
     assert Measured().votes() == [UNKNOWN] * 4
-
-
-def test_ranks_agree_on_the_least_slack() -> None:
-    """Guards against ranks that take the largest: the smallest number of all is what is agreed."""
-    ours, theirs = Measured(BOUND), Measured(BOUND)
-    theirs.gaps.step(0.0, A, True)
-    theirs.gaps.chunks.append(0.01)
-    theirs.gaps.step(9.0, A, True)
-    agreed = [*map(min, ours.votes(), theirs.votes())]
-    assert read(agreed).slack == pytest.approx(theirs.gaps.slack, abs=1e-6)
-    assert theirs.gaps.slack < ours.gaps.slack
 
 
 def test_chunks_are_expected_by_those_before() -> None:
@@ -230,13 +160,25 @@ def test_chunks_are_expected_by_those_before() -> None:
     assert [*measured.gaps.chunks][4:] == pytest.approx([0.02, 0.02], rel=0.05)
 
 
+def test_chunks_that_seem_to_take_several_bounds_are_tried_again() -> None:
+    """Guards against a server that computes no turn any more while requests run."""
+    gaps, at = TokenGaps(BOUND), 0.0
+    while gaps.slack < 5 * BOUND:
+        assert at < 100_000
+        at += 1
+        gaps.step(at, frozenset("a"), fits=False)
+    gaps.chunks.append(5 * BOUND)
+    gaps.step(at + 5 * BOUND, frozenset("a"), fits=False)
+    assert gaps.slack == 2 * BOUND, "and it comes back soon"
+
+
 # ---- all of it ----
 
 
 class Server:
     """A decode server with an endless line of turns, as numbers. Seconds and tokens."""
 
-    def __init__(self, seed: int, bound: float, constant: float, noise: float) -> None:
+    def __init__(self, bound: float, constant: float, noise: float, seed: int = 1) -> None:
         self.limits = Limits(tokens=10_000, max_itl=bound, page=16)
         self.measured, self.pace = Measured(bound), Pace(0.5)
         self._random, self._noise, self.constant = random.Random(seed), noise, constant
@@ -245,9 +187,12 @@ class Server:
         self.gaps: dict[bool, list[float]] = {True: [], False: []}
         self.tokens = 0
 
-    def about(self, seconds: float) -> float:
+    def take(self, seconds: float) -> float:
+        """So long about, and what it took."""
         slow = 3.0 if self._random.random() < 0.003 else 1.0
-        return slow * seconds * self._random.lognormvariate(0, self._noise)
+        took = slow * seconds * self._random.lognormvariate(0, self._noise)
+        self._at += took
+        return took
 
     def run(self, steps: int) -> None:
         measured, pace, limits = self.measured, self.pace, self.limits
@@ -256,20 +201,15 @@ class Server:
             largest = pace.costs.largest_chunk(limits)
             fits = largest >= limits.least
             if pace.may_run(3, fits):
-                tokens = max(largest if fits else 0, limits.least)
-                seconds = self.about(self.constant + 0.0001 * tokens)
-                measured.gaps.chunks.append(
-                    measured.chunk.at(tokens) if measured.chunk.is_known else None
-                )
-                measured.chunk.add(tokens, seconds)
+                tokens = largest if fits else limits.least
+                expected = measured.chunk.at(tokens) if measured.chunk.is_known else None
+                measured.gaps.chunks.append(expected)
+                measured.chunk.add(tokens, self.take(self.constant + 0.0001 * tokens))
                 pace.chunk(tokens, 3)
-                self._at += seconds
                 self.tokens += tokens
-            seconds = self.about(0.01)
-            self._at += seconds
-            measured.step.add(seconds)
+            measured.step.add(self.take(0.01))
             pace.step()
-            gap = measured.gaps.step(self._at, A, fits)
+            gap = measured.gaps.step(self._at, frozenset("a"), fits)
             if gap is not None:
                 self.gaps[gap[1]].append(gap[0])
 
@@ -280,7 +220,7 @@ class Server:
 def test_the_bound_holds_at_p99(seed: int, bound: float, noise: float) -> None:
     """Guards against a margin that is too small for the spread, and against one that leaves no
     chunk where there is time for them."""
-    server = Server(seed, bound, constant=0.005, noise=noise)
+    server = Server(bound, 0.005, noise, seed)
     server.run(4000)
     with_chunk = server.gaps[True][len(server.gaps[True]) // 10 :]
     passed = sum(gap > bound for gap in with_chunk)
@@ -291,38 +231,17 @@ def test_the_bound_holds_at_p99(seed: int, bound: float, noise: float) -> None:
 
 def test_no_bound_that_can_be_kept() -> None:
     """Guards against a server whose chunks all pass the bound: one gap in a hundred may."""
-    server = Server(1, bound=0.02, constant=0.03, noise=0.1)
+    server = Server(0.02, 0.03, noise=0.1)
     server.run(6000)
     every = len(server.gaps[True]) + len(server.gaps[False])
     assert 0 < sum(gap > 0.02 for gap in server.gaps[True]) <= 0.015 * every
 
 
-def test_chunks_that_seem_to_take_several_bounds_are_tried_again() -> None:
-    """Guards against a server that computes no turn any more while requests run."""
-    gaps = TokenGaps(BOUND)
-    for at in range(100_000):
-        gaps.step(float(at), A, fits=gaps.slack is not None and gaps.slack >= 5 * BOUND)
-    assert gaps.slack is not None and gaps.slack >= 5 * BOUND
-    gaps.chunks.append(5 * BOUND)
-    gaps.step(100_000.0 + 5 * BOUND, A, fits=False)
-    assert gaps.slack == 2 * BOUND, "and it comes back soon"
-
-
-def test_turns_without_a_decode_step_leave_nothing() -> None:
-    """Guards against an entry for each chunk of a server whose turns all end at once."""
-    gaps = TokenGaps()
-    gaps.chunks.extend([0.1] * 1000)
-    assert len(gaps.chunks) <= 64
-
-
 def test_a_server_that_was_slow_for_a_while() -> None:
     """Guards against a bound that fits no chunk after one slow moment, and is never tried again."""
-    server = Server(1, bound=0.05, constant=0.005, noise=0.1)
-    server.run(500)
-    server.constant = 0.2
-    server.run(1000)
-    server.constant = 0.005
-    server.run(2000)
+    server = Server(0.05, 0.005, noise=0.1)
+    for server.constant, steps in ((0.005, 500), (0.2, 1000), (0.005, 2000)):
+        server.run(steps)
     before = server.tokens
     server.run(1000)
     assert server.tokens - before > 10_000
