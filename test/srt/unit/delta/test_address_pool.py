@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -15,25 +16,35 @@ THREADS = 4
 
 
 class Servers:
-    """Servers that answer, but for those whose name begins with "hung"."""
+    """Servers that answer, but for those whose name begins with "hung" while ``gate`` is closed."""
 
     def __init__(self) -> None:
         self.clock, self.gate, self.asking = Clock(), threading.Event(), threading.Semaphore(0)
         self.pool = AddressPool("questions", THREADS, self.clock)
         self.threads: set[int] = set()
+        #: Seconds that an answer takes.
+        self.slow = 0.0
 
-    def ask(self, address: str) -> str:
-        """A question to the server at ``address``."""
+    def _ask(self, address: str) -> str:
         self.threads.add(threading.get_ident())
+        self.clock.now += self.slow
         if address.startswith("hung"):
             self.asking.release()
             assert self.gate.wait(60)
         return address
 
-    def slowly(self, address: str) -> str:
-        """The same, and the answer takes long."""
-        self.clock.now += 5
-        return self.ask(address)
+    def ask(self, *addresses: str) -> list[Future[str]]:
+        return [self.pool.submit(each, self._ask, each) for each in addresses]
+
+    def check_other(self, name: str) -> None:
+        """That server is reached meanwhile."""
+        (asked,) = self.ask(name)
+        assert asked.result(10) == name
+
+    def check_all(self, asked: Iterable[Future[str]], names: list[str]) -> None:
+        """Nobody hangs any more, and everybody has answered."""
+        self.gate.set()
+        assert [each.result(10) for each in asked] == names
 
 
 @pytest.fixture
@@ -44,55 +55,44 @@ def servers() -> Iterator[Servers]:
     made.pool.shutdown()
 
 
-def test_many_questions_to_one_address(servers: Servers) -> None:
-    """Guards against one server that hangs, for which many ask, in the way of all others."""
-    hung = [servers.pool.submit("hung", servers.ask, "hung") for _ in range(3 * THREADS)]
-    assert servers.pool.submit("good", servers.ask, "good").result(10) == "good"
-    servers.gate.set()
-    assert [each.result(10) for each in hung] == ["hung"] * len(hung)
+@pytest.mark.parametrize(
+    ("hung", "known"),
+    [
+        pytest.param(["hung"] * 3 * THREADS, [], id="one for which many ask"),
+        pytest.param([f"hung {n}" for n in range(3 * THREADS)], ["good"], id="ever new ones"),
+    ],
+)
+def test_servers_that_hang(servers: Servers, hung: list[str], known: list[str]) -> None:
+    """Guards against servers that hang in the way of one that has answered before, or where they
+    are few of one that was never asked."""
+    for name in known:
+        servers.check_other(name)
+    asked = servers.ask(*hung)
+    servers.check_other("good")
+    servers.check_all(asked, hung)
 
 
-def test_more_hung_addresses_than_threads(servers: Servers) -> None:
-    """Guards against servers that hang in every thread, for as long as anybody asks for them."""
-    names = [f"hung {number}" for number in range(THREADS - 1)]
-    first = [servers.pool.submit(name, servers.ask, name) for name in names]
-    for _ in names:
-        assert servers.asking.acquire(timeout=10)
-    servers.clock.now += 5  # they time out
-    servers.gate.set()
-    for each in first:
-        each.result(10)
+@pytest.mark.parametrize("count", [THREADS - 1, THREADS])
+def test_servers_that_hang_each_time(servers: Servers, count: int) -> None:
+    """Guards against servers that hang in every thread for as long as anybody asks for them, in the
+    way of a new one; and against those that are never asked again."""
+    names = [f"hung {number}" for number in range(count)]
+    if count < THREADS:
+        first = servers.ask(*names)
+        for _ in names:
+            assert servers.asking.acquire(timeout=10)
+        servers.clock.now += 5  # they time out
+        servers.check_all(first, names)
+    else:
+        servers.slow = 5.0
+        servers.gate.set()
+        for name in names:
+            servers.check_other(name)
     servers.gate.clear()
-    again = [servers.pool.submit(name, servers.ask, name) for name in names]
-    assert servers.pool.submit("good", servers.ask, "good").result(10) == "good"
-    servers.gate.set()
-    assert [each.result(10) for each in again] == names, "they are asked all the same"
+    again = servers.ask(*2 * names)
+    servers.check_other("new")
+    servers.check_all(again, 2 * names)
     assert len(servers.threads) <= THREADS
-
-
-def test_new_hung_addresses(servers: Servers) -> None:
-    """Guards against clients that name ever new servers which hang, in the way of one that has
-    answered before."""
-    assert servers.pool.submit("good", servers.ask, "good").result(10) == "good"
-    names = [f"hung {number}" for number in range(3 * THREADS)]
-    hung = [servers.pool.submit(name, servers.ask, name) for name in names]
-    assert servers.pool.submit("good", servers.ask, "good").result(10) == "good"
-    servers.gate.set()
-    assert [each.result(10) for each in hung] == names
-
-
-def test_new_addresses_beside_slow_ones(servers: Servers) -> None:
-    """Guards against a new server that waits for those that have hung all the time."""
-    names = [f"hung {number}" for number in range(THREADS)]
-    servers.gate.set()
-    for name in names:
-        asked = servers.pool.submit(name, servers.slowly, name)
-        assert asked.result(10) == name
-    servers.gate.clear()
-    hung = [servers.pool.submit(name, servers.ask, name) for name in 2 * names]
-    assert servers.pool.submit("new", servers.ask, "new").result(10) == "new"
-    servers.gate.set()
-    assert [each.result(10) for each in hung] == 2 * names
 
 
 def test_the_queue_of_one_address_has_an_end(
@@ -100,13 +100,12 @@ def test_the_queue_of_one_address_has_an_end(
 ) -> None:
     """Guards against a queue that grows with each request which names a server that hangs."""
     monkeypatch.setattr(address_pool, "_MOST_WAITING", 3)
-    hung = [servers.pool.submit("hung", servers.ask, "hung") for _ in range(2 + 3)]
-    error = servers.pool.submit("hung", servers.ask, "hung").exception(10)
+    *asked, refused = servers.ask(*["hung"] * (2 + 3 + 1))
+    error = refused.exception(10)
     assert isinstance(error, OSError)
     assert str(error) == "hung does not answer, and 3 queries to it are pending"
-    servers.gate.set()
-    assert [each.result(10) for each in hung] == ["hung"] * 5
-    assert servers.pool.submit("hung", servers.ask, "hung").result(10) == "hung"
+    servers.check_all(asked, ["hung"] * 5)
+    servers.check_other("hung")
 
 
 def test_a_question_that_raises(servers: Servers) -> None:
@@ -117,4 +116,4 @@ def test_a_question_that_raises(servers: Servers) -> None:
 
     failed = [servers.pool.submit("bad", fail) for _ in range(5)]
     assert all(isinstance(each.exception(10), OSError) for each in failed)
-    assert servers.pool.submit("bad", servers.ask, "bad").result(10) == "bad"
+    servers.check_other("bad")

@@ -2,105 +2,98 @@
 
 from __future__ import annotations
 
-import http.server
-import logging
-import socket
-import threading
-from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+import requests
 
 from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta.manager import DeltaManager
 
-Serve = Callable[[int, bytes], str]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Start a bootstrap server that gives one answer; returns its address."""
-    running: list[http.server.HTTPServer] = []
-
-    def start(status: int, body: bytes) -> str:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(status if self.path == capability.ROUTE else 418)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Quiet."""
-
-        server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        running.append(server)
-        return f"127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+ADDRESS = "10.0.0.1:8998"
+OURS = msgspec.json.encode(capability.OURS)
+YIELDS = msgspec.json.encode(msgspec.structs.replace(capability.OURS, yields=True))
+LATER = msgspec.json.encode({"delta": wire.VERSION, "abort": 1})
 
 
 @pytest.mark.parametrize(
-    "says",
-    [capability.OURS, {"delta": wire.VERSION, "abort": 1}],
-    ids=["ours", "of a later release"],
-)
-def test_who_says_so_takes_a_prefix(serve: Serve, says: object) -> None:
-    """Guards against two sides of one release that do not find each other, and against a later one,
-    with more capabilities, that loses the old ones."""
-    found = capability.fetch_capabilities(serve(200, msgspec.json.encode(says)))
-    assert found is not None and found.takes_delta
-
-
-@pytest.mark.parametrize(
-    ("status", "body"),
+    ("answer", "takes_delta"),
     [
-        (404, b"404: Not Found"),
-        (200, b"{}"),
-        (200, b'{"hicache": 3}'),
-        (200, b"<html>some proxy</html>"),
-        (200, b""),
-        (200, b"\xff\xfe\x00"),
-        (200, b'{"delta": "1"}'),
-        (200, b"[1]"),
+        pytest.param((200, OURS), True, id="ours"),
+        pytest.param((200, LATER), True, id="a later release, with more capabilities"),
+        # No clear yes means prefix 0.
+        pytest.param((404, OURS), False, id="stock"),
+        pytest.param((200, b"{}"), False, id="nothing"),
+        pytest.param((200, b'{"hicache": 3}'), False, id="other keys"),
+        pytest.param((200, b"<html>some proxy</html>"), False, id="a proxy"),
+        pytest.param((200, b""), False, id="empty"),
+        pytest.param((200, b"\xff\xfe\x00"), False, id="no text"),
+        pytest.param((200, b'{"delta": "1"}'), False, id="another type"),
+        pytest.param((200, b"[1]"), False, id="a list"),
+        # One that is just starting must not count as stock for ever: it is asked again.
+        pytest.param((500, OURS), None, id="500"),
+        pytest.param((503, b""), None, id="503"),
+        pytest.param(requests.ConnectionError("refused"), None, id="refused"),
+        pytest.param(requests.Timeout(), None, id="timeout"),
     ],
 )
-def test_anything_else_is_a_stock_server(serve: Serve, status: int, body: bytes) -> None:
-    """Guards against sending a prefix to a server that would write the start of the prompt into the
-    pages of its tail: no clear yes means prefix 0."""
-    found = capability.fetch_capabilities(serve(status, body))
-    assert found is not None and not found.takes_delta
+def test_what_a_server_takes(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, takes_delta: bool | None
+) -> None:
+    """Guards against two sides that do not find each other; against a prefix for a server that
+    would write the start of the prompt into the pages of its tail; and against an exception on the
+    scheduler's thread."""
 
+    def get(url: str, timeout: float) -> Any:
+        assert url == f"http://{ADDRESS}{capability.ROUTE}" and timeout == 5.0
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(status_code=answer[0], content=answer[1])
 
-@pytest.mark.parametrize("offset", [-1, 1])
-def test_another_version(serve: Serve, caplog: pytest.LogCaptureFixture, offset: int) -> None:
-    """Guards against a prefix for a peer that reads it differently, and against a lost hit rate
-    that nobody can explain: the log names both versions."""
-    body = msgspec.json.encode({"delta": wire.VERSION + offset})
-    with caplog.at_level(logging.WARNING):
-        found = capability.fetch_capabilities(serve(200, body))
-    assert found is not None and not found.takes_delta
-    assert f"protocol {wire.VERSION + offset}" in caplog.text
-    assert f"decode server {wire.VERSION}" in caplog.text
-
-
-@pytest.mark.parametrize("status", [500, 502, 503])
-def test_server_errors_are_asked_again(serve: Serve, status: int) -> None:
-    """Guards against a prefill server that is just starting and counts as stock for ever."""
-    assert capability.fetch_capabilities(serve(status, b"")) is None
-
-
-def test_connection_refused() -> None:
-    """Guards against an exception on the scheduler's thread."""
-    with socket.socket() as unused:  # bound, not listening
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert capability.fetch_capabilities(address) is None
+    monkeypatch.setattr(requests, "get", get)
+    found = capability.fetch_capabilities(ADDRESS)
+    assert (found and found.takes_delta) is takes_delta
 
 
 def test_address_that_is_none() -> None:
     """Guards against an exception where the load balancer sent an unusable host."""
     assert capability.fetch_capabilities("not a host:port") is None
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_another_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, offset: int
+) -> None:
+    """Guards against a prefix for a peer that reads it differently, and against a lost hit rate
+    that nobody can explain: the log names both versions."""
+    theirs = wire.VERSION + offset
+    answer = SimpleNamespace(status_code=200, content=msgspec.json.encode({"delta": theirs}))
+    monkeypatch.setattr(requests, "get", lambda url, timeout: answer)
+    found = capability.fetch_capabilities(ADDRESS)
+    assert found is not None and not found.takes_delta
+    assert f"protocol {theirs}, this decode server {wire.VERSION}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "stages", "told"),
+    [
+        (YIELDS, 1, True),
+        (OURS, 1, False),
+        (b'{"delta": 1, "control": 1, "incarnation": "of before local turns"}', 1, False),
+        (b"{}", 1, False),
+        (YIELDS, 2, False),
+        (YIELDS, None, False),
+    ],
+    ids=["ours", "nobody who answers there", "older", "stock", "pipeline", "unknown topology"],
+)
+def test_who_is_told_that_decode_computes(theirs: bytes, stages: int | None, told: bool) -> None:
+    """Guards against a prefill server that does not know the message, or whose ranks cannot agree
+    on it, and that keeps the request for ever."""
+    known = msgspec.json.decode(theirs, type=capability.Capabilities)
+    manager: Any = SimpleNamespace(
+        servers=SimpleNamespace(capabilities=lambda address: known),
+        prefill_info_table={} if stages is None else {ADDRESS: SimpleNamespace(pp_size=stages)},
+    )
+    assert DeltaManager.peer_yields(manager, ADDRESS) is told

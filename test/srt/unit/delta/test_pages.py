@@ -53,22 +53,6 @@ def test_chunk_end(computed: int, page: int, last: bool, end: int) -> None:
     assert chunk_end(computed, page, last) == end
 
 
-@pytest.mark.parametrize(
-    ("prefix", "listed", "prompt", "page"),
-    [
-        (0, 3, 3, 16),  # cold
-        (32, 1, 3, 16),  # partial hit
-        (48, 0, 3, 16),  # full hit, whole pages
-        (7, 3, 10, 1),
-        (64, 1, 2, 64),
-    ],
-)
-def test_plan_accepts(prefix: int, listed: int, prompt: int, page: int) -> None:
-    """Guards against a plan that starts elsewhere than where decode's pages start."""
-    plan = plan_delta(7, [Listed(prefix, listed)] * 2, prompt, page)
-    assert (plan.prefix_len, plan.num_pages) == (prefix, prompt - prefix // page)
-
-
 @pytest.mark.hazard("ranks-disagree-on-prefix")
 @pytest.mark.parametrize(
     ("announced", "prompt", "page", "numbers"),
@@ -106,11 +90,6 @@ def test_plan_refuses(
         assert number in message
 
 
-def test_plan_of_a_room_with_dummies_only() -> None:
-    """Guards against a rank whose receivers are all dummies and that therefore fails."""
-    assert plan_delta(1, [], 5, 16).prefix_len == 0
-
-
 @given(
     pages=st.lists(st.integers(0, 99), unique=True, max_size=12),
     size=st.integers(1, 5),
@@ -128,24 +107,30 @@ def test_ranks_share_a_chunk(pages: list[int], size: int, start: int) -> None:
     assert sum(lengths) == len(pages) and max(lengths) - min(lengths) <= 1
 
 
+#: Pages of a prefix, and what is wrong with an announcement: of its prefix, and of its pages.
+ANNOUNCED = st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 0, 1, -80]), st.integers(-1, 1))
+
+
 @pytest.mark.hazard("prefix-rounding")
-@given(
-    page=PAGES,
-    prompt=st.integers(1, 12),
-    announced=st.lists(st.tuples(st.integers(-70, 800), st.integers(0, 13)), max_size=3),
-)
+@given(page=PAGES, prompt=st.integers(1, 12), ranks=st.lists(ANNOUNCED, max_size=3))
 def test_plan_accepts_exactly_the_right_combination(
-    page: int, prompt: int, announced: list[tuple[int, int]]
+    page: int, prompt: int, ranks: list[tuple[int, int, int]]
 ) -> None:
-    """Guards against any accepted combination that would move a page to a wrong place."""
-    right = len({prefix for prefix, _ in announced}) <= 1 and all(
-        prefix >= 0 and prefix % page == 0 and prefix // page + pages == prompt
-        for prefix, pages in announced
-    )
-    destinations = [Listed(*pair) for pair in announced]
-    if right:
+    """Guards against any accepted combination that would move a page to a wrong place, and against
+    a refused one that would not: a full hit, or a room whose ranks are all dummies."""
+    destinations = [
+        Listed(cached * page + off, prompt - cached + more) for cached, off, more in ranks
+    ]
+    prefixes = {each.decode_prefix_len for each in destinations} or {0}
+    prefix, pages = max(prefixes), {each.num_pages for each in destinations}
+    if len(prefixes) == 1 and 0 <= prefix <= prompt * page and prefix % page == 0:
+        pages -= {prompt - prefix // page}
+    else:
+        pages = {-1}
+    if not pages:
         plan = plan_delta(1, destinations, prompt, page)
-        assert plan.prefix_len // page + plan.num_pages == prompt
+        assert plan.prefix_len == prefix
+        assert plan.num_pages == prompt - plan.prefix_len // page
     else:
         with pytest.raises(DeltaMismatch):
             plan_delta(1, destinations, prompt, page)

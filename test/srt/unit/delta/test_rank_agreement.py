@@ -23,10 +23,10 @@ from sglang.srt.disaggregation.delta.rank_agreement import (
     agree,
 )
 
-ADMISSION = AdmissionVote(
-    (3, 3, 1), (Offer.SHARED + 64, Offer.SHARED + 32), 5, 7, 1000, 200, -1000, -200
-)
-TRANSFERS = TransferVote(0, 0, 0)
+#: The worst of states that differ counts.
+FAILED, EXPIRED, ENOUGH, FINE = State
+STOP, WAITS, PRIVATE, SHARED, ABSTAIN = Offer
+ADMISSION = AdmissionVote((FINE, FINE), (SHARED + 64,), 5, 7, 1000, 200, -1000, -200)
 
 
 def both(
@@ -46,30 +46,45 @@ def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch, vote: AnyV
     assert agree(vote, Checksum(), rank_agreement.over(None)) == vote
 
 
-def test_the_least_counts() -> None:
+@pytest.mark.parametrize(
+    ("mine", "other", "agreed"),
+    [
+        pytest.param(
+            replace(ADMISSION, states=(FINE, FINE, ENOUGH, EXPIRED), rows=5, slots=7),
+            replace(ADMISSION, states=(FINE, ENOUGH, EXPIRED, FAILED), rows=6, slots=2),
+            replace(ADMISSION, states=(FINE, ENOUGH, EXPIRED, FAILED), rows=5, slots=2),
+            id="the worst state, and the least room",
+        ),
+        pytest.param(
+            replace(ADMISSION, offers=(WAITS, PRIVATE, SHARED, SHARED + 64, ABSTAIN)),
+            replace(ADMISSION, offers=(STOP, WAITS, PRIVATE, SHARED + 32, SHARED + 2**24)),
+            replace(ADMISSION, offers=(STOP, WAITS, PRIVATE, SHARED + 32, SHARED + 2**24)),
+            id="an offer that no rank goes beyond",
+        ),
+        pytest.param(
+            TransferVote(20, 2, 1, (5, PENDING, 3), (8, 0)),
+            TransferVote(18, 3, 0, (2, 6, 3), (PENDING, 4)),
+            TransferVote(18, 2, 0, (2, PENDING, 3), (PENDING, 0)),
+            id="a page that all ranks have, and an operation that has ended on all",
+        ),
+    ],
+)
+def test_the_least_counts(mine: AnyVote, other: AnyVote, agreed: AnyVote) -> None:
     """Guards against values that slip to a neighbour's place, and against one rank that decides."""
-    offers = (Offer.PRIVATE, Offer.ABSTAIN)
-    other = replace(ADMISSION, states=(3, 0, 2), offers=offers, rows=6, slots=2)
-    agreed = both(ADMISSION, other)
-    assert agreed.states == (State.FINE, State.FAILED, State.EXPIRED)
-    assert agreed.offers == (Offer.PRIVATE, Offer.SHARED + 32)
-    assert (agreed.rows, agreed.slots, agreed.pools_differ) == (5, 2, False)
+    assert both(mine, other) == both(other, mine) == agreed
 
 
-def test_the_slowest_the_fewest_and_nothing_that_is_not_known_to_all() -> None:
-    """A page counts when all ranks have it; an operation has ended when all ranks say so."""
-    mine = TransferVote(20, 2, 1, (5, PENDING, 3), (8, 0))
-    other = TransferVote(18, 3, 0, (2, 6, 3), (PENDING, 4))
-    assert both(mine, other) == TransferVote(18, 2, 0, (2, PENDING, 3), (PENDING, 0))
-
-
-@pytest.mark.parametrize(("free", "protected"), [(999, 200), (1001, 200), (1000, 199), (1000, 201)])
-def test_pools_that_differ_are_noticed(free: int, protected: int) -> None:
+@pytest.mark.parametrize(
+    ("free", "protected", "differ"),
+    [(1000, 200, False), (999, 200, True), (1001, 200, True), (1000, 199, True), (1000, 201, True)],
+)
+def test_pools_that_differ_are_noticed(free: int, protected: int, differ: bool) -> None:
     """Guards against a difference that only the poorer rank could see."""
-    pool = {"free": free, "protected": protected}
-    pool |= {f"minus_{name}": -value for name, value in pool.items()}
-    agreed = both(ADMISSION, replace(ADMISSION, **pool))
-    assert agreed.pools_differ
+    other = replace(
+        ADMISSION, free=free, protected=protected, minus_free=-free, minus_protected=-protected
+    )
+    agreed = both(ADMISSION, other)
+    assert agreed.pools_differ is differ
     assert (agreed.free, agreed.protected) == (min(free, 1000), min(protected, 200))
 
 
@@ -85,38 +100,27 @@ def test_the_length_is_fixed(backups: int, fetches: int) -> None:
         agree(TransferVote(0, 0, 0, (1,) * (BACKUP_SLOTS + 1)), Checksum(), list)
 
 
-@pytest.mark.parametrize("vote", [ADMISSION, TRANSFERS], ids=["decode", "hicache"])
-def test_ranks_that_differ_are_noticed(vote: AnyVote) -> None:
-    """Going on, they would admit, mark, free and publish different pages."""
+@pytest.mark.parametrize(
+    ("mine", "other", "flag"),
+    [
+        (ADMISSION, ADMISSION, "--disaggregation-decode-enable-radix-cache"),
+        (
+            ADMISSION,
+            replace(ADMISSION, states=(FINE,) * 3),
+            "--disaggregation-decode-enable-radix-cache",
+        ),
+        (TransferVote(0, 0, 0), TransferVote(0, 0, 0), "--hicache-host-memory-mode buffer_only"),
+    ],
+    ids=["other work on one rank", "a request more on one rank", "other transfers on one rank"],
+)
+def test_ranks_that_differ_are_noticed(mine: AnyVote, other: AnyVote, flag: str) -> None:
+    """Going on, they would admit, mark, free and publish different pages. Guards against vectors
+    of different lengths, too, which would hang the very reduction."""
     checksums = Checksum(), Checksum()
     for checksum in checksums:
         checksum.note("backup", 3)
-    assert both(vote, vote, checksums) == vote
+    assert both(mine, mine, checksums) == mine
     checksums[0].note("fetch", "r1", 2)
     checksums[1].note("fetch", "r1", 3)
-    with pytest.raises(RanksDiverged, match="ranks of this server .* different"):
-        both(vote, vote, checksums)
-
-
-def test_a_request_more_on_one_rank_is_noticed() -> None:
-    """Guards against vectors of different lengths, which would hang the very reduction."""
-    more = replace(ADMISSION, states=(3, 3, 1, 3))
-    checksums = Checksum(), Checksum()
-    checksums[0].note(["a", "b", "c"])
-    checksums[1].note(["a", "b", "c", "d"])
-    with pytest.raises(RanksDiverged, match="--disaggregation-decode-enable-radix-cache"):
-        both(ADMISSION, more, checksums)
-
-
-def test_the_order_of_states_and_offers_is_what_a_minimum_needs() -> None:
-    """Guards against a new state or offer in a place where the smallest of two means the wrong
-    one."""
-    assert State.FAILED < State.EXPIRED < State.WAITED_ENOUGH < State.FINE
-    assert (
-        Offer.STOP
-        < Offer.WAITS
-        < Offer.PRIVATE
-        < Offer.SHARED
-        < Offer.SHARED + 2**24
-        < Offer.ABSTAIN
-    )
+    with pytest.raises(RanksDiverged, match=f"{flag}.* ranks of this server .* different"):
+        both(mine, other, checksums)

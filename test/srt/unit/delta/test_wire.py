@@ -1,6 +1,8 @@
-"""The delta frame: understood, absent, or refused with a reason; never guessed."""
+"""Delta frames and control messages: understood, of another kind, or refused; never guessed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.delta import wire
 
 STOCK = [b"5", b"10.0.0.1", b"4711", b"agent", b"\x03\0\0\0", b"9", b"1", b""]
+MAGIC = b"sglang-delta:"
 FRAMES = st.builds(
     wire.DeltaFrame,
     decode_prefix_len=st.integers(0, 2**31),
@@ -17,86 +20,125 @@ FRAMES = st.builds(
     is_dummy=st.booleans(),
     num_writers=st.integers(1, 64),
 )
-MAGIC = b"sglang-delta:"
+ROOMS = st.integers(-(2**63), 2**64 - 1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+PORTS = st.integers(-1, 2**31)
+MESSAGES = st.one_of(
+    st.builds(wire.Withdraw, ROOMS, TEXT, TEXT, PORTS, TEXT),
+    st.builds(wire.Stopped, ROOMS, st.integers(0, 512), TEXT, st.booleans()),
+    st.builds(wire.Ping, TEXT, TEXT, TEXT, PORTS),
+    st.builds(wire.Pong, TEXT, st.booleans()),
+    st.builds(wire.ComputedByDecode, ROOMS),
+)
+FOREIGN = st.binary(max_size=60).filter(
+    lambda raw: not raw.startswith(MAGIC) and raw != wire.CONTROL_MAGIC
+)
+NESTED = b"\x91" * 5000
 
 
-def raw(**fields: object) -> bytes:
-    """A frame as another version of this code could send it."""
-    return MAGIC + msgspec.msgpack.encode(fields)
+def raw(**fields: Any) -> bytes:
+    """A map as another version of this code, or a peer of another make, could send it."""
+    return msgspec.msgpack.encode(fields)
 
 
-@given(frame=FRAMES, before=st.lists(st.binary(max_size=40), max_size=9))
-def test_round_trip_behind_arbitrary_frames(frame: wire.DeltaFrame, before: list[bytes]) -> None:
-    """Guards against page lists and agent metadata, which are arbitrary bytes, being parsed."""
-    assert wire.find_frame([*before, wire.encode_frame(frame)]) == frame
-
-
-FOREIGN = st.binary(max_size=60).filter(lambda content: not content.startswith(MAGIC))
-
-
-@given(frames=st.lists(FOREIGN, max_size=12))
-def test_foreign_bytes_are_no_frame(frames: list[bytes]) -> None:
-    """Guards against a stock peer's message that is taken for ours, or that raises."""
-    assert wire.find_frame(frames) is None
-
-
-def test_stock_message_has_no_frame() -> None:
-    """Guards against an unpatched decode server being refused."""
-    assert wire.find_frame(STOCK) is None
-    assert wire.find_frame([]) is None
+@given(frame=FRAMES, message=MESSAGES, foreign=st.lists(FOREIGN, max_size=9))
+def test_round_trip(frame: wire.DeltaFrame, message: wire.Message, foreign: list[bytes]) -> None:
+    """Guards against one kind of message that is read as another, against fields that change
+    places, and against SGLang's own messages (page lists and agent metadata are arbitrary bytes)
+    that are taken for ours, or never reach their reader."""
+    assert wire.find_frame([*foreign, wire.encode_frame(frame)]) == frame
+    decoded = wire.decode_control(wire.encode_control(message))
+    assert decoded == message and type(decoded) is type(message)
+    for frames in (foreign, STOCK, [*STOCK, wire.CONTROL_MAGIC]):
+        assert wire.find_frame(frames) is wire.decode_control(frames) is None
 
 
 def test_fields_of_a_later_release_are_ignored() -> None:
-    """Guards against a field added within one version breaking older peers."""
-    frame = wire.find_frame(
-        [
-            *STOCK,
-            raw(
-                version=wire.VERSION,
-                decode_prefix_len=32,
-                num_pages=1,
-                is_dummy=False,
-                window=[1, 2],
-            ),
-        ]
-    )
-    assert frame is not None and (frame.decode_prefix_len, frame.num_writers) == (32, 1)
+    """Guards against a field that a later release adds and an older peer stumbles over."""
+    fields = {"decode_prefix_len": 32, "num_pages": 1, "is_dummy": False, "window": [1, 2]}
+    frame = wire.find_frame([*STOCK, MAGIC + raw(version=wire.VERSION, **fields)])
+    assert frame == wire.DeltaFrame(decode_prefix_len=32, num_pages=1, is_dummy=False)
+    body = raw(type="stopped", room=7, writer=1, reason="x", because=[1])
+    assert wire.decode_control([wire.CONTROL_MAGIC, body]) == wire.Stopped(7, 1, "x")
+
+
+THEIRS = wire.VERSION + 1
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("frame", "complaint"),
     [
-        {"decode_prefix_len": 32, "num_pages": 1, "is_dummy": False},
-        {"prefix_pages": [2]},  # another version may name and type everything anew
-        {"decode_prefix_len": "32", "num_pages": 1, "is_dummy": False},
+        pytest.param(b"", "malformed", id="empty"),
+        pytest.param(b"\xc1", "malformed", id="no msgpack"),
+        pytest.param(b"\x93\x01\x02\x03", "malformed", id="no map"),
+        pytest.param(raw(num_pages=1, is_dummy=False), "malformed", id="field missing"),
+        pytest.param(
+            raw(decode_prefix_len="x", num_pages=1, is_dummy=False), "malformed", id="wrong type"
+        ),
+        pytest.param(raw(decode_prefix_len=1, num_pages=1, is_dummy=None), "malformed", id="null"),
+        pytest.param(
+            raw(decode_prefix_len=1, num_pages=1, is_dummy=False)[:-3], "malformed", id="cut off"
+        ),
+        pytest.param(NESTED, "malformed", id="nested without end"),
+        # Another version may name and type everything anew; the error says which side is behind.
+        *(
+            pytest.param(
+                raw(version=THEIRS, **fields),
+                f"protocol {THEIRS}, this prefill server {wire.VERSION}",
+                id=f"another version, {name}",
+            )
+            for name, fields in {
+                "same fields": {"decode_prefix_len": 32, "num_pages": 1, "is_dummy": False},
+                "other fields": {"prefix_pages": [2]},
+                "other types": {"decode_prefix_len": "32", "num_pages": 1, "is_dummy": False},
+            }.items()
+        ),
     ],
-    ids=["same fields", "other fields", "other types"],
 )
-def test_another_version_is_refused_by_both_numbers(fields: dict[str, object]) -> None:
-    """Guards against a changed meaning that is read as the old one, and against an error that does
-    not say which side is behind."""
-    theirs = wire.VERSION + 1
-    with pytest.raises(wire.DeltaFrameError) as error:
-        wire.find_frame([*STOCK, raw(version=theirs, **fields)])
-    assert f"protocol {theirs}" in str(error.value)
-    assert f"server {wire.VERSION}" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        MAGIC,
-        MAGIC + b"\xc1",
-        MAGIC + b"\x93\x01\x02\x03",
-        raw(version=wire.VERSION, num_pages=1, is_dummy=False),
-        raw(version=wire.VERSION, decode_prefix_len="x", num_pages=1, is_dummy=False),
-        raw(decode_prefix_len=1, num_pages=1, is_dummy=None),
-        wire.encode_frame(wire.DeltaFrame(decode_prefix_len=1, num_pages=1, is_dummy=False))[:-3],
-    ],
-    ids=["empty", "no msgpack", "no map", "field missing", "wrong type", "null", "cut off"],
-)
-def test_malformed_frame_is_an_error_of_its_room(frame: bytes) -> None:
+def test_a_frame_that_cannot_be_understood(frame: bytes, complaint: str) -> None:
     """Guards against a damaged announcement that counts as "no prefix": the whole prompt would be
-    written into a list of delta pages."""
-    with pytest.raises(wire.DeltaFrameError, match="malformed"):
-        wire.find_frame([*STOCK, frame])
+    written into a list of delta pages; and against a changed meaning that is read as the old."""
+    with pytest.raises(wire.DeltaFrameError, match=complaint):
+        wire.find_frame([*STOCK, MAGIC + frame])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [raw(type="pong", to="a:1", knows_peer=True), b""],
+        [b""],
+        [b"\xc1"],
+        [raw(type="pong")],
+        [raw(type="pong", to="a:1", knows_peer=1)],
+        [raw(type="pong", to=3, knows_peer=True)],
+        [raw(type="stopped", room="7", writer=0, reason="")],
+        [raw(type="stopped", room=7.5, writer=0, reason="")],
+        [raw(type="stopped", room=None, writer=0, reason="")],
+        [raw(type="shutdown", room=7)],
+        [raw(room=7, writer=0, reason="")],
+        [b"\xa1\xff"],
+        [b"\x81\xa4type\xa4p\xffng"],
+        [NESTED],
+        [b"\x81\xa4type" * 5000],
+        [wire.encode_control(wire.Pong("a:1", True))[1][:-1]],
+    ],
+)
+def test_malformed_is_one_kind_of_error(frames: list[bytes]) -> None:
+    """Guards against bytes that raise what the reader of a message does not expect (wrong UTF-8,
+    nesting without end), and against a wrong number of frames that is read all the same."""
+    with pytest.raises(wire.ControlError):
+        wire.decode_control([wire.CONTROL_MAGIC, *frames])
+
+
+@pytest.mark.parametrize("room", [2**64, -(2**63) - 1, 10**400])
+def test_what_cannot_be_written(room: int) -> None:
+    """A client chooses its ``bootstrap_room``, and any integer comes through. Guards against one
+    beyond 64 bits that ends the scheduler of either side when the room ends early: it is an error
+    of the kinds that every sender of messages expects."""
+    for message in (
+        wire.Stopped(room, 0, ""), wire.Withdraw(room, "", "", 1, ""), wire.Stopped(7, 0, "\ud800")
+    ):  # fmt: skip
+        with pytest.raises(wire.ControlError) as error:
+            wire.encode_control(message)
+        assert isinstance(error.value, ValueError)

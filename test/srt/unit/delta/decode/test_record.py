@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang.srt.disaggregation.delta.decode import record
 from sglang.srt.disaggregation.delta.decode.record import record_of
-
-FAKE_HOST = "2.2.2.2"
-
-
-@pytest.fixture(autouse=True)
-def _upstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one upstream constant, without importing SGLang."""
-    stub = SimpleNamespace(FAKE_BOOTSTRAP_HOST=FAKE_HOST)
-    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.utils", stub)
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 
-def request(**changes: object) -> SimpleNamespace:
+def request(**changes: object) -> Any:
     """An ordinary request with changes."""
     fields = {
         "bootstrap_host": "10.0.0.1",
@@ -31,29 +23,25 @@ def request(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**fields | changes)
 
 
-def test_an_ordinary_request_shares_after_its_transfer() -> None:
-    """Guards against KV that enters the tree before it has arrived."""
-    req = request()
-    assert record.may_match(req) and not record.may_insert(req)
+@pytest.mark.parametrize(
+    ("changes", "is_fake", "shares"),
+    [
+        pytest.param({}, False, True, id="an ordinary one"),
+        # The garbage of a warm-up must not answer a prompt that begins alike.
+        pytest.param({"bootstrap_host": FAKE_BOOTSTRAP_HOST}, True, False, id="a warm-up"),
+        pytest.param({"bootstrap_host": None}, True, False, id="a health check"),
+        # SGLang fills in ones for the token ids of all embeddings.
+        pytest.param({"input_embeds": [[0.5]]}, False, False, id="input embeddings"),
+    ],
+)
+def test_who_shares(changes: dict[str, object], is_fake: bool, shares: bool) -> None:
+    """Guards against garbage, or KV of other embeddings, that is shared; and against KV that enters
+    the tree before it has arrived."""
+    req = request(**changes)
+    assert record.is_fake(req) is is_fake
+    assert (record.may_match(req), record.may_insert(req)) == (shares, False)
     record_of(req).committed = True
-    assert record.may_insert(req)
-
-
-@pytest.mark.parametrize("host", [FAKE_HOST, None])
-def test_warm_up_and_health_requests_never_share(host: str | None) -> None:
-    """Guards against the garbage of a warm-up request answering a prompt that begins alike."""
-    req = request(bootstrap_host=host)
-    record_of(req).committed = True
-    assert record.is_fake(req)
-    assert not record.may_match(req) and not record.may_insert(req)
-
-
-def test_input_embeddings_never_share() -> None:
-    """Guards against two embeddings behind the same token ids: SGLang fills in ones."""
-    req = request(input_embeds=[[0.5]])
-    record_of(req).committed = True
-    assert not record.is_fake(req)
-    assert not record.may_match(req) and not record.may_insert(req)
+    assert (record.may_match(req), record.may_insert(req)) == (shares, shares)
 
 
 def item(pad_value: int | None, *offsets: tuple[int, int]) -> SimpleNamespace:
