@@ -118,18 +118,6 @@ def test_whole_tokens_move_a_page_at_a_time() -> None:
     assert destinations.tolist() == [5128, 5384, 9128, 9384]
 
 
-def test_other_replicas_send_nothing() -> None:
-    """Guards against replicas that write the same bytes twice, and against descriptors of no
-    length for those that do not send."""
-    plans = [plan_heads(rank, 4, 0, 1, 2) for rank in range(4)]
-    assert [plan.count for plan in plans] == [1, 0, 1, 0]
-    sources, destinations, length = slice_descriptors(
-        [0], [0], np.array([1]), np.array([1]),
-        page=4, source_item_len=32, destination_item_len=64, head_bytes=8, plan=plans[1],
-    )  # fmt: skip
-    assert (sources.size, destinations.size, length) == (0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "numbers"),
     [

@@ -9,11 +9,11 @@ does.
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     Choice,
@@ -61,46 +61,37 @@ class World:
     """Of all times, the part that takes five times as long: others use the machine, too."""
 
 
+#: Waits so many seconds; or, with None, until something wakes it.
+Process = Iterator[float | None]
+
+
 @dataclass(eq=False)
 class Turn:
-    """A request. ``number`` is 0 for the first of a talk, ``talk`` is negative for cold prompts."""
+    """A request. ``talk`` is negative for cold prompts; ``is_later``: not the first of its talk."""
 
     talk: int
-    number: int
+    is_later: bool
     tokens: int
     answer: int
     sent: float
     admitted: float = 0.0
     decision: Decision = REMOTE
+    #: Tokens that decode has to compute, and of the answer that it has.
     left: int = 0
     got: int = 0
-    first_at: float | None = None
-    prefill_at: float | None = None
+    #: Prefill's half of the request has ended.
+    has_prefill: bool = False
     ttft: float | None = None
-
-    @property
-    def is_later(self) -> bool:
-        """Whether it is a later turn of a talk."""
-        return self.talk >= 0 and self.number > 0
+    is_over: bool = False
+    #: What it goes through where prefill computes it.
+    remote: Process = iter(())
 
 
-@dataclass
-class Played:
-    """What the clients saw."""
-
-    ttft: list[float] = field(default_factory=list)
-    """Of later turns, seconds."""
-    turns: int = 0
-    seconds: float = 0.0
-    local: int = 0
-
-    @property
-    def ttft_p50(self) -> float:
-        return median(self.ttft)
-
-    @property
-    def per_second(self) -> float:
-        return self.turns / self.seconds
+def taken(turns: list[Turn]) -> list[Turn]:
+    """All of them; none is left."""
+    found = turns.copy()
+    turns.clear()
+    return found
 
 
 class Talks:
@@ -109,41 +100,59 @@ class Talks:
     def __init__(
         self, world: World, where: str, seed: int, measured: Measured | None = None
     ) -> None:
-        self.world, self.where = world, where
-        self._random = random.Random(seed)
-        self._now = 0.0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._numbers = 0
+        self.world, self.where, self._seed = world, where, seed
+        self._random, self._now = random.Random(seed), 0.0
+        self._events: list[tuple[float, int, Process]] = []
+        self._numbers = itertools.count()
         self._limits = Limits(256, 512, always=where == "always")
         self.measured = measured or Measured()
         self._choice, self._pace = Choice(self._limits), Pace(self._limits.share)
+        self._clients: dict[int, Process] = {}
+        self._loops = {"decode": self._decode(), "prefill": self._prefill()}
+        self._idle = set(self._loops)
         self._arrived: list[Turn] = []
         self._landed: list[Turn] = []
         self._local: list[Turn] = []
         self._running: list[Turn] = []
-        self._decode_is_busy = self._prefill_is_busy = False
         self._waiting: list[Turn] = []
         self._unanswered: list[Turn] = []
         self._open = world.talks
-        self.played = Played()
+        #: Of later turns, seconds.
+        self.ttft: list[float] = []
+        self.seconds = 0.0
+
+    @property
+    def ttft_p50(self) -> float:
+        return median(self.ttft)
+
+    @property
+    def per_second(self) -> float:
+        """Turns of talks."""
+        return self.world.talks * self.world.turns / self.seconds
 
     def play(self) -> Talks:
         """To the end of the last talk."""
         world = self.world
-        for client in range(world.cold):
-            self._send(-1 - client, 0)
         begin = 1.0 if world.cold else 0.0
-        for talk in range(world.talks):
-            self._at(begin + self._random.uniform(0, world.think), self._send, talk, 0)
+        for talk in range(-world.cold, world.talks):
+            self._clients[talk] = self._client(talk)
+            at = begin + self._random.uniform(0, world.think) if talk >= 0 else 0.0
+            self._after(at, self._clients[talk])
         while self._open:
-            self._now, _, happens, about = heapq.heappop(self._events)
-            happens(*about)
-        self.played.seconds = self._now - begin
+            self._now, _, process = heapq.heappop(self._events)
+            delay = next(process, None)
+            if delay is not None:
+                self._after(delay, process)
+        self.seconds = self._now - begin
         return self
 
-    def _at(self, delay: float, happens: Callable[..., None], *about: Any) -> None:
-        self._numbers += 1
-        heapq.heappush(self._events, (self._now + delay, self._numbers, happens, about))
+    def _after(self, delay: float, process: Process) -> None:
+        heapq.heappush(self._events, (self._now + delay, next(self._numbers), process))
+
+    def _wake(self, loop: str) -> None:
+        if loop in self._idle:
+            self._idle.remove(loop)
+            self._after(0.0, self._loops[loop])
 
     def _about(self, seconds: float) -> float:
         if self._random.random() < self.world.spikes:
@@ -152,69 +161,61 @@ class Talks:
 
     # ---- the clients ----
 
-    def _send(self, talk: int, number: int) -> None:
+    def _client(self, talk: int) -> Process:
         world = self.world
-        tokens, answer = world.cold_tokens, 8
-        if talk >= 0:
-            tokens, answer = (world.new + 1 if number else world.first), world.answer
-        self._at(
-            self._about(world.front), self._arrive, Turn(talk, number, tokens, answer, self._now)
-        )
+        is_cold, numbers = talk < 0, itertools.count() if talk < 0 else range(world.turns)
+        pauses = random.Random(f"{self._seed} {talk}")  # the same, wherever turns are computed
+        for number in numbers:
+            if number:
+                has_pause = world.think and not is_cold
+                yield pauses.expovariate(1 / world.think) if has_pause else 0.004
+            tokens = world.new + 1 if number else world.first
+            turn = Turn(talk, number > 0, tokens, world.answer, self._now)
+            if is_cold:
+                turn = Turn(talk, False, world.cold_tokens, 8, self._now)
+            yield self._about(world.front)
+            self._arrived.append(turn)
+            self._wake("decode")
+            yield None  # until it has the answer
+            if turn.is_later:
+                assert turn.ttft is not None
+                self.ttft.append(turn.ttft)
+        self._open -= 1
 
     def _see(self, turn: Turn) -> None:
         """Something of the turn is at the router."""
-        if turn.first_at is None or turn.prefill_at is None:
+        if not turn.got or not turn.has_prefill:
             return
         back = self._about(self.world.front)
         if turn.ttft is None:
             turn.ttft = self._now + back - turn.sent
-        if turn.got == turn.answer:
-            turn.got += 1  # told once
-            self._at(back, self._ended, turn)
-
-    def _ended(self, turn: Turn) -> None:
-        world, played = self.world, self.played
-        if turn.talk >= 0:
-            played.turns += 1
-            if turn.number:
-                assert turn.ttft is not None
-                played.ttft.append(turn.ttft)
-                played.local += turn.decision.local
-            if turn.number + 1 == world.turns:
-                self._open -= 1
-                return
-        pause = (
-            self._random.expovariate(1 / world.think) if world.think and turn.talk >= 0 else 0.004
-        )
-        self._at(pause, self._send, turn.talk, turn.number + 1)
+        if turn.got == turn.answer and not turn.is_over:
+            turn.is_over = True
+            self._after(back, self._clients[turn.talk])
 
     # ---- decode ----
 
-    def _arrive(self, turn: Turn) -> None:
-        self._arrived.append(turn)
-        self._decode()
-
-    def _decode(self) -> None:
-        """One turn of decode's loop."""
-        if self._decode_is_busy:
-            return
-        arrived, self._arrived = self._arrived, []
-        for turn in arrived:
-            self._admit(turn)
-        if self._local and self._pace.may_run(len(self._running)):
-            self._compute()
-            return
-        landed, self._landed = self._landed, []
-        for turn in landed:
-            self.measured.shown(PREFILL, turn.tokens, self._now - turn.admitted)
-            self._running.append(turn)
-            self._token(turn)
-        if self._running:
+    def _decode(self) -> Process:
+        """Its loop."""
+        while True:
+            for turn in taken(self._arrived):
+                self._admit(turn)
+            if self._local and self._pace.may_run(len(self._running)):
+                yield from self._chunk()
+                continue
+            for turn in taken(self._landed):
+                self.measured.shown(PREFILL, turn.tokens, self._now - turn.admitted)
+                self._token([turn])
+            if not self._running:
+                self._idle.add("decode")
+                yield None
+                continue
             constant, slope = self.world.step
             self._pace.step()
-            seconds = self._about(constant + slope * len(self._running))
-            self._decode_is_busy = True
-            self._at(seconds, self._stepped, list(self._running), seconds)
+            seconds, turns = self._about(constant + slope * len(self._running)), [*self._running]
+            yield seconds
+            self.measured.step.add(seconds)
+            self._token(turns)
 
     def _admit(self, turn: Turn) -> None:
         turn.admitted = self._now
@@ -226,88 +227,70 @@ class Talks:
             turn.decision = self._choice.decide(turn.tokens, load, self._pace.costs, there)
             self._choice.made(turn.decision)
         if turn.decision.local:
-            turn.left, turn.prefill_at = turn.tokens, self._now
+            turn.left, turn.has_prefill = turn.tokens, True
             self._local.append(turn)
         else:
-            self._at(self._about(self.world.wire), self._announced, turn)
+            turn.remote = self._remote(turn)
+            self._after(0.0, turn.remote)
 
-    def _compute(self) -> None:
-        """The next chunk."""
-        room, turns = self._limits.chunk, []
+    def _chunk(self) -> Process:
+        """The next one."""
+        room, ready = self._limits.chunk, list[Turn]()
         for turn in self._local:
             took = min(turn.left, room)
             turn.left, room = turn.left - took, room - took
-            turns.append(turn)
-            if not room:
-                break
+            if not turn.left:
+                ready.append(turn)
         tokens = self._limits.chunk - room
         self._local = [turn for turn in self._local if turn.left]
         self._pace.chunk(tokens, len(self._running))
         constant, slope = self.world.chunk
         seconds = self._about(constant + slope * tokens)
-        self._decode_is_busy = True
-        self._at(seconds, self._computed, [t for t in turns if not t.left], tokens, seconds)
-
-    def _computed(self, turns: list[Turn], tokens: int, seconds: float) -> None:
-        self._decode_is_busy = False
+        yield seconds
         self.measured.chunk.add(tokens, seconds)
-        for turn in turns:
-            self._running.append(turn)
-            self._token(turn)
-        self._decode()
+        self._token(ready)
 
-    def _stepped(self, turns: list[Turn], seconds: float) -> None:
-        self._decode_is_busy = False
-        self.measured.step.add(seconds)
+    def _token(self, turns: Iterable[Turn]) -> None:
+        """One more for each; those without one run from now on."""
         for turn in turns:
-            self._token(turn)
-        self._decode()
-
-    def _token(self, turn: Turn) -> None:
-        turn.got += 1
-        if turn.first_at is None:
-            turn.first_at = self._now
-        if turn.got == turn.answer:
-            self._running.remove(turn)
-        self._see(turn)
+            if not turn.got:
+                self._running.append(turn)
+            turn.got += 1
+            if turn.got == turn.answer:
+                self._running.remove(turn)
+            self._see(turn)
 
     # ---- prefill ----
 
-    def _announced(self, turn: Turn) -> None:
-        self._waiting.append(turn)
-        self._prefill()
-
-    def _prefill(self) -> None:
-        """One turn of prefill's loop."""
-        if self._prefill_is_busy:
-            return
-        for turn in self._unanswered:
-            self._at(self._about(self.world.answering), self._answered, turn)
-        self._unanswered.clear()
-        turns: list[Turn] = []
-        tokens = 0
-        while self._waiting and (not turns or tokens < MOST_IN_A_STEP):
-            turn = self._waiting.pop(0)
-            # It never saw the KV of the last answer.
-            tokens += turn.tokens + (self.world.answer if turn.is_later else 0)
-            turns.append(turn)
-        if turns:
+    def _prefill(self) -> Process:
+        """Its loop: all that waits is one step."""
+        while True:
+            for turn in taken(self._unanswered):
+                self._after(self._about(self.world.answering), turn.remote)
+            turns, tokens = list[Turn](), 0
+            while self._waiting and (not turns or tokens < MOST_IN_A_STEP):
+                turns.append(self._waiting.pop(0))
+                # It never saw the KV of the last answer.
+                tokens += turns[-1].tokens + (self.world.answer if turns[-1].is_later else 0)
+            if not turns:
+                self._idle.add("prefill")
+                yield None
+                continue
             constant, slope = self.world.prefill
-            self._prefill_is_busy = True
-            self._at(self._about(constant + slope * tokens), self._prefilled, turns)
+            yield self._about(constant + slope * tokens)
+            for turn in turns:
+                self._after(self._about(self.world.wire), turn.remote)
 
-    def _prefilled(self, turns: list[Turn]) -> None:
-        self._prefill_is_busy = False
-        for turn in turns:
-            self._at(self._about(self.world.wire), self._arrives, turn)
-        self._prefill()
-
-    def _arrives(self, turn: Turn) -> None:
+    def _remote(self, turn: Turn) -> Process:
+        """A turn on prefill, from its announcement to the client's answer."""
+        yield self._about(self.world.wire)
+        self._waiting.append(turn)
+        self._wake("prefill")
+        yield None  # until it is computed
         self._unanswered.append(turn)
         self._landed.append(turn)
-        self._prefill()
-        self._decode()
-
-    def _answered(self, turn: Turn) -> None:
-        turn.prefill_at = self._now
+        self._wake("prefill")
+        self._wake("decode")
+        yield None  # until prefill looks at its transfers
+        turn.has_prefill = True
         self._see(turn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -143,27 +143,36 @@ def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
 
 
 SILENT, REFUSED = "no answer to 1 probes", "its port refuses connections"
+NO_HOST = [{"rank_ip": "no such host", "rank_port": 1}]
 
 
 @pytest.mark.parametrize(
-    ("answer", "end"),
+    ("answer", "listening", "ranks", "end"),
     [
-        (run_of_ours("a"), None),
-        (run_of_ours("b"), "it was restarted"),
-        ((200, b"<html>"), None),
-        ((200, b'{"incarnation": "\xff"}'), None),
-        ((503, b""), SILENT),
-        (None, REFUSED),
-        (requests.ConnectionError("reset"), SILENT),
-        (requests.Timeout(), SILENT),
-        (requests.exceptions.InvalidURL(), SILENT),
+        pytest.param(run_of_ours("a"), [0, 1], None, None, id="alive"),
+        pytest.param(run_of_ours("b"), [0, 1], None, "it was restarted", id="restarted"),
+        pytest.param((200, b"<html>"), [0, 1], None, None, id="a proxy"),
+        pytest.param((200, b'{"incarnation": "\xff"}'), [0, 1], None, None, id="no UTF-8"),
+        pytest.param((503, b""), [0, 1], None, SILENT, id="503"),
+        pytest.param(requests.ConnectionError("reset"), [], None, SILENT, id="reset"),
+        pytest.param(requests.Timeout(), [], None, SILENT, id="timeout"),
+        pytest.param(requests.exceptions.InvalidURL(), [], None, SILENT, id="URL"),
+        pytest.param(None, [], None, REFUSED, id="nobody is there"),
+        # The bootstrap server is one process of one node, and its address may be a service's.
+        pytest.param(None, [0, 1], None, SILENT, id="the ranks live"),
+        pytest.param(None, [0], None, SILENT, id="the first rank lives"),
+        pytest.param(None, [1], None, SILENT, id="the second rank lives"),
+        pytest.param(None, [], NO_HOST, SILENT, id="nobody knows of the ranks"),
     ],
-    ids=["alive", "restarted", "proxy", "no UTF-8", "503", "refused", "reset", "timeout", "URL"],
 )
-def test_what_a_probe_shows(prefills: Prefills, answer: Answer, end: str | None) -> None:
+def test_what_a_probe_shows(
+    prefills: Prefills, answer: Answer, listening: list[int], ranks: Any, end: str | None
+) -> None:
     """Guards against a server that hangs, or a network that does, being taken for one that is gone:
-    only a refused connection, or another run, says that nobody is there to write."""
-    prefills.connect()
+    only refused connections, or another run, say that nobody is there to write."""
+    for rank in listening:
+        prefills.ports[rank].listen()
+    prefills.connect(ranks=ranks)
     prefills.room(7)
     prefills.room(8)
     deferred = prefills.give_up(8)
@@ -172,34 +181,6 @@ def test_what_a_probe_shows(prefills: Prefills, answer: Answer, end: str | None)
     assert prefills.end_of(7) == (end and f"lost prefill server {ADDRESS}: {end}")
     assert deferred.is_drained() is (end not in (None, SILENT))
     assert prefills.urls[-1] == f"http://{ADDRESS}{capability.ROUTE}"
-
-
-@pytest.mark.parametrize("listening", [[0], [1], [0, 1]])
-def test_ranks_that_live_longer(prefills: Prefills, listening: list[int]) -> None:
-    """The bootstrap server is one process of one node, and its address may be that of a service.
-    Guards against pages that are given back while a rank of another node still writes to them."""
-    prefills.connect()
-    prefills.room()
-    deferred = prefills.give_up()
-    prefills.answers[ADDRESS] = None
-    for rank in listening:
-        prefills.ports[rank].listen()
-    prefills.beat()
-    assert not deferred.is_drained()
-    for rank in listening:
-        prefills.ports[rank].close()
-    prefills.beat()
-    assert deferred.is_drained()
-
-
-def test_a_rank_without_an_address_is_not_taken_for_gone(prefills: Prefills) -> None:
-    """Guards against an address without an answer that counts as one where nobody listens."""
-    prefills.connect(ranks=[{"rank_ip": "no such host", "rank_port": 1}])
-    prefills.room()
-    deferred = prefills.give_up()
-    prefills.answers[ADDRESS] = None
-    prefills.beat()
-    assert not deferred.is_drained()
 
 
 def test_a_look_says_nothing_of_a_later_server(prefills: Prefills) -> None:
@@ -376,26 +357,12 @@ def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
         assert prefills.sockets.take() == []
 
 
-def test_freed_once_and_followed_no_longer(prefills: Prefills) -> None:
-    """Guards against an entry by which a new request with this room number is refused, and against
-    pages that are freed twice; another room's entry stays. Nobody writes for a warm-up's room."""
-    prefills.connect()
-    kept, freed = object(), list[Any]()
-    first, second = prefills.give_up(7), prefills.give_up(8)
-    first.keep(kept)
-    assert first.entry is kept and prefills.servers.deferred(7) is first
-    for _ in range(2):
-        first.free(freed.append)
-    assert freed == [kept] and prefills.servers.deferred_rooms() == [8]
-    assert (prefills.servers.deferred(7), prefills.servers.deferred(8)) == (None, second)
-    assert DeferredFree().is_drained() and DeferredFree().poll() == KVPoll.Success
-
-
 def test_freed_after_the_bound_and_said_so(
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against pages that a dead network keeps for ever, and against a release that nobody
-    hears of: it is the one that may corrupt KV."""
+    """Guards against pages that a dead network keeps for ever, that are freed twice, or whose
+    release nobody hears of: it is the one that may corrupt KV; and against an entry by which a new
+    request with this room number is refused. Nobody writes for a warm-up's room."""
     clock = Clock()
     monkeypatch.setattr(deferred_free, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "60")
@@ -405,28 +372,22 @@ def test_freed_after_the_bound_and_said_so(
         rid="a", bootstrap_room=ROOM, bootstrap_host="p", bootstrap_port=1, kv_allocated_len=48,
         cache_protected_len=16,
     )  # fmt: skip
-    deferred.keep(SimpleNamespace(req=req))
+    entry, freed = SimpleNamespace(req=req), list[Any]()
+    deferred.keep(entry)
+    prefills.give_up(8)
     clock.now += 59
     assert deferred.poll() == KVPoll.Transferring and caplog.messages == []
     clock.now += 1
     assert deferred.poll() == KVPoll.Success
     (line,) = caplog.messages
     assert "request a (bootstrap_room=7)" in line and ": 32 tokens of KV are freed now" in line
+    for _ in range(2):
+        deferred.free(freed.append)
+    assert freed == [entry] and prefills.servers.deferred_rooms() == [8]
+    assert DeferredFree().poll() == KVPoll.Success
 
 
-class Walked(dict[str, Any]):
-    """A table that calls ``meanwhile`` when somebody walks it."""
-
-    def __init__(self, table: dict[str, Any], meanwhile: Callable[[], None]) -> None:
-        super().__init__(table)
-        self._meanwhile = meanwhile
-
-    def __iter__(self) -> Iterator[str]:
-        self._meanwhile()
-        return super().__iter__()
-
-
-@pytest.mark.parametrize("walk", ["a beat", "a lost server", "a word"])
+@pytest.mark.parametrize("walk", ["a lost server", "a word"])
 def test_no_room_is_given_up_while_rooms_are_walked(prefills: Prefills, walk: str) -> None:
     """The scheduler gives rooms up while the heartbeat walks them and the reader looks them up.
     Guards against "dictionary changed size during iteration" in the thread that notices dead
@@ -446,11 +407,7 @@ def test_no_room_is_given_up_while_rooms_are_walked(prefills: Prefills, walk: st
             scheduler.start()
             seen.append(is_given_up.wait(0.05))
 
-    if walk == "a beat":
-        table = prefills.manager.prefill_info_table
-        prefills.manager.prefill_info_table = Walked(table, meanwhile)
-        prefills.beat()
-    elif walk == "a lost server":
+    if walk == "a lost server":
         prefills.sockets.drop = meanwhile  # type: ignore[method-assign]
         prefills.servers.lost(ADDRESS, True, "gone")
     else:

@@ -40,7 +40,7 @@ def arm(world: World, where: str) -> tuple[float, float]:
     for seed in range(SEEDS):
         first = replace(world, talks=1, turns=4, cold=0)
         measured: Measured = Talks(first, where, 1000 + seed).play().measured
-        runs.append(Talks(world, where, seed, measured).play().played)
+        runs.append(Talks(world, where, seed, measured).play())
     return median(r.ttft_p50 for r in runs), median(r.per_second for r in runs)
 
 
