@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -69,32 +68,19 @@ def test_counters(rank: str) -> None:
 
 
 def test_failures_have_reasons() -> None:
-    """Guards against failures that are counted under another reason, against reasons that a
-    dashboard sees only when it is too late to compare (all are there from the start), and against
-    counts that get lost: rooms fail on the scheduler's, the reader's and the heartbeat's thread."""
+    """Guards against failures that are counted under another reason, and against reasons that a
+    dashboard sees only when it is too late to compare: all are there from the start."""
     stats, shown = Counters(), of_model("test_failures", tp_rank="0")
-
-    def fail() -> None:
-        for _ in range(2000):
-            stats.failed(Reason.ABORTED)
-
-    def shown_failures() -> dict[Reason, float | None]:
-        return {each: shown("kv_transfer_failed_total", reason=each.value) for each in Reason}
-
     stats.failed(Reason.TIMEOUT)
     stats.bind(DECODE_COUNTERS, {"model_name": "test_failures", "tp_rank": "0"})
-    none = dict.fromkeys(Reason, 0)
-    assert shown_failures() == none
-    stats.failed(Reason.TIMEOUT)
-    stats.failed(Reason.PEER_LOST)
-    threads = [threading.Thread(target=fail) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = none | {Reason.TIMEOUT: 1, Reason.PEER_LOST: 1, Reason.ABORTED: 8000}
-    assert shown_failures() == found
-    assert stats.failures == found | {Reason.TIMEOUT: 2}
+    counts = dict.fromkeys(Reason, 0)
+    for failed in (None, Reason.TIMEOUT, Reason.PEER_LOST):
+        if failed is not None:
+            stats.failed(failed)
+            counts[failed] += 1
+        found = {each: shown("kv_transfer_failed_total", reason=each.value) for each in Reason}
+        assert found == counts
+    assert stats.failures == counts | {Reason.TIMEOUT: 2}
 
 
 # ---- decode ----
@@ -181,19 +167,6 @@ def test_transfers(rank: str) -> None:
     for seen in ([6, 4, 0], [2, 1, 0]):  # the most since the last scrape; then what is now
         stats.tick()
         assert [shown(name) for name in TRANSFER_GAUGES] == seen
-
-
-def test_percentiles() -> None:
-    """Guards against percentiles below the values that they stand for."""
-    histogram = Histogram((1, 2, 5, 10))
-    assert histogram.percentile(0.99) == 0
-    for value in (0.5, 1, 1.5, 4, 4, 4, 7, 30):
-        histogram.add(value)
-    found = [histogram.percentile(each) for each in (0.25, 0.5, 0.8, 1.0)]
-    assert found == [1, 5, 10, 30] and histogram.total == 52
-    histogram.clear()
-    histogram.add(3)
-    assert (histogram.percentile(0.5), histogram.count) == (3, 1)
 
 
 @pytest.mark.hazard("drained-per-request")
