@@ -118,19 +118,13 @@ def test_plan_accepts_exactly_the_right_combination(
 ) -> None:
     """Guards against any accepted combination that would move a page to a wrong place, and against
     a refused one that would not: a full hit, or a room whose ranks are all dummies."""
-    destinations = [
-        Listed(cached * page + off, prompt - cached + more) for cached, off, more in ranks
-    ]
-    prefixes = {each.decode_prefix_len for each in destinations} or {0}
-    prefix, pages = max(prefixes), {each.num_pages for each in destinations}
-    if len(prefixes) == 1 and 0 <= prefix <= prompt * page and prefix % page == 0:
-        pages -= {prompt - prefix // page}
-    else:
-        pages = {-1}
-    if not pages:
-        plan = plan_delta(1, destinations, prompt, page)
-        assert plan.prefix_len == prefix
-        assert plan.num_pages == prompt - plan.prefix_len // page
+    announced = {(cached * page + off, prompt - cached + more) for cached, off, more in ranks}
+    destinations = [Listed(*each) for each in announced]
+    prefix, pages = next(iter(announced), (0, prompt))
+    is_whole = prefix in range(0, prompt * page + 1, page)
+    if len(announced) <= 1 and is_whole and prefix // page + pages == prompt:
+        plan = plan_delta(1, 2 * destinations, prompt, page)
+        assert (plan.prefix_len, plan.num_pages) == (prefix, pages)
     else:
         with pytest.raises(DeltaMismatch):
             plan_delta(1, destinations, prompt, page)

@@ -68,7 +68,7 @@ class Prefills:
         patch.setattr(prefill_servers, "time", self.beat)
         #: By address; None: nobody listens there.
         self.answers: dict[str, Answer] = {}
-        #: Called while a server is probed.
+        #: Called while a server is asked or probed.
         self.meanwhile: Callable[[], None] = lambda: None
         #: How often each was asked for its topology, and which of them hang.
         self.asked: Counter[str] = Counter()
@@ -106,6 +106,7 @@ class Prefills:
         if self.problem is not None:
             raise self.problem
         self.manager.prefill_info_table[address] = object()
+        self.meanwhile()
         assert address not in self.hung or self._go_on.wait(60)
         return True
 
