@@ -14,16 +14,7 @@ from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from unit.delta.fakes import Clock
 
 
 @dataclass(frozen=True)
@@ -240,12 +231,13 @@ class Bench:
         self.worker.forget(self.held.get(number) or Room(number))
 
     def submit(
-        self, room: int, *peers: str, last: bool = False, within: float = 120.0, **script: Any
-    ) -> Chunk:
+        self, room: int, *peers: str, last: bool = False, within: float = 120.0,
+        to_nobody: bool = False, **script: Any,
+    ) -> Chunk:  # fmt: skip
         """The next chunk of ``room``, for ``peers`` (one, "a", if none are named)."""
         chunk = Chunk(
             room,
-            peers or ("a",),
+            () if to_nobody else peers or ("a",),
             Script(index=next(self._indices[room]), **script),
             last,
             self.clock.now + within,
