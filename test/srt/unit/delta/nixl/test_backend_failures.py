@@ -18,6 +18,7 @@ from unit.delta.nixl.sides import Bench
 PAGES: dict[str, Any] = {"pages": [1, 2, 7], "to": [3, 4, 1], "state": ((1,), (2,))}
 #: Without lists, with lists: the call that makes a transfer.
 MAKES = ("initialize_xfer", "make_prepped_xfer")
+ERROR = ZeroDivisionError("bindings raise what they like")
 
 
 @pytest.fixture(params=list(Form), ids=lambda form: form.value)
@@ -32,114 +33,106 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Be
     return Bench()
 
 
-def post(bench: Bench, **chunk: Any) -> tuple[list[Any], Exception | None]:
+def post(bench: Bench) -> tuple[list[Any], Exception | None]:
     """What a worker learns of a post: the handles that it got, and what ended it."""
     posted = []
     try:
-        for each in bench.backend.post(bench.chunk(**(chunk or PAGES)), "decode"):
+        for each in bench.backend.post(bench.chunk(**PAGES), "decode"):
             posted.append(each)
     except Exception as error:
         return posted, error
     return posted, None
 
 
-def clear_up(bench: Bench, posted: list[Any]) -> None:
-    """What a worker does after a failure: wait for what is under way, and release everything."""
+def release(bench: Bench, *posted: Any) -> None:
+    """What a worker does in the end: wait for what is under way, and release everything."""
     for each in posted:
-        try:
-            if bench.backend.state(each) is State.IN_PROGRESS:
-                bench.agent.settle(each.handle)
-                assert bench.backend.state(each) is State.DONE
-        except RuntimeError:
-            assert not each.handle.is_posted
+        if each.handle.is_under_way:
+            bench.agent.settle(each.handle)
+        with contextlib.suppress(Exception):
+            assert bench.backend.state(each) is not State.IN_PROGRESS
     for each in posted:
         bench.backend.release(each)
-    bench.check()
 
 
-@pytest.mark.hazard("exception-ends-worker", "siblings-write-on")
-@pytest.mark.parametrize("call", ["get_xfer_descs", "make", "transfer"])
+@pytest.mark.hazard("exception-ends-worker", "siblings-write-on", "handle-release")
 @pytest.mark.parametrize("nth", [0, 1, 2])
-def test_a_call_that_raises(bench: Bench, call: str, nth: int) -> None:
+@pytest.mark.parametrize(
+    "fault", ["get_xfer_descs", "make", "transfer", "transfer is refused", "make gives nothing"]
+)
+def test_a_call_that_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str, nth: int
+) -> None:
     """Guards against transfers that nobody waits for, because a later one of the same chunk could
-    not be posted."""
-    error = ZeroDivisionError("bindings raise what they like")
-    if call == "make":
-        made = 0
+    not be posted; and against errors that NIXL returns instead of raising them."""
+    made = 0
 
-        def fail_at_the_nth() -> None:
-            nonlocal made
-            made += 1
-            if made == nth + 1:
-                raise error
+    def nothing_at_the_nth(*arguments: Any, make: Any) -> Any:
+        nonlocal made
+        made += 1
+        return make(*arguments) if made <= nth else None
 
-        bench.agent.before.update(dict.fromkeys(MAKES, fail_at_the_nth))
-    else:
-        bench.agent.script[call].extend([None] * nth + [error])
-    posted, raised = post(bench)
-    if call == "get_xfer_descs" and raised is None:
-        # Lists were there for all but the state, which takes two such calls.
-        assert bench.agent.calls[call] == 2 and nth == 2
-    else:
-        assert raised is error
-    under_way = [each.handle for each in posted if each.handle.is_under_way]
-    assert under_way == bench.agent.under_way()
-    if call == "transfer":
-        assert len(under_way) == nth and len(posted) == nth + 1
-    assert bench.agent.calls["get_xfer_telemetry"] == 0
-    clear_up(bench, posted)
-
-
-@pytest.mark.parametrize("nth", [0, 1, 2])
-def test_a_transfer_that_is_refused(bench: Bench, nth: int) -> None:
-    """Guards against an error that NIXL returns instead of raising it."""
-
-    def refuse() -> None:
-        if bench.agent.calls["transfer"] == nth + 1:
+    def fail_at_the_nth() -> None:
+        nonlocal made
+        made += 1
+        if made == nth + 1:
+            if fault != "transfer is refused":
+                raise ERROR
             bench.agent.handles[-1].state = "ERR"
 
-    bench.agent.before["transfer"] = refuse
+    if fault == "make gives nothing":
+        for name in MAKES:
+            make = getattr(bench.agent, name)
+            monkeypatch.setattr(
+                bench.agent, name, lambda *them, make=make: nothing_at_the_nth(*them, make=make)
+            )
+    else:
+        calls = MAKES if fault == "make" else (fault.split()[0],)
+        bench.agent.before.update(dict.fromkeys(calls, fail_at_the_nth))
     posted, raised = post(bench)
-    assert isinstance(raised, TransferError) and raised.reason is Reason.TRANSPORT
-    assert "NIXL refused a transfer to decode" in str(raised)
-    assert len(posted) == nth + 1
-    clear_up(bench, posted)
-
-
-def test_no_handle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against nothing being posted as if it were a transfer."""
-    for make in MAKES:
-        monkeypatch.setattr(bench.agent, make, lambda *_: None)
-    posted, raised = post(bench)
-    assert posted == [] and "NIXL made no transfer to decode" in str(raised)
+    under_way = [each.handle for each in posted if each.handle.is_under_way]
+    assert under_way == bench.agent.under_way()
+    if fault == "get_xfer_descs":
+        # With lists only the state takes such calls: two.
+        assert raised is (None if made <= nth else ERROR)
+    else:
+        assert len(under_way) == nth and len(posted) == nth + fault.startswith("transfer")
+        if fault in ("make", "transfer"):
+            assert raised is ERROR
+        else:
+            text = "refused a transfer" if "refused" in fault else "made no transfer"
+            assert isinstance(raised, TransferError) and raised.reason is Reason.TRANSPORT
+            assert f"NIXL {text} to decode" in str(raised)
+    assert bench.agent.calls["get_xfer_telemetry"] == 0
+    release(bench, *posted)
     bench.check()
 
 
-def test_a_notification_that_raises(bench: Bench) -> None:
+def test_other_calls_that_raise(bench: Bench) -> None:
     """Guards against a peer that is in use for ever, or a room that counts as complete, because a
-    note could not be sent."""
-    error = ZeroDivisionError()
-    bench.agent.script["send_notif"].append(error)
+    note could not be sent, NIXL did not like a release, or a worker ended half way."""
+    bench.agent.script["send_notif"].append(ERROR)
     with pytest.raises(ZeroDivisionError):
         bench.backend.complete(bench.chunk(**PAGES))
-    assert bench.agent.notes["decode"] == []
+    assert bench.agent.notes["decode"] == [] and bench.users() == 0
+    (first, *others), _ = post(bench)
+    bench.agent.script["release_xfer_handle"].append(ERROR)
+    with pytest.raises(ZeroDivisionError):
+        release(bench, first)
+    release(bench, *others)
+    running = bench.backend.post(bench.chunk(**PAGES), "decode")
+    first = next(running)
+    running.close()  # type: ignore[attr-defined]
+    assert bench.users() == 1
+    bench.backend.release(first)
     bench.check()
-
-
-def test_an_unknown_peer(bench: Bench) -> None:
-    """Guards against a post to a rank that was forgotten."""
-    bench.peers.forget("decode")
-    posted, raised = post(bench)
-    assert isinstance(raised, TransferError) and raised.reason is Reason.PEER_LOST
-    assert "decode rank decode is no longer registered" in str(raised)
-    assert posted == [] and bench.agent.handles == []
 
 
 @pytest.mark.hazard("handle-release")
 def test_forgotten_while_it_is_posted_to(bench: Bench) -> None:
     """Guards against a transfer that NIXL has made and that is never released, because the peer was
-    forgotten by another thread in between; and against removing a peer that is being posted to."""
-
+    forgotten by another thread in between; against removing a peer that is being posted to; and
+    against a post to a rank that was forgotten."""
     info = bench.decode.info("other")
     bench.peers.add(info)
 
@@ -149,14 +142,16 @@ def test_forgotten_while_it_is_posted_to(bench: Bench) -> None:
         assert "decode" in bench.agent.peers, "it is in use"
 
     bench.agent.before.update(dict.fromkeys(MAKES, forget))
-    posted, raised = post(bench)
-    for each in posted:
-        if each.handle.is_posted:
-            bench.agent.settle(each.handle)
-        bench.backend.release(each)
+    posted, _ = post(bench)
+    release(bench, *posted)
     bench.peers.release(bench.peers.hold("other"))
     bench.agent.check()
     assert list(bench.agent.peers) == ["other"] and bench.table == {"other": info}
+    made = len(bench.agent.handles)
+    posted, raised = post(bench)
+    assert isinstance(raised, TransferError) and raised.reason is Reason.PEER_LOST
+    assert "decode rank decode is no longer registered" in str(raised)
+    assert posted == [] and len(bench.agent.handles) == made
 
 
 @pytest.mark.hazard("peer-lost-for-ever")
@@ -164,92 +159,59 @@ def test_forgotten_while_it_is_posted_to(bench: Bench) -> None:
 def test_a_lost_peer_may_register_again(bench: Bench, noticed_by: str) -> None:
     """Guards against a decode rank that is served no more after its connection broke once: it must
     be loaded again, and with lists of its own, even while something is still under way to it."""
-    info = bench.decode.info("decode")
-    under_way, raised = post(bench)
-    assert raised is None
+    (first, *others), _ = post(bench)
     bench.agent.disconnect("decode")
-    stuck = under_way.pop()
-    stuck.handle.state = "PROC"  # NIXL does not notice that one
-    lost = nixlRemoteDisconnectError("decode")
+    first.handle.state = "PROC"  # NIXL does not notice that one
     posted: list[Any] = []
+    for call in MAKES if noticed_by == "make" else (noticed_by,):
+        bench.agent.script[call].append(nixlRemoteDisconnectError("decode"))
     if noticed_by == "state":
         with pytest.raises(nixlRemoteDisconnectError):
-            bench.backend.state(under_way[0])
+            bench.backend.state(others[0])
+    elif noticed_by == "send_notif":
+        with pytest.raises(nixlRemoteDisconnectError):
+            bench.backend.complete(bench.chunk(**PAGES))
     else:
-        calls = MAKES if noticed_by == "make" else (noticed_by,)
-        for call in calls:
-            bench.agent.script[call].append(lost)
-        if noticed_by == "send_notif":
-            with pytest.raises(nixlRemoteDisconnectError):
-                bench.backend.complete(bench.chunk(**PAGES))
-        else:
-            posted, raised = post(bench)
-            assert raised is lost
-        bench.agent.script.clear()
+        posted, raised = post(bench)
+        assert isinstance(raised, nixlRemoteDisconnectError)
+    bench.agent.script.clear()
     assert bench.table == {}
     assert isinstance(post(bench)[1], TransferError)
-
+    info = bench.decode.info("decode")
     bench.peers.add(info)
     assert bench.table == {"decode": info}
     again, raised = post(bench)
     assert raised is None
     bench.finish(again)
-    bench.agent.settle(stuck.handle)
-    for each in [*under_way, stuck, *posted]:
-        bench.backend.release(each)
+    release(bench, first, *others, *posted)
+    bench.peers.add(info)
     bench.check()
 
 
-@pytest.mark.hazard("peer-lost-for-ever")
-def test_only_a_disconnection_loses_a_peer(bench: Bench) -> None:
-    """Guards against forgetting a peer, and failing all its rooms, because one transfer failed."""
-    posted, _ = post(bench)
-    posted[0].handle.state = RuntimeError("something else")
-    with pytest.raises(RuntimeError):
-        bench.backend.state(posted[0])
-    posted[1].handle.state = "ERR"
-    assert bench.backend.state(posted[1]) is State.ERROR
-    assert "decode" in bench.table
-    bench.agent.settle(posted[2].handle)
-    for each in posted:
-        bench.backend.release(each)
+@pytest.mark.hazard("peer-lost-for-ever", "drained-per-request")
+def test_what_fails_one_transfer(bench: Bench) -> None:
+    """Guards against forgetting a peer, and failing all its rooms, because one transfer failed;
+    against times of broken transfers, and microseconds taken for seconds."""
+    seen: list[float] = []
+    bench.stats.transported = seen.append  # type: ignore[method-assign,assignment]
+    for broken in ERROR, "ERR", None:
+        posted, _ = post(bench)
+        if broken is not None:
+            bench.agent.settle(posted[0].handle, broken)
+        if broken == "ERR":
+            assert bench.backend.state(posted[0]) is State.ERROR
+        release(bench, *posted)
+        assert "decode" in bench.table
+    assert seen == [0.0015] * 3
     bench.check()
 
 
 @pytest.mark.hazard("drained-per-request")
-def test_telemetry_that_raises(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against telemetry that fails a transfer, or that complains about every one."""
-    bench.agent.before["get_xfer_telemetry"] = lambda: 1 / 0
-    for _ in range(2):
-        posted, _ = post(bench)
-        bench.finish(posted)
-    bench.check()
-    assert bench.agent.calls["get_xfer_telemetry"] == 1
-    assert caplog.text.count("NIXL gives no telemetry") == 1
-
-
-@pytest.mark.parametrize("broken", ["ERR", RuntimeError()])
-def test_telemetry_of_what_was_delivered(bench: Bench, broken: str | Exception) -> None:
-    """Guards against times of broken transfers, and against microseconds taken for seconds."""
-    seen: list[float] = []
-    bench.stats.transported = seen.append  # type: ignore[method-assign,assignment]
-    posted, _ = post(bench)
-    bench.finish(posted)
-    assert seen == [0.0015] * 3
-    posted, _ = post(bench)
-    bench.agent.settle(posted[0].handle, broken)
-    with contextlib.suppress(RuntimeError):
-        bench.backend.state(posted[0])
-    for each in posted[1:]:
-        bench.agent.settle(each.handle)
-    for each in posted:
-        bench.backend.release(each)
-    assert len(seen) == 3
-    bench.check()
-
-
-def test_an_event_log_that_raises(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a full disk that fails transfers, or keeps peers in use for ever."""
+def test_numbers_that_cannot_be_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against telemetry, or a full disk below the event log, that fails transfers, keeps
+    peers in use for ever, or complains about every one."""
     asked = []
 
     def full_disk(side: str) -> None:
@@ -257,31 +219,12 @@ def test_an_event_log_that_raises(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         raise OSError("no space left on device")
 
     monkeypatch.setattr(observability, "event_log", full_disk)
-    posted, raised = post(bench)
-    assert raised is None and len(posted) == 3
-    bench.finish(posted)
-    assert asked == ["prefill", "prefill"]  # when it was sent, and when it had arrived
-    bench.check()
-
-
-def test_a_release_that_raises(bench: Bench) -> None:
-    """Guards against a peer that is in use for ever because NIXL did not like a release."""
-    posted, _ = post(bench)
-    bench.agent.script["release_xfer_handle"].append(RuntimeError())
-    for each in posted:
-        bench.agent.settle(each.handle)
-    with pytest.raises(RuntimeError):
-        bench.backend.release(posted[0])
-    for each in posted[1:]:
-        bench.backend.release(each)
-    bench.check()
-
-
-def test_stopped_in_the_middle_of_a_post(bench: Bench) -> None:
-    """Guards against a peer that is in use for ever because a worker ended half way."""
-    running = bench.backend.post(bench.chunk(**PAGES), "decode")
-    first = next(running)
-    running.close()  # type: ignore[attr-defined]
-    assert bench.users() == 1
-    bench.backend.release(first)
+    bench.agent.before["get_xfer_telemetry"] = lambda: 1 / 0
+    for _ in range(2):
+        posted, raised = post(bench)
+        assert raised is None and len(posted) == 3
+        bench.finish(posted)
+    assert asked == ["prefill"] * 4  # when each was sent, and when it had arrived
+    assert bench.agent.calls["get_xfer_telemetry"] == 1
+    assert caplog.text.count("NIXL gives no telemetry") == 1
     bench.check()

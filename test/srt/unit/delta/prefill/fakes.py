@@ -59,7 +59,8 @@ class ScriptedBackend:
     completed: list[int] = field(default_factory=list)
     #: Complaints about how it is used; they must be asserted empty, since workers swallow errors.
     misuse: list[str] = field(default_factory=list)
-    _threads: dict[int, int] = field(default_factory=dict)
+    #: By room, the thread that serves it.
+    threads: dict[int, int] = field(default_factory=dict)
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
         script: Script = chunk.payload
@@ -82,7 +83,7 @@ class ScriptedBackend:
         self.completed.append(chunk.room)
 
     def _check_thread(self, room: int) -> None:
-        if self._threads.setdefault(room, threading.get_ident()) != threading.get_ident():
+        if self.threads.setdefault(room, threading.get_ident()) != threading.get_ident():
             self.misuse.append(f"room {room} is served by two threads")
 
     def state(self, handle: Handle) -> State:

@@ -1,11 +1,11 @@
-"""The threads: started, shared out, stopped; what is tested here needs real ones, and gates."""
+"""The threads: started, shared out, watched and stopped; with real ones, and gates."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,27 +14,27 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
 from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
-from unit.delta.prefill.fakes import (
-    FakeRooms,
-    Handle,
-    Script,
-    ScriptedBackend,
-    WatchedWorker,
-)
+from unit.delta.prefill.fakes import FakeRooms, Handle, Script, ScriptedBackend, WatchedWorker
+from unit.delta.prefill.side import Side
 
 #: No test waits so long unless it fails.
 LONG_S = 30.0
 
 
-class Quick(ScriptedBackend):
-    """Delivers at once what the test does not hold."""
+class Gated(ScriptedBackend):
+    """Delivers at once, unless ``held``; hangs in the post of room 0 until a test lets it go on."""
 
-    held = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = False
+        self.entered, self.go_on = threading.Event(), threading.Event()
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
+        if chunk.room == 0:
+            self.entered.set()
+            assert self.go_on.wait(LONG_S)
         for handle in super().post(chunk, peer):
             if not self.held:
                 handle.state = State.DONE
@@ -53,40 +53,31 @@ class Bell(FakeRooms):
         self.over.put(room)
 
 
-class WatchedPool(TransferPool):
-    """Its workers say when a room is over on them."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transfer_pool, "Worker", WatchedWorker)
-            super().__init__(*arguments, **options)
-
-
 class Threads:
     """A pool with everything around it."""
 
-    def __init__(
-        self,
-        backend: ScriptedBackend | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        **settings: int,
-    ) -> None:
-        self.backend = backend or Quick()
-        self.bell = Bell()
-        self.settings = Settings(**settings)
+    def __init__(self, **settings: int) -> None:
+        self.backend, self.bell, self.settings = Gated(), Bell(), Settings(**settings)
+        self.workers: list[WatchedWorker] = []
         self.prepared: list[int] = []
-        self.pool = WatchedPool(
-            self.backend,
-            self.bell,
-            self.settings,
-            AsyncTransferStats(),
-            prepare_thread=lambda: self.prepared.append(threading.get_ident()),
-            clock=clock,
-        )
+        #: The pool's clock is ahead by so much.
+        self.ahead_s = 0.0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer_pool, "Worker", self._worker)
+            self.pool = TransferPool(
+                self.backend,
+                self.bell,
+                self.settings,
+                AsyncTransferStats(),
+                prepare_thread=lambda: self.prepared.append(threading.get_ident()),
+                clock=lambda: time.monotonic() + self.ahead_s,
+            )
         #: By number.
         self.rooms: dict[int, Room] = {}
-        self.pool.start()
+
+    def _worker(self, *arguments: Any) -> WatchedWorker:
+        self.workers.append(WatchedWorker(*arguments))
+        return self.workers[-1]
 
     def send(self, room: int, chunks: int = 1) -> None:
         """A whole room."""
@@ -97,42 +88,65 @@ class Threads:
             last = index == chunks - 1
             self.pool.submit(Chunk(room, ("a",), Script(index), last, now + LONG_S, now))
 
+    def over(self) -> int:
+        """The next room of which nothing is under way any more."""
+        return self.bell.over.get(timeout=LONG_S)
+
+    def wait_until_idle(self) -> None:
+        """No worker has anything to do, however far ahead the clock is."""
+        deadline = time.monotonic() + LONG_S
+        while self.pool.troubles():
+            assert time.monotonic() < deadline
+
+    def same_worker(self, room: int, start: int) -> int:
+        """A room from ``start`` on, of the same worker."""
+        count = self.settings.workers
+        return next(n for n in range(start, 10**6) if worker_of(n, count) == worker_of(room, count))
+
+
+@pytest.fixture
+def started() -> Iterator[Threads]:
+    threads = Threads()
+    threads.pool.start()
+    yield threads
+    threads.backend.go_on.set()
+    threads.pool.stop(drain_s=0.0)
+    assert threads.backend.misuse == []
+
 
 @pytest.mark.hazard("chunks-overtake", "wrong-counts", "racing-peer-tables")
 def test_rooms_on_several_threads() -> None:
     """Guards against chunks of one room on two threads (the backend complains), rooms that get lost
     between queues, and threads that are not prepared."""
     threads = Threads(queues=2, threads=5)
-    for room in range(200):
+    threads.pool.start()
+    for room in range(1, 201):
         threads.send(room, chunks=3)
-    quiet = {threads.bell.over.get(timeout=LONG_S) for _ in range(200)}
-    assert quiet == set(range(200)) and threads.backend.misuse == []
-    for room in range(200):
+    assert {threads.over() for _ in range(200)} == set(range(1, 201))
+    for room in range(1, 201):
         assert threads.bell.of(room) == ["done 0", "done 1", "done 2", "drained"]
     assert len(set(threads.prepared)) == threads.settings.workers == 4
-    assert set(threads.backend._threads.values()) == set(threads.prepared)
+    assert set(threads.backend.threads.values()) == set(threads.prepared)
     threads.pool.stop()
+    assert threads.backend.misuse == []
 
 
 @pytest.mark.hazard("handle-release")
-def test_start_and_stop_twenty_times() -> None:
-    """Guards against threads that outlive their pool, and a second stop that hangs."""
+def test_start_and_stop() -> None:
+    """Guards against threads that outlive their pool, a second stop that hangs, and a server that
+    fails before its start and then hangs or raises in its clean-up."""
     before = threading.active_count()
-    for _ in range(20):
+    for is_started in (False, *[True] * 20):
         threads = Threads()
-        threads.send(1)
-        threads.pool.stop()
-        threads.pool.stop()
+        if is_started:
+            threads.pool.start()
+            threads.send(1)
+        for _ in range(2):
+            threads.pool.stop()
         assert threads.pool.alive() == 0
-        assert threads.bell.of(1) == ["done 0", "drained"] or threads.bell.of(1)[0] == "failed"
+        if is_started:
+            assert threads.bell.of(1) in (["done 0", "drained"], ["failed", "drained"])
     assert threading.active_count() == before
-
-
-def test_stop_without_start() -> None:
-    """Guards against a server that fails early and then hangs or raises in its clean-up."""
-    pool = TransferPool(Quick(), FakeRooms(), Settings(), AsyncTransferStats())
-    pool.stop()
-    assert pool.alive() == 0
 
 
 @pytest.mark.hazard("handle-release")
@@ -140,205 +154,128 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way;
     the requests are told."""
     monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
-    backend = Quick()
-    backend.held = True
-    posted = threading.Event()
+    threads, posted = Threads(queues=1, threads=1), threading.Event()
+    threads.backend.held = True
     monkeypatch.setattr(
-        AsyncTransferStats, "level", lambda *_: posted.set() if backend.posts else 0
+        AsyncTransferStats, "level", lambda *_: posted.set() if threads.backend.posts else 0
     )
-    threads = Threads(backend, queues=1, threads=1)
+    threads.pool.start()
     threads.send(1)
     assert posted.wait(LONG_S)
     threads.pool.stop(drain_s=0.0)
     assert threads.pool.alive() == 0
     assert threads.bell.failure(1)[0] is Reason.ABORTED
-    assert backend.handles == send_queue.NEVER_RELEASED and backend.released == 0
+    assert threads.backend.handles == send_queue.NEVER_RELEASED and threads.backend.released == 0
 
 
 @pytest.mark.hazard("source-given-away", "racing-peer-tables", "slow-peer")
-def test_the_scheduler_never_waits_for_a_post() -> None:
+def test_the_scheduler_never_waits_for_a_post(started: Threads) -> None:
     """Guards against a lock that is held during a post: with the transport stuck in its call,
     everything that the scheduler calls returns, and other workers go on."""
-    backend = Stuck()
-    threads = Threads(backend)
-    threads.send(0)
-    assert backend.entered.wait(LONG_S)
-    workers = [worker_of(room, threads.settings.workers) for room in range(50)]
-    same = workers.index(workers[0], 1)
-    other = next(room for room, worker in enumerate(workers) if worker != workers[0])
-    threads.send(same)
-    threads.send(other)
-    assert threads.bell.over.get(timeout=LONG_S) == other
-    for room in threads.rooms[same], threads.rooms[0]:
-        threads.pool.cancel(room, Reason.ABORTED)
-    assert threads.bell.of(0) == threads.bell.of(same) == []
-    backend.go_on.set()
-    assert {threads.bell.over.get(timeout=LONG_S) for _ in range(2)} == {0, same}
-    assert same not in {post[0] for post in threads.backend.posts}
-    threads.pool.stop()
+    started.send(0)
+    assert started.backend.entered.wait(LONG_S)
+    same = started.same_worker(0, 1)
+    other = next(n for n in range(1, 50) if started.same_worker(0, n) != n)
+    started.send(same)
+    started.send(other)
+    assert started.over() == other
+    for room in started.rooms[same], started.rooms[0]:
+        started.pool.cancel(room, Reason.ABORTED)
+    assert started.bell.of(0) == started.bell.of(same) == []
+    started.backend.go_on.set()
+    assert {started.over() for _ in range(2)} == {0, same}
+    assert same not in {room for room, _, _ in started.backend.posts}
 
 
 @pytest.mark.hazard("exception-ends-worker")
-def test_a_bug_in_a_command_or_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_raises(started: Threads) -> None:
     """Guards against an exception that nobody thought of ending a thread, so that its share of all
-    rooms hangs for ever."""
-    threads = Threads(queues=1, threads=1)
-    worker = threads.pool._threads[0]._worker
-    raised = threading.Event()
-    step = worker.step
+    rooms hangs for ever; and against a thread that is gone, or whose every step raises, and that
+    nobody misses."""
+    raises, dies = worker_of(1, 4), worker_of(started.same_worker(1, 2) + 1, 4)
+    assert raises != dies
+    step, steps, again = started.workers[raises].step, list[float](), threading.Event()
 
     def broken(now: float) -> float | None:
-        monkeypatch.setattr(worker, "step", step)
-        raised.set()
-        raise AssertionError("a bug")
-
-    monkeypatch.setattr(worker, "step", broken)
-    threads.pool._put(1, lambda worker: worker.no_such_method())  # type: ignore[attr-defined]
-    threads.send(1)
-    assert threads.bell.over.get(timeout=LONG_S) == 1 and raised.is_set()
-    assert threads.pool.alive() == 1
-    threads.pool.stop()
-
-
-class Stuck(Quick):
-    """Hangs in the post of room 0 until a test lets it go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.go_on = threading.Event(), threading.Event()
-
-    def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
-        if chunk.room == 0:
-            self.entered.set()
-            assert self.go_on.wait(LONG_S)
-        yield from super().post(chunk, peer)
-
-
-class Failed(list[tuple[int, str]]):
-    """The listener of a room table: the rooms that failed, and why."""
-
-    def fail_known(self, room: int, text: str) -> bool:
-        if room not in dict(self):
-            self.append((room, text))
-        return False
-
-    def room_stopped(self, room: Room, kind: Reason) -> None:
-        assert kind is Reason.INTERNAL
-
-    def room_drained(self, room: int, reason: str, announcements: list[object]) -> None:
-        pass
-
-    def room_delivered(self, room: int) -> None:
-        raise AssertionError(room)
-
-
-def watched(threads: Threads, numbers: range) -> tuple[Watchdog, RoomTable, list[Room], Failed]:
-    """A watchdog over a pool, with requests of these rooms and what it fails."""
-    failed = Failed()
-    table = RoomTable(failed)
-    rooms = [table.claim(number)[0] for number in numbers]
-    return Watchdog(threads.pool, table), table, rooms, failed
-
-
-@pytest.mark.hazard("exception-ends-worker")
-def test_a_worker_that_hangs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
-    fail with its name, rooms of others do not, and it serves again when it goes on."""
-    now = [0.0]
-    backend = Stuck()
-    threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
-    watchdog, table, rooms, failed = watched(threads, range(20))
-    assert table.enter(rooms[0]), "its worker is about to hang with a write of it"
-    threads.send(0)
-    assert backend.entered.wait(LONG_S)
-    watchdog.tick()
-    now[0] += threads.settings.stuck_s / 2
-    watchdog.tick()
-    assert failed == [] and caplog.text == ""
-    counted = STATS.totals["kv_transfer_stuck_workers"]
-    now[0] += threads.settings.stuck_s / 2 + 1
-    workers = threads.settings.workers
-    index = worker_of(0, workers)
-    theirs = [number for number in range(20) if worker_of(number, workers) == index]
-    for _ in range(3):
-        watchdog.tick()
-    assert [room for room, _ in failed] == theirs and len(theirs) < len(rooms)
-    assert STATS.totals["kv_transfer_stuck_workers"] == counted + 1
-    name = f"kv-transfer-{index}"
-    assert all(f"transfer worker {name} hangs in a call" in text for _, text in failed)
-    assert caplog.text.count(f"{name} hangs in a call of the transport for 31 s") == 1
-    assert [room.number for room in rooms if room.is_over] == theirs
-    late, _ = table.claim(100 + next(r for r in range(20) if worker_of(100 + r, workers) == index))
-    watchdog.tick()
-    assert late.is_over, "one that came since then"
-    backend.go_on.set()
-    assert threads.bell.over.get(timeout=LONG_S) == 0
-    threads.pool.stop()
-    watchdog.tick()
-    assert f"worker {index} makes progress again" in caplog.text
-
-
-@pytest.mark.hazard("exception-ends-worker")
-def test_a_process_that_was_stopped() -> None:
-    """Guards against rooms that fail because the whole process did not run, or the thread that
-    looks was kept waiting with the worker: the worker goes on at once."""
-    now = [0.0]
-    backend = Stuck()
-    threads = Threads(backend, clock=lambda: time.monotonic() + now[0])
-    watchdog, _, rooms, failed = watched(threads, range(20))
-    threads.send(0)
-    assert backend.entered.wait(LONG_S)
-    watchdog.tick()
-    now[0] += 3600
-    watchdog.tick()  # first
-    backend.go_on.set()
-    assert threads.bell.over.get(timeout=LONG_S) == 0
-    deadline = time.monotonic() + LONG_S
-    while threads.pool.troubles():
-        assert time.monotonic() < deadline
-    watchdog.tick()
-    assert failed == [] and not any(room.is_over for room in rooms)
-    threads.pool.stop()
-
-
-def test_a_worker_that_is_dead_or_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a thread that is gone, or whose every step raises, and that nobody misses."""
-    now = [0.0]
-    threads = Threads(queues=2, threads=2, clock=lambda: time.monotonic() + now[0])
-    raises, dies = (each._worker for each in threads.pool._threads)
-    raised, dead = threading.Event(), threading.Event()
-
-    def step(now: float) -> float | None:
-        if threads.pool._threads[0]._error is not None:  # the step before this one
-            raised.set()
+        steps.append(now)
+        if len(steps) == 2:
+            again.set()
         raise AssertionError("a bug")
 
     def die(now: float) -> float | None:
-        dead.set()
         raise SystemExit
 
-    monkeypatch.setattr(raises, "step", step)
-    monkeypatch.setattr(dies, "step", die)
-    for index in range(2):
-        threads.pool._threads[index].put(lambda worker: None)
-    assert raised.wait(LONG_S) and dead.wait(LONG_S)
-    threads.pool._threads[1].thread.join(LONG_S)
-    assert threads.pool.troubles() == {1: "kv-transfer-1 has ended"}
-    now[0] += 31
-    text = "each step of kv-transfer-0 raises, the last one AssertionError('a bug')"
-    assert threads.pool.troubles() == {0: text, 1: "kv-transfer-1 has ended"}
-    threads.pool.stop(drain_s=0.0)
+    started.workers[raises].step = broken  # type: ignore[method-assign]
+    started.workers[dies].step = die  # type: ignore[method-assign]
+    started.workers[raises].open = broken  # type: ignore[method-assign,assignment]
+    started.pool.open(Room(1))  # a command that raises, and a step
+    (ended,) = [it for it in threading.enumerate() if it.name == f"kv-transfer-{dies}"]
+    started.send(started.same_worker(1, 2) + 1)
+    ended.join(LONG_S)
+    assert again.wait(LONG_S)
+    del started.workers[raises].open
+    assert started.pool.troubles() == {dies: f"{ended.name} has ended"}
+    started.ahead_s += 31
+    text = f"each step of kv-transfer-{raises} raises, the last one AssertionError('a bug')"
+    assert started.pool.troubles()[raises] == text
+    started.workers[raises].step = step  # type: ignore[method-assign]
+    started.send(1)
+    assert started.over() == 1 and started.pool.alive() == 3
 
 
-def test_an_idle_worker_is_not_stuck() -> None:
-    """Guards against rooms of a quiet server that fail because their worker had nothing to do."""
-    now = [0.0]
-    threads = Threads(clock=lambda: time.monotonic() + now[0])
-    threads.send(1)
-    assert threads.bell.over.get(timeout=LONG_S) == 1
-    deadline = time.monotonic() + LONG_S
-    while any(each._busy_since is not None for each in threads.pool._threads):
-        assert time.monotonic() < deadline
-    now[0] += 3600
-    assert threads.pool.troubles() == {}
-    threads.pool.stop()
+@pytest.mark.hazard("exception-ends-worker")
+def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
+    fail with its name, rooms of others do not, and it serves again when it goes on."""
+    side, counted = Side(), STATS.totals["kv_transfer_stuck_workers"]
+    watchdog = Watchdog(started.pool, side.table)
+    for number in range(20):
+        side.claim(number)
+    theirs = [number for number in range(20) if started.same_worker(0, number) == number]
+    assert side.enter(0), "its worker is about to hang with a write of it"
+    started.send(0)
+    assert started.backend.entered.wait(LONG_S)
+    for _ in range(2):
+        watchdog.tick()
+        assert side.manager.failure_records == {} and caplog.text == ""
+        started.ahead_s += started.settings.stuck_s / 2 + 0.5
+    for _ in range(3):
+        watchdog.tick()
+    assert list(side.manager.failure_records) == theirs and len(theirs) < 20
+    assert STATS.totals["kv_transfer_stuck_workers"] == counted + 1
+    name = f"kv-transfer-{worker_of(0, started.settings.workers)}"
+    for text in side.manager.failure_records.values():
+        assert f"transfer worker {name} hangs in a call" in text
+    assert caplog.text.count(f"KV transfer worker {name} hangs in a call of the transport") == 1
+    assert [number for number, room in side.requests.items() if room.is_over] == theirs
+    late = started.same_worker(0, 100)
+    side.claim(late)
+    watchdog.tick()
+    assert side.requests[late].is_over, "one that came since then"
+    started.backend.go_on.set()
+    assert started.over() == 0
+    started.wait_until_idle()
+    watchdog.tick()
+    assert "makes progress again" in caplog.text
+
+
+@pytest.mark.hazard("exception-ends-worker")
+def test_a_process_that_was_stopped(started: Threads) -> None:
+    """Guards against rooms that fail because the whole process did not run, or the thread that
+    looks was kept waiting with the worker, or the worker had nothing to do for long."""
+    side = Side()
+    watchdog = Watchdog(started.pool, side.table)
+    for number in range(20):
+        side.claim(number)
+    started.send(0)
+    assert started.backend.entered.wait(LONG_S)
+    watchdog.tick()
+    started.ahead_s += 3600
+    watchdog.tick()  # first
+    started.backend.go_on.set()
+    assert started.over() == 0
+    started.wait_until_idle()
+    for _ in range(2):
+        watchdog.tick()
+        started.ahead_s += 3600
+    assert side.manager.failure_records == {}
