@@ -3,7 +3,7 @@ own writes have settled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,15 @@ class Server:
             rank.attn_tp_cpu_group = group
         self._turn = turn
 
-    def prefill(self, room: int = ROOM, failing: int | None = None) -> list[Any]:
-        """A request is computed on both ranks, and its transfers are under way; except on the rank
-        ``failing``, whose decode rank gives it up first."""
+    def prefill(self, room: int = ROOM, withdrawn: Sequence[int] = ()) -> list[Any]:
+        """A request is computed on both ranks, and its transfers are under way; but on the ranks
+        ``withdrawn`` decode gives it up first."""
         reqs = [rank.prefill(room, 11, TARGET) for rank in self.ranks]
         for number, rank in enumerate(self.ranks):
-            if number == failing:
+            if number in withdrawn:
                 rank.rank.withdraw(room)
             rank.rank.pool.run()
-            assert bool(rank.rank.agent.under_way(room=room)) == (number != failing)
+            assert bool(rank.rank.agent.under_way(room=room)) == (number not in withdrawn)
         return reqs
 
     def turn(self) -> list[int]:
@@ -69,60 +69,63 @@ def server(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         server.pair.close()
 
 
-@pytest.mark.hazard("source-given-away")
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_room_fails_on_one_rank(server: Server, failing: int) -> None:
-    """Guards against one rank's failure freeing the other rank's pages and metadata slot while they
-    are read: whoever takes them would be in what decode gets. And against ranks that free them in
-    different steps."""
-    reqs = server.prefill(failing=failing)
-    healthy = server.ranks[1 - failing]
-    expected = healthy.expected(reqs[1 - failing], TARGET)
-    for _ in range(3):
-        server.tick()
-        assert server.turn() == []
-        for rank in server.ranks:
-            rank.overwrite_what_is_free()
-    assert healthy.rank.sockets.stopped == [], "it is still written"
-    assert healthy.disagg_prefill_inflight_queue[0].disagg_kv_sender.is_stopped, "it was not told"
-    healthy.rank.settle()
-    assert all(map(np.array_equal, healthy.arrived(), expected))
-    server.tick()
+#: What becomes of a room on one rank: decode gives it up before it is written, it is aborted while
+#: it is written, it is written, or decode has it.
+WHAT = ("withdrawn", "aborted", "written", "delivered")
+
+
+@pytest.mark.hazard("source-given-away", "abort-before-settled")
+@pytest.mark.parametrize("second", WHAT)
+@pytest.mark.parametrize("first", WHAT)
+def test_a_room_on_two_ranks(server: Server, first: str, second: str) -> None:
+    """Guards against one rank's end freeing the other rank's pages and metadata slot while they are
+    read: whoever takes them would be in what decode gets. And against ranks that free them in
+    different steps, or never because one rank's part was a success."""
+    what = (first, second)
+    reqs = server.prefill(withdrawn=[at for at in (0, 1) if what[at] == "withdrawn"])
+    expected = [rank.expected(req, TARGET) for rank, req in zip(server.ranks, reqs, strict=True)]
+    for rank, req, is_now in zip(server.ranks, reqs, what, strict=True):
+        if is_now == "aborted":
+            req.disagg_kv_sender.abort()
+        elif is_now == "delivered":
+            rank.rank.finish()
+    fails = "withdrawn" in what or "aborted" in what
+    for rank, req, is_now in zip(server.ranks, reqs, what, strict=True):
+        if is_now not in ("aborted", "written"):
+            continue
+        for _ in range(2):
+            server.tick()
+            assert server.turn() == []
+            for each in server.ranks:
+                each.overwrite_what_is_free()
+        assert rank.rank.sockets.stopped == [], "it is still written"
+        if "withdrawn" in what:
+            assert req.disagg_kv_sender.is_stopped, "it was not told"
+        rank.rank.finish()
     assert server.turn() == [ROOM]
-    texts = [str(req.finished_reason.message) for req in reqs]
-    assert "decode cancelled it" in texts[failing]
-    assert "another rank of this server" in texts[1 - failing]
-    assert [rank.mailbox.ends[f"r{ROOM}"] for rank in server.ranks] == [1, 1]
+    for rank, req, is_now, theirs in zip(server.ranks, reqs, what, expected, strict=True):
+        assert is_now == "withdrawn" or all(map(np.array_equal, rank.arrived(), theirs))
+        assert rank.mailbox.ends[f"r{ROOM}"] == 1
+        assert ("abort" in str(req.finished_reason.to_json())) == fails
+        if fails and is_now != "delivered":
+            assert TEXTS[is_now] in str(req.finished_reason.message)
     server.finish()
+
+
+TEXTS = {
+    "withdrawn": "decode cancelled it",
+    "aborted": "aborted on the prefill server",
+    "written": "another rank of this server",
+}
 
 
 def test_the_other_rank_never_settles(server: Server) -> None:
     """Guards against a request that is held for ever because one rank's writes hang: their deadline
     bounds it."""
-    server.prefill(failing=0)
+    server.prefill(withdrawn=[0])
     assert server.turn() == []
     server.tick(TRANSFER_TIMEOUT_S)
     server.tick()
-    assert server.turn() == [ROOM]
-    server.finish()
-
-
-def test_aborted(server: Server) -> None:
-    """Guards against an aborted request that is freed on both ranks when the first has settled."""
-    reqs = server.prefill()
-    for req in reqs:
-        req.disagg_kv_sender.abort()
-    for rank in server.ranks:
-        assert server.turn() == []
-        rank.rank.finish()
-    assert server.turn() == [ROOM]
-    server.finish()
-
-
-def test_one_rank_had_delivered_everything(server: Server) -> None:
-    """Guards against a room that never ends because one rank's part was a success."""
-    server.prefill(failing=1)
-    server.ranks[0].rank.finish()
     assert server.turn() == [ROOM]
     server.finish()
 
@@ -148,23 +151,6 @@ def test_a_second_request_of_its_number(server: Server) -> None:
     server.finish()
 
 
-def test_success(server: Server) -> None:
-    """Guards against a request that ends before all ranks have delivered, and against one that
-    waits for others."""
-    reqs = server.prefill()
-    server.prefill(ROOM + 1)
-    expected = [rank.expected(req, TARGET) for rank, req in zip(server.ranks, reqs, strict=True)]
-    for rank in server.ranks:
-        assert server.turn() == []
-        for handle in rank.rank.agent.under_way(room=ROOM):
-            rank.rank.agent.settle(handle)
-        rank.rank.tick(0.25)
-    for rank, theirs in zip(server.ranks, expected, strict=True):
-        assert all(map(np.array_equal, rank.arrived(), theirs))
-    assert server.turn() == [ROOM]
-    server.finish()
-
-
 def test_a_step_costs_what_sglangs_does(server: Server) -> None:
     """Guards against a second reduction in every step of a server where nothing ends."""
     server.prefill()
@@ -183,7 +169,7 @@ def test_with_sglangs_own_queue_decode_gets_other_bytes(
     and what takes its pages is what decode gets."""
     monkeypatch.delattr(DeltaPrefill, "process_disagg_prefill_inflight_queue")
     monkeypatch.delattr(PrefillStages, "get_rids")
-    healthy, reqs = server.ranks[0], server.prefill(failing=1)
+    healthy, reqs = server.ranks[0], server.prefill(withdrawn=[1])
     expected = healthy.expected(reqs[0], TARGET)
     assert server.turn() == [ROOM] and healthy.rank.agent.under_way(room=ROOM)
     healthy.overwrite_what_is_free()

@@ -50,22 +50,16 @@ class Looping(Prefiller):
         pass
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
 @pytest.mark.parametrize("loop", ["normal", "overlap"])
-def test_every_turn_counts_once(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    """Guards against a server whose rooms never age, and against one whose time goes on before the
-    requests that came were looked at."""
+def test_every_turn_counts_once(
+    monkeypatch: pytest.MonkeyPatch, loop: str, is_paused: bool
+) -> None:
+    """Guards against a server whose rooms never age, against one whose time goes on before the
+    requests that came were looked at, and against a pause that stops rooms which decode has
+    announced: their requests are held back, and come when it ends."""
     prefiller = Looping(monkeypatch)
+    prefiller._engine_paused = is_paused
     with pytest.raises(Stop):
         getattr(prefiller, f"event_loop_{loop}_disagg_prefill")()
-    assert prefiller.did == ["requests", "turn", "batch"] * 2
-
-
-@pytest.mark.parametrize("loop", ["normal", "overlap"])
-def test_no_turn_counts_while_paused(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    """Guards against a pause that stops rooms which decode has announced: their requests are held
-    back, and come when it ends."""
-    prefiller = Looping(monkeypatch)
-    prefiller._engine_paused = True
-    with pytest.raises(Stop):
-        getattr(prefiller, f"event_loop_{loop}_disagg_prefill")()
-    assert prefiller.did == ["requests", "batch"] * 2
+    assert prefiller.did == ["requests", *["turn"] * (not is_paused), "batch"] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
+from unit.delta.fakes import Clock
 
 ROOM = 7
 
@@ -85,14 +86,19 @@ def answer_of(state: Any) -> Any:
     ],
     ids=["plain", "streaming", "logprobs"],
 )
-def test_the_client_is_answered_at_once(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("draft", [None, "EAGLE"])
+def test_the_client_is_answered_at_once(options: dict[str, Any], draft: str | None) -> None:
     """Guards against an answer that waits for a scheduler in the middle of a step, against one of
-    status 500, which a router makes the client's, and against a request that nobody ends."""
+    status 500, which a router makes the client's, against one of which SGLang cannot count the
+    drafts (the error ends the server), and against a request that nobody ends."""
     tokenizer = Tokenizer()
+    tokenizer.server_args.speculative_algorithm = draft
+    tokenizer.server_args.speculative_num_draft_tokens = 4
     state, other = tokenizer.arrive(ROOM, **options), tokenizer.arrive(ROOM + 1)
     tokenizer.take_yielded(RoomYielded(ROOM))
     meta = answer_of(state)["meta_info"]
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (0, 0, 0)
+    assert "spec_accept_rate" not in meta
     if "return_logprob" in options:
         assert meta["output_token_logprobs"] == meta["output_top_logprobs"] == []
         assert meta["input_token_logprobs"] == []  # a load balancer puts it before decode's
@@ -100,80 +106,54 @@ def test_the_client_is_answered_at_once(options: dict[str, Any]) -> None:
     assert tokenizer.sent == [state.obj, other.obj, EndYielded(rid=state.obj.rid)]
 
 
-def test_a_server_with_a_draft_model() -> None:
-    """Guards against an answer of which SGLang cannot count the drafts: the error ends the server,
-    with all that its other clients wait for."""
-    tokenizer = Tokenizer()
-    tokenizer.server_args.speculative_algorithm = "EAGLE"
-    tokenizer.server_args.speculative_num_draft_tokens = 4
-    state = tokenizer.arrive(ROOM)
-    tokenizer.take_yielded(RoomYielded(ROOM))
-    assert "spec_accept_rate" not in answer_of(state)["meta_info"]
-
-
-@pytest.mark.parametrize("is_here", [False, True])
-def test_decode_is_faster(is_here: bool) -> None:
-    """Guards against a request that is ended on the schedulers before they have it, and that waits
-    there for its announcement until its deadline."""
-    tokenizer = Tokenizer()
+@pytest.mark.parametrize(
+    ("order", "is_answered"),
+    [
+        ("comes, is sent, told", True),
+        ("comes, told, is sent", True),
+        ("told, comes, is sent", True),
+        # While weights are updated nothing is sent on to the schedulers.
+        ("comes, told, late, is sent", True),
+        ("told, late, comes, is sent", False),
+        ("comes, told, leaves", False),
+    ],
+)
+def test_when_the_request_comes(
+    monkeypatch: pytest.MonkeyPatch, order: str, is_answered: bool
+) -> None:
+    """Guards against a request that is ended on the schedulers before they have it, and waits there
+    for its announcement until its deadline; against a client that never has its answer; against a
+    number that ends another request much later; and against waiting for one whose client left."""
+    clock, tokenizer = Clock(), Tokenizer()
+    monkeypatch.setattr(yielded, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
 
     async def play() -> Any:
-        state = tokenizer.arrive(ROOM, sent=False) if is_here else None
-        tokenizer.take_yielded(RoomYielded(ROOM))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert tokenizer.sent == []
-        state = state or tokenizer.arrive(ROOM, sent=False)
-        tokenizer.send(state)
+        state = None
+        for step in order.split(", "):
+            if step == "comes":
+                state = tokenizer.arrive(ROOM, sent=False)
+            elif step == "told":
+                tokenizer.take_yielded(RoomYielded(ROOM))
+            elif step == "is sent":
+                assert tokenizer.sent == []
+                tokenizer.send(state)
+            elif step == "late":
+                clock.now += 3600
+            else:
+                tokenizer.rid_to_state.clear()
+            for _ in range(5):
+                await asyncio.sleep(0)
         await asyncio.gather(*tokenizer.asyncio_tasks)
         return state
 
     state = asyncio.run(play())
-    answer_of(state)
-    assert tokenizer.sent == [state.obj, EndYielded(rid=state.obj.rid)]
-    assert tokenizer.rid_to_state == {}
-
-
-def test_a_request_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a number that ends another request much later."""
-    monkeypatch.setattr(yielded, "_WAIT_S", 0.0)
-    tokenizer = Tokenizer()
-
-    async def play() -> None:
-        tokenizer.take_yielded(RoomYielded(ROOM))
-        await asyncio.gather(*tokenizer.asyncio_tasks)
-
-    asyncio.run(play())
-    state = tokenizer.arrive(ROOM)
-    assert tokenizer.sent == [state.obj] and not state.finished
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_request_that_is_held_up_here(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
-    """Guards against a client that never has its answer: while weights are updated nothing is sent
-    on to the schedulers, for longer than a request is waited for that may never come; and against
-    waiting for one whose client has left."""
-    monkeypatch.setattr(yielded, "_WAIT_S", 0.0)
-    tokenizer = Tokenizer()
-
-    async def play() -> Any:
-        state = tokenizer.arrive(ROOM, sent=False)
-        tokenizer.take_yielded(RoomYielded(ROOM))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        if leaves:
-            tokenizer.rid_to_state.clear()
-        else:
-            tokenizer.send(state)
-        await asyncio.gather(*tokenizer.asyncio_tasks)
-        return state
-
-    state = asyncio.run(play())
-    if leaves:
-        assert tokenizer.sent == [] and not state.finished
-    else:
+    if is_answered:
         answer_of(state)
         assert tokenizer.sent == [state.obj, EndYielded(rid=state.obj.rid)]
+        assert tokenizer.rid_to_state == {}
+    else:
+        assert EndYielded(rid=state.obj.rid) not in tokenizer.sent and not state.finished
 
 
 class Looked(dict[str, Any]):
@@ -328,8 +308,9 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def test_it_ends_without_work(rank: Rank) -> None:
-    """Guards against a room that stays in a table, and against a second answer to the client."""
-    req, other = rank.arrive(ROOM), rank.arrive(ROOM + 1)
+    """Guards against a room that stays in a table, against a second answer to the client, and
+    against a command that is taken for an abort: that one ends all whose names begin with it."""
+    req, other = rank.arrive(ROOM), rank.arrive(10 * ROOM + 1)
     rank.end(req.rid)
     assert rank.queue.queue == [other] and rank.mailbox.ends == {}
     rank.end(req.rid)
@@ -339,23 +320,9 @@ def test_it_ends_without_work(rank: Rank) -> None:
 
 def test_a_request_that_waits_for_its_grammar(rank: Rank) -> None:
     """Guards against a request that joins the queue later, when nobody ends it any more."""
-    cancelled: list[bool] = []
-
-    def waiting(room: int, cancel: Callable[[], None] | None) -> Any:
-        req = rank.request(room)
-        req.grammar = SimpleNamespace(cancel=cancel) if cancel else None
-        rank.grammar_manager.grammar_queue.append(req)
-        return req
-
-    req = waiting(ROOM, lambda: cancelled.append(True))
-    other = waiting(ROOM + 1, None)
+    cancelled: list[str] = []
+    req, other = (rank.request(room) for room in (ROOM, ROOM + 1))
+    req.grammar = SimpleNamespace(cancel=lambda: cancelled.append("its own"))
+    rank.grammar_manager.grammar_queue += [req, other]
     rank.end(req.rid)
-    assert rank.grammar_manager.grammar_queue == [other] and cancelled == [True]
-
-
-def test_the_names_of_others_begin_alike(rank: Rank) -> None:
-    """Guards against a command that is taken for an abort: that one ends all whose names begin
-    with it."""
-    reqs = [rank.arrive(ROOM), rank.arrive(10 * ROOM + 1)]
-    rank.end(reqs[0].rid)
-    assert rank.queue.queue == reqs[1:]
+    assert rank.grammar_manager.grammar_queue == [other] and cancelled == ["its own"]
