@@ -72,53 +72,64 @@ def assert_restored(api: Any) -> None:
     assert api.nixlBind.nixlAgentConfig is AgentConfig
 
 
+@pytest.fixture
+def nicer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By how much the threads were made nicer that an agent started, each time it was asked."""
+    asked: list[int] = []
+
+    def batch_scheduling(nice: int = 0) -> Any:
+        asked.append(nice)
+        return nullcontext()
+
+    monkeypatch.setattr(agent_module, "batch_scheduling", batch_scheduling)
+    return asked
+
+
 @pytest.mark.hazard("racing-peer-tables")
-@pytest.mark.parametrize(("given", "delay"), [(None, 1000), ("0", 0), ("250", 250)])
+@pytest.mark.parametrize(
+    ("given", "delay", "workers", "backend", "options"),
+    [
+        (None, 1000, 0, "UCX", {}),
+        ("0", 0, 0, "UCX", {}),
+        ("250", 250, 4, "UCX", {"num_workers": "5"}),
+        (None, 1000, 4, "OTHER", {}),
+    ],
+)
 def test_what_is_asked_for(
-    api: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, delay: int
+    api: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    nicer: list[int],
+    given: str | None,
+    delay: int,
+    workers: int,
+    backend: str,
+    options: dict[str, str],
 ) -> None:
     """Guards against an agent without thread synchronisation, which several workers would corrupt,
-    or with one that has a release wait for another worker's post; and against a progress thread
-    that takes a core for itself."""
+    or with one that has a release wait for another worker's post; against a progress thread that
+    takes a core for itself; against posts of several threads that wait for one UCX worker; and
+    against a receiving agent, or the sockets that SGLang opens beside one, with little of a core,
+    and copying threads with as much of it as the scheduler."""
     if given is not None:
         monkeypatch.setenv(PROGRESS_DELAY, given)
-    with configured_agents():
-        agent = api.nixl_agent(api.nixl_agent_config(backends=["UCX"], num_threads=3))
-    assert agent.config.sync_mode is RW and agent.config.capture_telemetry
-    assert agent.config.options == {"backends": ["UCX"], "num_threads": 3}
-    assert (agent.settings.pthrDelay, agent.settings.other) == (delay, 7)
-    assert isinstance(agent.settings, AgentConfig)
-    assert agent.backend == ("UCX", {"num_threads": "3"})
-    assert_restored(api)
-
-
-@pytest.mark.parametrize(("backend", "asked"), [("UCX", {"num_workers": "5"}), ("OTHER", {})])
-def test_a_ucx_worker_for_each_thread(api: Any, backend: str, asked: dict[str, str]) -> None:
-    """Guards against posts of several threads that wait for one UCX worker, and against an option
-    that another backend does not know."""
-    with configured_agents(4):
+    with configured_agents(workers):
+        nicer.clear()
         agent = api.nixl_agent(api.nixl_agent_config(backends=[backend], num_threads=3))
-    assert agent.backend == (backend, {"num_threads": "3", **asked})
-    assert isinstance(agent, Agent)
-    assert_restored(api)
-
-
-def test_restored_after_an_error(api: Any) -> None:
-    """Guards against settings that stay in the binding when an agent could not be made."""
-    with pytest.raises(ZeroDivisionError), configured_agents():
-        raise ZeroDivisionError
+    assert agent.config.sync_mode is RW and agent.config.capture_telemetry
+    assert agent.config.options == {"backends": [backend], "num_threads": 3}
+    assert (agent.settings.pthrDelay, agent.settings.other) == (delay, 7)
+    assert isinstance(agent, Agent) and isinstance(agent.settings, AgentConfig)
+    assert agent.backend == (backend, {"num_threads": "3", **options})
+    assert nicer == ([10] if workers else [])
     assert_restored(api)
 
 
 @pytest.mark.parametrize(("sends", "nice"), [(True, 10), (False, 0)])
 def test_only_the_pause_for_a_later_release(
-    api: Any, monkeypatch: pytest.MonkeyPatch, sends: bool, nice: int
+    api: Any, monkeypatch: pytest.MonkeyPatch, nicer: list[int], sends: bool, nice: int
 ) -> None:
     """Guards against settings of SGLang 0.5.23's own agents that are replaced with ours, against
     ones that stay in the binding, and against threads that take the scheduler's core."""
-    asked: list[int] = []
-    scheduling = lambda nice=0: nullcontext(asked.append(nice))  # noqa: E731
-    monkeypatch.setattr(agent_module, "batch_scheduling", scheduling)
     monkeypatch.setenv(PROGRESS_DELAY, "250")
     with pytest.raises(ZeroDivisionError), pausing_agents(sends=sends):
         agent = api.nixl_agent(api.nixl_agent_config(sync_mode="strict", backends=["UCX"]))
@@ -126,7 +137,10 @@ def test_only_the_pause_for_a_later_release(
     assert agent.config.sync_mode == "strict" and not agent.config.capture_telemetry
     assert agent.backend == ("UCX", {"num_threads": "3"})
     assert (agent.settings.pthrDelay, agent.settings.other) == (250, 7)
-    assert asked == [nice]
+    assert nicer == [nice]
+    assert_restored(api)
+    with pytest.raises(ZeroDivisionError), configured_agents():
+        raise ZeroDivisionError
     assert_restored(api)
 
 
@@ -177,20 +191,3 @@ def test_the_installed_binding_has_what_is_used() -> None:
     assert hasattr(api.nixl_thread_sync_t, "NIXL_THREAD_SYNC_RW")
     binding = sys.modules[api.nixl_agent.__module__].nixlBind
     assert hasattr(binding.nixlAgentConfig, "pthrDelay")
-
-
-def test_only_the_backends_own_threads_are_nicer(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a receiving agent, or the sockets that SGLang opens beside an agent, that get
-    little of a core; and against copying threads that get as much of it as the scheduler."""
-    told: list[int] = []
-
-    def batch_scheduling(nice: int = 0) -> Any:
-        told.append(nice)
-        return nullcontext()
-
-    monkeypatch.setattr(agent_module, "batch_scheduling", batch_scheduling)
-    for workers in (0, 4):
-        with configured_agents(workers):
-            told.clear()
-            api.nixl_agent(api.nixl_agent_config(backends=["UCX"]))
-        assert told == ([agent_module._NICE] if workers else [])

@@ -16,6 +16,8 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
+from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
+from unit.delta.nixl.prefill_rank import PrefillRank
 from unit.delta.nixl.sides import PAGE, ROOM, WRITER, Bench, Side
 
 #: Pages of prefill and of decode: none, one, neighbours on both sides, on one, and in any order.
@@ -275,3 +277,26 @@ def test_a_metadata_slot_that_cannot_be() -> None:
     with pytest.raises(TransferError, match="metadata slot 5 is not"):
         bench.backend.complete(bench.chunk(slots=(5, 1), in_note=True))
     assert bench.agent.notes["decode"] == [] and bench.users() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "costs"),
+    [(None, descriptors.COSTS), ("10, 0.5,0,2e-3", descriptors.Costs(10.0, 0.5, 0.0, 0.002))],
+)
+def test_costs_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, costs: descriptors.Costs
+) -> None:
+    """Guards against constants of another machine where an operator gave this one's."""
+    if given is not None:
+        monkeypatch.setenv(DESCRIPTOR_COSTS.name, given)
+    asked: list[descriptors.Costs] = []
+    rank = PrefillRank(monkeypatch)
+    monkeypatch.setattr(
+        descriptors, "choose", lambda **numbers: asked.append(numbers["costs"]) or Form.RANGES
+    )
+    rank.announce(ROOM, [10])
+    sender = rank.sender(ROOM)
+    sender.init(1, 3)
+    sender.send(np.array([5], np.int32))
+    rank.finish()
+    assert set(asked) == {costs}

@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.delta.nixl.descriptors import (
     Heads,
     Pool,
     Rows,
-    Runs,
     SelectorOverflow,
     check_pair,
     choose,
@@ -25,7 +24,6 @@ from sglang.srt.disaggregation.delta.nixl.descriptors import (
 )
 
 HIGH = 2**63
-ITEM_LENS = st.lists(st.sampled_from([1, 8, 64, 4096]), min_size=1, max_size=4).map(tuple)
 
 
 def pool(item_lens: tuple[int, ...], slots: int, base: int, device: int = 0) -> Pool:
@@ -52,19 +50,6 @@ def page_lists(data: st.DataObject, slots: int) -> tuple[list[int], list[int]]:
     return sources[:count], destinations[:count]
 
 
-def moves(
-    source: Pool, destination: Pool, sources: list[int], destinations: list[int]
-) -> dict[int, int]:
-    """Destination address of every byte -> its source address, by a plain loop over integers."""
-    moved: dict[int, int] = {}
-    for buffer, length in enumerate(source.item_lens):
-        for page, target in zip(sources, destinations, strict=True):
-            for byte in range(length):
-                to = destination.bases[buffer] + target * length + byte
-                moved[to] = source.bases[buffer] + page * length + byte
-    return moved
-
-
 def moves_of(sources: Rows, destinations: Rows) -> dict[int, int]:
     """The same of two descriptor arrays."""
     moved: dict[int, int] = {}
@@ -76,101 +61,72 @@ def moves_of(sources: Rows, destinations: Rows) -> dict[int, int]:
     return moved
 
 
+#: First head on prefill, on decode, and how many: of 4 heads a token there, and 5 here.
+PLANS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 2))
+
+
 @pytest.mark.hazard("foreign-geometry", "false-runs")
 @given(
-    item_lens=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4).map(tuple),
-    slots=st.integers(1, 24),
-    more_slots=st.integers(0, 9),
-    base=st.sampled_from([0, 4096, HIGH - 100, HIGH, 2**64 - 4096]),
+    sizes=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4),
+    page=st.sampled_from([1, 4, 16]),
+    plan=st.none() | PLANS,
+    pages=st.integers(1, 12),
+    more_pages=st.integers(0, 5),
+    base=st.sampled_from([0, 4096, HIGH - 100, HIGH, 2**64 - 32768]),
     data=st.data(),
 )
 def test_both_forms_move_the_same_bytes(
-    item_lens: tuple[int, ...], slots: int, more_slots: int, base: int, data: st.DataObject
-) -> None:
-    """Guards against bytes that are missing, twice, or at a wrong place: with unsorted and repeated
-    pages, buffers of several lengths, another number of slots on the other side, and addresses that
-    a signed number cannot hold."""
-    source = pool(item_lens, slots, base, device=1)
-    destination = pool(item_lens, slots + more_slots, base, device=2)
-    check_pair(source, destination)
-    sources, destinations = page_lists(data, slots)
-    expected = moves(source, destination, sources, destinations)
-    from_pages, to_pages = np.array(sources, np.int32), np.array(destinations, np.int32)
-
-    ours, theirs = ranges(source, destination, runs_of(from_pages, to_pages))
-    assert ours.dtype == theirs.dtype == np.uint64 and ours.shape == theirs.shape
-    assert ours.flags.c_contiguous and theirs.flags.c_contiguous
-    assert set(ours[:, 2].tolist()) <= {1} and set(theirs[:, 2].tolist()) <= {2}
-    assert moves_of(ours, theirs) == expected
-
-    our_picks, their_picks = select(source, from_pages), select(destination, to_pages)
-    assert our_picks.dtype == their_picks.dtype == np.int32
-    ours, theirs = prepared(source)[our_picks], prepared(destination)[their_picks]
-    assert set(ours[:, 2].tolist()) <= {1} and set(theirs[:, 2].tolist()) <= {2}
-    assert moves_of(ours, theirs) == expected
-
-
-@given(
-    token=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3),
-    page=st.sampled_from([1, 4, 16]),
-    plan=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 2)),
-    pages=st.integers(1, 12),
-    more_pages=st.integers(0, 5),
-    base=st.sampled_from([0, HIGH - 100, 2**64 - 32768]),
-    data=st.data(),
-)
-def test_both_forms_move_the_same_heads(
-    token: list[int],
+    sizes: list[int],
     page: int,
-    plan: tuple[int, int, int],
+    plan: tuple[int, int, int] | None,
     pages: int,
     more_pages: int,
     base: int,
     data: st.DataObject,
 ) -> None:
-    """Guards against heads that are missing, twice, or at a wrong place, in either form, where the
-    two sides hold other numbers of heads and of pages; ``token``: bytes of a head, by buffer."""
-    our_first, their_first, count = plan
-    sides, layouts = [], []
-    for first, held, slots in ((our_first, 4, pages), (their_first, 5, pages + more_pages)):
-        wide = pool(tuple(held * page * size for size in token), slots, base, device=held)
-        layouts.append(wide)
-        sides.append(
-            Pool(
-                tuple(at + first * size for at, size in zip(wide.bases, token, strict=True)),
-                tuple(count * size for size in token),
-                slots * page,
-                wide.device,
-                Heads(first, count, page, tuple(held * size for size in token)),
-            )
+    """Guards against bytes that are missing, twice, or at a wrong place, of whole pages and of
+    heads of their tokens (``plan``; ``sizes``: bytes of a head, or of a page, by buffer): with
+    unsorted and repeated pages, buffers of several lengths, another number of pages or heads on the
+    other side, and addresses that a signed number cannot hold."""
+    wide, sides = [], []
+    page, (our_first, their_first, count) = (page, plan) if plan else (1, (0, 0, 1))
+    ours_held, theirs_held = (4, 5) if plan else (1, 1)
+    for first, held, slots in (
+        (our_first, ours_held, pages),
+        (their_first, theirs_held, pages + more_pages),
+    ):
+        all_heads = pool(tuple(held * page * size for size in sizes), slots, base, len(wide) + 1)
+        wide.append(all_heads)
+        some = Pool(
+            tuple(at + first * size for at, size in zip(all_heads.bases, sizes, strict=True)),
+            tuple(count * size for size in sizes),
+            slots * page,
+            all_heads.device,
+            Heads(first, count, page, tuple(held * size for size in sizes)),
         )
+        sides.append(some if plan else all_heads)
     source, destination = sides
     check_pair(source, destination)
     sources, destinations = page_lists(data, pages)
     expected = {}
-    for buffer, size in enumerate(token):
+    for buffer, size in enumerate(sizes):
         for ours, theirs in zip(sources, destinations, strict=True):
-            for number in range(page):
+            for token in range(page):
+                at = ((ours * page + token) * ours_held + our_first) * size
+                to = ((theirs * page + token) * theirs_held + their_first) * size
                 for byte in range(count * size):
-                    expected[
-                        layouts[1].bases[buffer]
-                        + ((theirs * page + number) * 5 + their_first) * size
-                        + byte
-                    ] = (
-                        layouts[0].bases[buffer]
-                        + ((ours * page + number) * 4 + our_first) * size
-                        + byte
-                    )
+                    expected[wide[1].bases[buffer] + to + byte] = wide[0].bases[buffer] + at + byte
     from_pages, to_pages = np.array(sources, np.int32), np.array(destinations, np.int32)
     runs = runs_of(from_pages, to_pages, source.heads)
-    assert len(runs) == len(sources) * page
-    rows = ranges(source, destination, runs)
-    assert all(each.dtype == np.uint64 and each.flags.c_contiguous for each in rows)
-    assert moves_of(*rows) == expected
+    assert not plan or len(runs) == len(sources) * page
     picks = select(source, from_pages), select(destination, to_pages)
     assert picks[0].dtype == picks[1].dtype == np.int32
-    assert moves_of(prepared(source)[picks[0]], prepared(destination)[picks[1]]) == expected
-    for some in sides:
+    as_ranges = ranges(source, destination, runs)
+    assert all(each.dtype == np.uint64 and each.flags.c_contiguous for each in as_ranges)
+    for rows in (as_ranges, (prepared(source)[picks[0]], prepared(destination)[picks[1]])):
+        assert moves_of(*rows) == expected
+        assert [set(each[:, 2].tolist()) for each in rows] == [{1}, {2}] or not sources
+    for some in sides:  # the short form lists the same
         assert prepared(some).tolist() == [
             [address + index * stride, length, device]
             for address, length, device, stride, number in prepared_strided(some).tolist()
@@ -221,12 +177,9 @@ def test_runs_are_as_long_as_they_can_be(data: st.DataObject) -> None:
         else:
             expected.append([source, destination, 1])
     runs = runs_of(np.array(sources, np.int32), np.array(destinations, np.int32))
-    found = [list(row) for row in zip(*map(np.ndarray.tolist, _columns(runs)), strict=True)]
-    assert found == expected and len(runs) == len(expected)
-
-
-def _columns(runs: Runs) -> tuple[Rows, Rows, Rows]:
-    return runs.sources, runs.destinations, runs.counts
+    columns = runs.sources.tolist(), runs.destinations.tolist(), runs.counts.tolist()
+    assert [list(row) for row in zip(*columns, strict=True)] == expected
+    assert len(runs) == len(expected)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
@@ -253,18 +206,6 @@ def test_no_pages() -> None:
     ours, theirs = ranges(some, some, runs_of(nothing, nothing))
     assert ours.shape == theirs.shape == (0, 3)
     assert select(some, nothing).shape == (0,)
-
-
-@given(item_lens=ITEM_LENS, slots=st.integers(1, 40), base=st.sampled_from([0, HIGH, HIGH + 77]))
-def test_the_short_form_lists_the_same(item_lens: tuple[int, ...], slots: int, base: int) -> None:
-    """Guards against a stride, a count or an order other than that of the long list."""
-    some = pool(item_lens, slots, base, device=3)
-    long = [
-        (address + index * stride, length, device)
-        for address, length, device, stride, count in prepared_strided(some).tolist()
-        for index in range(count)
-    ]
-    assert [tuple(row) for row in prepared(some).tolist()] == long
 
 
 @pytest.mark.hazard("foreign-geometry")
@@ -329,12 +270,8 @@ def test_geometry_that_cannot_be(
     """Guards against numbers of a registration that would become addresses elsewhere."""
     with pytest.raises(ValueError):
         Pool(bases, item_lens, slots, device)
-
-
-def test_the_last_byte_of_the_address_space() -> None:
-    """Guards against a check that is off by one."""
     top = Pool((2**64 - 32,), (8,), 4, 0)
-    assert prepared(top)[-1].tolist() == [2**64 - 8, 8, 0]
+    assert prepared(top)[-1].tolist() == [2**64 - 8, 8, 0], "the last byte that there is"
 
 
 @pytest.mark.hazard("lists-cut-to-fit")
@@ -356,10 +293,9 @@ def test_choice() -> None:
     def chosen(pages: int, runs: int, has_prepared: bool = True) -> Form:
         return choose(buffers=2, pages=pages, runs=runs, has_prepared=has_prepared, costs=costs)
 
-    assert chosen(2048, 1) is Form.RANGES
-    assert chosen(2048, 2048) is Form.PREPARED
-    assert chosen(2048, 2048, has_prepared=False) is Form.RANGES
-    assert chosen(30, 11) is Form.RANGES  # 76 against 80
-    assert chosen(30, 12) is Form.PREPARED  # 82 against 80
-    assert chosen(1, 1) is Form.RANGES
-    assert chosen(0, 0) is Form.RANGES
+    # 30 pages in 11 runs: 76 against 80; in 12: 82.
+    for pages, runs in ((2048, 1), (30, 11), (1, 1), (0, 0)):
+        assert chosen(pages, runs) is Form.RANGES
+    for pages, runs in ((2048, 2048), (30, 12)):
+        assert chosen(pages, runs) is Form.PREPARED
+        assert chosen(pages, runs, has_prepared=False) is Form.RANGES
