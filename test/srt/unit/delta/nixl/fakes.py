@@ -85,8 +85,6 @@ class FakeAgent:
     """``memories``: of this rank under "", and of each peer under its name."""
 
     memories: dict[str, Memory] = field(default_factory=dict)
-    #: Transfers are over when they are posted.
-    is_quick: bool = False
     handles: list[Handle] = field(default_factory=list)
     #: Peers that are loaded, by name.
     peers: dict[str, object] = field(default_factory=dict)
@@ -192,8 +190,6 @@ class FakeAgent:
             if each.owner:
                 self._check_list(each)
         handle.is_posted = True
-        if self.is_quick:
-            self.settle(handle)
         return str(handle.state)
 
     def send_notif(self, peer: str, note: bytes) -> None:

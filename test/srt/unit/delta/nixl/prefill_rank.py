@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from component.transfer import bare
-from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
 from sglang.srt.disaggregation.delta.nixl import prefill
@@ -21,11 +20,10 @@ from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
+from unit.delta.fakes import Clock
 from unit.delta.nixl.fakes import FakeAgent
 from unit.delta.nixl.sides import Side, manager_of
-from unit.delta.prefill.fakes import Clock
 
-ENDS = (KVPoll.Success, KVPoll.Failed)
 ADDRESS = "10.0.0.1:8998"
 TRANSFER_TIMEOUT_S = 10.0
 #: As long as it takes until a transfer that was broken off counts as over; shorter than a chunk may

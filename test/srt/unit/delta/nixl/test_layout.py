@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.nixl.layout import UNKNOWN_SLOTS, Layout, Pair
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
-from unit.delta.nixl.sides import KEY_BYTES, METADATA, PAGE, STATE, VALUE_BYTES, Side, manager_of
+from unit.delta.nixl.sides import KEY_BYTES, PAGE, STATE, Side, manager_of
 
 
 class Scene:
@@ -21,25 +21,6 @@ class Scene:
         self.manager = manager_of(self.prefill, is_mla)
         self.layout = Layout(self.manager)
         self.info = self.decode.info("d")
-
-
-@pytest.mark.parametrize("slots", [17, None])
-@pytest.mark.parametrize("is_mla", [False, True])
-def test_kv(is_mla: bool, slots: int | None) -> None:
-    """Guards against our number of slots or our device taken for the peer's, and keys taken for
-    values."""
-    scene = Scene(is_mla)
-    pair = scene.layout.kv(scene.info, slots)
-    token = 1 if is_mla else 2
-    lens = [PAGE * token * KEY_BYTES] * 2 + ([] if is_mla else [PAGE * token * VALUE_BYTES] * 2)
-    for pool, side, count in (
-        (pair.source, scene.prefill, 12),
-        (pair.destination, scene.decode, slots or UNKNOWN_SLOTS),
-    ):
-        assert list(pool.bases) == side.args.kv_data_ptrs
-        assert (list(pool.item_lens), pool.slots, pool.device) == (lens, count, 1)
-    scene.info.gpu_id = 6
-    assert scene.layout.kv(scene.info, slots).destination.device == 6
 
 
 @pytest.mark.hazard("foreign-geometry")
@@ -59,61 +40,7 @@ def test_a_pipeline_stage(is_mla: bool, start_layer: int) -> None:
     assert list(pair.source.bases) == scene.prefill.args.kv_data_ptrs
 
 
-def test_metadata_are_host_memory() -> None:
-    """Guards against a GPU's number on host memory, and against sending only the first buffer."""
-    scene = Scene()
-    for slots in (5, None):
-        pair = scene.layout.metadata(scene.info, slots)
-        assert pair.source.device == pair.destination.device == 0
-        assert (pair.source.slots, pair.destination.slots) == (5, slots or UNKNOWN_SLOTS)
-        assert pair.source.item_lens == pair.destination.item_lens == METADATA
-        assert list(pair.destination.bases) == scene.decode.args.aux_data_ptrs
-
-
-@pytest.mark.parametrize(("ptrs", "count"), [("dst_aux_ptrs", 2), ("dst_kv_ptrs", 2)])
-def test_a_peer_with_fewer_buffers(ptrs: str, count: int) -> None:
-    """Guards against buffers that are left out where the check of the registration missed it: the
-    room fails, with the numbers."""
-    scene = Scene()
-    setattr(scene.info, ptrs, getattr(scene.info, ptrs)[:count])
-    with pytest.raises(TransferError, match=r"\d buffers with \d lengths") as caught:
-        if ptrs == "dst_aux_ptrs":
-            scene.layout.metadata(scene.info, 5)
-        else:
-            scene.layout.kv(scene.info, 17)
-    assert caught.value.reason is Reason.MISMATCH
-
-
-def test_an_address_that_cannot_be() -> None:
-    """Guards against an address that wraps around into other memory."""
-    scene = Scene()
-    scene.info.dst_kv_ptrs = [2**64 - 8] * 4
-    with pytest.raises(TransferError, match="does not fit into 64 bits") as caught:
-        scene.layout.kv(scene.info, 17)
-    assert caught.value.reason is Reason.MISMATCH
-
-
-@pytest.mark.parametrize(
-    ("is_mla", "their_size", "whole"),
-    [(False, 1, True), (False, 2, False), (True, 1, True), (True, 2, True)],
-)
-def test_who_gets_whole_pages(is_mla: bool, their_size: int, whole: bool) -> None:
-    """Guards against whole pages to a rank that holds other heads."""
-    scene = Scene(is_mla, Side(2**40, 17, 0, their_size, is_mla=is_mla))
-    assert (scene.layout.kv(scene.info, 17).source.heads is None) is whole
-
-
 # ---- state ----
-
-
-def test_recurrent_state() -> None:
-    """Guards against state buffers that are taken for keys and values."""
-    scene = Scene()
-    pair = scene.layout.state(scene.info)
-    assert list(pair.source.bases) == scene.prefill.args.state_data_ptrs
-    assert list(pair.destination.bases) == scene.decode.args.state_data_ptrs
-    assert (pair.source.item_lens, pair.source.slots) == (STATE, 6)
-    assert pair.destination.slots == UNKNOWN_SLOTS
 
 
 @pytest.mark.parametrize("kind", ["swa", "nsa"])
@@ -156,73 +83,63 @@ def test_state_that_is_not_served(
 # ---- heads ----
 
 
-def of_heads(
-    prefill: tuple[int, int], decode: tuple[int, int], total: int, slots: int | None = 17
-) -> tuple[Scene, Pair]:
-    """What a rank sends from and to (rank, size)."""
+def of_heads(prefill: tuple[int, int], decode: tuple[int, int], total: int) -> Scene:
+    """A rank of prefill and one of decode (rank, size) of a model with ``total`` heads."""
     scene = Scene(decode=Side(2**40, 17, *decode, total))
     scene.prefill = Side(2**63 - 5000, 12, *prefill, total)
     scene.layout = Layout(manager_of(scene.prefill))
-    return scene, scene.layout.kv(scene.info, slots)
-
-
-@pytest.mark.parametrize("slots", [17, None])
-def test_values_shorter_than_keys(slots: int | None) -> None:
-    """Guards against values that are cut by the length of keys, as stock does, on either side, and
-    against a pool of one side with the tokens of the other."""
-    scene, pair = of_heads((0, 1), (1, 2), 4, slots)
-    count = 2  # heads of the decode rank
-    for pool, side, held, first, pages in (
-        (pair.source, scene.prefill, 4, 2, 12),
-        (pair.destination, scene.decode, 2, 0, slots or UNKNOWN_SLOTS),
-    ):
-        sizes = [KEY_BYTES] * 2 + [VALUE_BYTES] * 2
-        assert list(pool.bases) == [
-            base + first * size for (base, _), size in zip(side.kv, sizes, strict=True)
-        ]
-        assert list(pool.item_lens) == [count * size for size in sizes]
-        assert list(pool.strides) == [held * size for size in sizes]
-        assert (pool.slots, pool.slots_a_page) == (pages * PAGE, PAGE)
-        assert pool.device == side.args.gpu_id
+    return scene
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_of_replicas_one_sends(rank: int) -> None:
     """Guards against a head that is written twice, or by nobody, and against dividing by zero
     where there are fewer heads than ranks."""
-    _, pair = of_heads((rank, 4), (0, 1), 2)
+    scene = of_heads((rank, 4), (0, 1), 2)
+    pair = scene.layout.kv(scene.info, 17)
     assert bool(pair.source.bases) == bool(pair.destination.bases) == (rank in (0, 2))
 
 
-def test_replicas_of_all_heads_are_whole_pages() -> None:
-    """Guards against a descriptor a token where the ranks of both sizes hold the same."""
-    scene, pair = of_heads((0, 1), (1, 2), 1)
-    assert pair.source.heads is None and pair.source.slots == 12 and pair.destination.slots == 17
-    assert list(pair.source.item_lens) == scene.prefill.args.kv_item_lens
+@pytest.mark.parametrize(
+    ("their_size", "total", "is_mla", "whole"),
+    [(1, 2, False, True), (2, 2, False, False), (2, 1, False, True), (2, 2, True, True)],
+)
+def test_who_gets_whole_pages(their_size: int, total: int, is_mla: bool, whole: bool) -> None:
+    """Guards against whole pages to a rank that holds other heads, and against a descriptor a token
+    where the ranks of both sizes hold the same."""
+    scene = of_heads((0, 1), (0, their_size), total)
+    if is_mla:
+        scene = Scene(is_mla, Side(2**40, 17, 0, their_size, is_mla=True))
+    assert (scene.layout.kv(scene.info, 17).source.heads is None) is whole
 
 
 def test_total_heads_are_derived_where_they_are_not_said() -> None:
     """Guards against a SGLang that does not fill in the number of heads of the model."""
-    scene, pair = of_heads((0, 1), (1, 2), 4)
+    scene = of_heads((0, 1), (1, 2), 4)
+    pair = scene.layout.kv(scene.info, 17)
     del scene.prefill.args.total_kv_head_num
     assert scene.layout.kv(scene.info, 17) == pair
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("their_size", "changes", "text"),
     [
-        ({"dst_kv_item_len": PAGE * KEY_BYTES}, "do not fit into decode's pages"),
-        ({"dst_kv_item_len": 2 * PAGE * KEY_BYTES + 1}, "do not fit into decode's pages"),
-        ({"decode_tp_size": 3, "decode_tp_rank": 0}, "4 KV heads cannot be laid out"),
-        ({"dst_kv_ptrs": [1, 2]}, "3 buffers and 4 lengths"),
-        ({"dst_kv_ptrs": [2**64 - 8] * 4}, "does not fit into 64 bits"),
+        (1, {"dst_aux_ptrs": [1, 2]}, "2 buffers with 3 lengths|3 buffers with 2 lengths"),
+        (1, {"dst_kv_ptrs": [1, 2]}, r"\d buffers with \d lengths"),
+        (1, {"dst_kv_ptrs": [2**64 - 8] * 4}, "does not fit into 64 bits"),
+        (2, {"dst_kv_item_len": PAGE * KEY_BYTES}, "do not fit into decode's pages"),
+        (2, {"dst_kv_item_len": 2 * PAGE * KEY_BYTES + 1}, "do not fit into decode's pages"),
+        (2, {"decode_tp_size": 3, "decode_tp_rank": 0}, "4 KV heads cannot be laid out"),
+        (2, {"dst_kv_ptrs": [1, 2]}, "3 buffers and 4 lengths"),
+        (2, {"dst_kv_ptrs": [2**64 - 8] * 4}, "does not fit into 64 bits"),
     ],
 )
-def test_heads_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
-    """Guards against a peer's numbers that put heads beside its tokens: the room fails, with
-    them."""
-    scene, _ = of_heads((0, 1), (1, 2), 4)
+def test_what_does_not_fit(their_size: int, changes: dict[str, Any], text: str) -> None:
+    """Guards against a peer's numbers that leave buffers out, wrap around into other memory, or put
+    heads beside its tokens: the room fails, with them."""
+    scene = of_heads((0, 1), (their_size - 1, their_size), 4)
     vars(scene.info).update(changes)
+    make = scene.layout.metadata if "dst_aux_ptrs" in changes else scene.layout.kv
     with pytest.raises(TransferError, match=text) as caught:
-        scene.layout.kv(scene.info, 17)
+        make(scene.info, 5)
     assert caught.value.reason is Reason.MISMATCH

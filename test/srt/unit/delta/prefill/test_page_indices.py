@@ -81,80 +81,66 @@ class Prefill(DeltaPrefill, Stock):
         self.req_to_token_pool = SimpleNamespace(req_to_token=[row])
         self.disagg_metadata_buffers = SimpleNamespace(set_buf=lambda req: None)
 
-    def request(self, computed: int) -> Any:
-        """A request whose prompt of 11 tokens is computed so far."""
-        sender = SimpleNamespace(
-            decode_prefix_len=0, send=lambda pages, state: self.sent.append((pages.tolist(), state))
+    def send(self, prompt: int, *chunks: int, **sender: Any) -> None:
+        """A request of so many tokens is computed up to these, in chunks; its last one ends it."""
+        sender["send"] = lambda pages, state: self.sent.append(
+            (pages.tolist(), None if state is None else state.tolist())
         )
-        return SimpleNamespace(
-            fill_ids=[0] * computed,
-            origin_input_ids=[0] * 11,
+        request = SimpleNamespace(
+            origin_input_ids=[0] * prompt,
             start_send_idx=0,
             req_pool_idx=0,
-            disagg_kv_sender=sender,
+            disagg_kv_sender=SimpleNamespace(**sender),
         )
+        for computed in chunks:
+            request.fill_ids = [0] * computed
+            self.send_kv_chunk(request, last_chunk=computed == chunks[-1])
 
 
+PLAIN = SimpleNamespace()
 HYBRID = SimpleNamespace(get_state_buf_infos=lambda: None)
-
-
-def test_state_goes_sglangs_own_way() -> None:
-    """Guards against a hybrid model whose state never goes, because only SGLang's own method knows
-    which it is; its other chunks are like those of any model."""
-    prefill = Prefill(HYBRID)
-    request = prefill.request(6)
-    prefill.send_kv_chunk(request, last_chunk=False, end_idx=None)
-    assert prefill.sent == [([7], None)] and prefill.stock_calls == []
-    assert request.start_send_idx == 4
-    prefill.send_kv_chunk(request, last_chunk=True, end_idx=9)
-    assert prefill.stock_calls == [(request, True, 9)] and len(prefill.sent) == 1
+INDEXED = SimpleNamespace(index_k_with_scale_buffer=["layer"], **vars(HYBRID))
 
 
 @pytest.mark.parametrize(
-    ("prefix", "state"), [(0, [7, 3, 5]), (4, [3, 5]), (8, [5])], ids=["miss", "4", "8"]
+    ("pool", "prefix", "prompt", "chunks", "sent"),
+    [
+        pytest.param(PLAIN, 0, 11, [12], [([7, 3, 5], None)], id="eleven tokens in three pages"),
+        pytest.param(PLAIN, 0, 11, [6, 12], [([7], None), ([3, 5], None)], id="whole pages first"),
+        pytest.param(PLAIN, 8, 11, [6, 12], [([5], None)], id="behind decode's prefix"),
+        pytest.param(PLAIN, 8, 8, [8], [([], None)], id="a full hit"),
+        pytest.param(INDEXED, 0, 11, [6, 11], [([7], None), ([3, 5], [7, 3, 5])], id="an index"),
+        pytest.param(INDEXED, 4, 11, [6, 11], [([3, 5], [3, 5])], id="an index behind a prefix"),
+        pytest.param(INDEXED, 8, 11, [6, 11], [([5], [5])], id="an index behind two pages"),
+        pytest.param(INDEXED, 8, 8, [8], [([], None)], id="an index, of a full hit"),
+    ],
 )
-def test_an_index_goes_along_behind_the_prefix(prefix: int, state: list[int]) -> None:
-    """Guards against pages of an index that decode did not list, or that are not those of the KV;
-    they go with the last chunk, whatever went with the others."""
-    prefill = Prefill(SimpleNamespace(index_k_with_scale_buffer=["layer"]))
-    request = prefill.request(6)
-    request.disagg_kv_sender.decode_prefix_len = prefix
-    prefill.send_kv_chunk(request, last_chunk=False, end_idx=None)
-    prefill.send_kv_chunk(request, last_chunk=True, end_idx=11)
-    pages, found = prefill.sent[-1]
-    assert found.tolist() == state and pages == state[-len(pages) :]
-    assert [sent for _, sent in prefill.sent[:-1]] == [None] * (prefix == 0)
-    assert prefill.stock_calls == []
+def test_what_a_chunk_sends(
+    pool: Any, prefix: int, prompt: int, chunks: list[int], sent: list[Any]
+) -> None:
+    """Guards against pages of tokens that are no part of the prompt, or that decode has; against
+    state where there is none; and against pages of an index that decode did not list, that are not
+    those of the KV, or that are none, for which decode would wait."""
+    prefill = Prefill(pool)
+    prefill.send(prompt, *chunks, decode_prefix_len=prefix)
+    assert prefill.sent == sent and prefill.stock_calls == []
+    assert sum(prefill.copied) >= prompt - prefix
 
 
-def test_of_a_full_hit_no_index_goes() -> None:
-    """Guards against a list of no pages, for which decode would wait."""
-    prefill = Prefill(SimpleNamespace(index_k_with_scale_buffer=["layer"]))
-    request = prefill.request(8)
-    request.origin_input_ids = [0] * 8
-    request.disagg_kv_sender.decode_prefix_len = 8
-    prefill.send_kv_chunk(request, last_chunk=True)
-    assert prefill.sent == [([], None)]
-
-
-@pytest.mark.parametrize("sender", [SimpleNamespace(), SimpleNamespace(decode_prefix_len=None)])
-def test_senders_of_other_backends_are_left_alone(sender: Any) -> None:
-    """Guards against a change of a backend that moves no delta, or whose group is not attached."""
-    prefill = Prefill(SimpleNamespace())
-    request = prefill.request(12)
-    request.disagg_kv_sender = sender
-    prefill.send_kv_chunk(request, last_chunk=True)
-    assert prefill.stock_calls == [(request, True, None)] and prefill.sent == []
-
-
-def test_a_model_without_state() -> None:
-    """Guards against state where there is none, and against pages of tokens that are no part of the
-    prompt: eleven tokens in three pages."""
-    prefill = Prefill(SimpleNamespace())
-    request = prefill.request(12)
-    prefill.send_kv_chunk(request, last_chunk=True)
-    assert prefill.sent == [([7, 3, 5], None)] and prefill.stock_calls == []
-    assert prefill.copied == [11]
+@pytest.mark.parametrize(
+    ("pool", "sender", "sent"),
+    [(HYBRID, {"decode_prefix_len": 0}, [([7], None)]), (PLAIN, {}, [])]
+    + [(PLAIN, {"decode_prefix_len": None}, [])],
+    ids=["state", "another backend", "a group that is not attached"],
+)
+def test_what_goes_sglangs_own_way(pool: Any, sender: dict[str, Any], sent: list[Any]) -> None:
+    """Guards against a hybrid model whose state never goes, because only SGLang's own method knows
+    which it is (its other chunks are like those of any model); and against a change of a backend
+    that moves no delta."""
+    prefill = Prefill(pool)
+    prefill.send(11, 6, 11, **sender)
+    assert prefill.sent == sent
+    assert [is_last for _, is_last, _ in prefill.stock_calls] == [False, True][len(sent) :]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from sglang.srt.disaggregation.delta.mooncake import manager as mooncake
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines, ChunkWorker
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.mooncake import conn
+from unit.delta.fakes import Clock
 from unit.delta.nixl.prefill_rank import ADDRESS, DOUBT_S, TRANSFER_TIMEOUT_S, PrefillRank
 from unit.delta.nixl.sides import Side
-from unit.delta.prefill.fakes import Clock
 
 
 class NixlRank(PrefillRank):

@@ -251,6 +251,20 @@ def test_bootstrapping_is_not_done(rank: Any) -> None:
     rank.check()
 
 
+@pytest.mark.hazard("stages-part")
+def test_a_stage_takes_in_what_the_one_before_has(rank: Any) -> None:
+    """Guards against a pipeline stage that drops a request which the others run."""
+    sender = rank.sender(ROOM)
+    rank.announce(ROOM, [10, 11])
+    sender.is_taken_in = True
+    rank.withdraw(ROOM)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.init(2, 3)
+    assert sender.poll() == KVPoll.Failed
+    failure_of(sender)
+    rank.check()
+
+
 @pytest.mark.parametrize("rank", ["nixl"], indirect=True)
 def test_initialised_before_it_is_announced(rank: Any) -> None:
     """Another rank of the group had its announcement first. Guards against a scheduler that asserts
