@@ -48,8 +48,9 @@ GOES: dict[str, dict[str, Any]] = {
     "state": {"state": STATE},
     "state, metadata in the note": {"state": STATE, "in_note": True},
 }
-#: Lists that NIXL prepares: of strided rows, of all rows, none, or none as the peer is a stock one.
-LISTS = ("strided", "long", "none", "stock peer")
+#: Lists that NIXL prepares: of strided rows, of all rows, none, of this rank only, or none as the
+#: peer is a stock one.
+LISTS = ("strided", "long", "none", "ours only", "stock peer")
 CASES = [
     (ranks, goes, lists)
     for ranks, goes, lists in product(RANKS, GOES, LISTS)
@@ -135,6 +136,8 @@ def test_a_chunk(
     bench.agent.is_strided = lists != "long"
     if lists == "none":
         bench.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
+    elif lists == "ours only":
+        bench.agent.script["prep_xfer_dlist"].extend([None, RuntimeError("no memory")] * 2)
     read = bench.prefill.memory.at
     monkeypatch.setattr(backend, "read_memory", lambda *where: read(*where).tobytes())
     handles = assert_moved(bench, pages=ours, to=theirs, is_stock=lists == "stock peer", **what)
@@ -151,6 +154,7 @@ def test_a_chunk(
         assert {device for *_, device in handle.destinations} == {devices[1]}
     (numbers,) = moved
     assert numbers["is_last"] == is_last and bool(numbers["moved"]) == bool(kinds)
+    assert numbers["wire_s"] == 1.0, "the clock moves by a second each time it is asked"
 
 
 @pytest.mark.usefixtures("moved")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
@@ -299,21 +298,22 @@ def test_a_post_that_hangs(scene: Scene) -> None:
     scene.check("d", "f", "g")
 
 
-def test_lists_go_between_posts(scene: Scene) -> None:
-    """Guards against lists of a peer that has left which are released whenever Python likes: NIXL
+def test_lists_go_with_their_peer(scene: Scene) -> None:
+    """Guards against lists that stay in NIXL for every decode server that ever was, though what is
+    selected from them keeps them; and against lists that are released whenever Python likes: NIXL
     waits for the posts of others to do so, with the interpreter's lock."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
     held = scene.peers.hold("d")
-    alone: list[bool] = []
-    weakref.finalize(held.lists.get("VRAM", POOL), lambda: alone.append(scene.peers._is_changing))
+    kept, alone = held.lists.get("VRAM", POOL), list[bool]()
+    weakref.finalize(held.lists.get("DRAM", POOL), lambda: alone.append(scene.peers._is_changing))
     scene.agent.lists.clear()  # a note of the fake's
     scene.peers.forget("d")
     scene.peers.release(held)
     del held
     assert alone == []
     scene.use("e")
-    assert alone == [True]
+    assert alone == [True] and kept.entries
     scene.check("e")
 
 
@@ -372,43 +372,16 @@ def test_lists_that_cannot_be_prepared(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.hazard("foreign-geometry")
-def test_a_second_pool_of_one_kind() -> None:
-    """Guards against selecting from a list of another pool, and against a peer that has new lists
-    made for each of its announcements."""
-    agent = FakeAgent(peers={"d": object()})
-    lists = PreparedLists(agent, "d")
-    first = lists.get("VRAM", POOL)
-    for slots in (4, 6):
-        assert lists.get("VRAM", Pool(POOL.bases, POOL.item_lens, slots, 1)) is None
-    assert lists.get("VRAM", Pool(POOL.bases, POOL.item_lens, 5, 1)) is first
-    assert agent.calls["prep_xfer_dlist"] == 1
-
-
-def test_each_choice_of_heads_has_its_list() -> None:
-    """Guards against decode ranks of which only the first gets prepared lists of this rank, and
-    against a list for each of those that are sent the same heads."""
+def test_a_list_for_each_choice_of_heads() -> None:
+    """Guards against selecting from a list of another pool; against decode ranks of which only the
+    first gets prepared lists of this rank; against a list for each of those that are sent the same
+    heads, and against a peer that has new lists made for each of its announcements."""
     agent = FakeAgent()
     lists = PreparedLists(agent, OURS)
     halves = [Pool((first, 99), (3, 3), 8, 1, Heads(first, 3, 4, (6, 6))) for first in (0, 3)]
-    found = [lists.get("VRAM", pool) for pool in (POOL, *halves, *halves)]
-    assert None not in found and found[1:3] == found[3:] and len({*map(id, found)}) == 3
+    found = [lists.get("VRAM", pool) for pool in (POOL, *halves) * 2]
+    assert None not in found and found[:3] == found[3:] and len({*map(id, found)}) == 3
+    for slots in (4, 6):
+        assert lists.get("VRAM", Pool(POOL.bases, POOL.item_lens, slots, 1)) is None
+    assert lists.get("VRAM", Pool(halves[0].bases, (3, 3), 12, 1, halves[0].heads)) is None
     assert agent.calls["prep_xfer_dlist"] == 3
-    more = Pool(halves[0].bases, (3, 3), 12, 1, halves[0].heads)
-    assert lists.get("VRAM", more) is None and agent.calls["prep_xfer_dlist"] == 3
-
-
-def test_lists_go_with_their_peer(scene: Scene) -> None:
-    """Guards against lists that stay in NIXL for every decode server that ever was; but what is
-    selected from them keeps them."""
-    scene.peers.add(info())
-    peer = scene.peers.hold("d")
-    kept = peer.lists.get("VRAM", POOL)
-    gone = weakref.ref(peer.lists.get("DRAM", POOL))
-    scene.agent.lists.clear()
-    scene.peers.release(peer)
-    scene.peers.forget("d")
-    scene.peers.add(info("e"))
-    scene.use("e")
-    del peer
-    gc.collect()
-    assert gone() is None and kept.entries
