@@ -51,8 +51,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     key = made.backend, pyfuncitem.path
     if key not in _PRINTED:
-        names = [
-            item.function.__name__
+        cells = [
+            _cell(item)
             for item in pyfuncitem.session.items
             if isinstance(item, pytest.Function)
             and item.path == pyfuncitem.path
@@ -60,6 +60,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         ]
         module = ".".join(pyfuncitem.path.relative_to(HERE.parent).with_suffix("").parts)
         program = str(HERE / "transfer" / "any")
-        _PRINTED[key] = programs.run(program, "program.py", made.backend, module, *names)
-    programs.passed(_PRINTED[key], pyfuncitem.function.__name__)
+        _PRINTED[key] = programs.run(program, "program.py", made.backend, module, *cells)
+    programs.passed(_PRINTED[key], _cell(pyfuncitem))
     return True
+
+
+def _cell(item: pytest.Function) -> str:
+    """What the program is asked for: a test, and its parameters beside the pair, all texts."""
+    others = [f"{name}={value}" for name, value in item.callspec.params.items() if name != "pair"]
+    return "/".join([item.function.__name__, *others])

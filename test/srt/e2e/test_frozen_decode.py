@@ -96,7 +96,7 @@ def test_decode_wakes_after_prefill_gave_its_rooms_up(
 ) -> None:
     """Guards against a decode server that takes a room as complete which prefill gave up: what
     lands late is of other prompts by then. Afterwards both are idle and balanced, and the same
-    prompts are answered right. In every run ``component/nixl/test_transfers.py`` and
+    prompts are answered right. In every run ``component/transfer/test_transfers.py`` and
     ``unit/delta/prefill/test_worker.py`` give rooms up while something is under way."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")

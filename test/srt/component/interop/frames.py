@@ -1,6 +1,6 @@
 """What a decode server of SGLang 0.5.12.post1 sends to a prefill rank, byte for byte.
 
-``test_real_release.py`` lets the real release say it again.
+``test_later_release.py`` lets the real release say it again.
 """
 
 from __future__ import annotations

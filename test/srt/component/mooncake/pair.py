@@ -13,6 +13,7 @@ from component.transfer import pair
 from component.transfer.managers import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.common.utils import FastQueue
+from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -36,6 +37,7 @@ class Pair(pair.Pair):
     """Prefill and decode, connected by Mooncake."""
 
     ends = (conn, "Mooncake")
+    prefill_ends_first = False
 
     def side(self, name: str, mode: Any) -> Any:
         return Side(mode)
@@ -55,8 +57,13 @@ class Pair(pair.Pair):
         name: str = self.decode.manager.peer_name
         return name
 
-    def share_queue(self, room: int, other: int) -> bool:
-        return True  # it is the decode rank's
+    @contextmanager
+    def allowing(self, seconds: float) -> Iterator[None]:
+        manager = self.prefill.manager
+        kept, manager.chunk_deadlines = manager.chunk_deadlines, ChunkDeadlines(seconds)
+        yield
+        assert manager.chunk_deadlines.rooms() == []
+        manager.chunk_deadlines = kept
 
     @contextmanager
     def engine(self, transfer: Callable[..., int]) -> Iterator[None]:

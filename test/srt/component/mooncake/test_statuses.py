@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 
-from component.broken import broken
 from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
-from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeStatuses
@@ -130,32 +126,3 @@ def test_metadata_go_to_the_rooms_own_slot_only() -> None:
     assert not manager.aux.any()
     reader.handle(metadata(room=7, slot=7, data=bytes(range(ITEM))))
     assert manager.aux[7].tolist() == list(range(ITEM)) and not manager.aux[:7].any()
-
-
-@pytest.mark.fuzz
-def test_broken_messages_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever bytes arrive, the reader survives, no entry is made, no byte is written outside the
-    slots of open rooms, and the next good message is served."""
-    caplog.set_level(logging.CRITICAL)
-    rng = random.Random(0)
-    rooms = (5, 6)
-    manager = decode("mooncake", *rooms, 1007, writers=3)
-    around = np.array(manager.aux, copy=True)
-    reader = reader_of(manager)
-    kinds = (
-        status(5),
-        status(6, 0),
-        status(99, writer=3),
-        metadata(room=5, slot=5),
-        metadata(room=99, slot=1),
-        wire.encode_control(wire.Stopped(6, 1, "gone")),
-        wire.encode_control(wire.Pong("10.0.0.1:5", True)),
-    )
-    for _ in range(tries(20_000)):
-        reader.handle(broken(rng, rng.choice(kinds)))
-    assert set(manager.request_status) == {*rooms, 1007} == set(manager._progress)
-    assert set(manager.failure_records) <= set(rooms) and not manager.servers.deferred_rooms()
-    assert np.array_equal(np.delete(manager.aux, rooms, 0), np.delete(around, rooms, 0))
-    for writer in range(3):
-        reader.handle(status(1007, writer=writer))
-    assert manager.request_status[1007] == KVPoll.Success

@@ -13,7 +13,6 @@ import pytest
 
 from component.transfer.bare import prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.worker import (
     ChunkWorker,
     SettlingExecutor,
@@ -122,25 +121,3 @@ def test_a_worker_outlives_what_it_cannot_even_report() -> None:
     worker.take(chunk(room))  # neither what it has to do nor whom to tell can be known
     assert manager.request_status == {7: KVPoll.Failed}
     assert not manager.rooms.is_under_way(7), "it was left busy"
-
-
-def test_a_room_of_a_failed_transfer_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a room that stays busy for ever after the engine refused a write, against one
-    that is called drained at once, and against a server that takes it for a leak meanwhile."""
-    manager = prefill("mooncake")
-    manager.update_status(7, KVPoll.WaitingForInput)
-    room, _ = manager.rooms.claim(7)
-    assert manager.rooms.enter(room)
-    manager.rooms.fail(7, Reason.TRANSPORT, "refused")
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1000")
-    manager.leave_later(7)
-    manager.forget_status(7)
-    assert room.is_over, "its request waits for nothing"
-    manager.rooms.forget(room)
-    manager._tick()
-    assert manager.rooms.numbers() == [7] and not any(manager.open_rooms().values())
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0")
-    manager._unsettled.clear()
-    manager.leave_later(7)
-    manager._tick()
-    assert manager.rooms.numbers() == []

@@ -49,6 +49,7 @@ class Pair(pair.Pair):
 
     ends = (conn, "Nixl")
     peer = "decode"
+    prefill_ends_first = True
 
     def side(self, name: str, mode: Any) -> Any:
         return Side(name, mode)
@@ -63,9 +64,12 @@ class Pair(pair.Pair):
         self.prefill.manager._start_bootstrap_thread()
         self.decode.manager._start_heartbeat_checker_thread()
 
-    def share_queue(self, room: int, other: int) -> bool:
-        worker_of = self.prefill.manager.transfers.worker_of
-        return bool(worker_of(room) == worker_of(other))
+    @contextmanager
+    def allowing(self, seconds: float) -> Iterator[None]:
+        manager = self.prefill.manager
+        kept, manager.transfer_s = manager.transfer_s, seconds
+        yield
+        manager.transfer_s = kept
 
     @contextmanager
     def agent_that(self, **calls: Any) -> Iterator[Any]:

@@ -1,8 +1,7 @@
-"""Capabilities over SGLang's own bootstrap server, and a room's status, which fails for good."""
+"""What a decode rank learns of a prefill server, and a room's status, which fails for good."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,14 +11,12 @@ import msgspec
 import pytest
 import zmq
 
-from sglang.srt import server_args
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import capability
-from sglang.srt.disaggregation.delta.manager import DeltaBootstrapServer
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
-from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
+
+LATE = (KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success)
 
 
 def manager(*, wants_delta: bool = True, moves_deltas: bool = True, **fields: Any) -> Any:
@@ -65,68 +62,25 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert queue == []
 
 
-def test_asked_until_it_answers(answers: list[Any]) -> None:
-    """Guards against a prefill server that is just starting and counts as stock for ever."""
+@pytest.mark.hazard("peer-ignores-prefix")
+def test_asked_until_it_answers_and_after_it_was_lost(answers: list[Any]) -> None:
+    """Guards against a prefill server that is just starting and counts as stock for ever, and
+    against a prefix for a stock server that replaced a patched one at its address."""
     made = manager()
-    answers += [None, capability.OURS]
+    answers += [None, capability.OURS, capability.STOCK]
     assert not ask(made)
     assert not made.peer_takes_delta("p:1") and made.prefill_info_table == {}
     assert ask(made)
     assert made.peer_takes_delta("p:1") and not made.peer_takes_delta("p:2")
     assert ask(made), "known: not asked again"
-
-
-@pytest.mark.hazard("peer-ignores-prefix")
-def test_another_version_at_the_same_address(answers: list[Any]) -> None:
-    """Guards against a prefix for a stock server that replaced a patched one at its address."""
-    made = manager()
-    answers += [capability.OURS, capability.STOCK]
-    ask(made)
     made.prefill_info_table.clear()  # what SGLang does when a prefill server dies
-    ask(made)
-    assert not made.peer_takes_delta("p:1")
+    assert ask(made) and not made.peer_takes_delta("p:1")
 
 
 def test_without_the_flag_nobody_is_asked(answers: list[Any]) -> None:
     """Guards against requests that a stock server would not make."""
     made = manager(wants_delta=False)
     assert ask(made) and not made.peer_takes_delta("p:1")
-
-
-@pytest.mark.parametrize(
-    ("server_class", "takes"),
-    [
-        (NixlKVBootstrapServer, True),
-        (MooncakeKVBootstrapServer, True),
-        # Of a backend that is SGLang's own, or whose feature group is not attached.
-        (conn.CommonKVBootstrapServer, False),
-    ],
-)
-def test_the_real_bootstrap_server_says_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch, server_class: Any, takes: bool
-) -> None:
-    """Guards against a route that is missing, or that stock's own routes hide; and against one
-    where prefill moves whole prompts: it would write them into the pages of a delta."""
-    drafting = SimpleNamespace(speculative_algorithm="EAGLE")
-    monkeypatch.setattr(server_args, "_global_server_args", drafting)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = server_class("127.0.0.1", port)
-    try:
-        found = None
-        for _ in range(200):  # its thread is starting; refused connections return at once
-            found = capability.fetch_capabilities(f"127.0.0.1:{port}")
-            if found is not None:
-                break
-            threading.Event().wait(0.05)
-        assert found is not None and bool(found.incarnation) == takes
-        expected = capability.OURS if takes else capability.STOCK
-        assert msgspec.structs.replace(found, incarnation=None, speculative=None) == expected
-        assert found.speculative == ("EAGLE" if takes else None)
-        assert isinstance(server, DeltaBootstrapServer)
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize(
@@ -164,16 +118,6 @@ def test_a_draft_behind_the_target() -> None:
     assert (values, layers) == ([21, 22], 2)
 
 
-def test_other_backends_keep_their_statuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a change of a backend that this patch set has nothing to do with."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "not read here")
-    made = manager(moves_deltas=False)
-    made.start_delta(DisaggregationMode.PREFILL, made.server_args)
-    for status in (KVPoll.Transferring, KVPoll.Failed, KVPoll.Success):
-        made.update_status(1, status)
-    assert made.request_status[1] == KVPoll.Success
-
-
 @pytest.mark.parametrize("flag", [False, True])
 def test_sockets_are_bounded_as_in_stock_without_the_flag(
     flag: bool, monkeypatch: pytest.MonkeyPatch
@@ -189,19 +133,24 @@ def test_sockets_are_bounded_as_in_stock_without_the_flag(
 
 
 @pytest.mark.hazard("late-word-revives-room")
-@pytest.mark.parametrize("late", [KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success])
-def test_failed_is_final(late: int) -> None:
-    """Guards against a late message that brings a failed room back to life."""
-    made = manager()
-    made.update_status(1, KVPoll.Transferring)
-    made.update_status(1, KVPoll.Failed)
-    made.update_status(1, late)
-    assert made.request_status == {1: KVPoll.Failed}
-
-
-def test_other_states_only_advance() -> None:
-    """Guards against changed behaviour of rooms that did not fail."""
-    made = manager()
-    made.update_status(1, KVPoll.Transferring)
-    made.update_status(1, KVPoll.WaitingForInput)
-    assert made.request_status == {1: KVPoll.Transferring}
+@pytest.mark.parametrize(
+    ("ours", "statuses", "last"),
+    [
+        *((True, (KVPoll.Transferring, KVPoll.Failed, late), KVPoll.Failed) for late in LATE),
+        (True, (KVPoll.Transferring, KVPoll.WaitingForInput), KVPoll.Transferring),
+        # A backend that this patch set has nothing to do with.
+        (False, (KVPoll.Transferring, KVPoll.Failed, KVPoll.Success), KVPoll.Success),
+    ],
+)
+def test_the_status_of_a_room(
+    ours: bool, statuses: tuple[int, ...], last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a late message that brings a failed room back to life; other states advance,
+    as SGLang's."""
+    if not ours:
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "not read here")
+    made = manager(moves_deltas=ours)
+    made.start_delta(DisaggregationMode.PREFILL, made.server_args)
+    for status in statuses:
+        made.update_status(1, status)
+    assert made.request_status == {1: last}

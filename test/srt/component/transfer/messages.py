@@ -13,7 +13,8 @@ from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnounceme
 from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
-from sglang.srt.disaggregation.nixl.conn import GUARD
+from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.nixl import conn as nixl
 
 #: Takes what a decode rank registers and announces, by backend.
 ANNOUNCEMENTS: dict[str, Any] = {"nixl": NixlAnnouncements, "mooncake": MooncakeAnnouncements}
@@ -26,6 +27,8 @@ class Dialect:
     backend: str
     #: The name that prefill knows it by.
     peer: str
+    #: What a room's announcement becomes.
+    transfer_info: Any
 
     def __repr__(self) -> str:
         return self.backend
@@ -62,6 +65,16 @@ class Dialect:
         fields = {"decode_prefix_len": 0, "num_pages": len(pages), "is_dummy": False, **frame}
         return [*frames, encode_frame(DeltaFrame(**fields))] if ours else frames
 
+    @staticmethod
+    def unguarded(frames: list[bytes]) -> list[bytes]:
+        """What SGLang's own parser gets of a message."""
+        return frames
+
+    @staticmethod
+    def is_dummy(info: Any) -> bool:
+        """Whether nothing goes to the rank that announced this, not even metadata."""
+        return bool(info.is_dummy)
+
     def _registration(
         self, pointers: bytes, slots: bytes, size: bytes, rank: bytes, item: bytes, **own: bytes
     ) -> list[bytes]:
@@ -86,7 +99,15 @@ class Dialect:
 class Nixl(Dialect):
     """Frames behind a guard."""
 
-    backend, peer = "nixl", "D"
+    backend, peer, transfer_info = "nixl", "D", nixl.TransferInfo
+
+    @staticmethod
+    def unguarded(frames: list[bytes]) -> list[bytes]:
+        return frames[1:]
+
+    @staticmethod
+    def is_dummy(info: Any) -> bool:
+        return bool(info.is_dummy())
 
     def _registration(
         self,
@@ -98,17 +119,17 @@ class Nixl(Dialect):
         *,
         metadata: bytes = b"metadata",
     ) -> list[bytes]:
-        frames = [GUARD, b"None", *_FROM, b"D", metadata, pointers, slots]
+        frames = [nixl.GUARD, b"None", *_FROM, b"D", metadata, pointers, slots]
         return [*frames, b"", b"0", size, rank, item]
 
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
-        return [GUARD, room, *_FROM, b"D", pages, slot, needed, b""]
+        return [nixl.GUARD, room, *_FROM, b"D", pages, slot, needed, b""]
 
 
 class Mooncake(Dialect):
     """Frames that name a session of the engine."""
 
-    backend, peer = "mooncake", "10.0.0.2:4001"
+    backend, peer, transfer_info = "mooncake", "10.0.0.2:4001", mooncake.TransferInfo
 
     def _registration(
         self,

@@ -106,6 +106,8 @@ class Pair:
 
     #: The backend's module with its senders and receivers, and how their names start.
     ends: ClassVar[tuple[Any, str]]
+    #: Whether a request ends on prefill while its write, which is late, is under way.
+    prefill_ends_first: ClassVar[bool]
     prefill: Any
     decode: Any
     #: Of all pairs: what is late for one must not be taken for another's.
@@ -142,8 +144,8 @@ class Pair:
         """The name by which prefill knows the decode rank."""
         raise NotImplementedError
 
-    def share_queue(self, room: int, other: int) -> bool:
-        """Whether chunks of one room wait behind those of the other."""
+    def allowing(self, seconds: float) -> AbstractContextManager[None]:
+        """How long a transfer that begins meanwhile may take."""
         raise NotImplementedError
 
     def held_up(self) -> AbstractContextManager[Hold]:
@@ -194,12 +196,6 @@ class Pair:
         """Prefill's end of a room."""
         return self._end("Sender")(self.prefill.manager, ADDRESS, room, [0], 0)
 
-    def room_behind(self, room: int) -> int:
-        """A number that was not used yet, whose chunks wait behind those of ``room``."""
-        while not self.share_queue(room, other := self.next_room()):
-            pass
-        return other
-
     def room(self, number: int | None = None) -> tuple[Any, Any]:
         """A new room: its sender and its receiver."""
         room = self.next_room() if number is None else number
@@ -245,8 +241,14 @@ class Pair:
         sender, receiver = self.ready_room(target)
         sender.send(pages(source))
         assert self.finish(sender, receiver) == DONE
-        sender.clear()
-        receiver.clear()
+        self.clear(sender, receiver)
+
+    @staticmethod
+    def clear(sender: Any, receiver: Any) -> None:
+        """Both were served, are so for good, and are done with."""
+        for end in (sender, receiver):
+            assert {end.poll() for _ in range(3)} == {KVPoll.Success}
+            end.clear()
 
     @property
     def rooms(self) -> Any:

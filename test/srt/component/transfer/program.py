@@ -1,6 +1,6 @@
-"""Runs tests of a pair in this interpreter, each with a pair of its own; prints a line a test.
+"""Runs tests of a pair in this interpreter, each with a pair of its own; prints a line a cell.
 
-python program.py BACKEND MODULE TEST...
+python program.py BACKEND MODULE TEST[/PARAMETER=TEXT]...
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from component import programs
 from component.transfer.pair import until
 
 
-def run(build: Callable[[], Any], test: Callable[[Any], None]) -> None:
+def run(build: Callable[[], Any], tests: Any, cell: str) -> None:
     """When it has ended, no table of either side may hold an entry of a room."""
+    name, *parameters = cell.split("/")
     pair = build()
-    test(pair)
+    getattr(tests, name)(pair, **dict(each.split("=", 1) for each in parameters))
     until(lambda: not pair.leftovers(), f"left behind: {pair.leftovers()}")
     pair.close()
 
 
 if __name__ == "__main__":
-    backend, module, *names = sys.argv[1:]
+    backend, module, *cells = sys.argv[1:]
     build = importlib.import_module(f"component.{backend}.pair").Pair
     tests = importlib.import_module(module)
-    programs.run_scenarios({name: partial(run, build, getattr(tests, name)) for name in names})
+    programs.run_scenarios({cell: partial(run, build, tests, cell) for cell in cells})
