@@ -68,29 +68,34 @@ def test_the_table_says_nothing(current: FakeSglang) -> None:
     assert (result.stdout, result.stderr) == ("['stock']\n", "")
 
 
-def test_the_report_names_base_and_parts(current: FakeSglang) -> None:
+ON, ALL = {"ONE": "1"}, "group lead: one\n  on   one\n  off  two\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "status", "said"),
+    [
+        (ON, 0, f"found {CURRENT_VERSION}: the group lead"),
+        (ON, 0, ALL),
+        ({}, 0, "group lead: off\n"),
+        (ON | {"SGLANG_PATCHSET": "0"}, 1, "inert: turned off by SGLANG_PATCHSET=0"),
+        (ON | {"SGLANG_PATCHSET_DISABLE": "lead"}, 0, "group lead: off"),
+        # A server would not start with it.
+        (ON | {"SGLANG_PATCHSET": "maybe"}, 1, "SGLANG_PATCHSET must be"),
+        # Variables that nobody reads: SGLang was told to load other plugins only.
+        (ON | {"SGLANG_PLUGINS": "other, plugin"}, 2, "SGLANG_PLUGINS does not name disagg_lead"),
+        (ON | {"SGLANG_PLUGINS": "other, disagg_lead"}, 0, ALL),
+    ],
+)
+def test_the_report(current: FakeSglang, env: dict[str, str], status: int, said: str) -> None:
     """Guards against an operator who cannot see whether a variable has reached the server."""
-    result = report(current, ONE="1")
-    assert result.returncode == 0, result.stderr
-    assert f"found {CURRENT_VERSION}: the group lead" in result.stdout
-    assert "group lead: one\n  on   one\n  off  two\n" in result.stdout
-    assert "group lead: off\n" in report(current).stdout
-    assert "group base" not in result.stdout
+    result = report(current, **env)
+    assert result.returncode == status, result.stderr
+    assert said in result.stdout + result.stderr and "group base" not in result.stdout
 
 
-def test_switched_off(current: FakeSglang) -> None:
-    """As on the other base: exit status 1, and the reason."""
-    result = report(current, ONE="1", SGLANG_PATCHSET="0")
-    assert result.returncode == 1 and "inert: turned off by SGLANG_PATCHSET=0" in result.stdout
-    assert "group lead: off" in report(current, ONE="1", SGLANG_PATCHSET_DISABLE="lead").stdout
-
-
-def test_a_plugin_that_is_not_loaded_is_an_error(current: FakeSglang) -> None:
+def test_a_plugin_that_is_not_installed_is_an_error(current: FakeSglang) -> None:
     """Guards against variables that nobody reads: the entry point is missing, as in an old
-    installation, or SGLang was told to load others only."""
-    result = report(current, ONE="1", SGLANG_PLUGINS="other, plugin")
-    assert result.returncode == 2 and "SGLANG_PLUGINS does not name disagg_lead" in result.stdout
-    assert report(current, ONE="1", SGLANG_PLUGINS="other, disagg_lead").returncode == 0
+    installation."""
     install_entry_point(current, "something_else")
     result = report(current, ONE="1")
     assert result.returncode == 2 and "is not installed" in result.stdout
@@ -105,9 +110,3 @@ def test_the_check_compares_signatures_of_all_parts(current: FakeSglang) -> None
     assert result.returncode == 2
     assert "does not fit: Engine.run is (self, steps=1), not (self, steps=12)" in result.stdout
     assert report(current, ONE="1").returncode == 0
-
-
-def test_a_wrong_value_is_an_error(current: FakeSglang) -> None:
-    """A server would not start with it."""
-    result = report(current, ONE="1", SGLANG_PATCHSET="maybe")
-    assert result.returncode != 0 and "SGLANG_PATCHSET must be" in result.stdout + result.stderr

@@ -26,29 +26,31 @@ LATE = {"feature": (("Engine", "Loud"), ("Options", "MoreOptions"), ("motor.Moto
 MISFIT = {"feature": (*LATE["feature"][:2], ("motor.Motor", "Loud"), ("motor.Motor", "Drifted"))}
 
 
-def test_a_fitting_group_is_attached_row_by_row(fake_sglang):
-    """The control of what follows: targets of one group that are imported one after the other."""
-    fake_sglang.set_groups(LATE)
-    result = fake_sglang.run(REPORT + STATES)
-    run = "['stock', 'loud']"
-    assert result.stdout.splitlines() == [
-        f"{run} {run} {run} eager ['stock', 'mixin']",
-        "{'feature': ('attached', ['bound', 'bound', 'bound'])}",
-    ]
-
-
-def test_a_misfit_found_late_takes_the_group_back(fake_sglang):
+@pytest.mark.parametrize(
+    ("groups", "run", "start", "checked", "states"),
+    [
+        # The control of what follows: targets of one group that are imported one after the other.
+        (
+            LATE, ["stock", "loud"], "eager", ["stock", "mixin"],
+            ("attached", ["bound", "bound", "bound"]),
+        ),
+        (MISFIT, ["stock"], "stock", ["stock"], ("stock", ["stock", "stock", "stock", "failed"])),
+    ],
+    ids=["fits", "misfit"],
+)  # fmt: skip
+def test_a_misfit_found_late_takes_the_group_back(fake_sglang, groups, run, start, checked, states):
     """Half a feature is worse than none: who holds a bound class by then has to be stock as well,
     be it a subclass, an instance or a dataclass."""
-    fake_sglang.set_groups(MISFIT)
+    fake_sglang.set_groups(groups)
     result = fake_sglang.run(REPORT + STATES)
-    stock = "['stock']"
     assert result.stdout.splitlines() == [
-        f"{stock} {stock} {stock} stock {stock}",
-        "{'feature': ('stock', ['stock', 'stock', 'stock', 'failed'])}",
+        f"{run} {run} {run} {start} {checked}",
+        str({"feature": states}),
     ]
-    (line,) = result.stderr.splitlines()
-    assert "feature group feature stays stock" in line and "motor:Motor does not fit" in line
+    said = result.stderr.splitlines()
+    assert len(said) == (groups is MISFIT)
+    for line in said:
+        assert "feature group feature stays stock" in line and "motor:Motor does not fit" in line
 
 
 def test_a_taken_back_class_is_the_stock_one_in_everything(fake_sglang):

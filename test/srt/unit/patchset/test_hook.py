@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,12 @@ pytestmark = pytest.mark.slow
 REPORT = """
 from sglang.srt.consumer import Engine, Options
 print(Engine().run(), Options(colour="blue").checked)
+"""
+IDENTITY = """
+import pickle
+from sglang.srt.mixins import Loud
+print(Engine.__module__, Engine.__qualname__, Engine.__name__, Engine.__doc__)
+assert pickle.loads(pickle.dumps(Engine)) is Engine and issubclass(Engine, Loud)
 """
 STOCK_REPORT = "from sglang.srt.consumer import Engine; print(Engine().run())"
 
@@ -42,24 +49,14 @@ class Other:
 
 
 def test_rebinds_before_any_consumer_imports(fake_sglang):
-    """A consumer that got hold of the stock class would run unpatched, silently."""
-    result = fake_sglang.run(REPORT)
-    assert result.stdout.split("\n")[0] == "['stock', 'loud'] ['stock', 'mixin']"
+    """A consumer that got hold of the stock class would run unpatched, silently. Pickle, log lines
+    and metric labels go by module and name, which must not change."""
+    result = fake_sglang.run(REPORT + IDENTITY)
+    assert result.stdout.splitlines() == [
+        "['stock', 'loud'] ['stock', 'mixin']",
+        "sglang.srt.engine Engine Engine Stock engine.",
+    ]
     assert result.stderr == ""
-
-
-def test_identity_stays_upstreams(fake_sglang):
-    """Pickle, log lines and metric labels go by module and name: they must not change."""
-    result = fake_sglang.run(
-        """
-        import pickle
-        from sglang.srt.consumer import Engine
-        from sglang.srt.mixins import Loud
-        print(Engine.__module__, Engine.__qualname__, Engine.__name__, Engine.__doc__)
-        assert pickle.loads(pickle.dumps(Engine)) is Engine and issubclass(Engine, Loud)
-        """
-    )
-    assert result.stdout == "sglang.srt.engine Engine Engine Stock engine.\n"
 
 
 @pytest.mark.parametrize(
@@ -189,41 +186,47 @@ def test_one_loader_of_several_modules(fake_sglang):
     assert result.stderr == "" and result.stdout.startswith("['stock', 'loud']\n")
 
 
-def test_sglang_was_uninstalled(fake_sglang):
-    """Guards against a message that names a version "none", where `import sglang` still works."""
-    code = f"""
-        from importlib import metadata
-        def version(name):
-            raise metadata.PackageNotFoundError(name)
-        metadata.version = version
-        {STOCK_REPORT}
-    """
-    result = fake_sglang.run(code)
-    (line,) = result.stderr.splitlines()
-    assert result.stdout == "['stock']\n" and "no package `sglang` is installed" in line
+UNINSTALLED = """
+from importlib import metadata
+def version(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = version
+"""
+#: A second process says nothing more.
+AGAIN = f"""
+import subprocess, sys
+sys.stdout.flush()
+subprocess.run([sys.executable, "-c", {STOCK_REPORT!r}], check=True)
+"""
 
 
-def test_inert_with_another_version(fake_sglang):
-    """Another SGLang must run stock, and say once for all its processes why it does."""
-    fake_sglang.set_version("0.5.99")
-    result = fake_sglang.run(
-        f"""
-        import subprocess, sys
-        {STOCK_REPORT}
-        sys.stdout.flush()
-        subprocess.run([sys.executable, "-c", {STOCK_REPORT!r}])
-        """
-    )
-    assert result.stdout == "['stock']\n" * 2
-    (line,) = result.stderr.splitlines()
-    assert "inert" in line and "0.5.99" in line
-    assert "made for SGLang 0.5.10.post1 and 0.5.23" in line
-
-
-def test_switched_off_by_the_environment(fake_sglang):
-    """SGLANG_PATCHSET=0 is the way back to stock; whoever sets it needs no message."""
-    result = fake_sglang.run(STOCK_REPORT, SGLANG_PATCHSET="0")
-    assert (result.stdout, result.stderr) == ("['stock']\n", "")
+@pytest.mark.parametrize(
+    ("why", "line"),
+    [
+        ("another version", "made for SGLang 0.5.10.post1 and 0.5.23, found 0.5.99"),
+        ("uninstalled", "no package `sglang` is installed"),
+        ("half written", "the replacement table did not load"),
+        ("switched off", None),  # whoever sets it needs no message
+    ],
+)
+def test_stock_sglang_runs(fake_sglang, why, line):
+    """Guards against a table of another release, or a broken one, that takes SGLang down or is in
+    half of its processes; and against a reason that nobody is told, or that all repeat."""
+    code, env = STOCK_REPORT, {}
+    if why == "another version":
+        fake_sglang.set_version("0.5.99")
+        code = STOCK_REPORT + AGAIN
+    elif why == "uninstalled":
+        code = UNINSTALLED + STOCK_REPORT
+    elif why == "half written":
+        fake_sglang.write("sglang/srt/patchset/table.py", "this is not Python")
+    else:
+        env = {"SGLANG_PATCHSET": "0"}
+    result = fake_sglang.run(code, **env)
+    assert set(result.stdout.splitlines()) == {"['stock']"}
+    said = result.stderr.splitlines()
+    assert len(said) == (line is not None)
+    assert all(re.match(f"sglang-disagg-patchset: inert.*{line}", each) for each in said), said
 
 
 def test_rows_for_one_name_stack(fake_sglang):
@@ -292,15 +295,6 @@ def test_targets_imported_before_the_hook(fake_sglang, first, outcome):
     assert fake_sglang.run(code).stdout == f"{outcomes}\n"
 
 
-def test_an_unreadable_table_costs_one_line(fake_sglang):
-    """A half-written installation must not take SGLang down with it."""
-    (fake_sglang.folder / "sglang/srt/patchset/table.py").write_text("this is not Python")
-    result = fake_sglang.run(STOCK_REPORT)
-    assert result.stdout == "['stock']\n"
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("sglang-disagg-patchset: inert")
-
-
 @pytest.mark.parametrize("body", ["raise RuntimeError('x')", "raise SystemExit(3)", "not Python"])
 def test_a_broken_hook_does_not_break_the_interpreter(fake_sglang, body):
     """The .pth line runs in every Python of the environment, also in pip repairing it."""
@@ -311,21 +305,6 @@ def test_a_broken_hook_does_not_break_the_interpreter(fake_sglang, body):
     assert result.stdout == "alive\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith("sglang-disagg-patchset: not loaded")
-
-
-def test_import_cost(fake_sglang, tmp_path):
-    """An interpreter that looks for SGLang in vain must not pay for the patch set (below 5 ms)."""
-
-    def cost() -> float:
-        options = ("-X", "importtime", "-X", f"pycache_prefix={tmp_path / 'bytecode'}")
-        code = "import importlib.util as util; util.find_spec('sglang')"
-        lines = fake_sglang.run(code, *options, PYTHONDONTWRITEBYTECODE="").stderr.splitlines()
-        (ours,) = [line for line in lines if line.endswith("sglang_disagg_patchset_hook")]
-        return int(ours.split("|")[1]) / 1000
-
-    # The best of many: the machine may be busy with something else.
-    best = min(cost() for _ in range(15))
-    assert best < 5, f"{best:.2f} ms"
 
 
 def modules_after(code: str) -> set[str]:

@@ -10,8 +10,12 @@ from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowSta
 
 pytestmark = pytest.mark.slow
 
-MAIN = "import runpy; runpy.run_module('sglang.srt.patchset', run_name='__main__', alter_sys=True)"
-CHECK = "import sys; sys.argv.append('--check'); " + MAIN
+MAIN = """
+import runpy, sys
+sys.argv[1:] = {options}
+runpy.run_module("sglang.srt.patchset", run_name="__main__", alter_sys=True)
+"""
+OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"}
 
 
 def test_the_table_names_what_exists():
@@ -21,49 +25,42 @@ def test_the_table_names_what_exists():
     assert all(row.mixin.count(":") == 1 and row.module.startswith("sglang.srt.") for row in TABLE)
 
 
-def test_active(fake_sglang):
-    """The plain call is quick and imports no target; --check imports and binds them all."""
-    result = fake_sglang.run(MAIN)
-    assert "patchset active" in result.stdout and result.stdout.count("pending ") == 2
-    assert "group feature: pending" in result.stdout
-    checked = fake_sglang.run(CHECK).stdout
-    assert checked.count("bound ") == 2 and "group feature: attached" in checked
-
-
-@pytest.mark.parametrize("code", [MAIN, CHECK])
-def test_inert_is_an_error(fake_sglang, code):
-    """A deployment can check its image by the exit status."""
-    result = fake_sglang.run(code, check=False, SGLANG_PATCHSET="0")
-    assert result.returncode == 1
-    assert "inert: turned off" in result.stdout and result.stdout.count("stock ") == 2
-    fake_sglang.set_version("0.5.99")
-    result = fake_sglang.run(code, check=False)
-    assert result.returncode == 1
-    assert "found 0.5.99, expected 0.5.10.post1" in result.stdout
-
-
-def test_a_failed_row_is_an_error(fake_sglang):
-    """Half attached is worse than not attached: the check has to say so."""
-    fake_sglang.set_table((("Engine", "Drifted"),))
-    result = fake_sglang.run(CHECK, check=False)
-    assert result.returncode == 2 and "failed   sglang.srt.engine:Engine" in result.stdout
-    assert "group feature: stock" in result.stdout
-
-
-@pytest.mark.parametrize("code", [MAIN, CHECK])
-def test_a_group_that_is_switched_off_is_no_error(fake_sglang, code):
-    """A deployment that wants it so must still be able to check its image."""
-    result = fake_sglang.run(code, SGLANG_PATCHSET_DISABLE="feature")
-    assert "group feature: off" in result.stdout
-    assert (
-        result.stdout.count("stock ") == 2 and "SGLANG_PATCHSET_DISABLE names it" in result.stdout
-    )
-
-
-def test_without_the_hook_the_report_says_so(fake_sglang):
-    """An installation whose .pth was lost looks complete otherwise."""
-    result = fake_sglang.run(f"import sys; sys.meta_path.pop(0); {MAIN}", check=False)
-    assert result.returncode == 1 and "hook did not run" in result.stdout
+@pytest.mark.parametrize(
+    ("about", "options", "env", "status", "said"),
+    [
+        # The plain call is quick and imports no target; --check imports and binds them all.
+        ("all", [], {}, 0, {"patchset active": 1, "pending ": 2, "group feature: pending": 1}),
+        ("all", ["--check"], {}, 0, {"bound ": 2, "group feature: attached": 1}),
+        # A deployment can check its image by the exit status, also one that wants a group off.
+        ("switched off", [], OFF, 1, {"inert: turned off": 1, "stock ": 2}),
+        ("switched off", ["--check"], OFF, 1, {"inert: turned off": 1, "stock ": 2}),
+        ("a version", [], {}, 1, {"found 0.5.99, expected 0.5.10.post1": 1}),
+        ("a version", ["--check"], {}, 1, {"found 0.5.99, expected 0.5.10.post1": 1}),
+        (
+            "a group",
+            [],
+            GROUP_OFF,
+            0,
+            {"group feature: off": 1, "stock ": 2, "DISABLE names it": 1},
+        ),
+        ("a group", ["--check"], GROUP_OFF, 0, {"group feature: off": 1, "stock ": 2}),
+        ("a misfit", ["--check"], {}, 2, {"failed   sglang.srt.engine:Engine": 1}),
+        ("no hook", [], {}, 1, {"hook did not run": 1}),
+    ],
+)
+def test_the_command(fake_sglang, about, options, env, status, said):
+    """Guards against an installation that is inert, half attached or without its .pth, and looks
+    complete."""
+    code = MAIN.format(options=options)
+    if about == "a version":
+        fake_sglang.set_version("0.5.99")
+    elif about == "a misfit":
+        fake_sglang.set_table((("Engine", "Drifted"),))
+    elif about == "no hook":
+        code = f"import sys; sys.meta_path.pop(0)\n{code}"
+    result = fake_sglang.run(code, check=False, **env)
+    assert result.returncode == status, result.stderr
+    assert {text: result.stdout.count(text) for text in said} == said, result.stdout
 
 
 @pytest.mark.parametrize(
