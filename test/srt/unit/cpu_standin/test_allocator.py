@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,52 +48,20 @@ def same(result, expected):
     )
 
 
-@given(batches())
-def test_extend(batch) -> None:
+@given(batches(), batches(decode=True))
+def test_every_slot_is_that_of_its_token(extended, decoded) -> None:
     """Guards against slots of another page or another request, for every mix of partial pages,
-    empty extends and full pools."""
-    page_size, prefix, seq, last, free = batch
+    empty extends and full pools; and for one more token a request."""
+    page_size, prefix, seq, last, free = extended
     result = allocator.extend_slots(*map(ints, (prefix, seq, last, free)), page_size)
     assert same(result, slots_one_by_one(prefix, seq, last, free, page_size))
-
-
-@given(batches(decode=True))
-def test_decode(batch) -> None:
-    """Guards against the same for one more token a request."""
-    page_size, prefix, seq, last, free = batch
+    page_size, prefix, seq, last, free = decoded
     result = allocator.decode_slots(*map(ints, (seq, last, free)), page_size)
     assert same(result, slots_one_by_one(prefix, seq, last, free, page_size))
 
 
 def ints(values):
     return np.asarray(values, dtype=np.int64)
-
-
-def test_kernels_take_the_calls_of_the_allocator() -> None:
-    """Guards against a launch form, dtype or argument order that SGLang does not use."""
-
-    class Module:
-        __name__ = "allocator"
-        alloc_extend_kernel = alloc_decode_kernel = None
-
-    module = Module()
-    allocator.edit(module)
-    out = torch.empty(5, dtype=torch.int64)
-    module.alloc_extend_kernel[(2,)](
-        torch.tensor([2, 0]),
-        torch.tensor([5, 2]),
-        torch.tensor([41, -1], dtype=torch.int32),
-        torch.tensor([7, 3, 9]),
-        out,
-        2,
-        4,
-    )
-    assert out.tolist() == [42, 43, 28, 12, 13]
-    out = torch.empty(2, dtype=torch.int64)
-    module.alloc_decode_kernel[(2,)](
-        torch.tensor([6, 9]), torch.tensor([28, 31]), torch.tensor([5, 6]), out, 2, 4
-    )
-    assert out.tolist() == [29, 20]
 
 
 def test_edit_needs_the_kernels() -> None:

@@ -70,17 +70,19 @@ class AnotherFinder:
         return spec
 
 
-def test_edit_runs_after_the_module_body() -> None:
-    """Guards against an edit that runs before the names it replaces exist."""
-    sys.meta_path.insert(0, StandinFinder({TARGET: note("ours")}))
-    assert importlib.import_module(TARGET).history == ["executed", "ours"]
-
-
-def test_edit_of_a_module_that_is_already_imported() -> None:
-    """Guards against a stand-in without effect where torch was imported before it."""
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_edit_runs_after_the_module_body(is_imported: bool) -> None:
+    """Guards against an edit that runs before the names it replaces exist, against a stand-in
+    without effect where torch was imported before it, and against a hook that changes how modules
+    look, or invents modules."""
+    before = importlib.import_module(TARGET) if is_imported else None
+    edits = {TARGET: note("ours"), "absent_module": note("x")}
+    sys.meta_path.insert(0, StandinFinder(edits))
     module = importlib.import_module(TARGET)
-    StandinFinder({TARGET: note("ours")})
-    assert module.history == ["executed", "ours"]
+    assert module.history == ["executed", "ours"] and before in (None, module)
+    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("absent_module")
 
 
 @pytest.mark.parametrize("ask_everyone", [False, True])
@@ -95,34 +97,20 @@ def test_two_hooks_on_one_module(ours_first: bool, ask_everyone: bool) -> None:
     assert sorted(module.history[1:]) == ["other", "ours"]
 
 
-def test_edited_module_keeps_its_loader_and_unknown_modules_their_error() -> None:
-    """Guards against a hook that changes how modules look, or invents modules."""
-    sys.meta_path.insert(0, StandinFinder({TARGET: note("ours"), "absent_module": note("x")}))
-    module = importlib.import_module(TARGET)
-    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("absent_module")
-
-
 def test_kernels_are_names() -> None:
-    """Guards against a kernel that is silently absent, or does nothing, when it is called."""
+    """Guards against a kernel that is silently absent, or does nothing, when it is called; and
+    against a vllm that looks complete, for SGLang probes for its other modules."""
     sys.meta_path.insert(0, StandinFinder({}))
     from sgl_kernel.quantization.gguf import dequantize
     from sgl_kernel.scalar_type import scalar_types
+    from vllm._custom_ops import rotary_embedding
 
     assert isinstance(scalar_types.uint4b8, type(dequantize))
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.quantization\.gguf\.dequantize"):
         dequantize(1, scale=2)
-    assert not hasattr(sys.modules["sgl_kernel"], "__version__")
-
-
-def test_vllm_is_one_name_only() -> None:
-    """Guards against a vllm that looks complete: SGLang probes for its other modules."""
-    sys.meta_path.insert(0, StandinFinder({}))
-    from vllm._custom_ops import rotary_embedding
-
     with pytest.raises(NotImplementedError):
         rotary_embedding()
+    assert not hasattr(sys.modules["sgl_kernel"], "__version__")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("vllm.logger")
 
@@ -135,23 +123,17 @@ def test_install_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(getattr(f, "is_cpu_standin", False) for f in sys.meta_path) == 1
 
 
-def test_install_refuses_a_gpu() -> None:
-    """Guards against names that shadow the real kernels on a GPU machine."""
-    before = list(sys.meta_path)
-    with pytest.raises(cpu_standin.StandinRefused) as refused:
-        cpu_standin.install(probe=lambda: "/dev/nvidiactl")
-    assert sys.meta_path == before
-    assert "/dev/nvidiactl" in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_device_nodes_are_probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards against a probe that looks at nothing."""
-    node = tmp_path / "nvidiactl"
+def test_install_refuses_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against names that shadow the real kernels on a GPU machine, and against a probe that
+    looks at nothing."""
+    before, node = list(sys.meta_path), tmp_path / "nvidiactl"
     monkeypatch.setattr(cpu_standin, "DEVICE_NODES", (str(tmp_path / "no"), str(node)))
     assert cpu_standin.gpu_device_node() is None
     node.touch()
-    assert cpu_standin.gpu_device_node() == str(node)
+    with pytest.raises(cpu_standin.StandinRefused) as refused:
+        cpu_standin.install()
+    assert sys.meta_path == before
+    assert str(node) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def fake_torch(has_cuda: bool) -> SimpleNamespace:
@@ -164,53 +146,43 @@ def fake_torch(has_cuda: bool) -> SimpleNamespace:
     return SimpleNamespace(cuda=cuda_part, Tensor=type("Tensor", (), {}))
 
 
-def test_torch_with_a_device_is_refused() -> None:
-    """Guards against a device that torch reaches without any of the known device nodes."""
-    with pytest.raises(cpu_standin.StandinRefused, match="torch sees a CUDA device"):
-        cuda.edit(fake_torch(has_cuda=True))
-
-
-def test_synchronize_waits_for_nothing() -> None:
-    """Guards against the error that ends a decode server when it retracts a request."""
+def test_edits_of_torch() -> None:
+    """Guards against the error that ends a decode server when it retracts a request, against a
+    request that waits for a C++ compiler, in both forms of the decorator, and against a device that
+    torch reaches without any of the known device nodes."""
     torch = fake_torch(has_cuda=False)
     cuda.edit(torch)
     torch.cuda.synchronize()
     torch.cuda.synchronize("cpu")
     torch.Tensor().record_stream("a stream")
-
-
-def test_compile_returns_the_function() -> None:
-    """Guards against a request that waits for a C++ compiler, in both forms of the decorator."""
-    torch = fake_torch(has_cuda=False)
     eager.edit(torch)
 
     def function() -> None: ...
 
     assert torch.compile(function, dynamic=True) is function
     assert torch.compile(fullgraph=True)(function) is function
+    with pytest.raises(cpu_standin.StandinRefused, match="torch sees a CUDA device"):
+        cuda.edit(fake_torch(has_cuda=True))
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Guards against forked servers that nobody asked for, and against a fork that does not
-    take effect when SGLang sets its own start method."""
+    """Guards against forked servers that nobody asked for, against a fork that does not take
+    effect when SGLang sets its own start method, and against a misspelled setting that is silently
+    ignored."""
     chosen: list[str] = []
     multiprocessing = SimpleNamespace(
         set_start_method=lambda name, force: chosen.append(name), Pipe="the real one"
     )
     engine = SimpleNamespace(mp=multiprocessing)
     monkeypatch.setenv(START_METHOD.name, method)
+    if method == "forkserver":
+        with pytest.raises(ImportError, match=START_METHOD.name):
+            start_method.edit(engine)
+        return
     start_method.edit(engine)
     engine.mp.set_start_method("spawn", force=True)
-    assert chosen == [method]
-    assert engine.mp.Pipe == "the real one"
-
-
-def test_unknown_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a misspelled setting that is silently ignored."""
-    monkeypatch.setenv(START_METHOD.name, "forkserver")
-    with pytest.raises(ImportError, match=START_METHOD.name):
-        start_method.edit(SimpleNamespace(mp=None))
+    assert chosen == [method] and engine.mp.Pipe == "the real one"
 
 
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:

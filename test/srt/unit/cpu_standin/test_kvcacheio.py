@@ -80,16 +80,13 @@ def test_load_one_layer(transfer, layer) -> None:
     assert all(map(torch.equal, devices, expected))
 
 
-def test_layers_that_do_not_divide() -> None:
-    """Guards against a silently shifted layer where a buffer is forgotten."""
+def test_what_cannot_be_copied_is_refused() -> None:
+    """Guards against a silently shifted layer where a buffer is forgotten, and against a puzzling
+    failure with HiCache's default I/O backend."""
     none = torch.empty(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="3 layers"):
         kvcacheio.transfer_kv_all_layer_direct_lf_pf(
             layer_first(1), [page_first(1), page_first(1)], none, none, 1
         )
-
-
-def test_other_copies_name_the_flag() -> None:
-    """Guards against a puzzling failure with HiCache's default I/O backend."""
     with pytest.raises(NotImplementedError, match="--hicache-io-backend direct"):
         kvcacheio.transfer_kv_all_layer()
