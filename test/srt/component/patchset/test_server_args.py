@@ -51,30 +51,16 @@ def test_without_the_flag_all_is_stock(model_config, caplog, mode):
     assert values[FIELD] is False
 
 
-@pytest.mark.parametrize("flag", [{}, {FIELD: True}], ids=["without our flag", "with it"])
-def test_fp4_is_refused_on_both_servers(flag):
-    """SGLang starts such a pair, and its answers are wrong."""
-    modes = ["decode"] if flag else ["prefill", "decode"]
-    for mode in modes:
-        changes = {"disaggregation_mode": mode, "kv_cache_dtype": "fp4_e2m1"}
-        with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1"):
-            ServerArgs(**{"model_path": "dummy", **CPU, **DECODE, **flag, **changes})
-
-
-def test_command_line():
-    """The stock entry points build their parser through ``ServerArgs.add_cli_args``."""
-    line = ["--model-path", "dummy", "--disaggregation-mode", "decode"]
-    line += ["--disaggregation-transfer-backend", "nixl"]
-    assert getattr(prepare_server_args(line), FIELD) is False
-    assert getattr(prepare_server_args([*line, compat.FLAG]), FIELD) is True
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    assert compat.FLAG in parser.format_help()
+LINE = [
+    *("--model-path", "dummy", "--disaggregation-mode", "decode"),
+    *("--disaggregation-transfer-backend", "nixl"),
+]
 
 
 @pytest.mark.parametrize(
     ("field", "value", "forms"),
     [
+        (FIELD, True, [compat.FLAG]),
         (
             "disaggregation_decode_local_tokens_when_lost",
             9,
@@ -93,14 +79,19 @@ def test_command_line():
         ),
     ],
 )
-def test_both_names_of_a_flag(field, value, forms):
-    """Guards against a command line that no longer starts, and a refusal that names no flag."""
-    line = ["--model-path", "dummy", "--disaggregation-mode", "decode"]
-    line += ["--disaggregation-transfer-backend", "nixl", compat.FLAG]
+def test_every_name_of_a_flag(field, value, forms):
+    """Guards against a command line that no longer starts, a flag without help, and a refusal that
+    names no flag."""
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert getattr(prepare_server_args(LINE), field) != value and forms[0] in parser.format_help()
+    number = [] if value is True else [str(value)]
     for form in forms:
-        assert getattr(prepare_server_args([*line, form, str(value)]), field) == value
-    with pytest.raises(ValueError, match=f"^{forms[0]} must be"):
-        prepare_server_args([*line, forms[1], "-1"])
+        line = [*LINE, compat.FLAG, form, *number]
+        assert getattr(prepare_server_args(line), field) == value
+    if number:
+        with pytest.raises(ValueError, match=f"^{forms[0]} must be"):
+            prepare_server_args([*LINE, compat.FLAG, forms[-1], "-1"])
 
 
 def test_field_order_and_pickle():
@@ -116,68 +107,54 @@ def test_field_order_and_pickle():
     assert getattr(dataclasses.replace(args, host="0.0.0.0"), FIELD) is True
 
 
+SLIDING = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+STATE_SPACE = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+}
+FP4 = {"kv_cache_dtype": "fp4_e2m1"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("model", "changes", "named"),
     [
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"disaggregation_mode": "null"}, "--disaggregation-mode"),
-        ({"disaggregation_transfer_backend": "fake"}, "--disaggregation-transfer-backend"),
-        ({"disable_radix_cache": True}, "--disable-radix-cache"),
-        ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm"),
-        ({"enable_hisparse": True}, "--enable-hisparse"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"pp_size": 2}, "--pipeline-parallel-size"),
+        # ``dummy``: the short way that SGLang takes for such models.
+        *(
+            (model, changes, named)
+            for model in ("dummy", {})
+            for changes, named in (
+                ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+                ({"disaggregation_transfer_backend": "fake"}, "--disaggregation-transfer-backend"),
+                ({"disable_radix_cache": True}, "--disable-radix-cache"),
+                ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm"),
+                ({"pp_size": 2}, "--pipeline-parallel-size"),
+            )
+        ),
+        # SGLang starts such a pair, and its answers are wrong, with our flag or without.
+        ("dummy", FP4, "--kv-cache-dtype fp4_e2m1"),
+        ("dummy", FP4 | {FIELD: False}, "--kv-cache-dtype fp4_e2m1"),
+        (
+            "dummy",
+            FP4 | {FIELD: False, "disaggregation_mode": "prefill"},
+            "--kv-cache-dtype fp4_e2m1",
+        ),
+        # The page size is chosen inside SGLang's handlers.
+        ({}, {"page_size": 64, "num_reserved_decode_tokens": 63}, "--num-reserved-decode-tokens"),
+        # From the configuration alone: there are no weights here.
+        (SLIDING, {}, "sliding-window"),
+        (STATE_SPACE, {}, "state-space"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dummy", [True, False])
-def test_refusals_reach_the_user(model_config, changes, named, dummy):
-    """Through the real class, also on the short way that SGLang takes for dummy models."""
-    path = "dummy" if dummy else model_config()
-    with pytest.raises(ValueError, match=compat.FLAG) as error:
+def test_refusals_reach_the_user(model_config, model, changes, named):
+    """Through SGLang's real class, after what it fills in and before any weights."""
+    path = model if model == "dummy" else model_config(**model)
+    with pytest.raises(ValueError, match=named):
         ServerArgs(**{"model_path": path, **CPU, **DECODE, FIELD: True, **changes})
-    assert named in str(error.value)
-
-
-def test_checks_what_sglang_filled_in(model_config):
-    """The page size is chosen inside SGLang's handlers; the reserve must be checked against it."""
-    with pytest.raises(ValueError, match="--num-reserved-decode-tokens"):
-        ServerArgs(
-            model_path=model_config(),
-            page_size=64,
-            num_reserved_decode_tokens=63,
-            **CPU,
-            **DECODE,
-            **{FIELD: True},
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        (
-            {
-                "architectures": ["GptOssForCausalLM"],
-                "model_type": "gpt_oss",
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            "sliding-window",
-        ),
-        (
-            {
-                "architectures": ["FalconH1ForCausalLM"],
-                "model_type": "falcon_h1",
-                "mamba_d_ssm": 64,
-                "mamba_n_heads": 4,
-                "mamba_d_head": 16,
-            },
-            "state-space",
-        ),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else value,
-)
-def test_models_are_refused_before_their_weights(model_config, changes, named):
-    """From the configuration alone: no weights are there in this test."""
-    with pytest.raises(ValueError, match=named) as error:
-        ServerArgs(model_path=model_config(**changes), **CPU, **DECODE, **{FIELD: True})
-    assert compat.FLAG in str(error.value)
