@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 from nixl import _api
 
 from component.transfer import pair
@@ -61,7 +62,10 @@ class Pair(pair.Pair):
         _CLOSED.append(self)
 
     def start(self) -> None:
-        self.prefill.manager._start_bootstrap_thread()
+        with pytest.MonkeyPatch.context() as patch:
+            # So long a transfer that was broken off counts as under way.
+            patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0.1")
+            self.prefill.manager._start_bootstrap_thread()
         self.decode.manager._start_heartbeat_checker_thread()
 
     @contextmanager
@@ -116,19 +120,6 @@ class Pair(pair.Pair):
                 hold.release()
 
     @contextmanager
-    def breaking(self, call: str = "transfer") -> Iterator[None]:
-        with self.doubt_of(0.1), self.agent_that(**{call: raises}):
+    def breaking(self) -> Iterator[None]:
+        with self.agent_that(transfer=raises):
             yield
-
-    @contextmanager
-    def doubt_of(self, seconds: float) -> Iterator[None]:
-        """How long a transfer that was broken off counts as under way."""
-        workers = [thread._worker for thread in self.prefill.manager.transfers._threads]
-        kept = workers[0]._doubt_s
-        for worker in workers:
-            worker._doubt_s = seconds
-        try:
-            yield
-        finally:
-            for worker in workers:
-                worker._doubt_s = kept
