@@ -114,17 +114,6 @@ def test_it_attaches(installed: Environment) -> None:
     assert said.stdout.count(": attached\n") == len(GROUPS)
 
 
-@pytest.mark.nightly
-def test_the_path_of_a_request_is_traced(installed: Environment) -> None:
-    """Guards against a script that looks for our files where the repository has them, and finds
-    none in an installation; and against one that counts SGLang's, which a wheel lies among."""
-    script = ROOT / "scripts/request_path.py"
-    said = installed.python(str(script), SGLANG_CPU_STANDIN="1")
-    here = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    lines = [line for line in said.stdout.splitlines() if " files: " in line]
-    assert len(lines) == 2 and lines == here.stdout.splitlines()[-2:], said.stderr
-
-
 PROJECT = f"""
 [build-system]
 requires = ["setuptools"]

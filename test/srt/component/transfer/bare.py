@@ -16,7 +16,6 @@ from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-BACKENDS = ("nixl", "mooncake")
 ADDRESS = "10.0.0.1:8998"
 #: Metadata slots, and bytes of one; bytes of a KV page are as many.
 SLOTS, ITEM = 8, 64
@@ -96,7 +95,7 @@ def prefill(backend: str) -> Any:
     """A prefill rank's manager; NIXL's transfer workers have nothing to drop."""
     manager = bare(backend, DisaggregationMode.PREFILL)
     if backend == "nixl":
-        manager.transfers = SimpleNamespace(cancel=lambda *_: None)
+        manager.transfers = SimpleNamespace(open=lambda *_: None, cancel=lambda *_: None)
     return manager
 
 

@@ -27,8 +27,9 @@ class Dialect:
     backend: str
     #: The name that prefill knows it by.
     peer: str
-    #: What a room's announcement becomes.
+    #: What a room's announcement becomes, and SGLang's sender with ours.
     transfer_info: Any
+    sender: Any
 
     def __repr__(self) -> str:
         return self.backend
@@ -99,7 +100,8 @@ class Dialect:
 class Nixl(Dialect):
     """Frames behind a guard."""
 
-    backend, peer, transfer_info = "nixl", "D", nixl.TransferInfo
+    backend, peer = "nixl", "D"
+    transfer_info, sender = nixl.TransferInfo, nixl.NixlKVSender
 
     @staticmethod
     def unguarded(frames: list[bytes]) -> list[bytes]:
@@ -129,7 +131,8 @@ class Nixl(Dialect):
 class Mooncake(Dialect):
     """Frames that name a session of the engine."""
 
-    backend, peer, transfer_info = "mooncake", "10.0.0.2:4001", mooncake.TransferInfo
+    backend, peer = "mooncake", "10.0.0.2:4001"
+    transfer_info, sender = mooncake.TransferInfo, mooncake.MooncakeKVSender
 
     def _registration(
         self,

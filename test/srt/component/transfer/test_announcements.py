@@ -14,7 +14,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import INTERVAL_S
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 
@@ -256,7 +255,7 @@ def test_a_decode_server_that_lists_tokens(tokens: int, fits: bool) -> None:
     manager.kv_args.page_size = 4
     reader.handle(MOONCAKE.registration(item=16, hisparse=b"1"))
     reader.handle(MOONCAKE.announcement(pages=tuple(range(20, 20 + tokens)), ours=False))
-    sender = MooncakeKVSender(manager, "10.0.0.1:8998", 7, [0], 0)
+    sender = MOONCAKE.sender(manager, "10.0.0.1:8998", 7, [0], 0)
     assert sender.poll() == KVPoll.WaitingForInput
     sender.init(3, 0)
     assert sender.poll() == (KVPoll.WaitingForInput if fits else KVPoll.Failed)

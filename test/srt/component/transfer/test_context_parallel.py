@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,7 @@ import pytest
 
 from component.transfer.messages import DIALECTS, Dialect
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.nixl.conn import NixlKVSender
 
-SENDERS: dict[str, Any] = {"nixl": NixlKVSender, "mooncake": MooncakeKVSender}
 #: A prompt in a tree that has been used: its pages are no neighbours, nor in order.
 CHUNKS = [[50, 51, 7, 9], [3, 90, 4]]
 
@@ -27,12 +23,11 @@ def test_every_page_is_sent_by_one_rank(say: Dialect) -> None:
     last: list[bool] = []
     for rank in range(2):
         manager, reader = say.acquainted()
-        manager.transfers = SimpleNamespace(open=lambda *_: None)
         manager.kv_args.page_size = 4
         manager.attn_cp_size, manager.attn_cp_rank = 2, rank
         manager.enable_all_cp_ranks_for_transfer = True
         reader.handle(say.announcement(pages=tuple(range(20, 27))))
-        sender = SENDERS[say.backend](manager, "10.0.0.1:8998", 7, [0], 0)
+        sender = say.sender(manager, "10.0.0.1:8998", 7, [0], 0)
         assert sender.poll() == KVPoll.WaitingForInput
         sender.init(7, 3)
 
