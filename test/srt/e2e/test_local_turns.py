@@ -128,7 +128,7 @@ def test_several_ranks(
 ) -> None:
     """Ranks that choose differently, compute other chunks, or of which one alone ends a request
     that decode computes, would stop the server, or change what is generated; as
-    ``component/decode/test_local_turns.py`` in every run, with two ranks in one process."""
+    ``component/decode/test_random_lives.py`` in every run, with two ranks in one process."""
     tokens = prompt_maker(model, seed=5)
     env = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"} if decode_tp == 2 else {}
     config = local_config(

@@ -7,6 +7,7 @@ apply. After each, everything in ``checks`` must hold.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from component.decode.checks import check, check_idle
@@ -18,8 +19,17 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 TOKENS = 50
+
+
+def drawn(weights: dict[str, float], steps: int, seed: int) -> Iterator[tuple[str, int]]:
+    """So many actions, each with its number."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        (action,) = rng.choices(list(weights), list(weights.values()))
+        yield action, rng.getrandbits(30)
 
 
 class Life:
@@ -40,14 +50,17 @@ class Life:
         "abort_waiting": 1,
         "abort_running": 1,
         "abort_retracted": 1,
+        "abort_local": 1,
         "retract": 1,
         "flush": 1,
         "update_weights": 0.2,
         "pause_and_update": 0.2,
     }
 
-    def __init__(self, decoder: Decoder, seed: int = 0) -> None:
+    def __init__(self, decoder: Decoder, seed: int = 0, **weights: float) -> None:
+        """``weights``: of actions that are more frequent in this life."""
         self.decoder = decoder
+        self.weights = self.WEIGHTS | weights
         rng = random.Random(seed)
         limit = min(260, decoder.max_total_num_tokens // 4)
         self.bank = [
@@ -86,11 +99,8 @@ class Life:
 
     def run(self, steps: int, seed: int) -> None:
         """A long life: ``steps`` actions, then everything ends."""
-        rng = random.Random(seed)
-        names, weights = list(self.WEIGHTS), list(self.WEIGHTS.values())
-        for _ in range(steps):
-            (action,) = rng.choices(names, weights)
-            self.step(action, rng.getrandbits(30))
+        for action, number in drawn(self.weights, steps, seed):
+            self.step(action, number)
         self.end()
 
     def end(self) -> None:
@@ -146,10 +156,9 @@ class Life:
     # ---- the scheduler ----
 
     def queues(self, number: int) -> None:
-        retracted = len(self.decoder.disagg_decode_prealloc_queue.retracted_queue)
+        retracted = len(self.decoder.retracted)
         self.decoder.tick_queues()
-        left = len(self.decoder.disagg_decode_prealloc_queue.retracted_queue)
-        self.seen["resumed"] += retracted - left
+        self.seen["resumed"] += retracted - len(self.decoder.retracted)
 
     def batch(self, number: int) -> None:
         rng = random.Random(number)
@@ -157,7 +166,7 @@ class Life:
 
     def retract(self, number: int) -> None:
         self.decoder.retract()
-        self.seen["retracted"] += len(self.decoder.disagg_decode_prealloc_queue.retracted_queue)
+        self.seen["retracted"] += len(self.decoder.retracted)
 
     def flush(self, number: int) -> None:
         idle = self.decoder.is_fully_idle()
@@ -167,7 +176,7 @@ class Life:
     def update_weights(self, number: int) -> None:
         """At any time: SGLang lets nobody in between only if it is not paused."""
         self.seen["updates_under_way"] += not self.decoder.is_fully_idle()
-        self.seen["updates_while_held"] += bool(self.decoder._deferred)
+        self.seen["updates_while_held"] += bool(self.decoder.held)
         self.decoder.update_weights()
         assert self._nothing_can_be_hit()
 
@@ -195,7 +204,10 @@ class Life:
         self._abort(self.decoder.running_batch.reqs, number)
 
     def abort_retracted(self, number: int) -> None:
-        self._abort(self.decoder.disagg_decode_prealloc_queue.retracted_queue, number)
+        self._abort(self.decoder.retracted, number)
+
+    def abort_local(self, number: int) -> None:
+        self._abort(self.decoder.local, number)
 
     # ---- helpers ----
 
@@ -220,3 +232,76 @@ class Life:
     def _some(items: list[Any], number: int) -> list[Any]:
         """Those that the bits of ``number`` select."""
         return [item for bit, item in enumerate(items) if number >> bit & 1]
+
+
+class RankLife(Life):
+    """The life of one rank of two: what one of them sees, the other may see later or not at all.
+
+    Every action is taken on both ranks; what it does may differ."""
+
+    WEIGHTS: ClassVar[dict[str, float]] = Life.WEIGHTS | {
+        "fail_on_one_rank": 2,
+        "late_metadata": 4,
+        "skew": 2,
+        "evict_one": 2,
+        "pass_time": 4,
+    }
+
+    def __init__(self, decoder: Decoder, rank: int, seed: int = 0, **weights: float) -> None:
+        super().__init__(decoder, seed, **weights)
+        self.rank = rank
+        mine = ("trees_differed", "queued_failed", "transfer_failed", "late_metadata", "skewed")
+        self.seen |= dict.fromkeys((*mine, "expired"), 0)
+
+    def _mine(self, number: int) -> bool:
+        """Whether it is this rank that sees it."""
+        return number >> 20 & 1 == self.rank
+
+    def deliver(self, number: int) -> None:
+        # One rank's KV lands earlier than the other's.
+        super().deliver(number >> 7 if self.rank else number)
+
+    def late_metadata(self, number: int) -> None:
+        """KV is complete on both ranks, the metadata on one of them only."""
+        for req in self._some(self.decoder.in_transfer, number):
+            self.decoder.deliver(req, first_token=number % 50, metadata=self._mine(number))
+            self.seen["late_metadata"] += not self._mine(number)
+
+    def fail_handshake(self, number: int) -> None:
+        if self._mine(number):
+            super().fail_handshake(number)
+
+    def fail_transfer(self, number: int) -> None:
+        if self._mine(number):
+            super().fail_transfer(number)
+
+    def fail_on_one_rank(self, number: int) -> None:
+        """A heartbeat that failed: any room, in any stage, on one rank."""
+        decoder = self.decoder
+        reqs = [*decoder.queued, *decoder.in_transfer]
+        if not reqs or not self._mine(number):
+            return
+        req = reqs[number % len(reqs)]
+        room = decoder.room(req)
+        if isinstance(room, Room):
+            room.state = KVPoll.Failed
+            self.seen["queued_failed" if req in decoder.queued else "transfer_failed"] += 1
+
+    def pass_time(self, number: int) -> None:
+        self.decoder.now += number % 8
+
+    def skew(self, number: int) -> None:
+        """This rank's clock jumps ahead; later the other one's will."""
+        if self._mine(number):
+            self.decoder.now += number % 70
+            self.seen["skewed"] += 1
+
+    def queues(self, number: int) -> None:
+        before = self.decoder.mailbox.expired
+        super().queues(number)
+        self.seen["expired"] += self.decoder.mailbox.expired - before
+
+    def evict_one(self, number: int) -> None:
+        """Only this rank's tree forgets something."""
+        if self._mine(number):
+            self.decoder.tree_cache.evict(EvictParams(num_tokens=number % 200))

@@ -64,6 +64,16 @@ class Ahead(Overlapped):
     def first_token(self, req: Any) -> int:
         return self.said(req, 0)
 
+    def answers_are_right(self) -> None:
+        """Who was not aborted has its text, up to its end."""
+        for req in self.submitted:
+            new = req.sampling_params.max_new_tokens
+            text = [self.said(req, place) for place in range(new)]
+            aborted = (
+                req.finished_reason is None or req.finished_reason.to_json()["type"] == "abort"
+            )
+            assert aborted or req.output_ids[:new] == text
+
     def check_now(self) -> None:
         """What has been processed is right at any time, whatever is in flight."""
         check(self)

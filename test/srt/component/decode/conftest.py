@@ -18,9 +18,9 @@ def _one_rank() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def no_prefix_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for an arriving prefix."""
+@pytest.fixture(autouse=True)
+def _no_prefix_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for an arriving prefix, but where a test asks for it."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
 
 

@@ -119,6 +119,9 @@ class Decoder(combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ig
             self.__dict__["local_turns"] = turns = LocalTurns(self, limits)
             turns.measured.votes = lambda: list(COSTS)
         self._build_queues(group or dist.group.WORLD, reserve)
+        #: Seconds, as the queues read them; a test moves them.
+        self.now = 0.0
+        self.disagg_decode_prealloc_queue.clock = lambda: self.now
 
     def _set_plain_state(self) -> None:
         """What SGLang's own ``__init__`` leaves behind on a server without extras."""
@@ -156,7 +159,14 @@ class Decoder(combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ig
             forward_ct=0,
             forward_ct_decode=0,
         )
-        nothing = ("last_batch", "cur_batch", "chunked_req", "future_map", "draft_worker")
+        nothing = (
+            "last_batch",
+            "cur_batch",
+            "chunked_req",
+            "future_map",
+            "draft_worker",
+            "tp_cpu_group",
+        )
         self.__dict__.update(dict.fromkeys((*nothing, "_pending_flush")))
         off = (
             "enable_hisparse",
@@ -267,6 +277,16 @@ class Decoder(combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ig
     @property
     def queued(self) -> list[Any]:
         return [entry.req for entry in self.disagg_decode_prealloc_queue.queue]
+
+    @property
+    def retracted(self) -> list[Any]:
+        found: list[Any] = self.disagg_decode_prealloc_queue.retracted_queue
+        return found
+
+    @property
+    def held(self) -> list[Any]:
+        """Requests that have ended, and whose pages prefill may still write to."""
+        return list(self.disagg_decode_transfer_queue.deferred_requests)
 
     def room(self, req: Any) -> Any:
         """The receiver of a request that is queued, in transfer or held."""
@@ -438,7 +458,7 @@ class Decoder(combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ig
         answer = self.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path="new"))
         assert answer.success
 
-    def drain(self, limit: int = 2000) -> None:
+    def drain(self, limit: int = 20_000) -> None:
         """Run until nothing is left to do."""
         for _ in range(limit):
             for req in self.queued:

@@ -7,6 +7,7 @@ prefill writes as soon as it is told of pages, the earliest it can.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ class Overlapped(Decoder):
 
     def __init__(self, page: int, tokens: int, **options: Any) -> None:
         super().__init__(page, tokens, **options)
-        self.enable_overlap = True
+        self.enable_overlap, self.result_queue = True, deque()
         #: Announcements that were made before the result of the step in flight was in, and all.
         self.at_once = self.told = 0
 
@@ -87,16 +88,9 @@ class Overlapped(Decoder):
     def self_check_during_idle(self) -> None:
         """Checked by the test."""
 
-    def log_batch_result_stats(self, *arguments: Any) -> None:
-        """No log."""
-
-    def _maybe_clear_mm_inputs(self, batch: Any) -> None:
-        """No images."""
-
-    def maybe_send_health_check_signal(self) -> None:
-        """Nobody asks."""
-
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
+        if batch.forward_mode.is_extend():
+            return self._run_chunk_later(batch)
         writes = []
         for req, slot in zip(batch.reqs, batch.out_cache_loc.clone(), strict=True):
             ids = req.origin_input_ids + req.output_ids
@@ -117,6 +111,18 @@ class Overlapped(Decoder):
             num_accepted_tokens=0,
             delay_sample_func=None,
         )
+
+    def _run_chunk_later(self, batch: ScheduleBatch) -> Any:
+        """Chunks are written when the loop waits for their result, like decode steps."""
+        writes, result = self.chunk_writes(batch), self.chunk_result([TOKEN] * len(batch.reqs))
+        batch.output_ids = result.next_token_ids
+
+        def end_of_step() -> None:
+            for slots, values in writes:
+                kv.write(self.pool, slots, values)
+
+        result.copy_done = SimpleNamespace(synchronize=end_of_step)
+        return result
 
 
 def until_idle(decoder: Overlapped) -> Iterator[None]:

@@ -1,17 +1,106 @@
-"""What tests that drive one admission step after another share."""
+"""The vocabulary of these tests: texts, and steps of a decode server that are checked."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from component.decode import kv
-from component.decode.checks import check
+from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+PROMPT = [token % 50 for token in range(3, 83)]  # 80 tokens: 5 pages of 16
 
 
 def ids(start: int, count: int) -> list[int]:
     """A text of its own for each ``start``."""
     return [(start * 7 + number * (start + 1)) % 50 for number in range(count)]
+
+
+# ---- steps ----
+
+
+def tick(decoder: Decoder, times: int = 1) -> None:
+    """So many admission steps, checked."""
+    for _ in range(times):
+        decoder.tick_queues()
+        check(decoder)
+
+
+def turn(decoder: Decoder, times: int = 1) -> None:
+    """So many turns of the scheduler's loop, an admission step and a batch each, checked."""
+    for _ in range(times):
+        tick(decoder)
+        decoder.tick_batch()
+        check(decoder)
+
+
+def finish(decoder: Decoder) -> None:
+    """All requests end, and nothing is left of them."""
+    decoder.drain()
+    check_idle(decoder)
+
+
+# ---- requests ----
+
+
+def serve(decoder: Decoder, *prompts: list[int], new: int = 1, **options: Any) -> list[Any]:
+    """Requests from their arrival to their end; the tree keeps what they leave."""
+    reqs = [decoder.submit(prompt, new=new, **options) for prompt in prompts]
+    finish(decoder)
+    return reqs
+
+
+def admit(decoder: Decoder, *prompts: list[int], new: int = 1, **options: Any) -> list[Any]:
+    """Requests that are in transfer, as far as they fit."""
+    reqs = [decoder.submit(prompt, new=new, **options) for prompt in prompts]
+    tick(decoder)
+    return reqs
+
+
+def land(decoder: Decoder, *reqs: Any, **said: Any) -> None:
+    """The transfers of ``reqs``, or of all, are complete: they wait for their batch."""
+    for req in reqs or decoder.in_transfer:
+        decoder.deliver(req, **said)
+    tick(decoder)
+
+
+def run(
+    decoder: Decoder, *prompts: list[int], new: int = 100, steps: int = 1, **options: Any
+) -> list[Any]:
+    """Requests that run, ``steps`` decode steps after they have come from prefill."""
+    reqs = admit(decoder, *prompts, new=new, **options)
+    land(decoder, *reqs)
+    for _ in range(steps):
+        decoder.tick_batch()
+        check(decoder)
+    return reqs
+
+
+def retract(decoder: Decoder) -> Any:
+    """The one running request that the pool has no more room for."""
+    decoder.retract()
+    check(decoder)
+    (req,) = decoder.retracted
+    return req
+
+
+# ---- the tree and the pool ----
+
+
+def evict_all(decoder: Decoder) -> None:
+    """Evict what nobody has locked, and put what is nobody's KV in its place."""
+    decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
+    poison_free_slots(decoder)
+
+
+def in_tree(decoder: Decoder, token_ids: list[int]) -> int:
+    """How much of a text the tree holds."""
+    match = decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(token_ids, None)))
+    return len(match.device_indices)
 
 
 def poison_free_slots(decoder: Decoder) -> None:
@@ -22,17 +111,3 @@ def poison_free_slots(decoder: Decoder) -> None:
     for pool in (decoder.pool, decoder.draft_pool):
         if pool is not None:
             kv.write(pool, slots, [-5] * len(slots))
-
-
-def tick(decoder: Decoder) -> None:
-    """One admission step, checked."""
-    decoder.tick_queues()
-    check(decoder)
-
-
-def turn(decoder: Decoder, times: int = 1) -> None:
-    """So many turns of the scheduler's loop, an admission step and a batch each, checked."""
-    for _ in range(times):
-        tick(decoder)
-        decoder.tick_batch()
-        check(decoder)

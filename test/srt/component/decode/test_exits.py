@@ -1,247 +1,54 @@
-"""Every way out of a decode server, with every kind of prefix: nothing stays behind."""
+"""Ways out and back that the table of stages does not show: what is shared, and in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from component.decode.checks import check, check_idle, holders
+from component.decode import stages
 from component.decode.decoder import Decoder
-from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
-PROMPT = [token % 50 for token in range(3, 83)]  # 80 tokens: 5 pages of 16
-PREFIXES = [0, 32, 80]
+from component.decode.steps import (
+    PROMPT,
+    admit,
+    evict_all,
+    finish,
+    ids,
+    in_tree,
+    land,
+    retract,
+    run,
+    serve,
+    tick,
+    turn,
+)
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.disaggregation.delta.decode import scheduler as aborts
 
 
 @pytest.fixture(params=[1, 16])
-def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+def decoder(request: pytest.FixtureRequest) -> Decoder:
     """A decode server with room for everybody."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
     return Decoder(request.param, 1024)
 
 
-def warm(decoder: Decoder, length: int) -> None:
-    """Let the tree hold the first ``length`` tokens of the prompt."""
-    if length:
-        decoder.submit(PROMPT[:length], new=1)
-        decoder.drain()
-
-
-def step(decoder: Decoder, action: Callable[[], None]) -> None:
-    """One action, checked."""
-    action()
-    check(decoder)
-
-
-STAGES = ["pending", "handshake", "queued", "transfer", "waiting", "running", "retracted"]
-#: Stages of a request that prefill was not told of.
-UNANNOUNCED = STAGES[:3]
-
-
-def bring_to(decoder: Decoder, stage: str) -> Any:
-    """A request in ``stage``; a second one of another text runs beside it."""
-    other = decoder.submit([60, 61, 62], new=40)
-    step(decoder, decoder.tick_queues)
-    if stage == "queued":  # nothing but the prompt's prefix and a few tokens are left
-        room = min(decoder.token_to_kv_pool_allocator.available_size() - 16, 960)
-        filler = decoder.submit([1] * (room // 16 * 16), new=1)
-        step(decoder, decoder.tick_queues)
-        assert decoder.in_transfer == [other, filler]
-    ready = stage not in ("pending", "handshake")
-    req = decoder.submit(PROMPT, new=30, ready=ready, pending=stage == "pending")
-    step(decoder, decoder.tick_queues)
-    assert (req in decoder.queued) == (stage in UNANNOUNCED)
-    decoder.deliver(other)
-    if stage in ("waiting", "running", "retracted"):
-        decoder.deliver(req)
-    step(decoder, decoder.tick_queues)
-    if stage in ("running", "retracted"):
-        for _ in range(3):
-            step(decoder, decoder.tick_batch)
-    if stage == "retracted":
-        step(decoder, decoder.retract)
-        assert decoder.disagg_decode_prealloc_queue.retracted_queue == [req]
-    return req
-
-
-def in_tree(decoder: Decoder, ids: list[int]) -> int:
-    """How much of ``ids`` the tree holds."""
-    match = decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(ids, None)))
-    return len(match.device_indices)
-
-
-@pytest.mark.hazard("lost-lock", "abort-leaves-something")
-@pytest.mark.parametrize("everybody", [False, True], ids=["one request", "abort all"])
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_abort(decoder: Decoder, stage: str, prefix: int, everybody: bool) -> None:
-    """Guards against a lock, a row, a metadata slot, a copy on the CPU or an answer that an abort
-    forgets, or gives twice. The checks run after every step; at the end the client was told once,
-    the room was forgotten once, and prefill knows, once, that no announcement will come."""
-    warm(decoder, prefix)
-    req = bring_to(decoder, stage)
-    other, room = decoder.submitted[int(prefix > 0)], decoder.rooms[-1]
-    assert decoder.submitted[-1] is req and not decoder.is_fully_idle()
-    abort = AbortReq(abort_all=True) if everybody else AbortReq(rid=req.rid)
-    step(decoder, lambda: decoder.abort_request(abort))
-    for _ in range(3):
-        step(decoder, decoder.tick_queues)
-        step(decoder, decoder.tick_batch)
-    if stage == "transfer":  # its pages stay its own until prefill has stopped writing
-        assert req in holders(decoder) and not decoder._nothing_waits
-        step(decoder, lambda: decoder.write_late(room))
-        step(decoder, decoder.tick_queues)
-    assert req not in [*holders(decoder), *decoder.queued]
-    queue = decoder.disagg_decode_prealloc_queue
-    assert queue.pending_reqs == [] and req not in queue.retracted_queue
-    assert req.req_pool_idx is None and not hasattr(req, "kv_cache_cpu")
-    assert decoder.mailbox.ends[req.rid] == 1
-    assert room.clears == 1 and len(room.withdrawn) == (stage in UNANNOUNCED)
-    decoder.drain()
-    assert room.clears == 1 and len(room.withdrawn) == (stage in UNANNOUNCED)
-    check_idle(decoder)
-    assert (len(other.output_ids) < 40) == everybody
-
-
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_abort_from_the_waiting_queue_shares_what_arrived(decoder: Decoder, prefix: int) -> None:
-    """Guards against the first token, whose KV does not exist yet, in the tree: SGLang releases a
-    waiting request as if it had run. What prefill sent is complete, and stays."""
-    warm(decoder, prefix)
-    req = bring_to(decoder, "waiting")
-    assert len(req.output_ids) == 1
-    step(decoder, lambda: decoder.abort(req.rid))
-    assert in_tree(decoder, [*PROMPT, *req.output_ids]) == 80
-    decoder.drain()
-    check_idle(decoder)
-
-
-@pytest.mark.hazard("bad-kv-in-tree")
-def test_abort_of_a_waiting_warm_up_shares_nothing(decoder: Decoder) -> None:
-    """Guards against the garbage of a warm-up request that is aborted before it runs."""
-    req = decoder.submit([10, 11, 12, 13] * 8, new=4, warm_up=True)
-    step(decoder, decoder.tick_queues)
-    assert decoder.waiting_queue == [req]
-    step(decoder, lambda: decoder.abort(req.rid))
-    assert decoder.tree_cache.total_size() == 0 and decoder.mailbox.ends[req.rid] == 1
-    check_idle(decoder)
-
-
-@pytest.mark.hazard("bad-kv-in-tree")
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_failed_transfer(decoder: Decoder, prefix: int) -> None:
-    """Guards against KV of a failed transfer answering a later prompt."""
-    warm(decoder, prefix)
-    before = decoder.tree_cache.total_size()
-    req = bring_to(decoder, "transfer")
-    decoder.room(req).state = KVPoll.Failed
-    step(decoder, decoder.tick_queues)
-    assert decoder.mailbox.ends[req.rid] == 1
-    assert in_tree(decoder, PROMPT) == prefix
-    assert decoder.tree_cache.total_size() <= before + 3
-    decoder.drain()
-    check_idle(decoder)
-
-
-def test_failed_handshake(decoder: Decoder) -> None:
-    """Guards against a request without pages that stays in the queue for ever."""
-    req = bring_to(decoder, "handshake")
-    room = decoder.room(req)
-    room.state = KVPoll.Failed
-    step(decoder, decoder.tick_queues)
-    assert decoder.mailbox.ends[req.rid] == 1 and req not in decoder.queued
-    assert room.clears == 1 and len(room.withdrawn) == 1
-    decoder.drain()
-    check_idle(decoder)
-
-
-def test_abort_after_the_handshake_gets_no_pages(decoder: Decoder) -> None:
-    """Guards against an aborted request that is admitted once there is room, because its receiver
-    is not looked at again after the handshake."""
-    filler = decoder.submit([1] * 1000, new=2)
-    step(decoder, decoder.tick_queues)
-    req = decoder.submit(PROMPT, new=30)
-    step(decoder, decoder.tick_queues)
-    assert decoder.queued == [req]
-    decoder.abort(req.rid)
-    step(decoder, decoder.tick_queues)
-    assert decoder.queued == [] and decoder.mailbox.ends[req.rid] == 1
-    assert decoder.rooms[-1].pages is None and decoder.rooms[-1].cleared
-    assert decoder.in_transfer == [filler]
-    decoder.drain()
-    check_idle(decoder)
-
-
-@pytest.mark.hazard("retracted-without-node", "retraction-of-shared-pages")
-@pytest.mark.parametrize("evict", [False, True], ids=["tree kept", "tree evicted"])
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_retracted_request_comes_back(decoder: Decoder, prefix: int, evict: bool) -> None:
-    """Guards against a resumed request that reads other KV than it left, whether its prefix is
-    still there or not; the content of every slot is checked after each step."""
-    warm(decoder, prefix)
-    req = bring_to(decoder, "retracted")
-    held = len(req.origin_input_ids) + len(req.output_ids) - 1
-    if evict:
-        decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
-    page = decoder.page_size
-    shared = min(in_tree(decoder, (req.origin_input_ids + req.output_ids)[:held]), held)
-    assert (shared == 0) == evict
-    step(decoder, decoder.tick_queues)
-    assert req in decoder.waiting_queue and req.cache_protected_len == shared // page * page
-    assert not hasattr(req, "kv_cache_cpu")
-    decoder.drain()
-    assert len(req.output_ids) == 30
-    check_idle(decoder)
-
-
-@pytest.mark.hazard("retracted-without-node")
-def test_retracted_twice_then_aborted(decoder: Decoder) -> None:
-    """Guards against what a first retraction leaves in the request for the second one."""
-    req = bring_to(decoder, "retracted")
-    step(decoder, decoder.tick_queues)
-    for _ in range(3):
-        step(decoder, decoder.tick_batch)
-    step(decoder, decoder.retract)
-    assert req.retraction_count == 2
-    step(decoder, lambda: decoder.abort(req.rid))
-    decoder.drain()
-    assert decoder.mailbox.ends[req.rid] == 1
-    check_idle(decoder)
-
-
-@pytest.mark.hazard("retraction-of-shared-pages")
-def test_a_retracted_request_survives_a_flush(decoder: Decoder) -> None:
-    """Guards against a flush that a retracted request prevents, which owns nothing but a copy on
-    the CPU; and against that copy, which may be of other weights, entering the new tree."""
-    req = bring_to(decoder, "retracted")
-    decoder.abort(decoder.submitted[0].rid)
-    for _ in range(2):
-        step(decoder, decoder.tick_batch)
-    assert holders(decoder) == [] and not decoder._nothing_waits
-    assert decoder.flush_cache() and decoder.tree_cache.total_size() == 0
-    decoder.drain()
-    assert len(req.output_ids) == 30 and decoder.tree_cache.total_size() == 0
-    check_idle(decoder)
+# ---- what enters the tree ----
 
 
 @pytest.mark.hazard("bad-kv-in-tree", "receivers-without-prefix")
-@pytest.mark.parametrize("ids", [[10, 11, 12, 13], [0]])
-def test_warm_up_leaves_nothing(decoder: Decoder, ids: list[int]) -> None:
+@pytest.mark.parametrize("token_ids", [[10, 11, 12, 13], [0]])
+def test_warm_up_leaves_nothing(decoder: Decoder, token_ids: list[int]) -> None:
     """Guards against a warm-up or health request, whose KV is garbage, answering a prompt that
-    begins with the same tokens."""
-    for _ in range(2):
-        decoder.submit(ids * 16, new=4, warm_up=True)
-        decoder.drain()
-        check_idle(decoder)
-    assert decoder.tree_cache.total_size() == 0
-    decoder.submit(ids * 16, new=4)
-    step(decoder, decoder.tick_queues)
+    begins with the same tokens; whether it ends, or is aborted before it runs."""
+    serve(decoder, token_ids * 16, new=4, warm_up=True)
+    (req,) = admit(decoder, token_ids * 16, new=4, warm_up=True)
+    assert decoder.waiting_queue == [req]
+    decoder.abort(req.rid)
+    assert decoder.tree_cache.total_size() == 0 and decoder.mailbox.ends[req.rid] == 1
+    admit(decoder, token_ids * 16, new=4)
     assert decoder.rooms[-1].prefix_len == 0
+    finish(decoder)
 
 
 @pytest.mark.hazard("tenants-share")
@@ -249,15 +56,146 @@ def test_namespaces_do_not_share(decoder: Decoder) -> None:
     """Guards against one tenant's KV, or one adapter's, answering another one's prompt."""
     for extra_key in (None, "a", "b"):
         for expected in (0, 80):
-            decoder.submit(PROMPT, new=1, extra_key=extra_key)
-            decoder.drain()
+            serve(decoder, PROMPT, extra_key=extra_key)
             assert decoder.rooms[-1].prefix_len == expected
-    check_idle(decoder)
 
 
-def test_finished_at_the_first_token(decoder: Decoder) -> None:
-    """Guards against a request that ends in the prebuilt batch, before it ever decodes."""
-    decoder.submit(PROMPT, new=1)
-    decoder.drain()
-    assert in_tree(decoder, PROMPT) == 80
-    check_idle(decoder)
+# ---- retracted ----
+
+
+@pytest.mark.hazard("retracted-without-node", "retraction-of-shared-pages")
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_retracted_request_shares_what_the_tree_still_has(
+    decoder: Decoder, evicted: bool
+) -> None:
+    """Guards against a resumed request that takes memory for what is in the tree. It is retracted
+    twice: what the first time leaves in it must not stand in the way of the second."""
+    req = stages.bring_to(decoder, "retracted")
+    for count in (1, 2):
+        assert req.retraction_count == count
+        held = len(req.origin_input_ids) + len(req.output_ids) - 1
+        if evicted:
+            evict_all(decoder)
+        shared = in_tree(decoder, (req.origin_input_ids + req.output_ids)[:held])
+        assert (shared == 0) == evicted
+        tick(decoder)
+        assert req in decoder.waiting_queue and req.cache_protected_len == shared
+        turn(decoder, 3)
+        decoder.retract()
+    decoder.abort(req.rid)
+    finish(decoder)
+
+
+@pytest.mark.hazard("retraction-of-shared-pages")
+def test_a_retracted_request_survives_a_flush(decoder: Decoder) -> None:
+    """Guards against a flush that a retracted request prevents, which owns nothing but a copy on
+    the CPU; and against that copy, which may be of other weights, entering the new tree."""
+    req = stages.bring_to(decoder, "retracted")
+    decoder.abort(decoder.submitted[0].rid)
+    for _ in range(2):
+        decoder.tick_batch()
+    assert decoder.flush_cache() and decoder.tree_cache.total_size() == 0
+    finish(decoder)
+    assert len(req.output_ids) == stages.ANSWER and decoder.tree_cache.total_size() == 0
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_tokens_come_before_the_end(
+    decoder: Decoder, resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that was retracted has sent tokens, the last of which may still be with the
+    detokenizer. Guards against an end that overtakes them: the client would wait for ever."""
+    req = stages.bring_to(decoder, "retracted")
+    req.send_token_offset = 3
+    if resumed:
+        tick(decoder)
+        assert req in decoder.waiting_queue
+    assert aborted_directly(decoder, req, monkeypatch) == []
+    assert decoder.mailbox.reasons[req.rid]["type"] == "abort"
+    finish(decoder)
+
+
+def aborted_directly(decoder: Decoder, req: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Ends of an aborted request that do not go the way of its tokens."""
+    direct: list[Any] = []
+    monkeypatch.setattr(decoder.mailbox, "send_output", lambda *message: direct.append(message))
+    decoder.abort(req.rid)
+    return direct
+
+
+@pytest.mark.nightly
+def test_without_it_the_end_overtakes(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a test that would pass in any case."""
+    monkeypatch.setattr(aborts, "end_streaming", lambda scheduler, request: None)
+    req = stages.bring_to(decoder, "retracted")
+    assert len(aborted_directly(decoder, req, monkeypatch)) == 1
+
+
+def crowded() -> tuple[Decoder, Any, Any, Any]:
+    """One request that was retracted and cannot come back, since a transfer took the memory; a
+    request that waits for admission stands behind both."""
+    decoder = Decoder(16, 640)
+    run(decoder, ids(1, 100), ids(2, 100), steps=3)
+    transfer, waiting = admit(decoder, ids(3, 336), ids(4, 300))
+    assert decoder.in_transfer == [transfer] and decoder.queued == [waiting]
+    for _ in range(35):
+        decoder.tick_batch()
+    retracted = retract(decoder)
+    tick(decoder)
+    assert decoder.retracted == [retracted]
+    return decoder, retracted, transfer, waiting
+
+
+@pytest.mark.hazard("retraction-of-shared-pages")
+@pytest.mark.parametrize("what", ["lands", "is given up"])
+def test_a_transfer_is_seen_while_a_request_waits_to_be_resumed(what: str) -> None:
+    """Guards against a server that looks at no transfer any more, as stock: if what is missing is
+    the transfer's memory, nobody would ever get on, and no client would be answered."""
+    decoder, retracted, transfer, waiting = crowded()
+    if what == "lands":
+        land(decoder, transfer)
+        assert transfer in decoder.waiting_queue
+    else:
+        room = decoder.room(transfer)
+        for gone in (waiting, transfer):
+            decoder.abort(gone.rid)
+            tick(decoder)
+            assert decoder.mailbox.ends[gone.rid] == 1
+        assert decoder.retracted == [retracted]
+        decoder.write_late(room)
+        tick(decoder, 2)
+        assert decoder.retracted == []
+    finish(decoder)
+    assert len(retracted.output_ids) == 100
+
+
+class Accepting(BaseGrammarObject):  # type: ignore[misc]
+    """As those of llguidance and outlines: it does not say what it took last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    def accept_token(self, token: int) -> None:
+        self.taken.append(token)
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+def test_a_grammar_takes_each_token_once(reasons: bool) -> None:
+    """Guards against a grammar that takes the last token again when a retracted request is back:
+    it then allows other tokens than it should, or ends the request with an error."""
+    decoder = Decoder(16, 640)
+    reqs = [decoder.submit(ids(number, 100), new=20) for number in (1, 2)]
+    grammars = [Accepting() for _ in reqs]
+    for req, grammar in zip(reqs, grammars, strict=True):
+        req.grammar = grammar
+        if reasons:
+            req.grammar = ReasonerGrammarObject(grammar, think_end_id=9)
+            req.grammar.maybe_init_reasoning(False)
+    tick(decoder)
+    land(decoder, *reqs)
+    for _ in range(3):
+        decoder.tick_batch()
+    retract(decoder)
+    finish(decoder)
+    assert [grammar.taken for grammar in grammars] == [req.output_ids for req in reqs]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from component.decode.checks import check_idle
 from component.decode.decoder import Decoder
-from component.decode.overlapped import until_idle
+from component.decode.overlapped import Overlapped, until_idle
 from component.decode.pair import Pair, RankGroup, ranks_reduce
-from component.decode.steps import ids, turn
-from component.decode.test_local_turns import OverlappedTurns
-from sglang.srt.disaggregation.base.conn import KVPoll
+from component.decode.stages import fail_room
+from component.decode.steps import admit, finish, ids, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, Limits
@@ -61,37 +58,29 @@ def decoder() -> Decoder:
 
 
 @pytest.mark.parametrize(
-    ("slack", "sizes"),
+    ("slack", "sizes", "others"),
     [
-        (0.05, [256, 44]),
-        (0.02, [144, 144, 12]),  # 150 tokens fit, in whole pages
-        (0.0115, [64, 64, 64, 64, 44]),
+        (0.05, [256, 44], 1),
+        (0.02, [144, 144, 12], 1),  # 150 tokens fit, in whole pages
+        (0.0115, [64, 64, 64, 64, 44], 1),
+        (0.001, [256, 44], 0),  # nobody is delayed
     ],
 )
-def test_chunks_beside_requests_that_run(decoder: Decoder, slack: float, sizes: list[int]) -> None:
-    """Guards against a chunk that delays running requests beyond the bound."""
+def test_chunks_beside_requests_that_run(
+    decoder: Decoder, slack: float, sizes: list[int], others: int
+) -> None:
+    """Guards against a chunk that delays running requests beyond the bound, and against a turn in
+    small chunks that would delay nobody."""
     turns = bound(decoder, 0.1)
     agree_on(turns, slack)
-    running = decoder.submit([3, 2, 1], new=60)
+    for _ in range(others):
+        decoder.submit([3, 2, 1], new=60)
     turn(decoder, 2)
     seen = recorded(turns)
     decoder.submit(ids(1, 300))
     turn(decoder, 20)
-    assert seen == sizes and not running.finished()
-    decoder.drain()
-    check_idle(decoder)
-
-
-def test_no_bound_applies_while_nobody_runs(decoder: Decoder) -> None:
-    """Guards against a turn in small chunks that would delay nobody."""
-    turns = bound(decoder, 0.1)
-    agree_on(turns, 0.001)
-    seen = recorded(turns)
-    decoder.submit(ids(1, 300))
-    turn(decoder, 3)
-    assert seen == [256, 44]
-    decoder.drain()
-    check_idle(decoder)
+    assert seen == sizes
+    finish(decoder)
 
 
 @pytest.mark.parametrize("slack", [0.002, 0.0115])
@@ -108,8 +97,7 @@ def test_what_does_not_fit_goes_to_prefill(decoder: Decoder, slack: float) -> No
     where = ("remote", "itl") if slack == 0.002 else ("local", "cheaper")
     assert turns.metrics.turns - before == {where: 1}
     assert (req in decoder.in_transfer) == (slack == 0.002)
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
 def test_a_turn_that_began_is_computed_to_its_end(decoder: Decoder) -> None:
@@ -118,8 +106,7 @@ def test_a_turn_that_began_is_computed_to_its_end(decoder: Decoder) -> None:
     turns = bound(decoder, 0.1)
     agree_on(turns, 0.001)
     seen = recorded(turns)
-    remote = decoder.submit([3, 2, 1, *[7] * 401], new=600)
-    decoder.tick_queues()
+    (remote,) = admit(decoder, [3, 2, 1, *[7] * 401], new=600)
     long = decoder.submit(ids(1, 400))
     turn(decoder)  # the first chunk, of 256 tokens, alone
     decoder.deliver(remote)
@@ -131,17 +118,15 @@ def test_a_turn_that_began_is_computed_to_its_end(decoder: Decoder) -> None:
     assert seen == [256, 64, 64, 16]
     chunks = [tokens for tokens, later in zip(steps, steps[1:], strict=False) if tokens == later]
     assert all(b - a >= STEPS_BEFORE_BREACH for a, b in zip(chunks, chunks[1:], strict=False))
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_fits_is_agreed_on_while_a_turn_is_under_way(ranks: int) -> None:
+def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
     """Guards against a turn that keeps the limit of the last arrival for as long as nobody arrives:
     one chunk of 64 tokens in a hundred gaps, although all would fit long since; and against ranks
     that run chunks of different sizes."""
 
-    def build(rank: int, group: RankGroup | None) -> SimpleNamespace:
+    def build(rank: int, group: RankGroup) -> SimpleNamespace:
         decoder = Decoder(PAGE, 4096, local=400, chunk=256, group=group)
         return SimpleNamespace(decoder=decoder, turns=bound(decoder, 0.1), rank=rank)
 
@@ -157,14 +142,8 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way(ranks: int) -> None:
         agree_on(side.turns, (0.02, 0.05)[side.rank])
         turn(side.decoder, 20)
         assert side.sizes == [144, 144, 12] and not side.running.finished()
-        side.decoder.drain()
-        check_idle(side.decoder)
+        finish(side.decoder)
 
-    if ranks == 1:
-        side = build(0, None)
-        begin(side)
-        go_on(side)
-        return
     with ranks_reduce():
         pair = Pair(build)
         pair.run(begin)
@@ -185,9 +164,8 @@ def test_fallback_prefill_is_bounded_too(slack: float, sizes: list[int]) -> None
     running = decoder.submit([3, 2, 1], new=900)
     turn(decoder, 2)
     seen = recorded(turns)
-    lost = decoder.submit(ids(1, 300), ready=False)
-    decoder.tick_queues()
-    decoder.room(lost).state = KVPoll.Failed
+    (lost,) = admit(decoder, ids(1, 300), new=8, ready=False)
+    fail_room(decoder, lost)
     steps = []
     while not lost.output_ids:
         launched = len(seen)
@@ -197,20 +175,18 @@ def test_fallback_prefill_is_bounded_too(slack: float, sizes: list[int]) -> None
     assert seen == sizes and turns.metrics.turns["local", "no_prefill"] == 1
     apart = STEPS_BEFORE_BREACH if slack == 0.001 else 1
     assert all(b - a >= apart for a, b in zip(steps, steps[1:], strict=False))
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
 # ---- with a clock ----
 
 
-class Timed(OverlappedTurns):
+class Timed(Overlapped):
     """Its clock runs in steps only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
         super().__init__(PAGE, 8192, rows=24, local=400, chunk=256)
-        self.result_queue = deque()
-        self.now, self.late = 0.0, 0.0
+        self.late = 0.0
         turns = bound(self, max_itl)
         turns._clock = lambda: self.now
         clock = SimpleNamespace(monotonic=lambda: self.now)
@@ -252,7 +228,7 @@ def test_gaps_of_running_requests(monkeypatch: pytest.MonkeyPatch, max_itl: floa
     bound chunks are as large as ever."""
     decoder, before = Timed(monkeypatch, max_itl), STATS.totals[BREACHES]
     decoder.play(busy(decoder, 30))
-    check_idle(decoder)
+    finish(decoder)
     with_chunk = decoder.gaps[True]
     assert len(with_chunk) > 30
     if max_itl is None:
@@ -275,7 +251,7 @@ def test_chunks_that_take_longer_than_expected(monkeypatch: pytest.MonkeyPatch) 
     sizes.clear()
     decoder.play(busy(decoder, 10))
     assert 0 < max(sizes[-5:]) < usual
-    check_idle(decoder)
+    finish(decoder)
 
 
 def test_who_has_ended_waits_for_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +265,7 @@ def test_who_has_ended_waits_for_no_token(monkeypatch: pytest.MonkeyPatch) -> No
 
     decoder.play(alone())
     assert [len(decoder.gaps[has_chunk]) for has_chunk in (False, True)] == [3, 0]
-    check_idle(decoder)
+    finish(decoder)
 
 
 def test_a_pause_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +292,7 @@ def test_a_pause_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     gaps = decoder.gaps[True] + decoder.gaps[False]
     assert len(gaps) > 40 and max(gaps) < 1.0
     assert decoder.local_turns.measured.gaps.slack >= slack[0]
-    check_idle(decoder)
+    finish(decoder)
 
 
 def test_a_turn_whose_first_token_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,4 +309,4 @@ def test_a_turn_whose_first_token_is_on_its_way(monkeypatch: pytest.MonkeyPatch)
 
     decoder.play(two())
     assert sizes[:2] == [256, 96]
-    check_idle(decoder)
+    finish(decoder)

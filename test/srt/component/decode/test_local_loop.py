@@ -3,45 +3,45 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from component.decode.checks import check, check_idle, computed_tokens
+from component.decode.ahead import Ahead
+from component.decode.checks import computed_tokens
 from component.decode.decoder import Decoder
-from component.decode.overlapped import until_idle
-from component.decode.steps import ids, turn
-from component.decode.test_local_turns import HISTORY, NEW, OverlappedTurns, bring_to
+from component.decode.overlapped import Overlapped, until_idle
+from component.decode.stages import bring_to, options
+from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
+from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits, StepTimes
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
-from sglang.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    PauseGenerationReqInput,
-)
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
+NEW = list(range(50))
 
 
 def decoder_of(page: int, kind: type[Decoder] = Decoder) -> Any:
     """It holds the history."""
     decoder = kind(page, 1024, local=200, chunk=32)
-    decoder.submit(HISTORY, new=1)
-    decoder.drain()
+    serve(decoder, PROMPT)
     return decoder
 
 
-@PAGES
-def test_each_batch_is_prepared(page: int) -> None:
+def test_each_batch_is_prepared() -> None:
     """Guards against experts in parallel that are not told how long a chunk is: its rank would
     wait in a collective for ranks that have no such step."""
-    decoder = decoder_of(page)
+    decoder = decoder_of(16)
     chunks: list[bool] = []
 
     def prepare(batch: Any) -> Any:
@@ -50,14 +50,16 @@ def test_each_batch_is_prepared(page: int) -> None:
         return batch
 
     decoder.require_mlp_sync, decoder.prepare_mlp_sync_batch = True, prepare
-    decoder.submit(HISTORY + NEW)
+    decoder.submit(PROMPT + NEW)
     turn(decoder, 4)
     assert chunks == [True, True, False, False]
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
-def endless_arrivals(decoder: OverlappedTurns) -> Any:
+# ---- places in the running batch ----
+
+
+def endless_arrivals(decoder: Overlapped) -> Iterator[None]:
     """Two turns are computed in one chunk; all the while more requests come from prefill than there
     are places, and never do two of them end in one step."""
     first = decoder.submit(ids(0, 3), new=200)
@@ -66,9 +68,8 @@ def endless_arrivals(decoder: OverlappedTurns) -> Any:
     two = [decoder.submit(ids(number, 5), new=2) for number in (1, 2)]
     answers = itertools.chain([5, 9], itertools.repeat(8))
     for number in itertools.count(3):
-        while len([*decoder.queued, *decoder.in_transfer, *decoder.waiting_queue]) < 4:
+        if len([*decoder.queued, *decoder.in_transfer, *decoder.waiting_queue]) < 4:
             decoder.submit(ids(number, 40), new=next(answers))
-            break
         yield
         assert len(decoder.running_batch.reqs) <= 3
         if all(req.finished() for req in two):
@@ -77,52 +78,45 @@ def endless_arrivals(decoder: OverlappedTurns) -> Any:
     yield from until_idle(decoder)
 
 
-@PAGES
-def test_arrivals_do_not_take_every_place(page: int, no_prefix_wait: None) -> None:
+def test_arrivals_do_not_take_every_place() -> None:
     """Guards against turns that have their first token and stand still for ever: each place that
     becomes free goes to a request that prefill has sent, and they need two at once."""
-    decoder = OverlappedTurns(page, 1024, local=30, chunk=16)
+    decoder = Overlapped(16, 1024, local=30, chunk=16)
     decoder.max_running_requests = 3
-    decoder.result_queue = deque()
     decoder.play(endless_arrivals(decoder))
-    check_idle(decoder)
+    finish(decoder)
     assert decoder.local_turns.metrics.turns["remote", "long"] >= 4
 
 
-@PAGES
-def test_who_has_come_from_prefill_waits_for_one_chunk(page: int) -> None:
+def test_who_has_come_from_prefill_waits_for_one_chunk() -> None:
     """Guards against requests that prefill has sent and that stand still until a long turn is
     computed to its end: nothing runs yet that chunks would have to take turns with."""
-    decoder = decoder_of(page)
-    remote = decoder.submit(ids(1, 201))
-    decoder.tick_queues()
-    long = decoder.submit(HISTORY + [9] * 160)  # five chunks
+    decoder = decoder_of(16)
+    (remote,) = admit(decoder, ids(1, 201), new=8)
+    long = decoder.submit(PROMPT + [9] * 160)  # five chunks
     turn(decoder)
     decoder.deliver(remote)
     turn(decoder)
     assert remote in decoder.running_batch.reqs and len(remote.output_ids) == 2
     assert not long.output_ids
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
-@PAGES
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_turn_keeps_its_place_from_its_first_chunk_on(page: int, others: int) -> None:
+def test_a_turn_keeps_its_place_from_its_first_chunk_on(others: int) -> None:
     """Guards against a long turn each chunk of which waits for the end of another answer, since
     requests from prefill take its place; and against one that keeps the only place there is, and
     lets nobody run."""
-    decoder = decoder_of(page)
+    decoder = decoder_of(16)
     decoder.max_running_requests = 1 + others
     for number in range(others):
         decoder.submit(ids(number, 9), new=60)
     turn(decoder, 2)
     assert len(decoder.running_batch.reqs) == others
-    long = decoder.submit(HISTORY + [9] * 160)  # five chunks
+    long = decoder.submit(PROMPT + [9] * 160)  # five chunks
     while computed_tokens(decoder.local_turns, long, 0) <= 80:
         turn(decoder)
-    remote = [decoder.submit(ids(number, 201), new=4) for number in (3, 4, 5)]
-    decoder.tick_queues()
+    remote = admit(decoder, *(ids(number, 201) for number in (3, 4, 5)), new=4)
     for req in remote:
         decoder.deliver(req)
     while not long.output_ids:
@@ -130,15 +124,13 @@ def test_a_turn_keeps_its_place_from_its_first_chunk_on(page: int, others: int) 
         assert not set(remote) & set(decoder.running_batch.reqs)
     turn(decoder, 2)
     assert long in decoder.running_batch.reqs
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
-@PAGES
-def test_no_turn_is_computed_here_without_a_place(page: int) -> None:
+def test_no_turn_is_computed_here_without_a_place() -> None:
     """Guards against a turn that waits for a place and then leaves it empty while it is computed,
     although prefill would have computed it in that time."""
-    decoder = Decoder(page, 4096, local=200, chunk=32)
+    decoder = Decoder(16, 4096, local=200, chunk=32)
     decoder.max_running_requests = 2
     turns = decoder.local_turns
     turns.choice.limits = turns._limits = Limits(200, 32)
@@ -152,43 +144,104 @@ def test_no_turn_is_computed_here_without_a_place(page: int) -> None:
     decoder.deliver(second)
     while not first.output_ids:
         turn(decoder)
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
+
+
+def test_the_place_of_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a draft input that is cut twice: spec v1 takes who has ended out of it when
+    it verifies, and SGLang's loop takes them out of the batch in its next turn."""
+    decoder = Decoder(16, 1024, local=200, chunk=64, steps=3)
+    decoder.max_running_requests = 3
+    first, second = (decoder.submit(ids(number, 20), new=9 * number) for number in (1, 2))
+    while not second.output_ids:
+        turn(decoder)
+    late = decoder.submit(ids(3, 20), new=9)
+    while not late.output_ids:
+        turn(decoder)
+    decoder.max_running_requests = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(ScheduleBatch, "filter_batch", lambda *_, **__: None)
+        while not first.finished():
+            decoder.tick_batch()
+    assert decoder.running_batch.reqs == [first, second] and decoder.local == [late]
+    turn(decoder)
+    assert decoder.running_batch.reqs == [second, late]
+    finish(decoder)
+    assert [len(req.output_ids) for req in (first, second, late)] == [9, 18, 9]
 
 
 @PAGES
+def test_a_turn_that_waits_for_its_place(page: int) -> None:
+    """Guards against a computed turn whose place in SGLang's ring of draft inputs is another step's
+    by the time that it runs."""
+    decoder = Ahead(page, 2048, steps=3, local=30, chunk=16)
+    device = decoder.future_map.device
+    decoder.future_map = FutureMap(4, 0, 1024, device, decoder.spec_algorithm)  # a ring of 12
+    decoder.max_running_requests = 3
+
+    def play() -> Iterator[None]:
+        long = [decoder.submit(ids(number, 40), new=90) for number in (1, 2, 3)]
+        while len(decoder.running_batch.reqs) < 2:
+            yield
+        decoder.max_running_requests = 5  # there is room for a chunk, and then there is none
+        late = decoder.submit(ids(4, 9), new=9)
+        while not late.output_ids:
+            yield
+            if decoder.local_turns._launched:
+                decoder.max_running_requests = 3
+        for _ in range(8):
+            yield
+            assert len(late.output_ids) == 1
+        assert not any(req.finished() for req in long)
+        decoder.max_running_requests = 5
+        yield from until_idle(decoder)
+
+    decoder.play(play())
+    decoder.answers_are_right()
+    finish(decoder)
+
+
+class OnDevice:
+    """A tensor that lies on a GPU, as far as a CPU can tell: only its copy can be read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def cpu(self) -> torch.Tensor:
+        return self._values.clone()
+
+
+def test_what_a_draft_starts_from_lies_on_the_host() -> None:
+    """Guards against requests that resume together, one computed here and one from prefill: SGLang
+    stacks their hidden states where they lie, and those of prefill lie on the host."""
+    req = SimpleNamespace()
+    fields = {"topk_p": 0.5, "topk_index": 3, "hidden_states": 1.0}
+    start = {name: OnDevice(torch.tensor([[value]])) for name, value in fields.items()}
+    own_first_drafts(SimpleNamespace(reqs=[req], spec_info=SimpleNamespace(**start)))
+    kept = req.output_topk_p, req.output_topk_index, req.hidden_states_tensor
+    assert [each.tolist() for each in kept] == [[0.5], [3], [1.0]]
+
+
+# ---- what else happens ----
+
+
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_burst_with_one_new_prefix(
-    page: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_burst_with_one_new_prefix(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a prefix that is computed once for each of a burst of requests, and kept as
     often; and against requests that wait for one whose client has left."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "32")
-    decoder = decoder_of(page)
+    decoder = decoder_of(16)
     before = STATS.totals["decode_local_tokens"]
-    reqs = [decoder.submit([*HISTORY, *[9] * 64, number]) for number in range(4)]
+    reqs = [decoder.submit([*PROMPT, *[9] * 64, number]) for number in range(4)]
     turn(decoder)
     assert decoder.local == reqs[:1]
     if leaves:
         decoder.abort(reqs.pop(0).rid)
-    decoder.drain()
+    finish(decoder)
     # The first of them all of it, in chunks of 32, and the others a token.
     assert STATS.totals["decode_local_tokens"] - before == 32 * leaves + 64 + len(reqs)
     assert [req.cached_tokens for req in reqs] == [80, *[144] * (len(reqs) - 1)]
     assert all(req.output_ids == [2] * 8 for req in reqs)
-    check_idle(decoder)
-
-
-@PAGES
-@pytest.mark.parametrize("point", ["queued", "between_chunks", "computed"])
-def test_a_flush_that_is_refused_says_what_is_computed_here(page: int, point: str) -> None:
-    """Guards against an operator who is not told what to wait for."""
-    decoder = decoder_of(page)
-    bring_to(decoder, point)
-    answer = decoder.flush_cache_wrapped(FlushCacheReqInput())
-    assert not answer.success and "1 running, 1 in local prefill" in answer.message
-    decoder.drain()
-    assert decoder.flush_cache_wrapped(FlushCacheReqInput()).success
 
 
 class Slices:
@@ -213,60 +266,55 @@ class Slices:
         return lambda *_, **__: None
 
 
-@PAGES
 @pytest.mark.parametrize("new", [20, 80])
-def test_traces(page: int, new: int) -> None:
+def test_traces(new: int) -> None:
     """Guards against a trace without the slice of decode, and a warning of SGLang's for each turn:
     it would be closed as a slice of prefill."""
-    decoder = decoder_of(page)
-    req = decoder.submit(HISTORY + [9] * new)
+    decoder = decoder_of(16)
+    req = decoder.submit(PROMPT + [9] * new)
     req.time_stats.disagg_mode = DisaggregationMode.DECODE
     req.time_stats.trace_ctx = slices = Slices()
-    decoder.drain()
+    finish(decoder)
     assert slices.open == ["decode_forward"]
     last = "prefill_forward" if new == 20 else "chunked_prefill"
     assert ("decode_forward", last) in slices.added
     assert ("decode_forward", "decode_loop") in slices.added
-    check_idle(decoder)
 
 
-@PAGES
-def test_an_aborted_turn_computes_no_further_chunk(page: int) -> None:
+def test_an_aborted_turn_computes_no_further_chunk() -> None:
     """Guards against a long turn that is computed to its end although its client left: where
     nothing runs, each chunk is launched before the result of the one before it is in."""
-    decoder = OverlappedTurns(page, 1024, local=200, chunk=16)
-    decoder.result_queue = deque()
+    decoder = Overlapped(16, 1024, local=200, chunk=16)
     launch, sizes = decoder.run_batch, list[int]()
 
-    def run(batch: Any, *arguments: Any) -> Any:
+    def note(batch: Any, *arguments: Any) -> Any:
         sizes.append(batch.extend_num_tokens)
         return launch(batch, *arguments)
 
-    def leave() -> Any:
+    def leave() -> Iterator[None]:
         req = decoder.submit(ids(1, 160))
         yield
         decoder.abort(req.rid)
         for _ in range(12):
             yield
 
-    decoder.run_batch = run
+    decoder.run_batch = note
     decoder.play(leave())
     assert sizes == [16]
-    check_idle(decoder)
+    finish(decoder)
 
 
-@PAGES
-def test_a_chunk_is_measured_to_its_end(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the time of a launch that is taken for the time of a chunk: without overlap
     scheduling a device still computes when its launch has returned."""
-    decoder = decoder_of(page)
-    now, samples = [100.0], list[tuple[int, float]]()
+    decoder = decoder_of(16)
+    samples = list[tuple[int, float]]()
 
     def clock() -> float:
-        return now[0]
+        return float(decoder.now)
 
     def end_of_chunk() -> None:
-        now[0] += 3.0
+        decoder.now += 3.0
 
     turns, stream = decoder.local_turns, SimpleNamespace(synchronize=end_of_chunk)
     monkeypatch.setattr(local_scheduler, "time", SimpleNamespace(monotonic=clock))
@@ -274,24 +322,22 @@ def test_a_chunk_is_measured_to_its_end(page: int, monkeypatch: pytest.MonkeyPat
     decoder.device_module = SimpleNamespace(current_stream=lambda: stream)
     turns._clock, turns.times = clock, StepTimes(turns.measured, blocking=False)
     turns.measured.chunk.add = lambda tokens, seconds: samples.append((tokens, seconds))
-    decoder.submit(HISTORY + [9] * 80)
+    decoder.submit(PROMPT + [9] * 80)
     turn(decoder, 3)
     assert samples == [(32, 3.0), (32, 3.0), (16, 3.0)]
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
-@PAGES
-@pytest.mark.parametrize("point", ["queued", "between_chunks"])
-def test_a_paused_server_answers_health_checks(page: int, point: str) -> None:
+@pytest.mark.parametrize("stage", ["taken", "between chunks"])
+def test_a_paused_server_answers_health_checks(stage: str) -> None:
     """Guards against health checks that are left to the next batch while a pause holds all there
     is: the server would be taken for dead."""
-    decoder = decoder_of(page)
+    decoder = Decoder(16, 1024, **options(stage))
 
     def leaves_health_to_a_batch() -> bool:
         return not decoder.is_fully_idle(for_health_check=True)
 
-    bring_to(decoder, point)
+    bring_to(decoder, stage)
     assert leaves_health_to_a_batch()
     decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
     turn(decoder, 2)
@@ -302,8 +348,7 @@ def test_a_paused_server_answers_health_checks(page: int, point: str) -> None:
     decoder._waiting_release = None
     decoder.continue_generation(ContinueGenerationReqInput())
     assert leaves_health_to_a_batch()
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
 # ---- adapters ----
@@ -337,6 +382,7 @@ class Adapted(Decoder):
         assert len({req.lora_id for req in batch.reqs}) <= MOST
 
 
+@pytest.mark.hazard("tenants-share")
 @PAGES
 def test_adapters(page: int) -> None:
     """Guards against KV that another adapter made, and against more adapters in a batch than there
@@ -344,12 +390,10 @@ def test_adapters(page: int) -> None:
     decoder = decoder_of(page, Adapted)
     held = []
     for number in range(2):
-        reqs = [
-            decoder.submit([*HISTORY, number], new=12, lora_id=of) for of in ["a", "b", None, "c"]
-        ]
+        prompt = [*PROMPT, number]
+        reqs = [decoder.submit(prompt, new=12, lora_id=of) for of in ["a", "b", None, "c"]]
         turn(decoder, 40)
-        decoder.drain()
-        check_idle(decoder)
+        finish(decoder)
         assert [req.output_ids for req in reqs] == [[2] * 12] * 4
         held.append([req.cached_tokens for req in reqs])
     assert decoder.local_turns.metrics.turns["local", "always"] == 9
@@ -357,57 +401,40 @@ def test_adapters(page: int) -> None:
     assert held == [[0, 0, 80, 0], [80] * 4]
 
 
-@PAGES
-def test_adapters_of_what_prefill_sends(page: int) -> None:
+def test_adapters_of_what_prefill_sends() -> None:
     """Guards against the same where prefill computes every prompt, and decode resumes some."""
-    decoder = Adapted(page, 1024)
-    reqs = [
-        decoder.submit(ids(number, 20), new=12, lora_id=of)
-        for number, of in enumerate(["a", "b", "c", None, "a", "d"])
-    ]
+    decoder = Adapted(16, 1024)
+    adapters = enumerate(["a", "b", "c", None, "a", "d"])
+    reqs = [decoder.submit(ids(number, 20), new=12, lora_id=of) for number, of in adapters]
     for _ in range(4):
         for req in decoder.in_transfer:
             decoder.deliver(req)
         turn(decoder)
     decoder.retract()
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
     assert all(req.finished() for req in reqs)
 
 
-@PAGES
-def test_a_turn_of_another_adapter_waits_for_its_place(page: int) -> None:
-    """Guards against a turn that joins a batch whose adapters leave no room for its own."""
-    decoder = decoder_of(page, Adapted)
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_turn_of_another_adapter_waits_for_its_place(leave: bool) -> None:
+    """Guards against a turn that joins a batch whose adapters leave no room for its own; and, when
+    its client leaves, against pages, a row and an answer that wait for the end of others' answers,
+    and against requests from prefill that are held back for the place of one that is gone."""
+    decoder = decoder_of(16, Adapted)
     running = [decoder.submit(ids(number, 9), new=40, lora_id=f"{number}") for number in (1, 2)]
     turn(decoder, 3)
     assert len(decoder.running_batch.reqs) == 2
-    late = decoder.submit(HISTORY + NEW, lora_id="3")
-    while not all(req.finished() for req in running):
-        turn(decoder)
-        check(decoder)
-    assert late.output_ids == [2]  # it was computed meanwhile, and has its first token
-    decoder.drain()
-    check_idle(decoder)
-    assert late.output_ids == [2] * 8
-
-
-@PAGES
-def test_a_turn_that_waits_for_its_place_is_aborted(page: int) -> None:
-    """Guards against pages, a row and a client's answer that wait for the end of others' answers,
-    and against requests from prefill that are held back for the place of one that is gone."""
-    decoder = decoder_of(page, Adapted)
-    running = [decoder.submit(ids(number, 9), new=40, lora_id=f"{number}") for number in (1, 2)]
-    turn(decoder, 3)
-    late = [decoder.submit([*HISTORY, number], lora_id="3") for number in range(2)]
+    late = [decoder.submit([*PROMPT, number], lora_id="3") for number in range(2)]
     while not late[1].output_ids:
         turn(decoder)
-    for req in late:
+    for req in late if leave else ():
         assert not decoder.local_turns.places_for_others
         decoder.abort(req.rid)
-        check(decoder)
+        tick(decoder)
         assert req.finished() and req not in decoder.local
-    assert decoder.local_turns.places_for_others and not any(req.finished() for req in running)
-    decoder.drain()
-    check_idle(decoder)
-    assert [req.output_ids for req in late] == [[2]] * 2
+    assert bool(decoder.local_turns.places_for_others) == leave
+    while not all(req.finished() for req in running):
+        assert leave or [req.output_ids for req in late] == [[2]] * 2
+        turn(decoder)
+    finish(decoder)
+    assert [req.output_ids for req in late] == [[2] if leave else [2] * 8] * 2

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
-from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
-
-PROMPT = [token % 50 for token in range(3, 83)]
+from component.decode.steps import PROMPT, admit, finish, land, tick
 
 
 @pytest.fixture
-def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """A server where nobody waits for another one's prefix."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
+def decoder() -> Decoder:
     return Decoder(16, 1024)
 
 
@@ -24,30 +21,23 @@ def markers(decoder: Decoder) -> set[int]:
     return {int(room) for room in decoder.metadata.bootstrap_room[:, 0].tolist()}
 
 
-def test_a_slot_is_cleared_when_it_is_freed(decoder: Decoder) -> None:
-    """Guards against a room's marker that outlives its request."""
-    req = decoder.submit(PROMPT, new=1)
-    decoder.tick_queues()
-    decoder.deliver(req)
-    assert markers(decoder) == {0, req.bootstrap_room}
-    decoder.drain()
-    assert markers(decoder) == {0}
+def retried(decoder: Decoder) -> Any:
+    """A request whose room's number is in all slots, since an earlier try had it too; its KV has
+    arrived, and its metadata not yet."""
+    decoder.metadata.bootstrap_room[:, 0] = 1000
+    (req,) = admit(decoder, PROMPT, new=4)
+    assert req.bootstrap_room == 1000
+    decoder.deliver(req, metadata=False)
+    return req
 
 
 def test_a_stale_marker_is_not_ones_own(decoder: Decoder) -> None:
     """Guards against metadata of an earlier request with the same room: a client that tries again
     would get the first token of its first try. A late write is forgotten when the slot is taken."""
-    room = 1000
-    decoder.metadata.bootstrap_room[:, 0] = room
-    req = decoder.submit(PROMPT, new=4)
-    assert req.bootstrap_room == room
-    decoder.tick_queues()
-    decoder.deliver(req, metadata=False)
-    for _ in range(3):
-        decoder.tick_queues()
-        assert decoder.in_transfer == [req]
-    decoder.deliver(req)
-    decoder.tick_queues()
+    req = retried(decoder)
+    tick(decoder, 3)
+    assert decoder.in_transfer == [req]
+    land(decoder, req)
     assert decoder.waiting_queue == [req]
 
 
@@ -57,35 +47,34 @@ def test_without_clearing_a_stale_marker_passes(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a test that would pass in any case."""
-
-    def take(allocator: object, buffers: object) -> int:
-        index: int = allocator.alloc()  # type: ignore[attr-defined]
-        return index
-
-    monkeypatch.setattr("sglang.srt.disaggregation.delta.decode.transfer_queue.take_slot", take)
-    decoder.metadata.bootstrap_room[:, 0] = 1000
-    req = decoder.submit(PROMPT, new=4)
-    decoder.tick_queues()
-    decoder.deliver(req, metadata=False)
-    decoder.tick_queues()
+    module = "sglang.srt.disaggregation.delta.decode.transfer_queue"
+    monkeypatch.setattr(f"{module}.take_slot", lambda allocator, buffers: allocator.alloc())
+    req = retried(decoder)
+    tick(decoder)
     assert decoder.waiting_queue == [req]
+
+
+def test_a_slot_is_cleared_when_it_is_freed(decoder: Decoder) -> None:
+    """Guards against a room's marker that outlives its request."""
+    (req,) = admit(decoder, PROMPT)
+    decoder.deliver(req)
+    assert markers(decoder) == {0, req.bootstrap_room}
+    finish(decoder)
+    assert markers(decoder) == {0}
 
 
 def test_metadata_of_another_room_fail_the_request(decoder: Decoder) -> None:
     """Guards against another request's first token in an answer."""
-    req = decoder.submit(PROMPT, new=4)
-    decoder.tick_queues()
+    (req,) = admit(decoder, PROMPT, new=4)
     decoder.deliver(req)
     room = decoder.rooms[-1]
     decoder.metadata.bootstrap_room[room.metadata_index, 0] = 99
-    decoder.tick_queues()
-    check(decoder)
+    tick(decoder)
     reason = decoder.mailbox.reasons[req.rid]["message"]
     assert f"metadata slot {room.metadata_index} holds the metadata of room 99" in reason
     assert req.output_ids == [] and room.clears == 1
-    decoder.tick_queues()
+    finish(decoder)
     assert markers(decoder) == {0} and decoder.tree_cache.total_size() == 0
-    check_idle(decoder)
 
 
 def test_metadata_that_never_come(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,35 +82,30 @@ def test_metadata_that_never_come(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     as complete: nothing else would end it."""
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    req = decoder.submit(PROMPT, new=4)
-    decoder.tick_queues()
+    (req,) = admit(decoder, PROMPT, new=4)
     decoder.deliver(req, metadata=False)
     for _ in range(3):
-        decoder.tick_queues()
+        tick(decoder)
         clock[0] += 99.0
         assert decoder.in_transfer == [req]
     clock[0] += 10.0
-    decoder.tick_queues()
-    check(decoder)
+    tick(decoder)
     assert decoder.in_transfer == [] and decoder.mailbox.ends[req.rid] == 1
     reason = decoder.mailbox.reasons[req.rid]["message"]
     assert "is still empty after" in reason and "WAITING_TIMEOUT" in reason
-    assert req in decoder._deferred  # prefill may still write them
-    decoder.drain()
+    assert decoder.held == [req]  # prefill may still write them
+    finish(decoder)
     assert decoder.tree_cache.total_size() == 0
-    check_idle(decoder)
 
 
 def test_no_room_cannot_be_checked(decoder: Decoder) -> None:
     """Guards against a request that waits for ever since its room looks like an empty slot."""
     req = decoder.submit(PROMPT, new=4)
     req.bootstrap_room = 0
-    decoder.tick_queues()
-    decoder.deliver(req)
-    decoder.tick_queues()
+    tick(decoder)
+    land(decoder, req)
     assert "room 0" in decoder.mailbox.reasons[req.rid]["message"]
-    decoder.tick_queues()
-    check_idle(decoder)
+    finish(decoder)
 
 
 @pytest.mark.hazard("ranks-commit-apart")

@@ -6,45 +6,28 @@ from typing import Any
 
 import pytest
 
-from component.decode.checks import check, check_idle
+from component.decode.checks import check
 from component.decode.decoder import Decoder
+from component.decode.steps import PROMPT as TEXT
+from component.decode.steps import admit, finish, in_tree, land, retract, serve
 from sglang.srt.disaggregation.delta.decode.prefix_tree import RadixPrebuiltBatch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 PROMPT = list(range(3, 45))  # 42 tokens
 
 
 @pytest.fixture(params=[1, 16])
-def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+def decoder(request: pytest.FixtureRequest) -> Decoder:
     """A decode server that admits equal prompts together."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
     return Decoder(request.param, 1024)
 
 
-def serve(decoder: Decoder, *prompts: list[int], **options: Any) -> list[Any]:
-    """Requests that are admitted and delivered; they wait for the prebuilt batch."""
-    reqs = [decoder.submit(prompt, **options) for prompt in prompts]
-    decoder.tick_queues()
-    for req in reqs:
-        decoder.deliver(req, cached=10)
-    decoder.tick_queues()
+def arrived(decoder: Decoder, *prompts: list[int], **options: Any) -> list[Any]:
+    """Requests that wait for the prebuilt batch."""
+    reqs = admit(decoder, *prompts, **options)
+    land(decoder, *reqs, cached=10)
     assert decoder.waiting_queue == reqs
-    check(decoder)
     return reqs
-
-
-def finish(decoder: Decoder, prompt: list[int]) -> None:
-    """Put a prompt into the tree by serving it."""
-    serve(decoder, prompt, new=1)
-    decoder.drain()
-
-
-def in_tree(decoder: Decoder, ids: list[int]) -> int:
-    """How much of ``ids`` the tree holds."""
-    match = decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(ids, None)))
-    return len(match.device_indices)
 
 
 def prebuilt(decoder: Decoder) -> ScheduleBatch:
@@ -59,8 +42,8 @@ def prebuilt(decoder: Decoder) -> ScheduleBatch:
 def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
     """Guards against a batch that lists slots which others share as its outputs."""
     if cached:
-        finish(decoder, PROMPT[:cached])
-    (req,) = serve(decoder, PROMPT)
+        serve(decoder, PROMPT[:cached])
+    (req,) = arrived(decoder, PROMPT)
     held = req.cache_protected_len  # the transfer put whole pages of the prompt into the tree
     assert held == len(PROMPT) // decoder.page_size * decoder.page_size
     batch = prebuilt(decoder)
@@ -74,8 +57,8 @@ def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
 
 def test_rows_of_different_lengths(decoder: Decoder) -> None:
     """Guards against slots of one request that are attributed to the next one in the batch."""
-    finish(decoder, PROMPT[:32])
-    reqs = serve(decoder, PROMPT, [60, 61, 62], [*PROMPT[:33], 50])
+    serve(decoder, PROMPT[:32])
+    reqs = arrived(decoder, PROMPT, [60, 61, 62], [*PROMPT[:33], 50])
     batch = prebuilt(decoder)
     rows = decoder.req_to_token_pool.req_to_token
     expected = [
@@ -90,50 +73,37 @@ def test_rows_of_different_lengths(decoder: Decoder) -> None:
 
 @pytest.mark.hazard("cached-tokens-twice")
 @pytest.mark.parametrize("prefix", [0, 8, 64])
-@pytest.mark.parametrize("retract", [False, True])
-def test_clients_see_the_cached_tokens_of_prefill(
-    monkeypatch: pytest.MonkeyPatch, prefix: int, retract: bool
-) -> None:
+@pytest.mark.parametrize("retracted", [False, True])
+def test_clients_see_the_cached_tokens_of_prefill(prefix: int, retracted: bool) -> None:
     """Guards against our prefix being added to what prefill reported, and against a negative number
     after a retraction."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
     decoder = Decoder(8, 1024)
-    prompt = [token % 50 for token in range(3, 75)]  # 72 tokens
     if prefix:
-        finish(decoder, prompt[:prefix])
-    reqs = serve(decoder, prompt, [60, 61], new=6)
+        serve(decoder, TEXT[:prefix])
+    reqs = arrived(decoder, TEXT[:72], [60, 61], new=6)
     assert decoder.rooms[-2].prefix_len == prefix
     for _ in range(2):
         decoder.tick_batch()
-    if retract:
-        decoder.retract()
-        assert decoder.disagg_decode_prealloc_queue.retracted_queue
-    decoder.drain()
+    if retracted:
+        retract(decoder)
+    finish(decoder)
     assert [req.cached_tokens for req in reqs] == [10, 10]
-    check_idle(decoder)
 
 
 @pytest.mark.hazard("matched-twice")
 def test_nothing_is_matched_again(decoder: Decoder) -> None:
     """Guards against a longer prefix, inserted by others meanwhile, replacing which slots the
     request shares and which node it has locked."""
-    prompt = list(range(3, 63))
-    finish(decoder, prompt[:32])
-    first = decoder.submit(prompt)
-    second = decoder.submit(prompt, new=1)
-    decoder.tick_queues()
+    serve(decoder, TEXT[:32])
+    first, second = admit(decoder, TEXT[:60], TEXT[:60])
     assert first.cache_protected_len == second.cache_protected_len == 32
-
-    decoder.deliver(second)
-    decoder.tick_queues()
-    assert in_tree(decoder, prompt) > 32  # all whole pages of the prompt
+    land(decoder, second)
+    assert in_tree(decoder, TEXT[:60]) > 32  # all whole pages of the prompt
     node, row = first.last_node, decoder.req_to_token_pool.req_to_token[first.req_pool_idx].clone()
     first.init_next_round_input(decoder.tree_cache)
     assert first.last_node is node and first.cache_protected_len == 32
     assert first.prefix_indices.tolist() == row[:32].tolist()
-    check(decoder)
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
 @pytest.mark.hazard("first-token-in-tree")
@@ -142,7 +112,7 @@ def test_the_first_token_is_not_in_the_tree(decoder: Decoder, length: int) -> No
     """Guards against the first generated token, which came with the metadata and has no KV yet,
     entering the tree with a slot that nobody wrote."""
     prompt, page = PROMPT[:length], decoder.page_size
-    (req,) = serve(decoder, prompt)
+    (req,) = arrived(decoder, prompt)
     whole = length // page * page
     assert in_tree(decoder, [*prompt, 1]) == whole
     decoder.running_batch = prebuilt(decoder)
@@ -153,14 +123,13 @@ def test_the_first_token_is_not_in_the_tree(decoder: Decoder, length: int) -> No
 
 def test_the_answer_is_in_the_tree_when_it_ends(decoder: Decoder) -> None:
     """Guards against a next turn that moves the answer of the turn before it."""
-    (req,) = serve(decoder, PROMPT[:30], new=20)
-    decoder.drain()
+    (req,) = arrived(decoder, PROMPT[:30], new=20)
+    finish(decoder)
     text = req.origin_input_ids + req.output_ids
     page = decoder.page_size
     # The last token ended the request and was never computed.
     assert in_tree(decoder, [*text, 1, 2]) == (len(text) - 1) // page * page
-    decoder.submit([*text, 40, 41])
-    decoder.tick_queues()
+    admit(decoder, [*text, 40, 41])
     room = decoder.rooms[-1]
     assert room.prefix_len == (len(text) - 1) // page * page
     assert len(room.pages) == -(-(len(text) + 2) // page) - room.prefix_len // page
@@ -172,7 +141,7 @@ def test_the_stock_batch_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against checks that SGLang's own method would pass as well: it counts the prefix as
     cached tokens, and lists slots from the start of the row."""
     decoder = Decoder(16, 1024)
-    (req,) = serve(decoder, PROMPT)
+    (req,) = arrived(decoder, PROMPT)
     monkeypatch.delattr(RadixPrebuiltBatch, "prepare_for_prebuilt")
     batch = prebuilt(decoder)
     row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx]

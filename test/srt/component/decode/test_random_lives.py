@@ -6,67 +6,246 @@ tiles what the tree lacked, and each slot that anybody can read holds the KV of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from component.decode.actions import Life
+from component.decode.actions import Life, RankLife, drawn
+from component.decode.checks import check_idle
 from component.decode.decoder import Decoder
+from component.decode.pair import Diverged, Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.delta import rank_agreement
+from sglang.srt.disaggregation.delta.decode import candidates, record, retraction
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
 from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
-from sglang.srt.disaggregation.delta.decode import record, retraction
+from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
+from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 
-# Waiting for an arriving prefix would hide concurrent misses of one prompt; it has its own tests.
+# Waiting for an arriving prefix would hide concurrent misses of one prompt.
 WAIT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
+EVERYTHING = ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes")
+EVERYTHING += ("updates_under_way",)
+#: With a draft model the last slot of a prompt depends on the answer: something is always moved.
+WITH_DRAFTS = tuple(name for name in EVERYTHING if name != "full_hits")
+#: Where a turn was computed, and why: of a server that computes some, and of one whose prefill
+#: servers are lost often.
+HERE, LOST = ("local always", "remote long"), ("local transfer_failed", "local no_prefill")
+COMPUTES: dict[str, Any] = {"local": 60, "chunk": 24}
+LOSES: dict[str, Any] = {"local": 20, "lost": 60, "chunk": 24}
+OFTEN_LOST: dict[str, float] = {
+    "batch": 40, "fail_handshake": 6, "fail_transfer": 10, "write_late": 6
+}  # fmt: skip
+INDEX: dict[str, Any] = {"sparse": True}
+NIGHTLY = pytest.mark.nightly
+
+
+def life(
+    name: str,
+    page: int,
+    tokens: int,
+    seed: int,
+    reaches: tuple[str, ...],
+    wait: int = 0,
+    often: dict[str, float] | None = None,
+    marks: Any = (),
+    **options: Any,
+) -> Any:
+    """A long life: ``reaches`` names what has to happen in it; ``often``: weights of actions."""
+    row = (page, tokens, seed, reaches, wait, often or {}, options)
+    return pytest.param(*row, id=f"{name} {seed}", marks=marks)
 
 
 @pytest.mark.hazard("flush-while-held")
 @pytest.mark.parametrize(
-    ("page", "tokens", "wait", "seed"),
-    [(1, 600, "0", 1), (16, 1024, "0", 2), (64, 2048, "0", 3), (16, 640, "32", 4)],
-)
-def test_random_life(
-    monkeypatch: pytest.MonkeyPatch, page: int, tokens: int, wait: str, seed: int
-) -> None:
-    """Guards against any order of arrivals, evictions, retractions, failures and aborts that leaks
-    a page or a lock, frees one twice, or lets a request read another one's KV."""
-    monkeypatch.setenv(WAIT, wait)
-    life = Life(Decoder(page, tokens), seed)
-    life.run(1500, seed)
-    assert len(life.decoder.submitted) > 100
-    assert all(life.seen.values()), f"this seed does not reach everything: {life.seen}"
-
-
-@pytest.mark.parametrize(
-    ("page", "tokens", "wait", "steps", "seed", "latent"),
+    ("page", "tokens", "seed", "reaches", "wait", "often", "options"),
     [
-        (1, 600, "0", 3, 1, False),
-        (2, 640, "8", 1, 2, True),
-        (16, 1024, "0", 3, 3, True),
-        (16, 800, "32", 1, 4, False),
+        life("plain", 1, 600, 1, (*EVERYTHING, "updates_while_held")),
+        life("plain", 16, 1024, 2, EVERYTHING),
+        life("plain", 64, 2048, 3, EVERYTHING),
+        life("prefixes waited for", 16, 640, 4, EVERYTHING, wait=32),
+        life("drafts", 1, 600, 1, WITH_DRAFTS, steps=3),
+        life("drafts", 2, 640, 2, WITH_DRAFTS, wait=8, steps=1, latent=True),
+        life("drafts", 16, 1024, 3, WITH_DRAFTS, steps=3, latent=True),
+        life("drafts", 16, 800, 4, WITH_DRAFTS, wait=32, steps=1),
+        life("index", 64, 1536, 1, ("hits", "full_hits", "resumed"), marks=NIGHTLY, **INDEX),
+        life("index", 64, 1536, 2, ("hits", "full_hits", "resumed"), **INDEX),
+        life("computed here, index", 64, 2048, 3, ("local always",), local=60, chunk=64, **INDEX),
+        life("computed here", 1, 600, 1, HERE, often={"batch": 44}, **COMPUTES),
+        life("computed here", 16, 1024, 2, HERE, often={"batch": 44}, **COMPUTES),
+        life("computed here", 64, 2048, 3, HERE, often={"batch": 44}, **COMPUTES),
+        life("computed here, drafts", 1, 600, 4, HERE, steps=3, often={"batch": 44}, **COMPUTES),
+        life("computed here, drafts", 16, 1024, 5, HERE, steps=1, often={"batch": 44}, **COMPUTES),
+        life("prefill lost", 1, 600, 1, LOST, often=OFTEN_LOST, **LOSES),
+        life("prefill lost", 16, 1024, 2, LOST, often=OFTEN_LOST, **LOSES),
+        life("prefill lost", 64, 2048, 3, LOST, often=OFTEN_LOST, **LOSES),
     ],
 )
-def test_random_life_with_speculation(
+def test_random_life(
     monkeypatch: pytest.MonkeyPatch,
     page: int,
     tokens: int,
-    wait: str,
-    steps: int,
     seed: int,
-    latent: bool,
+    reaches: tuple[str, ...],
+    wait: int,
+    often: dict[str, float],
+    options: dict[str, Any],
 ) -> None:
-    """Guards against the same with a draft model beside the target: slots of both pools, answers
-    that grow by several tokens a step, drafts that are rejected; in pools of heads and of MLA."""
-    monkeypatch.setenv(WAIT, wait)
-    life = Life(Decoder(page, tokens, steps=steps, latent=latent), seed)
-    life.run(1500, seed)
+    """Guards against any order of arrivals, chunks, evictions, retractions, failures and aborts
+    that leaks a page or a lock, frees one twice, or lets a request read another one's KV."""
+    monkeypatch.setenv(WAIT, str(wait))
+    life = Life(Decoder(page, tokens, **options), seed, **often)
+    life.run(1200, seed)
     assert len(life.decoder.submitted) > 100
-    # The last slot of a prompt depends on the answer, so something is always moved.
-    assert life.seen.pop("full_hits") == 0
-    assert all(life.seen.values()), f"this seed does not reach everything: {life.seen}"
+    reached: Counter[str] = Counter(life.seen)
+    if life.decoder.local_turns is not None:
+        turns = life.decoder.local_turns.metrics.turns
+        reached.update({f"{where} {reason}": count for (where, reason), count in turns.items()})
+    assert all(reached[what] > 0 for what in reaches), f"not all is reached: {reached}"
+
+
+# ---- two ranks ----
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short deadlines, so that they are met in a life."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "60")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "20")
+    with ranks_reduce():
+        yield
+
+
+def live(
+    seed: int,
+    steps: int = 500,
+    *,
+    gloo: bool = False,
+    limits: Limits | None = None,
+    draft_steps: int = 0,
+    **weights: float,
+) -> list[Any]:
+    """Both ranks through ``steps`` random actions, to the end; their lives. ``limits``: of the
+    turns that they compute, each with a clock of its own."""
+
+    def build(rank: int, group: RankGroup) -> RankLife:
+        local = {"local": limits.tokens, "lost": limits.when_lost} if limits is not None else {}
+        policy = ("lru", "mru")[rank]
+        decoder = Decoder(16, 640, policy=policy, group=group, steps=draft_steps, **local)
+        if limits is not None:  # one rank is slower than the other
+            turns = LocalTurns(decoder, limits, lambda: time.monotonic() * (1 + 2 * rank))
+            decoder.__dict__["local_turns"] = turns
+        return RankLife(decoder, rank, seed, **weights)
+
+    pair = Pair(build, gloo=gloo)
+    ours, theirs = pair.sides
+    try:
+        for action, number in drawn(ours.weights, steps, seed):
+            pair.run(lambda life, name=action, bits=number: life.step(name, bits))
+            sizes = {life.decoder.tree_cache.total_size() for life in pair.sides}
+            ours.seen["trees_differed"] += len(sizes) == 2
+            # Resuming, handshakes, admission, transfers: at most one each.
+            assert len(pair.collectives()) <= (4 if action == "queues" else 0)
+        pair.run(lambda life: life.decoder.drain())
+        pair.run(lambda life: check_idle(life.decoder))
+        return pair.sides
+    finally:
+        pair.close()
+
+
+@pytest.mark.hazard("ranks-commit-apart")
+@pytest.mark.parametrize(
+    ("wait", "seed", "gloo"),
+    [
+        pytest.param("0", 5, True, id="gloo"),
+        pytest.param("32", 2, False, id="threads, prefixes waited for"),
+        pytest.param("0", 5, False, id="threads", marks=NIGHTLY),
+        pytest.param("32", 2, True, id="gloo, prefixes waited for", marks=NIGHTLY),
+    ],
+)
+def test_ranks_stay_in_step(
+    monkeypatch: pytest.MonkeyPatch, two_ranks: None, wait: str, seed: int, gloo: bool
+) -> None:
+    """Guards against ranks that match different prefixes, admit or answer different requests, or
+    commit a transfer at different steps: prefill would write into wrong offsets, and the next
+    collective would hang the server. Rooms fail, metadata land and deadlines pass on one rank
+    before the other, and each rank's tree evicts other prefixes. Where prefixes are waited for, a
+    step checks less than the line."""
+    monkeypatch.setenv(WAIT, wait)
+    if wait != "0":
+        monkeypatch.setattr(candidates, "CHECKED", 2)
+    lives = live(seed, 1000, gloo=gloo)
+    assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
+    for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):
+        assert any(life.seen[what] for life in lives), f"this seed does not reach {what}"
+
+
+@pytest.mark.parametrize(("seed", "draft_steps"), [(1, 0), (2, 0), (3, 3)])
+def test_ranks_that_measure(two_ranks: None, seed: int, draft_steps: int) -> None:
+    """Guards against ranks that choose by what each has measured, and then run other batches."""
+    limits = Limits(tokens=60, chunk=24, share=0.3)
+    sides = live(seed, limits=limits, draft_steps=draft_steps, batch=44)
+    ours, theirs = (life.decoder.local_turns for life in sides)
+    assert ours.metrics.turns == theirs.metrics.turns
+    assert {where for where, _ in ours.metrics.turns} == {"local", "remote"}
+    assert ours.measured.votes() != theirs.measured.votes(), "they measured the same"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_that_lose_prefill(two_ranks: None, seed: int) -> None:
+    """Guards against ranks of which one saves a request that the other fails: one may know of the
+    loss before the other does."""
+    limits = Limits(tokens=20, chunk=24, always=True, when_lost=60)
+    sides = live(seed, limits=limits, batch=40, fail_handshake=4, fail_transfer=6)
+    ours, theirs = (life.decoder.local_turns.metrics.turns for life in sides)
+    assert ours == theirs and ours["local", "transfer_failed"] > 0
+
+
+# ---- controls: with one protection taken out, each of these fails ----
+
+EVENTS = ("fail_on_one_rank", "skew", "late_metadata", "evict_one")
+
+
+def _own_values(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_agreement, "minimum", lambda values, group: values)
+
+
+def _own_polls(patch: pytest.MonkeyPatch) -> None:
+    def own(pollers: Any, group: Any) -> list[int]:
+        return [int(poller.poll()) for poller in pollers]
+
+    patch.setattr(utils, "poll_and_all_reduce", own)
+
+
+@pytest.mark.hazard("ranks-disagree-on-prefix")
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("break_it", "cause"),
+    [
+        (_own_values, "evict_one"),
+        (_own_values, "fail_on_one_rank"),
+        (_own_values, "skew"),
+        (_own_polls, "fail_on_one_rank"),
+        (_own_polls, "late_metadata"),
+    ],
+)
+def test_without_agreement_they_diverge(
+    monkeypatch: pytest.MonkeyPatch,
+    two_ranks: None,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    cause: str,
+) -> None:
+    """Guards against a pair of ranks that would agree in any case: with admission's reduction, or
+    that of transfers, replaced by the rank's own values, each cause alone makes them part."""
+    break_it(monkeypatch)
+    with pytest.raises(Diverged):
+        for seed in range(5):
+            live(seed, 1000, **{event: 0 for event in EVENTS if event != cause})
 
 
 def _stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -158,7 +337,6 @@ def test_the_check_notices(
 ) -> None:
     """Guards against a simulation that cannot fail: with one protection taken out it does, soon,
     and for that reason."""
-    monkeypatch.setenv(WAIT, "0")
     break_it(monkeypatch)
     with pytest.raises(AssertionError, match=notice):
         for seed in range(10):

@@ -1,4 +1,5 @@
-"""The prefill scheduler's chunk sender: what reaches a room is the delta, in order, once."""
+"""The prefill scheduler: what its chunk sender gives a room is the delta, in order, once; and an
+abort of a request that waits."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from effort import tries
 from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.scheduler import Scheduler
 
 FIRST_PAGE = 7
 MAX_PROMPT = 400
@@ -174,12 +178,6 @@ def test_where_the_prefix_ends(
     assert len(play(scenario).calls) == calls
 
 
-def test_full_hit_sends_its_metadata_once() -> None:
-    """Guards against a decode server that waits for the first token until its timeout."""
-    outcome = play(Scenario(16, 64, 64, (16, 40, 63), True))
-    assert outcome.calls == [([], True)] and outcome.metadata == 1
-
-
 @pytest.mark.hazard("sent-before-written")
 @settings(max_examples=tries(100))
 @given(scenario=scenarios())
@@ -215,3 +213,60 @@ def test_the_stock_method_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     find(scenarios(), lambda scenario: bool(wrong(scenario)), settings=settings(max_examples=500))
     # The stock cursor is set by the caller; even then, a prefix beyond a chunk goes wrong.
     assert wrong(Scenario(16, 64, 64, (16,), False))
+
+
+# ---- aborts ----
+
+
+class Sender:
+    """Counts what happened to a room."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def clear(self) -> None:
+        self.calls.append("clear")
+
+
+def prefill_with(*rids: str) -> tuple[Any, dict[str, Any]]:
+    """As much of a prefill scheduler as an abort needs, with requests that wait for their turn."""
+    scheduler = Scheduler.__new__(Scheduler)
+    reqs = {
+        rid: SimpleNamespace(
+            rid=rid,
+            disagg_kv_sender=Sender(),
+            mamba_pool_idx=None,
+            metadata_buffer_index=-1,
+        )
+        for rid in rids
+    }
+    scheduler.__dict__.update(
+        server_args=SimpleNamespace(disaggregation_mode="prefill"),
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        waiting_queue=list(reqs.values()),
+        enable_hicache_storage=False,
+        send_to_tokenizer=SimpleNamespace(send_output=lambda *message: None),
+        grammar_manager=SimpleNamespace(abort_requests=lambda request: None),
+        req_to_metadata_buffer_idx_allocator=SimpleNamespace(free=lambda index: None),
+        disagg_prefill_bootstrap_queue=SimpleNamespace(
+            queue=[], kv_manager=SimpleNamespace(rooms=object())
+        ),
+        disagg_prefill_inflight_queue=[],
+        running_batch=SimpleNamespace(reqs=[]),
+        cur_batch=None,
+    )
+    return scheduler, reqs
+
+
+@pytest.mark.parametrize(("rid", "ended"), [("a", ["a"]), ("", ["a", "b"]), ("x", [])])
+def test_a_request_that_waits_on_prefill(rid: str, ended: list[str]) -> None:
+    """Guards against a room that stays in prefill's tables, and a decode server that waits for it,
+    when the abort finds the request in the waiting queue; and against ending another one's."""
+    scheduler, reqs = prefill_with("a", "b")
+    scheduler.abort_request(AbortReq(rid=rid, abort_all=not rid))
+    assert [req.rid for req in scheduler.waiting_queue] == [r for r in reqs if r not in ended]
+    for name, req in reqs.items():
+        assert req.disagg_kv_sender.calls == (["abort", "clear"] if name in ended else [])

@@ -7,34 +7,26 @@ from typing import Any
 
 import pytest
 
-from component.decode.checks import check, check_idle
+from component.decode.checks import check
 from component.decode.decoder import Decoder
-from component.decode.pair import Pair, ranks_reduce
-from component.decode.rank_life import RankLife
-from component.decode.steps import ids, poison_free_slots, tick, turn
+from component.decode.steps import (
+    admit,
+    evict_all,
+    finish,
+    ids,
+    land,
+    run,
+    serve,
+    tick,
+    turn,
+)
 from sglang.srt.disaggregation.delta.decode import speculation
-from sglang.srt.disaggregation.delta.decode.claims import Claims
-from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import radix_cache, utils
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
-pytestmark = pytest.mark.usefixtures("no_prefix_wait")
-
 PAGES = [1, 2, 16]
-
-
-def run(decoder: Decoder, prompt: list[int], new: int = 10) -> Any:
-    """A request from its arrival to its last token; how much of it was a hit."""
-    req = decoder.submit(prompt, new=new)
-    tick(decoder)
-    decoder.deliver(req)
-    hit = decoder.room(req).prefix_len
-    decoder.drain()
-    check_idle(decoder)
-    return req, hit
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -43,11 +35,10 @@ def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
     """Guards against lengths that are off by one where a text of n tokens shares n-1 slots: each
     turn hits whole pages of all but the last committed token of the turn before."""
     decoder = Decoder(page, 4096, steps=steps)
-    text = ids(1, 37)
-    committed = 0
+    text, committed = ids(1, 37), 0
     for number in range(5):
-        req, hit = run(decoder, text)
-        assert hit == max(page_floor(committed - 1, page), 0)
+        (req,) = serve(decoder, text, new=10)
+        assert req.delta.hit_tokens == max(page_floor(committed - 1, page), 0)
         committed = len(req.origin_input_ids) + len(req.output_ids) - 1
         text = [*req.origin_input_ids, *req.output_ids, *ids(number + 2, 11)]
 
@@ -59,72 +50,9 @@ def test_a_whole_prompt_is_never_a_hit(page: int, more: int) -> None:
     at least the last is always moved."""
     decoder = Decoder(page, 1024, steps=1)
     prompt = ids(3, 32 + more)
-    run(decoder, prompt)
-    _, hit = run(decoder, prompt)
-    assert hit == page_floor(32 + more - 1, page)
-    assert len(decoder.rooms[-1].pages) >= 1
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_ranks_with_different_trees_announce_one_length(page: int) -> None:
-    """Guards against a rank that cuts its match one page below what was agreed: prefill would fail
-    the room."""
-    with ranks_reduce():
-        pair = Pair(lambda rank, group: RankLife(Decoder(page, 1024, group=group, steps=1), rank))
-        try:
-            prompt = ids(1, 80)
-            pair.run(lambda life: life.decoder.submit(prompt, new=1) and None)
-            pair.run(lambda life: life.decoder.drain())
-
-            def shorten(life: Any) -> None:
-                if life.rank == 0:
-                    tree = life.decoder.tree_cache
-                    _split(tree, prompt[:49])
-                    tree.evict(EvictParams(num_tokens=1))
-
-            pair.call(lambda rank: shorten(pair.sides[rank]))
-            pair.call(lambda rank: pair.sides[rank].decoder.submit([*prompt, 1, 2], new=1))
-            pair.call(lambda rank: pair.sides[rank].decoder.tick_queues())
-            lengths = [side.decoder.rooms[-1].prefix_len for side in pair.sides]
-            assert lengths[0] == lengths[1] == 48
-        finally:
-            pair.close()
-
-
-def _split(tree: Any, token_ids: list[int]) -> None:
-    """Have a node of the tree end with the slots of ``token_ids``."""
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    tree.match_prefix(MatchPrefixParams(key=RadixKey(token_ids, None)))
-
-
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("evict", [False, True], ids=["tree kept", "tree evicted"])
-@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
-def test_a_retracted_request_keeps_its_draft_kv(page: int, evict: bool, latent: bool) -> None:
-    """Guards against a resumed request whose slots hold the draft KV of somebody else: it would
-    draft from that, and put it into the tree for all others."""
-    decoder = Decoder(page, 1024, steps=3, latent=latent)
-    first, second = (decoder.submit(ids(number, 50), new=40) for number in (1, 2))
-    tick(decoder)
-    decoder.deliver(first)
-    decoder.deliver(second)
-    tick(decoder)
-    for _ in range(3):
-        decoder.tick_batch()
-        check(decoder)
-    decoder.retract()
-    check(decoder)
-    (retracted,) = decoder.disagg_decode_prealloc_queue.retracted_queue
-    if evict:
-        decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
-    poison_free_slots(decoder)
-    tick(decoder)
-    assert retracted in decoder.waiting_queue
-    decoder.drain()
-    assert len(retracted.output_ids) == 40
-    check_idle(decoder)
+    for hit in (0, page_floor(32 + more - 1, page)):
+        (req,) = serve(decoder, prompt)
+        assert req.delta.hit_tokens == hit and len(decoder.rooms[-1].pages) >= 1
 
 
 class Texts:
@@ -142,14 +70,15 @@ class Texts:
         return (int(req.rid[1:]) * 7 + (length + ahead) ** 2) % 50
 
 
+@pytest.mark.parametrize("local", [0, 200], ids=["from prefill", "computed here"])
 @pytest.mark.parametrize("page", PAGES)
-def test_retractions_change_no_answer(page: int) -> None:
+def test_retractions_change_no_answer(page: int, local: int) -> None:
     """Guards against a resumed request that starts from another one's hidden state, or from none:
-    SGLang keeps none from where it was retracted, so the first step drafts from what prefill sent,
-    the end of the prompt. That draft is lost, and no token is."""
+    SGLang keeps none from where it was retracted, so the first step drafts from what came with its
+    prompt: prefill sent it, or it is on the request. That draft is lost, and no token is."""
 
     def answers(*, retract: bool) -> list[list[int]]:
-        decoder = Decoder(page, 1024, steps=3)
+        decoder = Decoder(page, 1024, local=local, chunk=16, steps=3)
         starts: dict[str, list[int]] = defaultdict(list)
         resumes: Counter[str] = Counter()
 
@@ -160,20 +89,20 @@ def test_retractions_change_no_answer(page: int) -> None:
                 starts[req.rid].append(start)
             return 0 if start else 2
 
-        reqs = [decoder.submit(ids(number, 40), new=30) for number in (1, 2, 3)]
-        tick(decoder)
-        for req in reqs:
+        reqs, said = admit(decoder, *(ids(number, 40) for number in (1, 2, 3)), new=30), Texts()
+        for req in decoder.in_transfer:
             decoder.deliver(req)
-        for step in range(60):
+        for step in range(80):
             tick(decoder)
             if retract and step % 3 == 2:
                 decoder.retract()
-                retracted = decoder.disagg_decode_prealloc_queue.retracted_queue
-                resumes.update(req.rid for req in retracted)
+                resumes.update(req.rid for req in decoder.retracted)
+                if step % 6 == 5:
+                    evict_all(decoder)
                 check(decoder)
-            decoder.tick_batch(Texts(), accepted)
+            decoder.tick_batch(said, accepted)
             check(decoder)
-        check_idle(decoder)
+        finish(decoder)
         assert bool(resumes) == retract
         for req in reqs:
             assert starts[req.rid] == [req.bootstrap_room] * (1 + resumes[req.rid])
@@ -182,50 +111,20 @@ def test_retractions_change_no_answer(page: int) -> None:
     assert answers(retract=True) == answers(retract=False)
 
 
-def test_an_aborted_retracted_request_drops_both_copies() -> None:
-    """Guards against a draft's copy that stays in memory for as long as anybody knows the
-    request."""
-    from sglang.srt.disaggregation.delta.decode.record import record_of
-
-    decoder = Decoder(16, 1024, steps=1)
-    reqs = [decoder.submit(ids(number, 50), new=40) for number in (1, 2)]
-    tick(decoder)
-    for req in reqs:
-        decoder.deliver(req)
-    tick(decoder)
-    decoder.tick_batch()
-    decoder.retract()
-    (retracted,) = decoder.disagg_decode_prealloc_queue.retracted_queue
-    assert record_of(retracted).draft_copy is not None
-    decoder.abort(retracted.rid)
-    assert record_of(retracted).draft_copy is None and not hasattr(retracted, "kv_cache_cpu")
-    decoder.drain()
-    check_idle(decoder)
-
-
 def test_the_start_of_a_draft_is_the_requests_own() -> None:
     """Guards against views into a metadata slot: the slot is another room's before a request that
     waits for a place in the batch has run."""
     decoder = Decoder(16, 2048, steps=1)
     decoder.max_running_requests = 1
-    reqs = [decoder.submit(ids(number, 30), new=20) for number in range(1, 5)]
-    tick(decoder)
-    for req in reqs:
-        decoder.deliver(req)
-        tick(decoder)
-    decoder.tick_batch()
+    run(decoder, *(ids(number, 30) for number in range(1, 5)), new=20)
     assert len(decoder.waiting_queue) == 3
     # Their metadata slots are free: other rooms' metadata come.
     metadata = decoder.metadata
-    for buffer in (
-        metadata.output_hidden_states,
-        metadata.output_topk_p,
-        metadata.output_topk_index,
-    ):
+    starts = metadata.output_hidden_states, metadata.output_topk_p, metadata.output_topk_index
+    for buffer in starts:
         buffer.fill_(7)
     check(decoder)
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -252,9 +151,7 @@ def test_what_a_step_takes_is_reserved(page: int) -> None:
     decoder = Decoder(page, 2048, steps=3, reserve=16)
     reqs = [decoder.submit(ids(number, 30), new=10 * number) for number in range(1, 5)]
     tick(decoder)
-    for req in reqs:
-        decoder.deliver(req)
-    tick(decoder)
+    land(decoder, *reqs)
     claims = decoder.disagg_decode_prealloc_queue._budget.claims
     for step in range(100):
         decoder.tick_batch(accepted=lambda req, step=step: step + int(req.rid[1:]))
@@ -265,88 +162,15 @@ def test_what_a_step_takes_is_reserved(page: int) -> None:
         batch.filter_batch(v1_spec_info_filtered=True)
         assert claims.reserved >= batch.new_tokens_required_next_decode()
     assert [len(req.output_ids) for req in reqs] == [10, 20, 30, 40]
-    check_idle(decoder)
-
-
-@pytest.mark.parametrize(
-    ("page", "reserve", "least", "most"), [(16, 64, 3, 5), (16, 60, 6, 14), (1, 64, 55, 62)]
-)
-def test_a_step_counts_only_whom_a_sum_changes_for(
-    page: int, reserve: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against steps that cost what all running requests together cost: as long as a request
-    reserves whole pages it opens one where it holds another, and only near its end it reserves
-    less with each."""
-    decoder, counted = Decoder(page, 2048, steps=3, reserve=reserve), []
-    recount = Claims._recount
-    monkeypatch.setattr(
-        Claims, "_recount", lambda claims, of: (counted.append(of), recount(claims, of))[1]
-    )
-    reqs = [decoder.submit(ids(number, 30), new=96) for number in range(1, 5)]
-    tick(decoder)
-    for req in reqs:
-        decoder.deliver(req)
-    while not all(req.finished() for req in reqs):
-        decoder.tick_batch(accepted=lambda req: 0)  # one token a step
-        tick(decoder)
-    assert 4 * least <= len(counted) <= 4 * most
-    check_idle(decoder)
+    finish(decoder)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_who_was_admitted_is_not_aborted_for_memory(page: int) -> None:
     """Guards against the same over whole answers: many requests on a small pool all end."""
     decoder = Decoder(page, 640, steps=3, reserve=16)
-    reqs = [decoder.submit(ids(number, 60), new=60) for number in range(1, 9)]
-    decoder.drain()
+    reqs = serve(decoder, *(ids(number, 60) for number in range(1, 9)), new=60)
     assert [len(req.output_ids) for req in reqs] == [60] * 8
-    check_idle(decoder)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_adopt_walks_a_prompt_once(
-    page: int, matches: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a prompt that is inserted once more in its prebuilt batch: of whole pages
-    there seems to be one left, and with pairs of tokens there is not."""
-    decoder = Decoder(page, 1024, steps=1)
-    inserts: list[int] = []
-    insert = DecodeRadixTree.insert
-    monkeypatch.setattr(
-        DecodeRadixTree, "insert", lambda tree, p: (inserts.append(1), insert(tree, p))[1]
-    )
-    req = decoder.submit(ids(1, 32), new=8)
-    tick(decoder)
-    decoder.deliver(req)
-    tick(decoder)
-    decoder.tick_batch()
-    assert len(inserts) == 1
-    decoder.drain()
-    check_idle(decoder)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_blocked_request_is_matched_again_when_its_prefix_grew(page: int) -> None:
-    """Guards against a match that is remembered for ever: what the prompt goes on with is looked up
-    by pairs of tokens too."""
-    decoder = Decoder(page, 640, steps=1)
-    prompt = ids(1, 128)
-    run(decoder, prompt[:33], new=1)
-    holder, other = decoder.submit(ids(2, 300), new=1), decoder.submit(prompt[:65], new=1)
-    tick(decoder)
-    blocked = decoder.submit([*prompt, *ids(3, 200)], new=1)
-    tick(decoder)
-    assert decoder.queued == [blocked]
-    decoder.deliver(other)
-    tick(decoder)
-    decoder.tick_batch()
-    decoder.deliver(holder)
-    tick(decoder)
-    decoder.tick_batch()
-    tick(decoder)
-    assert decoder.in_transfer == [blocked] and decoder.rooms[-1].prefix_len == 64
-    decoder.drain()
-    check_idle(decoder)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -364,17 +188,14 @@ def test_the_keys_of_a_text_are_built_once(page: int, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "convert_to_bigram_key", counted)
     decoder = Decoder(page, 640, steps=3)
     prompt = ids(1, 128)
-    run(decoder, prompt[:33], new=1)
-    holder, other = decoder.submit(ids(2, 300), new=9), decoder.submit(prompt[:65], new=9)
-    tick(decoder)
-    blocked = decoder.submit([*prompt, *ids(3, 200)], new=9)
-    tick(decoder)
+    serve(decoder, prompt[:33])
+    holder, other = admit(decoder, ids(2, 300), prompt[:65], new=9)
+    (blocked,) = admit(decoder, [*prompt, *ids(3, 200)], new=9)
     assert decoder.queued == [blocked]
     decoder.deliver(other)  # what is blocked is matched once more
     turn(decoder, 4)
     decoder.deliver(holder)
-    decoder.drain()
-    check_idle(decoder)
+    finish(decoder)
     # At its end a text's last page is looked at again, of which only whole ones were in the tree.
     texts = [len(req.origin_input_ids) + len(req.output_ids) - 1 for req in decoder.submitted]
     assert sum(built) <= sum(length - 1 + page - 1 for length in texts)
@@ -386,9 +207,8 @@ def test_a_text_as_long_as_the_pool_is_admitted(page: int) -> None:
     with everybody behind it: SGLang's own bound for prompt and answer is the pool."""
     decoder = Decoder(page, 640, steps=3)
     longest, behind = decoder.submit(ids(1, 637), new=3), decoder.submit(ids(2, 40), new=4)
-    decoder.drain()
+    finish(decoder)
     assert longest.output_ids and len(behind.output_ids) == 4
-    check_idle(decoder)
 
 
 def test_who_is_let_in_finds_room_for_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,17 +223,15 @@ def test_who_is_let_in_finds_room_for_the_first_step(monkeypatch: pytest.MonkeyP
     )
     decoder = Decoder(16, 640, steps=3)
     # Four pages each, of which the last has room for half of a step and the answer.
-    reqs = [decoder.submit(ids(number, 55), new=2) for number in range(1, 13)]
-    tick(decoder)
+    reqs = admit(decoder, *(ids(number, 55) for number in range(1, 13)), new=2)
     tick(decoder)
     assert len(decoder.in_transfer) == 8  # five pages each
     for req in decoder.in_transfer:
         decoder.deliver(req)
     turn(decoder, 2)
     assert not retractions
-    decoder.drain()
+    finish(decoder)
     assert [len(req.output_ids) for req in reqs] == [2] * 12 and not retractions
-    check_idle(decoder)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -423,17 +241,13 @@ def test_waiting_for_a_prefix_is_worth_it(page: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "16")
     for common, waits in ((16, False), (17, True)):
         decoder = Decoder(page, 1024, steps=1)
-        first = decoder.submit(ids(1, 40), new=1)
-        tick(decoder)
-        second = decoder.submit([*ids(1, common), *[49] * 20], new=1)
-        tick(decoder)
+        (first,) = admit(decoder, ids(1, 40))
+        (second,) = admit(decoder, [*ids(1, common), *[49] * 20])
         assert (second in decoder.queued) == waits
-        decoder.deliver(first)
-        tick(decoder)
+        land(decoder, first)
         tick(decoder)
         assert not waits or decoder.rooms[-1].prefix_len == 16
-        decoder.drain()
-        check_idle(decoder)
+        finish(decoder)
 
 
 class Unlike:

@@ -11,25 +11,15 @@ from typing import Any
 import pytest
 
 from component.decode.ahead import Ahead
-from component.decode.checks import check_idle
 from component.decode.overlapped import until_idle
-from component.decode.steps import ids
+from component.decode.steps import finish, ids
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
-from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-pytestmark = pytest.mark.usefixtures("no_prefix_wait")
-
 PAGES = [1, 2, 16]
-
-
-def answers_are_right(decoder: Ahead) -> None:
-    for req in decoder.submitted:
-        new = req.sampling_params.max_new_tokens
-        assert req.output_ids[:new] == [decoder.said(req, place) for place in range(new)]
 
 
 def talk(decoder: Ahead, chats: int, turns: int, new: int = 24) -> Iterator[None]:
@@ -48,8 +38,8 @@ def test_conversations(page: int, steps: int) -> None:
     the tree, and against memory that nobody owns."""
     decoder = Ahead(page, 4096, steps=steps)
     decoder.play(talk(decoder, chats=5, turns=4))
-    answers_are_right(decoder)
-    check_idle(decoder)
+    decoder.answers_are_right()
+    finish(decoder)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -71,8 +61,8 @@ def test_conversations_on_a_pool_that_evicts(page: int, monkeypatch: pytest.Monk
     decoder = Ahead(page, 1024, steps=3, reserve=64)
     decoder.play(talk(decoder, chats=5, turns=4, new=40))
     assert retracted
-    answers_are_right(decoder)
-    check_idle(decoder)
+    decoder.answers_are_right()
+    finish(decoder)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -92,76 +82,7 @@ def test_a_turn_hits_the_turn_before(page: int) -> None:
             text = [*req.origin_input_ids, *req.output_ids[:21], *ids(turn + 2, 11)]
 
     decoder.play(script())
-    check_idle(decoder)
-
-
-def one_ends_and_one_arrives(decoder: Ahead, room: int, prefix: int = 0) -> Iterator[None]:
-    """A request ends while a step that it is part of is in flight; the next one gets its row, and
-    all memory but ``room`` tokens. ``prefix``: so much it shares with the tree."""
-    shared = ids(9, 80)
-    decoder.submit(shared, new=1)
-    yield from until_idle(decoder)
-    ends = decoder.submit(ids(1, 40), new=9)
-    while not ends.finished():
-        yield
-    assert [ends in batch.reqs for batch, _ in decoder.result_queue] == [True]
-    told, at_once = decoder.told, decoder.at_once
-    free = decoder.token_to_kv_pool_allocator.available_size() + decoder.tree_cache.evictable_size()
-    late = decoder.submit([*shared[:prefix], *[8] * (int(free) - prefix - room)], new=2)
-    rows = decoder.req_to_token_pool
-    others, rows.free_slots = rows.free_slots[:-1], rows.free_slots[-1:]
-    yield
-    rows.free_slots += others
-    assert late.kv_allocated_len > 0 and decoder.told == told + 1
-    decoder.seen = decoder.at_once - at_once  # type: ignore[attr-defined]
-    yield from until_idle(decoder)
-
-
-#: What a late request's own answer wants free, and a page.
-ROOM = 64
-
-
-@pytest.mark.hazard("page-of-step-in-flight")
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_of_the_step_in_flight_are_announced_after_it(page: int) -> None:
-    """Guards against KV that prefill wrote and a step, launched earlier, writes over: the slots
-    that a request held ahead of its text are free when it ends."""
-    decoder = Ahead(page, 640, steps=3, reserve=page)
-    decoder.play(one_ends_and_one_arrives(decoder, ROOM))
-    assert decoder.seen == 0  # type: ignore[attr-defined]
-    check_idle(decoder)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_announced_at_once_they_are_written_over(
-    page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a script that shows nothing."""
-    monkeypatch.setattr(StepWrites, "after", lambda self, pages, announce: announce())
-    decoder = Ahead(page, 640, steps=3, reserve=page)
-    with pytest.raises(AssertionError, match="hold other"):
-        decoder.play(one_ends_and_one_arrives(decoder, ROOM))
-
-
-@pytest.mark.hazard("row-of-step-in-flight")
-@pytest.mark.parametrize("page", PAGES)
-def test_a_row_is_given_away_when_the_step_in_flight_has_looked_into_it(page: int) -> None:
-    """Guards against a step that writes into the prefix of whoever got the row of a request that
-    has ended: it looks up on the device which slots it writes."""
-    decoder = Ahead(page, 640, steps=3, reserve=page)
-    decoder.play(one_ends_and_one_arrives(decoder, 200, prefix=79))
-    check_idle(decoder)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_given_away_at_once_the_prefix_is_written_over(
-    page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a script that shows nothing."""
-    monkeypatch.setattr(StepWrites, "rows_are_free", lambda self: None)
-    decoder = Ahead(page, 640, steps=3, reserve=page)
-    with pytest.raises(AssertionError, match="hold other"):
-        decoder.play(one_ends_and_one_arrives(decoder, 200, prefix=79))
+    finish(decoder)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 15, 16])
@@ -193,8 +114,8 @@ def test_what_a_step_takes_is_reserved(page: int, steps: int) -> None:
             yield
 
     decoder.play(script())
-    answers_are_right(decoder)
-    check_idle(decoder)
+    decoder.answers_are_right()
+    finish(decoder)
 
 
 class Grammar:
@@ -246,8 +167,8 @@ def test_a_grammar_knows_all_tokens_of_the_steps_before(
 
     decoder.play(script())
     assert bool(decoder.behind) != attached
-    answers_are_right(decoder)
-    check_idle(decoder)
+    decoder.answers_are_right()
+    finish(decoder)
 
 
 def test_steps_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

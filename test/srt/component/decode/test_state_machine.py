@@ -21,11 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from component.decode.actions import Life
+from component.decode.actions import Life, RankLife
 from component.decode.checks import check_idle
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, RankGroup, ranks_reduce
-from component.decode.rank_life import RankLife
 from effort import tries
 
 NUMBERS = st.integers(0, 2**30)
@@ -103,12 +102,12 @@ class DecodeServer(RuleBasedStateMachine):
     def running(self, number: int, action: str) -> None:
         self.take(action, number)
 
-    @precondition(lambda self: self.decoder.disagg_decode_prealloc_queue.retracted_queue)
+    @precondition(lambda self: self.decoder.retracted)
     @rule(number=NUMBERS)
     def retracted(self, number: int) -> None:
         self.take("abort_retracted", number)
 
-    @precondition(lambda self: self.decoder.disagg_decode_transfer_queue.deferred)
+    @precondition(lambda self: self.decoder.held)
     @rule(number=NUMBERS)
     def held(self, number: int) -> None:
         self.take("write_late", number)
@@ -121,6 +120,24 @@ class DecodeServer(RuleBasedStateMachine):
         if hasattr(self, "lives"):
             self.on_ranks(lambda life: life.decoder.drain())
             self.on_ranks(lambda life: check_idle(life.decoder))
+
+
+class LocalServer(DecodeServer):
+    """Some turns are computed here."""
+
+    def build(self, page: int, tokens: int, steps: int) -> list[Any]:
+        return [Life(Decoder(page, tokens, rows=6, local=60, lost=100, chunk=24, steps=steps))]
+
+    @precondition(lambda self: self.decoder.local)
+    @rule(number=NUMBERS, action=st.sampled_from(["batch", "abort_local", "pause_and_update"]))
+    def local(self, number: int, action: str) -> None:
+        self.take(action, number)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "lives"):
+            for (where, reason), count in self.decoder.local_turns.metrics.turns.items():
+                self.taken.update({where: count, reason: count})
 
 
 class TwoRanks(DecodeServer):
@@ -173,8 +190,11 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(1800)  # minutes on a slow machine; cut short it looks like flaky data
-@pytest.mark.parametrize("wait", ["0", "16"])
-@pytest.mark.parametrize("server", [DecodeServer, TwoRanks], ids=["1 rank", "2 ranks"])
+@pytest.mark.parametrize(
+    ("server", "wait"),
+    [(DecodeServer, "0"), (DecodeServer, "16"), (TwoRanks, "0"), (TwoRanks, "16")]
+    + [(LocalServer, "0")],
+)
 def test_any_sequence_of_events(
     monkeypatch: pytest.MonkeyPatch, server: type[DecodeServer], wait: str
 ) -> None:
@@ -192,3 +212,6 @@ def test_any_sequence_of_events(
     )
     assert server.taken["sequences"] >= SEQUENCES
     assert server.taken["steps"] >= SEQUENCES * STEPS
+    if server is LocalServer:  # enough of either kind for them to meet, and some prefill failed
+        taken = server.taken
+        assert min(taken["local"], taken["long"]) > 20 and taken["no_prefill"] > 0, taken

@@ -1,6 +1,7 @@
-"""With overlap scheduling, a step still writes slots of requests that have ended.
+"""With overlap scheduling, a step still writes, and reads, slots of requests that have ended.
 
-``overlapped`` has the loop, the device and the peer.
+``overlapped`` has the loop, the device and the peer; ``ahead`` the same with a draft model (spec
+v2), where a step looks up on the device which slots it writes.
 """
 
 from __future__ import annotations
@@ -11,73 +12,98 @@ from typing import Any
 import pytest
 
 from component.decode import kv
-from component.decode.checks import check, check_idle
+from component.decode.ahead import Ahead
+from component.decode.checks import check
 from component.decode.overlapped import TOKEN, Overlapped, until_idle
+from component.decode.steps import finish, ids
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
+def decoder_of(page: int, steps: int) -> Any:
+    kind: Any = Ahead if steps else Overlapped
+    return kind(page, 640, steps=steps, reserve=page)
 
 
-def one_ends_and_one_arrives(decoder: Overlapped, tokens: int, room: int) -> Iterator[None]:
-    """A request ends while a step that it is part of is in flight; the next one gets all memory
-    but ``room`` tokens."""
+def one_ends_and_one_arrives(
+    decoder: Any, tokens: int, room: int, prefix: int = 0
+) -> Iterator[None]:
+    """A request ends while a step that it is part of is in flight; the next one gets its row, and
+    all memory but ``room`` tokens. ``prefix``: so much it shares with the tree."""
+    shared = ids(9, 80)
+    if decoder.steps:
+        decoder.submit(shared, new=1)
+        yield from until_idle(decoder)
     ends = decoder.submit([5] * tokens, new=9)
     while not ends.finished():
         yield
     assert [ends in batch.reqs for batch, _ in decoder.result_queue] == [True]
     told, at_once = decoder.told, decoder.at_once
     free = decoder.token_to_kv_pool_allocator.available_size() + decoder.tree_cache.evictable_size()
-    late = decoder.submit([9] * (int(free) - room), new=2)
+    late = decoder.submit([*shared[:prefix], *[8] * (int(free) - prefix - room)], new=2)
+    rows = decoder.req_to_token_pool
+    others, rows.free_slots = rows.free_slots[:-1], rows.free_slots[-1:]
     yield
+    rows.free_slots += others
     assert late.kv_allocated_len > 0 and decoder.told == told + 1
-    decoder.seen = decoder.at_once - at_once  # type: ignore[attr-defined]
-    check(decoder)
+    decoder.seen = decoder.at_once - at_once
+    decoder.check_now()
     yield from until_idle(decoder)
 
 
-CASES = [(1, 40), (16, 40), (16, 39 + 16), (16, 16 * 3 - 9)]
-
-
-def decoder_of(page: int) -> Overlapped:
-    return Overlapped(page, 640, reserve=page)
+#: Page, tokens of the prompt that ends, draft steps; what a late request wants free beside it.
+CASES = [(1, 40, 0, 2), (16, 40, 0, 32), (16, 39 + 16, 0, 32), (16, 16 * 3 - 9, 0, 32)]
+CASES += [(1, 40, 3, 64), (2, 40, 3, 64), (16, 40, 3, 64)]
 
 
 @pytest.mark.hazard("page-of-step-in-flight")
-@pytest.mark.parametrize(("page", "tokens"), CASES)
-def test_pages_of_the_step_in_flight_are_announced_after_it(page: int, tokens: int) -> None:
+@pytest.mark.parametrize(("page", "tokens", "steps", "room"), CASES)
+def test_pages_of_the_step_in_flight_are_announced_after_it(
+    page: int, tokens: int, steps: int, room: int
+) -> None:
     """Guards against KV that prefill wrote and a step, launched earlier, writes over: the tree
-    would share it for ever. The slot may have been freed, or be the last of a page that the tree
-    evicted at once."""
-    decoder = decoder_of(page)
-    decoder.play(one_ends_and_one_arrives(decoder, tokens, 2 * page))
-    assert decoder.seen == 0  # type: ignore[attr-defined]
-    check_idle(decoder)
-
-
-@pytest.mark.parametrize(("page", "tokens"), CASES)
-def test_other_pages_are_announced_at_once(page: int, tokens: int) -> None:
-    """Guards against a cost for those that no step can write to."""
-    decoder = decoder_of(page)
+    would share it for ever. The slot may have been freed, be the last of a page that the tree
+    evicted at once, or one that a request held ahead of its text. Others are announced at once."""
+    decoder = decoder_of(page, steps)
+    decoder.play(one_ends_and_one_arrives(decoder, tokens, room))
+    assert decoder.seen == 0
+    finish(decoder)
+    decoder = decoder_of(page, steps)
     decoder.play(one_ends_and_one_arrives(decoder, tokens, 400))
-    assert decoder.seen == 1  # type: ignore[attr-defined]
-    check_idle(decoder)
+    assert decoder.seen == 1
+    finish(decoder)
 
 
-@pytest.mark.parametrize(("page", "tokens"), CASES)
-def test_announced_at_once_it_is_written_over(
-    monkeypatch: pytest.MonkeyPatch, page: int, tokens: int
+@pytest.mark.parametrize(("page", "tokens", "steps", "room"), CASES)
+def test_announced_at_once_they_are_written_over(
+    page: int, tokens: int, steps: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a script that shows nothing."""
     monkeypatch.setattr(StepWrites, "after", lambda self, pages, announce: announce())
-    decoder = decoder_of(page)
-    with pytest.raises(AssertionError, match="hold other KV"):
-        decoder.play(one_ends_and_one_arrives(decoder, tokens, 2 * page))
+    decoder = decoder_of(page, steps)
+    with pytest.raises(AssertionError, match="hold other"):
+        decoder.play(one_ends_and_one_arrives(decoder, tokens, room))
+
+
+@pytest.mark.hazard("row-of-step-in-flight")
+@pytest.mark.parametrize("protected", [True, False])
+@pytest.mark.parametrize("page", [1, 2, 16])
+def test_a_row_is_given_away_when_the_step_in_flight_has_looked_into_it(
+    page: int, protected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a step that writes into the prefix of whoever got the row of a request that
+    has ended; without the protection it does."""
+    decoder = decoder_of(page, 3)
+    script = one_ends_and_one_arrives(decoder, 40, 200, prefix=79)
+    if protected:
+        decoder.play(script)
+        finish(decoder)
+        return
+    monkeypatch.setattr(StepWrites, "rows_are_free", lambda self: None)
+    with pytest.raises(AssertionError, match="hold other"):
+        decoder.play(script)
 
 
 class Reading(Overlapped):
@@ -129,7 +155,7 @@ def test_pages_that_the_step_in_flight_reads_are_announced_after_it(page: int, t
 
     decoder = Reading(page, 640, reserve=page)
     decoder.play(script(decoder))
-    check_idle(decoder)
+    finish(decoder)
 
 
 def test_given_up_before_it_was_announced() -> None:
@@ -156,6 +182,6 @@ def test_given_up_before_it_was_announced() -> None:
         assert late.finished() and decoder.rooms[-1].pages is None
         yield from until_idle(decoder)
 
-    decoder = decoder_of(16)
+    decoder = Overlapped(16, 640, reserve=16)
     decoder.play(script(decoder))
-    check_idle(decoder)
+    finish(decoder)

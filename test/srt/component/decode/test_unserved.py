@@ -29,6 +29,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.patchset.compat import FLAG
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -229,15 +230,14 @@ def test_the_tokenizer_of_each_server_of_a_pair_refuses(
     assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 
-def test_labels_that_the_server_allows() -> None:
-    fields = {"custom_labels": {"tenant": "a"}}
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [("prefill", {"custom_labels": {"tenant": "a"}}), ("null", {"input_ids": [-1]})],
+    ids=["a label that it allows", "a server of no pair is stock"],
+)
+def test_what_is_served(mode: str, fields: dict[str, Any]) -> None:
     obj = GenerateReqInput(sampling_params={}, **FIELDS | fields)
-    assert answer(Tokenizer(), obj)["meta_info"] == {"id": "a"}
-
-
-def test_other_servers_are_stock() -> None:
-    obj = GenerateReqInput(sampling_params={}, **FIELDS | {"input_ids": [-1]})
-    assert answer(Tokenizer("null"), obj)["meta_info"] == {"id": "a"}
+    assert answer(Tokenizer(mode), obj)["meta_info"] == {"id": "a"}
 
 
 def test_a_batch_with_one_that_is_refused() -> None:
@@ -267,6 +267,28 @@ def test_an_id_that_is_in_use() -> None:
     with pytest.raises(ValueError, match="Duplicate request IDs"):
         answer(tokenizer, GenerateReqInput(sampling_params={}, **FIELDS))
     assert tokenizer.rid_to_state["a"].obj is first
+
+
+def tokenize(*, flag: bool, radix_cache: bool) -> Any:
+    """One request with embeddings in the place of tokens; returns what is checked and sent."""
+    manager: Any = TokenizerManager.__new__(TokenizerManager)
+    manager.server_args = SimpleNamespace(
+        disable_radix_cache=not radix_cache, disaggregation_decode_enable_radix_cache=flag
+    )
+    manager.mm_processor = None
+    manager._validate_one_request = lambda obj, input_ids: None
+    manager._create_tokenized_object = lambda obj, text, ids, input_embeds, *_: input_embeds
+    return asyncio.run(manager._tokenize_one_request(GenerateReqInput(input_embeds=[[0.5, 0.25]])))
+
+
+def test_input_embeds() -> None:
+    """Guards against SGLang's advice to add ``--disable-radix-cache``, which the flag refuses; and
+    against a refusal, or another text, on a server that does not use the flag."""
+    with pytest.raises(ValueError, match=f"input_embeds .* {FLAG}.* without the flag"):
+        tokenize(flag=True, radix_cache=True)
+    assert tokenize(flag=False, radix_cache=False) == [[0.5, 0.25]]
+    with pytest.raises(ValueError, match="Please add `--disable-radix-cache`"):
+        tokenize(flag=False, radix_cache=True)
 
 
 class Output(SchedulerOutputProcessorMixin):

@@ -1,31 +1,31 @@
-"""What a decode server reports about its pool: every token once."""
+"""What a decode server reports about its pool, every token once; and when it may sleep."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from component.decode.checks import check
 from component.decode.decoder import Decoder
+from component.decode.stages import bring_to
+from component.decode.steps import admit, finish, land, serve, tick
 from sglang.srt.disaggregation.delta.decode.scheduler import readings
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability.metrics_collector import QueueCount
 
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 
 
 @pytest.fixture(params=[1, 16])
-def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+def decoder(request: pytest.FixtureRequest) -> Decoder:
     """A server whose tree holds the prompt, with three requests for it in transfer."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
     decoder = Decoder(request.param, 1024)
-    decoder.submit(PROMPT, new=1)
-    decoder.drain()
-    for number in range(3):
-        decoder.submit([*PROMPT, *[number] * 32], new=4)
-    decoder.tick_queues()
-    check(decoder)
-    assert len(decoder.in_transfer) == 3
+    serve(decoder, PROMPT)
+    reqs = admit(decoder, *([*PROMPT, *[number] * 32] for number in range(3)), new=4)
+    assert decoder.in_transfer == reqs
     return decoder
 
 
@@ -58,17 +58,19 @@ def test_usage_is_protected_and_private_tokens(decoder: Decoder) -> None:
     assert (used, usage) == (160 + 3 * 32, (160 + 3 * 32) / 1024)
     assert free + evictable == 1024 - used
     decoder.abort(decoder.in_transfer[0].rid)
-    decoder.tick_queues()
+    tick(decoder)
     assert decoder._get_token_info()[0] == used
-    assert decoder.disagg_decode_prealloc_queue.num_tokens_pre_allocated == 2 * 32
+    queue = decoder.disagg_decode_prealloc_queue
+    assert queue.num_tokens_pre_allocated == 2 * 32
+    queue.tree_cache = SimpleNamespace(serves_decode=False)  # as without the flag: stock's number
+    assert queue.num_tokens_pre_allocated == 2 * (160 + 32)
 
 
 def test_load_counts_only_what_has_no_pages_on_top(decoder: Decoder) -> None:
     """Guards against requests in transfer, or waiting to run, that count twice: their pages are in
     use already. Stock adds the length of every request that does not run."""
     decoder.__dict__.update(is_hybrid_swa=False, is_hybrid_ssm=False, dp_rank=0)
-    decoder.deliver(decoder.in_transfer[0])
-    decoder.tick_queues()
+    land(decoder, decoder.in_transfer[0])
     assert len(decoder.waiting_queue) == 1
     used = decoder._get_token_info()[0]
     assert decoder.get_load().num_tokens == used
@@ -78,13 +80,6 @@ def test_load_counts_only_what_has_no_pages_on_top(decoder: Decoder) -> None:
     assert (load.num_reqs, load.num_waiting_reqs) == (4, 4)
 
 
-def test_a_server_without_the_flag_is_left_alone(decoder: Decoder) -> None:
-    """Guards against stock numbers that change: without the flag nothing is shared."""
-    queue = decoder.disagg_decode_prealloc_queue
-    queue.tree_cache = SimpleNamespace(serves_decode=False)
-    assert queue.num_tokens_pre_allocated == 3 * (160 + 32)
-
-
 def test_queues_are_counted_by_priority(decoder: Decoder) -> None:
     """Guards against statistics that end a server which schedules by priority: SGLang asks the
     entries of decode's queues for one."""
@@ -92,3 +87,54 @@ def test_queues_are_counted_by_priority(decoder: Decoder) -> None:
         req.priority = number % 2
     counted = QueueCount.from_reqs(decoder.disagg_decode_transfer_queue.queue, True)
     assert (counted.total, counted.by_priority) == (3, {0: 2, 1: 1})
+
+
+# ---- when a scheduler may sleep (``--sleep-on-idle``) ----
+
+
+class Sleeper:
+    """Counts instead of sleeping."""
+
+    def __init__(self) -> None:
+        self.naps = 0
+
+    def maybe_sleep(self) -> None:
+        self.naps += 1
+
+
+def naps(decoder: Any) -> int:
+    """How often the scheduler would sleep now: once or not at all."""
+    decoder.idle_sleeper = Sleeper()
+    decoder.maybe_sleep_on_idle()
+    return decoder.idle_sleeper.naps
+
+
+def test_a_prefill_server_is_awake_while_a_handshake_is_under_way() -> None:
+    """Guards against up to a second of sleep on a request whose decode server announces its pages
+    meanwhile: stock's scheduler does that."""
+    prefill = Scheduler.__new__(Scheduler)
+    manager = SimpleNamespace(rooms=object())
+    bootstrap = SimpleNamespace(queue=[], kv_manager=manager)
+    prefill.__dict__.update(
+        vars(Decoder(16, 640)),
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        disagg_prefill_inflight_queue=[],
+        disagg_prefill_bootstrap_queue=bootstrap,
+    )
+    assert naps(prefill) == 1
+    bootstrap.queue.append("a request whose room is not announced yet")
+    assert naps(prefill) == 0
+
+
+@pytest.mark.parametrize("stage", ["retracted", "held"])
+def test_a_decode_server_is_awake_while_requests_wait_that_stock_does_not_count(stage: str) -> None:
+    """Guards against a second of sleep for each look at a retracted request, or at pages that are
+    free once prefill has stopped writing to them."""
+    decoder = Decoder(16, 640)
+    bring_to(decoder, stage)
+    decoder.submitted[0].to_finish = FINISH_ABORT()
+    for _ in range(2):  # who runs beside it has left
+        decoder.tick_batch()
+    assert decoder.is_fully_idle() and naps(decoder) == 0
+    finish(decoder)
+    assert naps(decoder) == 1
