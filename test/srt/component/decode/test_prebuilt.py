@@ -40,33 +40,25 @@ def prebuilt(decoder: Decoder) -> ScheduleBatch:
 @pytest.mark.hazard("first-token-in-tree")
 @pytest.mark.parametrize("cached", [0, 8, 32, 42])
 def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
-    """Guards against a batch that lists slots which others share as its outputs."""
+    """Guards against a batch that lists slots which others share as its outputs, or slots of one
+    request as those of the next one in the batch."""
     if cached:
         serve(decoder, PROMPT[:cached])
-    (req,) = arrived(decoder, PROMPT)
-    held = req.cache_protected_len  # the transfer put whole pages of the prompt into the tree
-    assert held == len(PROMPT) // decoder.page_size * decoder.page_size
-    batch = prebuilt(decoder)
-    row = decoder.req_to_token_pool.req_to_token[req.req_pool_idx]
-    assert batch.out_cache_loc.tolist() == row[held : len(PROMPT)].tolist()
-    assert batch.prefix_lens == [held] and batch.extend_lens == [len(PROMPT) - held]
-    assert batch.seq_lens.tolist() == [len(PROMPT)]
-    assert batch.extend_num_tokens == len(PROMPT) - held
-    assert batch.input_ids.tolist() == PROMPT[held:]
-
-
-def test_rows_of_different_lengths(decoder: Decoder) -> None:
-    """Guards against slots of one request that are attributed to the next one in the batch."""
-    serve(decoder, PROMPT[:32])
     reqs = arrived(decoder, PROMPT, [60, 61, 62], [*PROMPT[:33], 50])
-    batch = prebuilt(decoder)
-    rows = decoder.req_to_token_pool.req_to_token
-    expected = [
-        int(slot)
-        for req in reqs
-        for slot in rows[req.req_pool_idx, req.cache_protected_len : len(req.origin_input_ids)]
-    ]
-    assert batch.out_cache_loc.tolist() == expected
+    batch, rows = prebuilt(decoder), decoder.req_to_token_pool.req_to_token
+    slots, new_ids, lengths = list[int](), list[int](), list[tuple[int, int]]()
+    for req in reqs:
+        ids = req.origin_input_ids
+        held = len(ids) // decoder.page_size * decoder.page_size
+        # The transfer put whole pages of the prompt into the tree.
+        assert req.cache_protected_len == held
+        slots += rows[req.req_pool_idx, held : len(ids)].tolist()
+        new_ids += ids[held:]
+        lengths.append((held, len(ids) - held))
+    assert batch.out_cache_loc.tolist() == slots and batch.input_ids.tolist() == new_ids
+    assert list(zip(batch.prefix_lens, batch.extend_lens, strict=True)) == lengths
+    assert batch.seq_lens.tolist() == [len(req.origin_input_ids) for req in reqs]
+    assert batch.extend_num_tokens == len(new_ids)
     decoder.running_batch = batch
     check(decoder)
 
@@ -119,20 +111,6 @@ def test_the_first_token_is_not_in_the_tree(decoder: Decoder, length: int) -> No
     assert req.output_ids == [1]
     assert in_tree(decoder, [*prompt, 1]) == decoder.tree_cache.total_size() == whole
     check(decoder)
-
-
-def test_the_answer_is_in_the_tree_when_it_ends(decoder: Decoder) -> None:
-    """Guards against a next turn that moves the answer of the turn before it."""
-    (req,) = arrived(decoder, PROMPT[:30], new=20)
-    finish(decoder)
-    text = req.origin_input_ids + req.output_ids
-    page = decoder.page_size
-    # The last token ended the request and was never computed.
-    assert in_tree(decoder, [*text, 1, 2]) == (len(text) - 1) // page * page
-    admit(decoder, [*text, 40, 41])
-    room = decoder.rooms[-1]
-    assert room.prefix_len == (len(text) - 1) // page * page
-    assert len(room.pages) == -(-(len(text) + 2) // page) - room.prefix_len // page
 
 
 @pytest.mark.hazard("first-token-in-tree")

@@ -29,16 +29,17 @@ from sglang.srt.mem_cache.utils import convert_to_bigram_key
 PAGES = [1, 2, 16]
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("page", PAGES)
 def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
-    """Guards against lengths that are off by one where a text of n tokens shares n-1 slots: each
-    turn hits whole pages of all but the last committed token of the turn before."""
+    """Guards against a next turn that moves the answer of the turn before it, and against lengths
+    that are off by one where a text of n tokens shares n-1 slots: with a draft model each turn hits
+    whole pages of all but the last committed token."""
     decoder = Decoder(page, 4096, steps=steps)
     text, committed = ids(1, 37), 0
     for number in range(5):
         (req,) = serve(decoder, text, new=10)
-        assert req.delta.hit_tokens == max(page_floor(committed - 1, page), 0)
+        assert req.delta.hit_tokens == max(page_floor(committed - bool(steps), page), 0)
         committed = len(req.origin_input_ids) + len(req.output_ids) - 1
         text = [*req.origin_input_ids, *req.output_ids, *ids(number + 2, 11)]
 
