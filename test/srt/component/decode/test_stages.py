@@ -150,6 +150,7 @@ def play(decoder: Decoder, row: Row, stage: str, prefix: int) -> None:
             assert in_tree(decoder, PROMPT) == (whole if stage in COMMITTED else before)
     finish(decoder)
     assert len(decoder.rooms) == rooms, "prefill is asked once"
+    assert not has_copies(req)
     if row.comes == "whole" and stage != "held":
         assert req.output_ids[1:] == [2] * (ANSWER - 1)
     assert (end_of(decoder, other)["type"] == "abort") == (row.action is stages.abort_all)
@@ -170,8 +171,13 @@ def has_ended(decoder: Decoder, req: Any, how: str | int) -> None:
     line = decoder.disagg_decode_prealloc_queue
     in_queues = [*decoder.queued, *(entry.req for entry in line.pending_reqs), *decoder.retracted]
     assert req not in [*holders(decoder), *in_queues] and req.req_pool_idx is None
-    copies = req.delta.draft_copy, req.delta.index_copy, getattr(req, "kv_cache_cpu", None)
-    assert copies == (None, None, None)
+    assert not has_copies(req)
+
+
+def has_copies(req: Any) -> bool:
+    """Whether the CPU keeps KV that it has left when it was retracted."""
+    record = req.delta
+    return bool(record.draft_copy or record.index_copy or hasattr(req, "kv_cache_cpu"))
 
 
 def nothing_is_hit_of_before(decoder: Decoder, req: Any, *, is_local: bool) -> None:
