@@ -56,28 +56,6 @@ async def fine(request: web.Request) -> web.StreamResponse:
     return web.json_response({})
 
 
-def test_both_halves_carry_the_same_new_room() -> None:
-    """Guards against a pair that waits forever, each half for another room."""
-    seen = []
-
-    async def record(request: web.Request) -> web.StreamResponse:
-        seen.append(await request.json())
-        return await _stream(request, [event([5], 1)])
-
-    for _ in range(2):
-        ask(record, record, Request([1, 2, 3], 1))
-    rooms = [body["bootstrap_room"] for body in seen]
-    assert rooms[0] == rooms[1] != rooms[2] == rooms[3]
-    assert all(0 <= room < 2**63 for room in rooms)
-    assert seen[0] == seen[1]
-    assert (seen[0]["bootstrap_host"], seen[0]["bootstrap_port"]) == ("127.0.0.1", 8998)
-    assert seen[0]["sampling_params"] == {
-        "temperature": 0,
-        "max_new_tokens": 1,
-        "ignore_eos": True,
-    }
-
-
 def test_token_ids_whether_cumulative_or_incremental() -> None:
     """Guards against doubled or lost tokens: SGLang has a flag that changes what a piece holds."""
 
@@ -121,22 +99,3 @@ def test_errors_become_results() -> None:
     aborted = ask(fine, early, request)  # SGLang's answer to an abort of what has not begun
     assert (aborted.error, len(aborted.finish_reasons)) == ("in the queue", 1)
     assert ask(refuse, answer, request).error == "prefill: 503 busy"
-
-
-def test_chat_text_comes_through_a_load_balancer() -> None:
-    """Guards the chat form: its own path, no room of ours, text and usage."""
-    seen = []
-
-    async def chat(request: web.Request) -> web.StreamResponse:
-        seen.append((request.path, await request.json()))
-        pieces = [{"choices": [{"delta": {"content": text}}]} for text in ("4", "2")]
-        usage = {"prompt_tokens": 9, "completion_tokens": 2}
-        return await _stream(request, [*pieces, {"choices": [], "usage": usage}])
-
-    messages = ({"role": "user", "content": "6 * 7?"},)
-    result = ask(fine, chat, Request(messages, 8, ignore_eos=False), direct=False)
-    assert (result.text, result.prompt_tokens, result.completion_tokens) == ("42", 9, 2)
-    path, body = seen[0]
-    assert path == "/v1/chat/completions"
-    assert "bootstrap_room" not in body
-    assert body["messages"] == list(messages)

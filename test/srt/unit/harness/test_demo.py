@@ -1,17 +1,22 @@
-"""The demo's pure parts: what it refuses before starting, and how it reads an answer."""
+"""The demo's pure parts, and how a benchmark's command line ends."""
 
+from __future__ import annotations
+
+import io
 import socket
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
-from benchmark.demo import __main__ as demo
 from benchmark.demo import chat, play, preflight
 from benchmark.harness import plot
 from benchmark.harness.arm import Measured, Traffic
 from benchmark.harness.client import Result
+from benchmark.harness.command import RunFailed, status
+from benchmark.harness.process import ServerFailed
 from benchmark.harness.report import summarize
 
 
@@ -22,19 +27,6 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
         port = busy.getsockname()[1]
         found = list(preflight.problems(port, tmp_path))
     assert f"port {port} is taken: choose another with --port" in found
-
-
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    """Guards against SGLang's own message, which talks about a model hub."""
-    assert any("model is missing" in p for p in preflight.problems(None, tmp_path))
-
-
-def test_conversations_need_what_was_said_before() -> None:
-    """Guards against a chat in which a lost turn would go unnoticed."""
-    conversations = chat.load_conversations()
-    assert [len(turns) for turns in conversations] == [5] * 4
-    for turns in conversations:
-        assert sum(turn.question.startswith("Then ") for turn in turns) >= 2
 
 
 def test_right_answers_are_counted_by_their_number() -> None:
@@ -76,17 +68,33 @@ def test_the_picture_has_later_turns_and_bytes_of_each_arm(tmp_path: Path) -> No
     assert ElementTree.parse(tmp_path / play.PICTURE).getroot().tag.endswith("svg")
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_the_last_line_names_the_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
+def _raises(error: BaseException) -> Callable[[], int]:
+    def run() -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ServerFailed("decode", "no port", Path("decode.log"), ""), 1, "decode: no port"),
+        (RunFailed("the warm-up [1] failed"), 1, "the warm-up [1] failed"),
+        (ValueError("--seconds must be above 0"), 2, "--seconds must be above 0"),
+        (FileNotFoundError(2, "No such file", "trace"), 2, "No such file"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_run_is_one_line_and_a_status(
+    error: BaseException, code: int, said: str
 ) -> None:
-    """Guards against a picture that nobody finds, and in a pipe against a wrapped path and a table
-    that is cut."""
-    out = tmp_path / "a-long-folder-name" / "another-long-folder-name" / "and-another"
-    widths = []
-    monkeypatch.setattr(demo, "play", lambda _, __, to: widths.append(to.width) or same)
-    monkeypatch.setattr(demo, "problems", lambda *_: [])
-    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(out)])
-    assert demo.main() == (0 if same else 1)
-    assert capsys.readouterr().out.splitlines()[-1] == f"Picture: {out / 'demo.svg'}"
-    assert widths == [120]
+    """Guards against a traceback for what the user can put right, and against status 0 for it."""
+    text = io.StringIO()
+    assert status(_raises(error), Console(file=text, width=200)) == code
+    assert said in text.getvalue() and text.getvalue().count("\n") <= 1
+
+
+def test_a_mistake_of_ours_is_not_hidden() -> None:
+    """Guards against a bug that looks like bad input."""
+    with pytest.raises(KeyError):
+        status(_raises(KeyError("arm")), Console(file=io.StringIO()))

@@ -1,5 +1,8 @@
-"""Server processes: nothing may outlive a run, and a failure has to explain itself in a line."""
+"""Server processes and their ports: nothing outlives a run or meets another; failures say why."""
 
+from __future__ import annotations
+
+import http.server
 import os
 import signal
 import subprocess
@@ -10,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.harness import checks, ports
+from benchmark.harness.fleet import Fleet
+from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerFailed, ServerProcess, diagnose
+from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import group_members
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -96,14 +103,6 @@ def test_early_death_is_reported_with_the_last_lines_of_the_log(tmp_path: Path) 
     assert "first" in caught.value.tail
 
 
-def test_a_server_that_never_gets_ready_runs_into_the_deadline(tmp_path: Path) -> None:
-    """Guards against waiting forever."""
-    with start(tmp_path / "log", STUBBORN) as server:
-        with pytest.raises(ServerFailed, match="did not become ready"):
-            server.wait_ready(timeout_s=0.3)
-        assert server.alive
-
-
 @pytest.mark.parametrize(
     ("log", "status", "line"),
     [
@@ -123,6 +122,14 @@ def test_a_server_that_never_gets_ready_runs_into_the_deadline(tmp_path: Path) -
             1,
             "it ended with status 1: ValueError: no such flag",
         ),
+        # SGLang ends a server whose scheduler raised with the signal that the kernel uses.
+        (
+            "[t] Scheduler hit an exception: Traceback (most recent call last):\n"
+            '  File "x.py", line 1, in f\n    raise InvariantError\n'
+            "a.b.InvariantError: rooms are left\n\n[t] SIGQUIT received\n",
+            -9,
+            "its scheduler failed: a.b.InvariantError: rooms are left",
+        ),
         ("", 3, "it ended with status 3"),
         ("", None, "it did not become ready in time"),
     ],
@@ -130,3 +137,82 @@ def test_a_server_that_never_gets_ready_runs_into_the_deadline(tmp_path: Path) -
 def test_diagnosis(log: str, status: int | None, line: str) -> None:
     """Guards the one line that a user of the demo sees."""
     assert diagnose(log, status) == line
+
+
+SERVER = Path(http.server.__file__)
+
+
+def dummy(role: str, folder: Path) -> ServerConfig:
+    """A file server whose folder answers the readiness checks."""
+    for name in ("health", "readiness"):
+        (folder / name).touch()
+    (port,) = allocate_ports(1)
+    command = (sys.executable, str(SERVER), str(port), "--bind", "127.0.0.1", "-d", str(folder))
+    return ServerConfig(role, port, command)
+
+
+def broken(role: str) -> ServerConfig:
+    return ServerConfig(role, 1, (sys.executable, "-c", "raise SystemExit('no such model')"))
+
+
+@pytest.mark.slow
+def test_one_fails_and_all_end(tmp_path: Path) -> None:
+    """A server that cannot start ends the others, also those that wait to be ready, and no load
+    balancer is started for nothing."""
+    fleet = Fleet([dummy("prefill", tmp_path), broken("decode"), broken("router")], tmp_path / "l")
+    with pytest.raises(ServerFailed, match="decode"), fleet:
+        pass
+    assert set(fleet.processes) == {"prefill", "decode"}
+    assert not any(process.alive for process in fleet.processes.values())
+
+
+@pytest.mark.slow
+def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a leak on the second server of a role that nobody looked at."""
+    waited: list[str] = []
+    healthy: list[str] = []
+    monkeypatch.setattr(checks, "wait_idle", lambda process, url, timeout_s: waited.append(url))
+    monkeypatch.setattr(checks, "assert_healthy", lambda process: healthy.append(process.name))
+    layout = [dummy(role, tmp_path) for role in ("prefill", "decode", "decode", "router")]
+    with Fleet(layout, tmp_path / "logs") as fleet:
+        fleet.check()
+    assert waited == [layout[1].url, layout[2].url, layout[0].url]
+    assert sorted(healthy) == ["decode-0", "decode-1", "prefill", "router"]
+
+
+ASK = "from benchmark.harness.ports import allocate_ports; print(*allocate_ports(20), flush=True); "
+
+
+def test_a_row_goes_round_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that counts up from its port into a port of one beside it; and what
+    was reserved of a row that cannot be had is free again."""
+    row = ports.allocate_adjacent_ports(15)
+    assert row == list(range(row[0], row[0] + 15))
+    for port in [*row[:6], *row[7:]]:
+        ports._held.pop(port).close()
+    monkeypatch.setattr(ports, "PORT_RANGE", range(row[0], row[-1] + 1))
+    with pytest.raises(RuntimeError, match="no 9 free ports in a row"):
+        ports.allocate_adjacent_ports(9)
+    assert ports.allocate_adjacent_ports(8) == row[7:]
+    assert not any(port in ports._held for port in row[:6])
+
+
+def test_another_process_gets_other_ports_while_we_live() -> None:
+    """Guards against two runs at once that both find a port free and then both take it."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", ASK + "input()"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert child.stdout is not None
+    theirs = set(map(int, child.stdout.readline().split()))
+    try:
+        assert len(theirs) == 20
+        assert not any(ports._reserve(port, "127.0.0.1") for port in theirs)
+    finally:
+        child.communicate("\n")
+    # The lock goes with the process, so that ports do not run out over time.
+    assert ports._reserve(min(theirs), "127.0.0.1")

@@ -1,4 +1,4 @@
-"""The arms that tell what a flag is worth from what the patch set is worth without one."""
+"""Arms: what their servers run, which decides what a comparison compares."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 from benchmark.decode_radix_cache import throughput
 from benchmark.demo import play
+from benchmark.harness import servers
+from benchmark.harness.pair import PairConfig
+from benchmark.harness.servers import Sizes
 from benchmark.harness.variants import (
     FLAG,
     PATCHED,
@@ -66,3 +69,30 @@ def test_local_turns_are_asked_of_decode_only() -> None:
         wanted = "--disaggregation-decode-local-tokens 64"
         assert wanted in " ".join(decode.command) and RADIX in decode.command
         assert wanted not in " ".join(prefill.command)
+
+
+def value(command: tuple[str, ...], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_decode_with_and_without_the_flag_differs_in_the_flag_only() -> None:
+    """Guards against an arm that differs in something else than what is measured."""
+    sizes = Sizes(pool_tokens=8000, reserved_decode_tokens=64)
+    on = servers.decode("m", (1, 2), sizes, radix=True)
+    off = servers.decode("m", (1, 2), sizes, radix=False)
+    assert set(on.command) - set(off.command) == {RADIX}
+    assert on.env == off.env
+
+
+def test_stock_turns_the_patch_set_off_and_keeps_the_cpu_standin() -> None:
+    """Guards against a baseline that is not the stock release, or that cannot start on a CPU."""
+    stock = servers.decode("m", (1, 2), stock=True).environment()
+    assert (stock["SGLANG_PATCHSET"], stock["SGLANG_CPU_STANDIN"]) == ("0", "1")
+    assert servers.decode("m", (1, 2)).environment()["SGLANG_PATCHSET"] == "1"
+
+
+def test_stock_prefill_alone() -> None:
+    """Guards the interoperability arm: only the prefill server runs the stock release."""
+    prefill, decode = PairConfig("m", radix=True, stock_prefill=True).layout()
+    assert prefill.env["SGLANG_PATCHSET"] == "0"
+    assert decode.env["SGLANG_PATCHSET"] == "1"
