@@ -36,8 +36,3 @@ class EventFile:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-
-
-def read_events(path: Path) -> list[Event]:
-    """The events of a file, in the order in which they were written."""
-    return [msgspec.json.decode(line, type=Event) for line in path.read_bytes().splitlines()]

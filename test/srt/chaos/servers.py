@@ -9,7 +9,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmark.harness import checks, metrics
 from benchmark.harness.fleet import start
@@ -296,10 +295,3 @@ class Servers:
             incarnation.process.stop()
         if self.master is not None:
             self.master.kill()
-
-    def describe(self) -> dict[str, Any]:
-        """What a reader needs to start the same servers by hand."""
-        return {
-            role: {"command": list(config.command), "env": dict(config.env)}
-            for role, config in self._configs.items()
-        }

@@ -1,19 +1,24 @@
-"""A whole arm against a fake pair: what is planned is done, and every bug comes out at the end."""
+"""A whole arm against a fake pair: what is lost, wrong or leaked comes out at the end."""
 
+from __future__ import annotations
+
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmark.harness.process import ServerFailed
 from chaos import run
 from chaos.bank import Bank, Question
-from chaos.events import EventFile, read_events
+from chaos.events import EventFile
 from chaos.plan import Fault, FaultKind, How, Leave, Plan, Send
 from chaos.run import Account, Chaos
 from chaos.tally import Outcome
-from unit.chaos.fake_pair import FakeMaster, FakePair, incarnation
+from unit.chaos.fake_pair import FakePair
 
 pytestmark = pytest.mark.slow
 
@@ -21,180 +26,111 @@ BANK = Bank(tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)
 SENDS = tuple(
     Send(0.02 * i, i, i % 8, Leave(How.DISCONNECT, 0.05) if i == 3 else None) for i in range(12)
 )
-FAULTS = (
-    Fault(0.1, FaultKind.KILL_PREFILL),
-    Fault(0.2, FaultKind.STOP_PREFILL, 0.05),
-    Fault(0.3, FaultKind.STOP_PREFILL_SCHEDULER, 0.05),
-    Fault(0.4, FaultKind.KILL_DECODE),
-)
+ONE = "1.0-000008"
+"""A request of the plan."""
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "AFTERMATH_S", 0.0)
-    # A request that waited for a restart would be due after the end of so short a plan.
-    monkeypatch.setattr(run, "DOWN_EVERY_S", 0.0)
+    monkeypatch.setattr(run, "SEEN_DEAD_AFTER_S", 0.1)
 
 
 def play(
     folder: Path,
     tamper: Callable[[dict[str, Any], list[int]], Any] | None = None,
     faults: tuple[Fault, ...] = (),
-    log: str = "",
-    held: int = 0,
-    staged: int | None = None,
-    stuck: bool = False,
-    turns: tuple[int, int] | None = None,
-) -> tuple[Account, FakePair]:
-    """Runs the plan; ``log``: what a server wrote, ``held``: tokens that decode keeps, ``staged``:
-    pages that came from a store, where there is one, ``stuck``: the stage keeps one, ``turns``:
-    computed by decode and by prefill, where decode may."""
-    (folder / "decode.1.log").write_text(log)
+    **pair_is: Any,
+) -> Account:
+    """Runs the plan; ``pair_is``: attributes of the ``FakePair``."""
     # Long enough for all to be sent on a busy machine.
     plan = Plan(1, 0, 2.0, SENDS, faults)
     with FakePair(BANK, tamper) as pair, EventFile(folder / "events.jsonl") as events:
-        pair.incarnations = [incarnation(folder / "decode.1.log")]
-        pair.held, pair.stuck = held, stuck
-        if turns is not None:
-            names = ("local", "cheaper"), ("remote", "long")
-            pair.turns = Counter(dict(zip(names, turns, strict=True)))
-        if staged is not None:
-            pair.master = FakeMaster(pair.done)
-            pair.staged["store_read_pages"] = staged
+        for name, value in pair_is.items():
+            setattr(pair, name, value)
         servers: Any = pair
-        return Chaos(servers, plan, BANK, "fake-1", events).run(), pair
+        return Chaos(servers, plan, BANK, "fake-1", events).run()
 
 
 def test_a_clean_arm(tmp_path: Path) -> None:
-    """Guards against false alarms, and against requests that are counted twice or not at all."""
-    account, pair = play(tmp_path)
+    """Guards against false alarms, against requests that are counted twice or not at all, and
+    against a verdict that the event log does not have."""
+    account = play(tmp_path)
     assert account.tally.clean and account.tally.requests == 12
     assert account.tally.outcomes == {Outcome.RIGHT: 11, Outcome.ABORTED: 1}
-    assert account.tally.faults == {"disconnect": 1}
-    # Idle, asked again, idle, flushed, invariants checked, idle.
-    assert pair.done == ["settle", "settle", "flush", "balanced", "settle"]
-    assert sum(role == "decode" for role, _ in pair.seen) == 12 + run.LAST_QUESTIONS
-
-
-def test_faults_are_carried_out_in_turn(tmp_path: Path) -> None:
-    """Guards against a fault that is counted and was not done, a server that stays stopped, and one
-    that is not started again."""
-    account, pair = play(tmp_path, faults=FAULTS)
-    assert pair.done[:8] == [
-        "kill prefill",
-        "start prefill",
-        "pause prefill",
-        "resume [17]",
-        "pause prefill scheduler",
-        "resume [17]",
-        "kill decode",
-        "start decode",
-    ]
-    assert account.tally.restarts == 2
-    assert {fault.kind.value: 1 for fault in FAULTS}.items() <= account.tally.faults.items()
-
-
-def test_the_store_is_stopped_and_killed_and_excuses_nothing(tmp_path: Path) -> None:
-    """Guards against a store that stays away, and against a request that may fail of it."""
-    faults = (Fault(0.1, FaultKind.STOP_STORE, 0.02), Fault(0.2, FaultKind.KILL_STORE, 0.02))
-
-    def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
-        return [] if body["rid"] == "1.0-000008" else tokens
-
-    account, pair = play(tmp_path, tamper, faults, staged=run.LEAST_READ_PAGES)
-    assert pair.done[:4] == ["stop store", "continue store", "kill store", "start store"]
-    assert {fault.kind.value: 1 for fault in faults}.items() <= account.tally.faults.items()
-    assert account.tally.outcomes[Outcome.UNEXPLAINED] == 1
-
-
-def test_decode_is_flushed_and_paused_and_that_excuses_nothing(tmp_path: Path) -> None:
-    """Guards against a server that stays paused, and against a request that may fail of it."""
-    faults = (
-        Fault(0.1, FaultKind.FLUSH_DECODE),
-        Fault(0.2, FaultKind.PAUSE_DECODE, 0.02),
-        Fault(0.3, FaultKind.RETRACT_DECODE, 0.02),
-    )
-
-    def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
-        return [] if body["rid"] == "1.0-000008" else tokens
-
-    account, pair = play(tmp_path, tamper, faults, turns=(5, 20))
-    assert pair.done[:5] == [
-        "flush_cache on decode",
-        "pause_generation in_place on decode",
-        "continue_generation on decode",
-        "pause_generation retract on decode",
-        "continue_generation on decode",
-    ]
-    assert account.tally.outcomes[Outcome.UNEXPLAINED] == 1 and account.tally.problems == ()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    for what in ("sent", "ended", "judged"):
+        assert sorted(e["number"] for e in events if e["what"] == what) == list(range(12))
 
 
 @pytest.mark.parametrize(
-    ("left", "problem"),
-    [
-        ({"staged": run.LEAST_READ_PAGES - 1}, "19 pages came from the store"),
-        ({"staged": 5, "stuck": True}, "TimeoutError: the stage holds a page"),
-        ({"turns": (1, 20)}, "decode computed 1 of 21 turns"),
-        ({"held": 16}, "decode holds 16 tokens after the last request"),
-        ({"log": "Traceback (most recent call last):\n  x\nKeyError: 7\n"}, "KeyError: 7"),
-    ],
+    ("bad", "outcome"),
+    [([0, 1, 99], Outcome.WRONG), ([0, 1], Outcome.WRONG), ([], Outcome.UNEXPLAINED)],
+    ids=["another token", "too short", "no answer"],
 )
-def test_what_no_client_sees_is_found(tmp_path: Path, left: dict[str, Any], problem: str) -> None:
-    """Guards against a run that says nothing of the way from the store, against staging pages and
-    memory that are lost while all answers are right, and against errors in a log."""
-    account, _ = play(tmp_path, **left)
+def test_one_bad_answer_is_found(tmp_path: Path, bad: list[int], outcome: Outcome) -> None:
+    """Guards the point of it all: one bad answer among good ones makes the run fail, and the report
+    names the request."""
+    account = play(tmp_path, lambda body, tokens: bad if body["rid"] == ONE else tokens)
     assert not account.tally.clean
-    assert any(problem in found for found in account.tally.problems)
-    assert (account.tally.leaked_tokens > 0) == ("held" in left)
+    assert account.tally.outcomes[outcome] == 1
+    ((life, verdict),) = account.bugs
+    assert (life.rid, verdict.outcome) == (ONE, outcome)
 
 
 def test_abort_all_hits_those_under_way(tmp_path: Path) -> None:
     """Guards against an abort of everything that excuses requests sent before or after it."""
-    account, _ = play(tmp_path, faults=(Fault(0.15, FaultKind.ABORT_ALL_DECODE),))
+    account = play(tmp_path, faults=(Fault(0.15, FaultKind.ABORT_ALL_DECODE),))
     assert account.tally.clean
     aborted, right = (account.tally.outcomes[o] for o in (Outcome.ABORTED, Outcome.RIGHT))
     assert aborted > 1 and right > 1 and aborted + right == 12
 
 
-@pytest.mark.parametrize(
-    ("bad", "outcome"),
-    [
-        ([0, 1, 99], Outcome.WRONG),
-        ([0, 1], Outcome.WRONG),
-        ([], Outcome.UNEXPLAINED),
-    ],
-)
-def test_one_bad_answer_is_found(tmp_path: Path, bad: list[int], outcome: Outcome) -> None:
-    """Guards the point of it all: one bad answer among good ones makes the run fail, and the report
-    names the request."""
-
-    def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
-        return bad if body["rid"] == "1.0-000008" else tokens
-
-    account, _ = play(tmp_path, tamper)
-    assert not account.tally.clean
-    assert account.tally.outcomes[outcome] == 1
-    ((life, verdict),) = account.bugs
-    assert (life.rid, verdict.outcome) == ("1.0-000008", outcome)
-
-
 def test_a_server_broken_for_good_is_found(tmp_path: Path) -> None:
     """Guards against a pair that survives the faults and then answers nobody right."""
-
-    def tamper(body: dict[str, Any], tokens: list[int]) -> list[int]:
-        return [5, 5] if ".last-" in body["rid"] else tokens
-
-    account, _ = play(tmp_path, tamper)
+    account = play(tmp_path, lambda body, tokens: [5, 5] if ".last-" in body["rid"] else tokens)
     assert len(account.tally.problems) == run.LAST_QUESTIONS
     assert "asked again at the end" in account.tally.problems[0]
 
 
-def test_the_event_log_tells_each_request_from_start_to_verdict(tmp_path: Path) -> None:
-    """Guards the file that one has left when a run of the night failed."""
-    play(tmp_path, faults=FAULTS[:1])
-    events = read_events(tmp_path / "events.jsonl")
-    for what in ("sent", "ended", "judged"):
-        assert sorted(e.number for e in events if e.what == what and e.number is not None) == list(
-            range(12)
-        )
-    assert [e.fields["kind"] for e in events if e.what == "fault"] == ["kill prefill"]
+@pytest.mark.parametrize(
+    ("pair_is", "problem"),
+    [
+        ({"held": 16}, "decode holds 16 tokens after the last request"),
+        ({"unbalanced": True}, "TimeoutError: {'decode': 5} is all that was logged"),
+        ({"master": "a store", "staged": Counter(store_read_pages=19)}, "19 pages came from the"),
+        ({"stuck": True}, "TimeoutError: the stage holds a page"),
+        ({"turns": Counter({("local", "x"): 1, ("remote", "x"): 20})}, "decode computed 1 of 21"),
+    ],
+    ids=["leaked tokens", "invariants unchecked", "store unread", "leaked stage", "turns unused"],
+)
+def test_what_no_client_sees_is_found(
+    tmp_path: Path, pair_is: dict[str, Any], problem: str
+) -> None:
+    """Guards against memory and staging pages that are lost while all answers are right, and
+    against a run that does not try what its arm is called."""
+    account = play(tmp_path, **pair_is)
+    assert not account.tally.clean
+    assert any(problem in found for found in account.tally.problems)
+    assert (account.tally.leaked_tokens > 0) == ("held" in pair_is)
+
+
+def test_errors_in_logs_are_found(tmp_path: Path) -> None:
+    """Guards against a traceback that no client got to know of."""
+    log = tmp_path / "decode.1.log"
+    log.write_text("Traceback (most recent call last):\n  x\nKeyError: 7\n")
+    server = SimpleNamespace(process=SimpleNamespace(log=log), killed_at=None)
+    (problem,) = play(tmp_path, incarnations=[server]).tally.problems
+    assert "KeyError: 7" in problem
+
+
+def test_a_server_that_dies_by_itself_is_found(tmp_path: Path) -> None:
+    """Guards against a crash that passes for one of our kills: it is named, and started again."""
+    (log := tmp_path / "decode.1.log").write_text("up\n")
+    failure = ServerFailed("decode", "it ended with status 3", log, "the last line")
+    process = SimpleNamespace(failure=lambda: failure, log=log, stop=lambda: None)
+    dead = SimpleNamespace(role="decode", name="decode.1", process=process, killed_at=None)
+    account = play(tmp_path, died=[dead])
+    assert not account.tally.clean and account.tally.restarts == 1
+    (problem,) = account.tally.problems
+    assert problem == "decode.1 died: it ended with status 3\nthe last line"
