@@ -7,15 +7,17 @@ need: it is installed without them, by name and version, beside the ones that ar
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import apart
-
 RELEASE = "0.5.12.post1"
 #: Set to 1 to have the tests install and run the release; else they are skipped.
 SWITCH = "SGLANG_LATER_RELEASE"
+FOLDER = Path(__file__).resolve().parents[2] / ".interop"
+_INSTALL_S = 600
 
 
 #: For the tests that want it; before any fixture of theirs starts a server.
@@ -28,7 +30,22 @@ ON_REQUEST = pytest.mark.skipif(
 def installed() -> Path:
     """The folder with the release, installed there the first time; skips the test where it cannot
     be had."""
-    return apart.installed(f"sglang=={RELEASE}")
+    package = f"sglang=={RELEASE}"
+    folder = FOLDER / package.replace("==", "-")
+    mark = folder / "installed.txt"
+    if not mark.exists() or mark.read_text() != package:
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target"]
+        found = subprocess.run(
+            [*command, str(folder), package],
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_S,
+            check=False,
+        )
+        if found.returncode:
+            pytest.skip(f"{package} cannot be installed: {found.stderr[-300:]}")
+        mark.write_text(package)
+    return folder
 
 
 def environment() -> dict[str, str]:
