@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.demo.chat import number_of
+from benchmark.harness import metrics
 from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS
 from benchmark.harness.pair import Aggregated, Pair
 from benchmark.harness.servers import Sizes
 from e2e.support import START_METHOD, pair_config, settle
-from models.arithmetic import number_of
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny_arith"
 QUESTIONS = 40
@@ -67,17 +68,11 @@ def test_the_model_knows_arithmetic(aggregated: Graded) -> None:
     assert aggregated.correct >= 0.9 * QUESTIONS
 
 
-@pytest.mark.parametrize(
-    "radix",
-    [pytest.param(True, id="radix"), pytest.param(False, id="no_radix", marks=pytest.mark.nightly)],
-)
-def test_prefill_and_decode_score_what_one_server_scores(
-    aggregated: Graded, logs: Path, radix: bool
-) -> None:
-    """KV that is wrong, late or another request's would cost answers: with and without the tree,
-    and in a second pass, whose prompts the tree holds up to their last page where there is one."""
+def test_prefill_and_decode_score_what_one_server_scores(aggregated: Graded, logs: Path) -> None:
+    """KV that is wrong, late or another request's would cost answers, also in a second pass, whose
+    prompts decode's tree holds up to their last page."""
     asked, right = held_out()
-    config = pair_config(MODEL, logs, radix=radix, page_size=PAGE, decode_tokens=POOL_TOKENS)
+    config = pair_config(MODEL, logs, page_size=PAGE, decode_tokens=POOL_TOKENS)
     with Pair(config, logs / "pair") as pair:
         assert grade(pair.send(asked, concurrency=16), right) == aggregated
         settle(pair)
@@ -85,11 +80,7 @@ def test_prefill_and_decode_score_what_one_server_scores(
         second = pair.send(asked, concurrency=16)
         assert grade(second, right) == aggregated
         settle(pair)
-        after = pair.metrics()[1]
-    hit = after.get(HIT_TOKENS, 0.0) - before.get(HIT_TOKENS, 0.0)
-    if radix:
-        prompts = [result.prompt_tokens for result in second]
-        assert after[PROMPT_TOKENS] - before[PROMPT_TOKENS] == sum(prompts)
-        assert hit == sum(tokens // PAGE * PAGE for tokens in prompts)
-    else:
-        assert hit == 0
+        gained = metrics.gained(before, pair.metrics()[1])
+    prompts = [result.prompt_tokens for result in second]
+    assert gained[PROMPT_TOKENS] == sum(prompts)
+    assert gained[HIT_TOKENS] == sum(tokens // PAGE * PAGE for tokens in prompts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3ForCausalLM
 
 from models.random_qwen3 import build
 
@@ -68,11 +68,13 @@ def test_every_token_matters(continuations: torch.Tensor) -> None:
     assert [POSITIONS[i] for i in same.nonzero().flatten().tolist()] == []
 
 
-def test_output_is_no_cycle(continuations: torch.Tensor) -> None:
+def test_output_is_no_cycle_and_goes_on(model: Any, continuations: torch.Tensor) -> None:
     """Guards against output that falls into one token or a short cycle: it would hide from tests
-    what happens after the first few tokens."""
+    what happens after the first few tokens. And against stops: tests count on a number of tokens
+    that they ask for."""
+    ends = {model.config.eos_token_id, model.config.pad_token_id}
     for row in continuations.tolist():
-        assert len(set(row)) > NEW_TOKENS // 2
+        assert len(set(row)) > NEW_TOKENS // 2 and not ends & set(row)
         tail = row[-24:]
         assert all(tail[period:] != tail[:-period] for period in range(1, 13))
 
@@ -92,32 +94,3 @@ def test_short_prompts_lead_apart(model: Any) -> None:
     rows = greedy(model, prompts).tolist()
     assert len({tuple(row) for row in rows}) == len(rows)
     assert statistics.median(len(set(row)) for row in rows) > NEW_TOKENS // 2
-
-
-def test_never_ends_its_turn(model: Any, continuations: torch.Tensor) -> None:
-    """Guards against random stops: tests ask for a number of tokens and count on it."""
-    ends = [model.config.eos_token_id, model.config.pad_token_id]
-    assert not torch.isin(continuations, torch.tensor(ends)).any()
-
-
-def test_build_is_deterministic_and_idempotent(tmp_path: Path) -> None:
-    """Guards against weights that differ between two servers of a test, and against builds that
-    trust what an interrupted or different one left behind."""
-    shape = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "hidden": 32}
-    one, two = (build(tmp_path / name, seed=3, **shape) for name in ("one", "two"))
-    weights = "model.safetensors"
-    assert (one / weights).read_bytes() == (two / weights).read_bytes()
-    before = (one / weights).stat().st_mtime_ns
-    build(one, seed=3, **shape)
-    assert (one / weights).stat().st_mtime_ns == before
-    build(one, seed=4, **shape)
-    assert (one / weights).read_bytes() != (two / weights).read_bytes()
-
-
-def test_shape_is_as_asked(tmp_path: Path) -> None:
-    """Guards against shapes that tensor parallelism cannot split as a test asked for."""
-    folder = build(tmp_path, layers=2, heads=8, kv_heads=4, head_dim=16, hidden=64)
-    config = Qwen3ForCausalLM.from_pretrained(folder).config
-    assert (config.num_hidden_layers, config.num_attention_heads) == (2, 8)
-    assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 16, 64)
-    assert len(AutoTokenizer.from_pretrained(folder)) == config.vocab_size
