@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.harness.pair import Aggregated
-from benchmark.harness.servers import Sizes
-from e2e.support import START_METHOD, Reference
+from e2e.support import Reference, reference_server
 from models.random_qwen3 import build
 
 
@@ -22,17 +20,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     """SGLang's own aggregated server, stock, at page size 1: what every answer is compared with."""
-    sizes = Sizes(pool_tokens=60_000, chunked_prefill_tokens=2048)
-    # Between its own requests it would spin on one of the few cores.
-    server = Aggregated(
-        model,
-        tmp_path_factory.mktemp("reference"),
-        sizes,
-        extra_args=("--sleep-on-idle",),
-        env={START_METHOD: "fork"},
-    )
-    with server:
-        yield Reference(server)
+    with reference_server(model, tmp_path_factory.mktemp("reference"), 60_000) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one KV head, of which each of two ranks holds a replica."""
+    return build(tmp_path_factory.mktemp("model") / "one_head", seed=1, kv_heads=1, layers=2)
+
+
+@pytest.fixture(scope="session")
+def one_head_reference(
+    one_head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reference]:
+    """Its aggregated server."""
+    with reference_server(one_head, tmp_path_factory.mktemp("one_head"), 20_000) as running:
+        yield running
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException
-from itertools import count
 from threading import Lock
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmark.harness.pair import Pair
-from benchmark.harness.servers import HOST
+from e2e.support import route
 
 #: Hypothesis parses sources meanwhile, which CPython 3.11 cannot do in two threads.
 _drawing = Lock()
@@ -35,11 +34,10 @@ def send_for(pair: Pair, balancer_url: str, seconds: float, workers: int) -> Non
     """
     with urllib.request.urlopen(f"{pair.decode_url}/openapi.json", timeout=30) as answer:
         description = json.load(answer)
-    ends, rooms = time.monotonic() + seconds, count(1 << 40, 1 << 10)
+    ends = time.monotonic() + seconds
     with ThreadPoolExecutor(workers) as pool:
         running = [
-            pool.submit(_work, pair, balancer_url, description, n, ends, rooms)
-            for n in range(workers)
+            pool.submit(_work, pair, balancer_url, description, n, ends) for n in range(workers)
         ]
         for each in running:
             each.result()
@@ -51,7 +49,6 @@ def _work(
     description: dict[str, Any],
     number: int,
     ends: float,
-    rooms: Any,
 ) -> None:
     operations = schemathesis.openapi.from_dict(description)
     turn = 0
@@ -61,7 +58,7 @@ def _work(
             direct = [f"{url}{path}" for url in (pair.prefill_url, pair.decode_url)]
             # Three paths and two ways: each path goes both ways in six turns.
             urls = [f"{balancer_url}{path}"] if turn % 2 else direct
-            post = partial(_post, pair, both, urls, ends, rooms)
+            post = partial(_post, pair, both, urls, ends)
             _send_some(operations[path]["POST"].as_strategy(), post, 1000 * number + turn)
             turn += 1
 
@@ -84,15 +81,11 @@ def _send_some(cases: Any, post: Callable[[Any], None], number: int) -> None:
     send()
 
 
-def _post(
-    pair: Pair, pool: ThreadPoolExecutor, urls: list[str], ends: float, rooms: Any, body: Any
-) -> None:
+def _post(pair: Pair, pool: ThreadPoolExecutor, urls: list[str], ends: float, body: Any) -> None:
     if not isinstance(body, dict) or time.monotonic() > ends:
         return
-    # The load balancer puts its own in place of these.
-    address = {"bootstrap_host": HOST, "bootstrap_room": next(rooms)}
-    address["bootstrap_port"] = pair.layout[0].bootstrap_port
-    sent = json.dumps({**body, **address}).encode()
+    # The load balancer puts its own room in place of this one.
+    sent = json.dumps({**body, **route(pair)}).encode()
     list(pool.map(_status, urls, [sent] * len(urls)))
     assert all(process.alive for process in pair.processes.values()), sent.decode()
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +16,17 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import requests
 
 from benchmark.harness import servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.fleet import start
 from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.ports import allocate_ports
-from benchmark.harness.servers import Sizes
+from benchmark.harness.process import ServerProcess
+from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from benchmark.harness.workload import token_range
+from chaos.faults import scheduler_of, signal_all, wait_stopped
 from sglang.srt.disaggregation.delta.event_log import Admitted, Event, Sent
 from sglang.srt.patchset.environment import EVENT_LOG
 
@@ -30,6 +37,9 @@ START_METHOD = "SGLANG_CPU_STANDIN_START_METHOD"
 
 #: Not for a stock prefill server, which would sleep while handshakes are under way.
 DOZE = ("--sleep-on-idle",)
+
+#: Decode retracts some of its running requests every seventh step.
+RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
 @dataclass
@@ -46,6 +56,15 @@ class Reference:
         found = self.server.generate([list(key[0]) for key in missing], max_new_tokens)
         self._known.update(zip(missing, found, strict=True))
         return [self._known[key] for key in keys]
+
+
+@contextmanager
+def reference_server(model: Path, logs: Path, pool_tokens: int) -> Iterator[Reference]:
+    """SGLang's own aggregated server, stock, at page size 1."""
+    sizes = Sizes(pool_tokens, chunked_prefill_tokens=2048)
+    # Between its own requests it would spin on one of the few cores.
+    with Aggregated(model, logs, sizes, extra_args=DOZE, env={START_METHOD: "fork"}) as server:
+        yield Reference(server)
 
 
 def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
@@ -97,10 +116,11 @@ class EventLogs:
         self._folder = logs / "events"
         self._seen: dict[Path, int] = {}
 
-    def read(self) -> tuple[list[Admitted], list[Sent]]:
-        """New admissions and new sends, each in the order of its server."""
+    def read(self) -> tuple[list[Admitted], list[tuple[Path, Sent]]]:
+        """New admissions, and new sends with the log of the process (rank) that sent; each in the
+        order of its process."""
         admitted: list[Admitted] = []
-        sent: list[Sent] = []
+        sent: list[tuple[Path, Sent]] = []
         for path in sorted(self._folder.glob("*.jsonl")):
             lines = path.read_bytes().splitlines()
             for line in lines[self._seen.get(path, 0) :]:
@@ -108,68 +128,44 @@ class EventLogs:
                 if isinstance(event, Admitted):
                     admitted.append(event)
                 elif isinstance(event, Sent):
-                    sent.append(event)
+                    sent.append((path, event))
             self._seen[path] = len(lines)
         return admitted, sent
 
+    def wait_admitted(self, count: int) -> None:
+        """Until ``count`` more requests have been announced to prefill."""
+        found = 0
 
-def assert_tiled(admitted: list[Admitted], sent: list[Sent], page_bytes: int) -> None:
-    """Each room's destination pages were filled in order, once; bytes are those of its pages."""
-    for admission in admitted:
-        chunks = [event for event in sent if event.room == admission.room]
-        pages = [page for chunk in chunks for page in chunk.destination_pages]
-        assert pages == admission.pages
-        assert sum(chunk.bytes for chunk in chunks) == len(pages) * page_bytes
+        def announced() -> bool:
+            nonlocal found
+            found += len(self.read()[0])
+            return found >= count
 
-
-@dataclass
-class RankLogs:
-    """Event logs by scheduler process (rank), of a whole run."""
-
-    admitted: dict[Path, list[Admitted]]
-    sent: dict[Path, list[Sent]]
-
-    @classmethod
-    def read(cls, logs: Path) -> RankLogs:
-        """The logs of every process that wrote one."""
-        admitted: dict[Path, list[Admitted]] = {}
-        sent: dict[Path, list[Sent]] = {}
-        for path in sorted((logs / "events").glob("*.jsonl")):
-            for line in path.read_bytes().splitlines():
-                event = msgspec.json.decode(line, type=Event)
-                if isinstance(event, Admitted):
-                    admitted.setdefault(path, []).append(event)
-                elif isinstance(event, Sent):
-                    sent.setdefault(path, []).append(event)
-        return cls(admitted, sent)
-
-    def rooms(self) -> list[int]:
-        """Every room that was admitted, by whichever ranks."""
-        return sorted({e.room for events in self.admitted.values() for e in events if e.room})
+        until(announced, 60.0)
 
 
-def assert_tiled_by_rank(logs: RankLogs, decode_ranks: int, rank_page_bytes: int) -> None:
-    """Each room's pages were filled on each of its decode ranks, in order, once from each sender.
+def assert_tiled(
+    admitted: list[Admitted], sent: list[tuple[Path, Sent]], page_bytes: int, decode_ranks: int = 1
+) -> None:
+    """Each room's pages were filled on each of its decode ranks, in order, once by each sender.
 
-    ``decode_ranks`` admit a room together and must agree on it; ``rank_page_bytes`` are the bytes
-    of a page on one of them, which all the prefill ranks that write to it move between them.
+    ``decode_ranks`` admit a room together and must agree on it; ``page_bytes`` are the bytes of a
+    page on one of them, which all the prefill ranks that write to it move between them.
     """
-    for room in logs.rooms():
-        admissions = [e for events in logs.admitted.values() for e in events if e.room == room]
+    for room in {event.room for event in admitted if event.room}:
+        admissions = [event for event in admitted if event.room == room]
         assert len(admissions) == decode_ranks
-        assert len({(e.rid, e.prefix_tokens) for e in admissions}) == 1
+        assert len({(e.rid, e.prefix_tokens, tuple(e.pages)) for e in admissions}) == 1
         pages = admissions[0].pages
-        assert all(e.pages == pages for e in admissions)
-        moved: dict[str, int] = {}
-        for events in logs.sent.values():
-            chunks: dict[str, list[Sent]] = {}
-            for event in events:
-                if event.room == room:
-                    chunks.setdefault(event.peer, []).append(event)
-            for peer, of_peer in chunks.items():
-                assert [page for chunk in of_peer for page in chunk.destination_pages] == pages
-                moved[peer] = moved.get(peer, 0) + sum(chunk.bytes for chunk in of_peer)
-        expected = [len(pages) * rank_page_bytes] * decode_ranks if pages else []
+        chunks: dict[tuple[Path, str], list[Sent]] = {}
+        for sender, event in sent:
+            if event.room == room:
+                chunks.setdefault((sender, event.peer), []).append(event)
+        moved: Counter[str] = Counter()
+        for (_, peer), of_peer in chunks.items():
+            assert [page for chunk in of_peer for page in chunk.destination_pages] == pages
+            moved[peer] += sum(chunk.bytes for chunk in of_peer)
+        expected = [len(pages) * page_bytes] * decode_ranks if pages else []
         assert sorted(moved.values()) == expected
 
 
@@ -192,8 +188,57 @@ def take_turns(
     return prompts
 
 
-async def send_and_leave(
-    target: Target, requests: list[Request], patience_s: list[float | None]
+def route(pair: Pair, prefill: ServerConfig | None = None) -> dict[str, Any]:
+    """The fields that bring the halves of a new request together at ``prefill``; by default the
+    pair's own."""
+    server = prefill or pair.layout[0]
+    return Target(pair.decode_url, server.url, HOST, server.bootstrap_port).route()
+
+
+def ask_both(pair: Pair, ids: Ids, params: dict[str, Any], **more: Any) -> list[requests.Response]:
+    """One request to both servers at the same time: what prefill and decode answer."""
+    body = {"input_ids": ids, "sampling_params": params, **route(pair), **more}
+    urls = [f"{url}/generate" for url in (pair.prefill_url, pair.decode_url)]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda url: requests.post(url, json=body, timeout=60), urls))
+
+
+async def ask_decode(
+    pair: Pair,
+    prompts: Sequence[Ids],
+    new_tokens: int,
+    prefill: ServerConfig | None = None,
+    rids: Sequence[str] | None = None,
+) -> list[Result]:
+    """Decode's answers to requests that are sent at once, also where ``prefill`` (by default the
+    pair's own) never ends its halves: these are dropped with decode's. ``rids``: ids on decode."""
+    server = prefill or pair.layout[0]
+
+    async def one(session: aiohttp.ClientSession, number: int) -> Result:
+        extra = route(pair, server)
+        to_prefill = Request(prompts[number], new_tokens, extra=extra)
+        named = extra if rids is None else {**extra, "rid": rids[number]}
+        to_decode = Request(prompts[number], new_tokens, extra=named)
+        half = asyncio.create_task(send(session, Target(server.url), to_prefill))
+        try:
+            return await send(session, Target(pair.decode_url), to_decode)
+        finally:
+            half.cancel()
+            await asyncio.gather(half, return_exceptions=True)
+
+    async with open_session() as session:
+        return list(await asyncio.gather(*(one(session, i) for i in range(len(prompts)))))
+
+
+def assert_right(results: Sequence[Result], expected: Sequence[Ids]) -> None:
+    """All are answered, with the tokens that are expected."""
+    assert [(result.error, result.output_ids) for result in results] == [
+        (None, answer) for answer in expected
+    ]
+
+
+def send_and_leave(
+    target: Target, asked: list[Request], patience_s: list[float | None]
 ) -> list[Result | None]:
     """All at once; a client with a patience disconnects from both servers after it."""
 
@@ -205,12 +250,38 @@ async def send_and_leave(
         except asyncio.TimeoutError:
             return None
 
-    async with open_session() as session:
-        return list(
-            await asyncio.gather(
-                *(one(session, r, p) for r, p in zip(requests, patience_s, strict=True))
-            )
-        )
+    async def all_of_them() -> list[Result | None]:
+        async with open_session() as session:
+            each = zip(asked, patience_s, strict=True)
+            return list(await asyncio.gather(*(one(session, *of) for of in each)))
+
+    return asyncio.run(all_of_them())
+
+
+@contextmanager
+def frozen(process: ServerProcess) -> Iterator[None]:
+    """The scheduler of a server stands still meanwhile; its HTTP side answers on."""
+    pid = scheduler_of(process.pid)
+    signal_all([pid], signal.SIGSTOP)
+    wait_stopped([pid])
+    try:
+        yield
+    finally:
+        signal_all([pid], signal.SIGCONT)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait for servers to bring a condition about."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def running(url: str) -> int:
+    """Requests in the batch of a server."""
+    ranks = requests.get(f"{url}/get_load", timeout=30).json()
+    return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
 
 
 def settle(pair: Pair) -> None:

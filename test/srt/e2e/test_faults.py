@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +11,23 @@ from pathlib import Path
 import pytest
 
 from benchmark.harness import metrics, servers
-from benchmark.harness.client import Request, Result, Target, open_session, send
+from benchmark.harness.client import Result
 from benchmark.harness.fleet import start
 from benchmark.harness.pair import Pair
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
-from benchmark.harness.servers import HOST, ServerConfig
+from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import kill_group
-from chaos.faults import scheduler_of, signal_all
-from e2e.support import Ids, Reference, pair_config, prompt_maker
+from e2e.support import (
+    Ids,
+    Reference,
+    ask_decode,
+    assert_right,
+    frozen,
+    pair_config,
+    prompt_maker,
+    until,
+)
 from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES
 
 NEW_TOKENS = 8
@@ -55,38 +61,14 @@ class Cluster:
     first: Prefill
     second: Prefill
 
-    def halves(self, prefill: Prefill, prompt: Ids) -> tuple[Request, Request]:
-        """The two halves of a request, to be sent and judged apart."""
-        room = random.getrandbits(62)
-        extra = {
-            "bootstrap_host": HOST,
-            "bootstrap_port": prefill.config.bootstrap_port,
-            "bootstrap_room": room,
-        }
-        return (
-            Request(prompt, NEW_TOKENS, extra=extra, label="prefill"),
-            Request(prompt, NEW_TOKENS, extra=extra, label="decode"),
+    async def ask(self, prompts: list[Ids], more: list[Ids]) -> tuple[list[Result], list[Result]]:
+        """Decode's answers to ``prompts`` by way of the first prefill server, and to ``more`` by
+        the second, all at once."""
+        first, second = await asyncio.gather(
+            ask_decode(self.pair, prompts, NEW_TOKENS, self.first.config),
+            ask_decode(self.pair, more, NEW_TOKENS, self.second.config),
         )
-
-    async def ask(self, prefill: Prefill, prompt: Ids) -> Result:
-        """Decode's answer to a request whose prefill half nobody waits for."""
-        to_prefill, to_decode = self.halves(prefill, prompt)
-        async with open_session() as session:
-            half = asyncio.create_task(send(session, Target(prefill.config.url), to_prefill))
-            try:
-                return await send(session, Target(self.pair.decode_url), to_decode)
-            finally:
-                half.cancel()
-                await asyncio.gather(half, return_exceptions=True)
-
-    async def ask_both(
-        self, prompts: list[Ids], more: list[Ids]
-    ) -> tuple[list[Result], list[Result]]:
-        """``prompts`` by way of the first prefill server, ``more`` by the second, all at once."""
-        tasks = [self.ask(self.first, prompt) for prompt in prompts]
-        tasks += [self.ask(self.second, prompt) for prompt in more]
-        results = await asyncio.gather(*tasks)
-        return results[: len(prompts)], results[len(prompts) :]
+        return first, second
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +98,6 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
             made.second.process.stop()
 
 
-def right(results: list[Result], expected: list[Ids]) -> None:
-    assert [result.error for result in results] == [None] * len(results)
-    assert [result.output_ids for result in results] == expected
-
-
 def failed(results: list[Result], bound_s: float, *texts: str) -> None:
     """Each got one error, in time, that names one of ``texts``."""
     for result in results:
@@ -138,29 +115,23 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     tokens = prompt_maker(model, seed=31)
     prompts, more = [tokens(200 + i) for i in range(4)], [tokens(150 + i) for i in range(4)]
     expected, expected_more = (reference.answers(p, NEW_TOKENS) for p in (prompts, more))
-    warm, other = asyncio.run(cluster.ask_both([more[0]], [more[1]]))
-    right(warm, expected_more[:1])
-    right(other, expected_more[1:2])
-    hung = scheduler_of(cluster.first.process.pid)
-    signal_all([hung], signal.SIGSTOP)
-    try:
-        lost, served = asyncio.run(cluster.ask_both(prompts, more))
-    finally:
-        signal_all([hung], signal.SIGCONT)
+    warm, other = asyncio.run(cluster.ask([more[0]], [more[1]]))
+    assert_right(warm, expected_more[:1])
+    assert_right(other, expected_more[1:2])
+    with frozen(cluster.first.process):
+        lost, served = asyncio.run(cluster.ask(prompts, more))
     failed(lost, BOUND_S + 2, "lost prefill server")
-    right(served, expected_more)
-    back, _ = asyncio.run(cluster.ask_both(prompts, []))
-    right(back, expected)
+    assert_right(served, expected_more)
+    back, _ = asyncio.run(cluster.ask(prompts, []))
+    assert_right(back, expected)
     cluster.pair.check()
-    deadline = time.monotonic() + 10
-    while True:  # gauges are set once a second
-        counted = metrics.scrape(cluster.pair.decode_url)
-        if not counted["sglang:decode_protected_tokens"] or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
+    url = cluster.pair.decode_url
+    # Gauges are set once a second.
+    until(lambda: metrics.scrape(url)["sglang:decode_protected_tokens"] == 0, 10.0)
+    counted = metrics.scrape(url)
     assert counted[metrics.FAILED_ROOMS] >= len(prompts)
     assert {f"sglang:{gauge}" for gauge in DECODE_GAUGES} <= counted.keys()
-    assert counted["sglang:decode_prefix_leases"] == counted["sglang:decode_protected_tokens"] == 0
+    assert counted["sglang:decode_prefix_leases"] == 0
 
 
 @pytest.mark.hazard("dead-peer-leftovers")
@@ -173,20 +144,20 @@ def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Re
     expected, expected_more = (reference.answers(p, NEW_TOKENS) for p in (prompts, more))
 
     async def kill_while_asked() -> tuple[list[Result], list[Result]]:
-        asked = asyncio.create_task(cluster.ask_both(prompts, more))
+        asked = asyncio.create_task(cluster.ask(prompts, more))
         await asyncio.sleep(0.3)
         kill_group(cluster.first.process.pid)
         return await asked
 
     lost, served = asyncio.run(kill_while_asked())
-    right(served, expected_more)
+    assert_right(served, expected_more)
     ended_early = [result for result in lost if result.error is None]
-    right(ended_early, [expected[lost.index(result)] for result in ended_early])
+    assert_right(ended_early, [expected[lost.index(result)] for result in ended_early])
     late = [result for result in lost if result.error is not None]
     assert late, "all were done before the server was killed: this shows nothing"
     failed(late, BOUND_S + 2, "lost prefill server", "Could not fetch", "connect")
     cluster.first.restart()
     cluster.pair.processes["prefill"] = cluster.first.process
-    back, _ = asyncio.run(cluster.ask_both(prompts, []))
-    right(back, expected)
+    back, _ = asyncio.run(cluster.ask(prompts, []))
+    assert_right(back, expected)
     cluster.pair.check()

@@ -4,19 +4,27 @@ the rooms up and put other KV where theirs was."""
 from __future__ import annotations
 
 import asyncio
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from benchmark.harness import checks, metrics
-from benchmark.harness.client import Request, Result, Target, open_session, send, send_all
+from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.pair import Pair
 from benchmark.harness.servers import Sizes
-from chaos.faults import scheduler_of, signal_all, wait_stopped
-from e2e.support import EventLogs, Ids, Reference, pair_config, prompt_maker, settle
+from e2e.support import (
+    EventLogs,
+    Ids,
+    Reference,
+    ask_decode,
+    frozen,
+    pair_config,
+    prompt_maker,
+    settle,
+    until,
+)
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 PAGE = 16
@@ -40,14 +48,14 @@ UNDER_WAY = {"nixl": "did not settle by its deadline", "mooncake": "had not ende
 
 def given_up(pair: Pair, rooms: int) -> None:
     """Wait until prefill has failed so many rooms, and no request is left on it: it flushes."""
-    until = time.monotonic() + 60
-    while True:
-        try:
+
+    def flushed() -> bool:
+        with suppress(RuntimeError):
             checks.flush(pair.prefill_url)
-            break
-        except RuntimeError:
-            assert time.monotonic() < until, "prefill does not let its requests go"
-            time.sleep(0.1)
+            return True
+        return False
+
+    until(flushed, 60.0)
     assert metrics.scrape(pair.prefill_url)[metrics.FAILED_ROOMS] >= rooms
 
 
@@ -59,33 +67,17 @@ def overwrite(pair: Pair, prompts: list[Ids]) -> None:
     assert not [result.error for result in results if result.error]
 
 
-async def ask(pair: Pair, prompts: list[Ids]) -> list[Result]:
-    """Decode's answers; nobody waits for prefill's half of a request that failed."""
-    async with open_session() as session:
-        halves = []
-        for prompt in prompts:
-            request = Request(prompt, NEW_TOKENS, extra=pair.target.route())
-            urls = pair.prefill_url, pair.decode_url
-            halves.append([asyncio.create_task(send(session, Target(u), request)) for u in urls])
-        results = [await to_decode for _, to_decode in halves]
-        for to_prefill, _ in halves:
-            to_prefill.cancel()
-        await asyncio.gather(*(half for half, _ in halves), return_exceptions=True)
-        return results
-
-
 def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
     """Ask until all are answered (after a failure, a decode rank of Mooncake's has to register
     again, with a room that fails); none may be answered wrong."""
-    until = time.monotonic() + 60
-    while True:
-        results = asyncio.run(ask(pair, prompts))
+
+    def all_answered() -> bool:
+        results = asyncio.run(ask_decode(pair, prompts, NEW_TOKENS))
         for result, answer in zip(results, answers, strict=True):
             assert result.error or result.output_ids == answer
-        if not any(result.error for result in results):
-            return
-        assert time.monotonic() < until, results[0].error
-        time.sleep(0.5)
+        return not any(result.error for result in results)
+
+    until(all_answered, 60.0)
 
 
 @pytest.mark.hazard("late-word-revives-room", "source-given-away")
@@ -111,26 +103,14 @@ def test_decode_wakes_after_prefill_gave_its_rooms_up(
         warm = [tokens(300)]
         assert pair.generate(warm, NEW_TOKENS) == reference.answers(warm, NEW_TOKENS)
         events.read()
-        prefill, decode = (scheduler_of(pair.processes[role].pid) for role in ("prefill", "decode"))
-        stopped = [prefill]
-        signal_all([prefill], signal.SIGSTOP)
-        try:
-            asked = pool.submit(lambda: asyncio.run(ask(pair, prompts)))
-            announced, until = 0, time.monotonic() + 60
-            while announced < len(prompts):
-                announced += len(events.read()[0])
-                assert time.monotonic() < until, f"{announced} rooms were announced"
-                time.sleep(0.02)
-            stopped.append(decode)
-            signal_all([decode], signal.SIGSTOP)
-            wait_stopped([decode])
-            signal_all([prefill], signal.SIGCONT)
-            stopped.remove(prefill)
+        with ExitStack() as decode_stands:
+            with frozen(pair.processes["prefill"]):
+                asked = pool.submit(asyncio.run, ask_decode(pair, prompts, NEW_TOKENS))
+                events.wait_admitted(len(prompts))
+                decode_stands.enter_context(frozen(pair.processes["decode"]))
             given_up(pair, len(prompts))
             assert UNDER_WAY[backend] in pair.processes["prefill"].log_text(), "nothing was written"
             overwrite(pair, others)
-        finally:
-            signal_all(stopped, signal.SIGCONT)
         results: list[Result] = asked.result(timeout=120)
         for result in results:
             assert result.error is not None and result.output_ids == [], result

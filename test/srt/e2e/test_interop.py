@@ -12,7 +12,7 @@ import pytest
 
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
-from e2e.support import Ids, Reference, pair_config, prompt_maker, settle
+from e2e.support import Ids, Reference, pair_config, prompt_maker, settle, take_turns
 from sglang.srt.patchset import __version__
 
 TRANSFERS = (
@@ -42,12 +42,9 @@ INFO = "sglang:disagg_patchset_info"
 
 
 def two_turns(pair: Pair, reference: Reference, prompts: list[Ids]) -> None:
-    """Two rounds with a common prefix, equal to the reference."""
-    answers = reference.answers(prompts, 12)
-    assert pair.generate(prompts, 12) == answers
-    follow_up = [[*p, *a, *p[:9]] for p, a in zip(prompts, answers, strict=True)]
-    assert pair.generate(follow_up, 12) == reference.answers(follow_up, 12)
-    pair.check()
+    """Two rounds with a common prefix, equal to the reference; nothing is left."""
+    take_turns(pair, reference, prompts, 2, 12, lambda: prompts[0][:9])
+    settle(pair)
 
 
 def some_prompts(model: Path) -> list[Ids]:
@@ -97,7 +94,6 @@ def test_stock_and_patched_servers_serve_each_other(
     mixed = pair_config(model, logs, stock_prefill=True, page_size=16, decode_args=interval)
     with Pair(mixed, logs / "stock-prefill") as pair:
         two_turns(pair, reference, prompts)
-        settle(pair)
         counters = pair.metrics()[1]
         assert counters[metrics.PROMPT_TOKENS] > 0
         assert counters[metrics.HIT_TOKENS] == 0
@@ -109,7 +105,6 @@ def test_stock_and_patched_servers_serve_each_other(
     mixed = pair_config(model, logs, page_size=16, stock=False, radix=False, decode_args=interval)
     with Pair(mixed, logs / "no-flag") as pair:
         two_turns(pair, reference, prompts)
-        settle(pair)
         patched_names = metric_names(pair)
         patched_lines = log_shapes(pair)
         check_identity(pair)
@@ -120,7 +115,6 @@ def test_stock_and_patched_servers_serve_each_other(
     )  # fmt: skip
     with Pair(stock_decode, logs / "stock-decode") as pair:
         two_turns(pair, reference, prompts)
-        settle(pair)
         stock_decode_names = metric_names(pair)[1]
         stock_decode_lines = log_shapes(pair)["decode"]
 

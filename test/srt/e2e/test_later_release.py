@@ -9,7 +9,7 @@ import pytest
 import later_release
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
-from e2e.support import Ids, Reference, pair_config, prompt_maker
+from e2e.support import Ids, Reference, pair_config, prompt_maker, take_turns
 
 PAGE = 16
 BACKENDS = ("nixl", "mooncake")
@@ -25,11 +25,9 @@ def prompts(model: Path) -> list[Ids]:
 
 def two_turns(pair: Pair, reference: Reference, asked: list[Ids]) -> None:
     """Each prompt twice, and then with its answer and more, equal to the reference."""
-    answers = reference.answers(asked, 12)
-    assert pair.generate(asked, 12) == answers
-    assert pair.generate(asked, 12) == answers  # full hits where decode shares
-    later = [[*prompt, *answer, *prompt[:9]] for prompt, answer in zip(asked, answers, strict=True)]
-    assert pair.generate(later, 12) == reference.answers(later, 12)
+    assert pair.generate(asked, 12) == reference.answers(asked, 12)
+    # Full hits where decode shares.
+    take_turns(pair, reference, asked, 2, 12, lambda: asked[0][:9])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,11 +10,9 @@ import pytest
 import requests
 
 from benchmark.harness.pair import Aggregated, Pair
-from e2e.support import DOZE, Ids, prompt_maker, settle
-from e2e.test_local_turns import ask_both, local_config, turns
+from e2e.support import DOZE, Ids, ask_both, prompt_maker, settle
+from e2e.test_local_turns import GREEDY, local_config, turns
 from models import random_lora
-
-PARAMS = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 @pytest.mark.nightly
@@ -35,7 +33,8 @@ def test_adapters(model: Path, logs: Path, page_size: int) -> None:
     with Pair(config, logs) as pair:
 
         def ask(prompt: Ids, name: str | None) -> Ids:
-            here = ask_both(pair, prompt, PARAMS, **({"lora_path": name} if name else {}))[1]
+            adapter = {"lora_path": name} if name else {}
+            here = ask_both(pair, prompt, GREEDY, **adapter)[1].json()
             cached = here["meta_info"]["cached_tokens"]
             found.append((prompt, name, here["output_ids"], cached))
             return [*prompt, *here["output_ids"]]
@@ -54,6 +53,6 @@ def test_adapters(model: Path, logs: Path, page_size: int) -> None:
     with Aggregated(model, logs / "stock", extra_args=lora) as stock:
         url = f"{stock.config.url}/generate"
         for prompt, name, answer, _ in found:
-            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": PARAMS}
+            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": GREEDY}
             body |= {"lora_path": name} if name else {}
             assert requests.post(url, json=body, timeout=60).json()["output_ids"] == answer

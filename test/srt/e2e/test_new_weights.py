@@ -4,34 +4,31 @@ pages that it may still write to."""
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-import signal
+import itertools
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from benchmark.harness import checks
-from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.pair import Pair
-from benchmark.harness.servers import HOST
-from chaos.faults import scheduler_of, signal_all
 from e2e.support import (
     EventLogs,
     Ids,
     Reference,
+    ask_decode,
+    frozen,
     pair_config,
     prompt_maker,
     settle,
+    until,
 )
+from e2e.support import running as running_on
 from models.random_qwen3 import build
 
 NEW_TOKENS = 12
@@ -44,14 +41,9 @@ ENV = {
 }
 
 
-def post(url: str, route: str, **body: Any) -> str:
-    """The answer of a server to a command; an error status raises."""
-    request = urllib.request.Request(
-        url + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        text: str = answer.read().decode()
-        return text
+def post(url: str, route: str, **body: Any) -> None:
+    """Have a server carry out a command; an error status raises."""
+    requests.post(url + route, json=body, timeout=120).raise_for_status()
 
 
 @dataclass
@@ -64,68 +56,27 @@ class Scene:
     answers: dict[str, list[Ids]]
     models: dict[str, Path]
     tokens: Any
-    _room: random.Random = field(default_factory=lambda: random.Random(7))
+    _lost: Iterator[int] = field(default_factory=itertools.count)
 
     def right(self, name: str) -> None:
         """The pair answers as an aggregated server with these weights; again, from its tree."""
         for _ in range(2):
             assert self.pair.generate(self.prompts, NEW_TOKENS) == self.answers[name]
 
-    @contextmanager
-    def frozen_prefill(self) -> Iterator[None]:
-        pid = scheduler_of(self.pair.processes["prefill"].pid)
-        signal_all([pid], signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            signal_all([pid], signal.SIGCONT)
-
-    async def _ask(self, prompt: Ids, rid: str) -> Result:
-        layout = self.pair.layout[0]
-        extra = {
-            "bootstrap_host": HOST,
-            "bootstrap_port": layout.bootstrap_port,
-            "bootstrap_room": self._room.getrandbits(62),
-        }
-        async with open_session() as session:
-            half = asyncio.create_task(
-                send(session, Target(layout.url), Request(prompt, NEW_TOKENS, extra=extra))
-            )
-            try:
-                to_decode = Request(prompt, NEW_TOKENS, extra={**extra, "rid": rid})
-                return await send(session, Target(self.pair.decode_url), to_decode)
-            finally:
-                half.cancel()
-                await asyncio.gather(half, return_exceptions=True)
-
     def lose(self) -> None:
         """Requests whose pages prefill was told of, and which are aborted before it writes."""
         self.events.read()
-        rids = [f"lost-{self._room.getrandbits(40)}" for _ in range(LOST)]
+        rids = [f"lost-{next(self._lost):06d}" for _ in range(LOST)]
         prompts = [[*prompt, *self.tokens(40)] for prompt in self.prompts[:LOST]]
-
-        async def all_of_them() -> list[Result]:
-            asked = [self._ask(p, rid) for p, rid in zip(prompts, rids, strict=True)]
-            return await asyncio.gather(*asked)
-
         with ThreadPoolExecutor(1) as pool:
-            lost = pool.submit(lambda: asyncio.run(all_of_them()))
-            admitted, deadline = 0, time.monotonic() + 60
-            while admitted < LOST:
-                admitted += sum(event.rid in rids for event in self.events.read()[0])
-                assert time.monotonic() < deadline, f"{admitted} of {LOST} were announced"
-                time.sleep(0.05)
+            asked = ask_decode(self.pair, prompts, NEW_TOKENS, rids=rids)
+            lost = pool.submit(asyncio.run, asked)
+            self.events.wait_admitted(LOST)
             for rid in rids:
                 post(self.pair.decode_url, "/abort_request", rid=rid)
             results = lost.result(timeout=60)
         assert all(result.error or result.finish_reasons for result in results)
         assert checks.load(self.pair.decode_url).tokens > 0, "no pages are held"
-
-    def running(self) -> int:
-        """Requests in the decode batch."""
-        with urllib.request.urlopen(f"{self.pair.decode_url}/get_load", timeout=30) as answer:
-            ranks = json.loads(answer.read())
-        return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
 
     def update(self, url: str, name: str) -> None:
         post(url, "/update_weights_from_disk", model_path=str(self.models[name]))
@@ -166,7 +117,7 @@ def test_weights_from_disk(scene: Scene) -> None:
     """The decode server used to end: SGLang asserts that it can flush. Nothing of the old weights
     may be hit, and the held pages are back, and whole, once prefill has woken."""
     scene.right("old")
-    with scene.frozen_prefill():
+    with frozen(scene.pair.processes["prefill"]):
         scene.lose()
         scene.update(scene.pair.decode_url, "new")
         assert checks.load(scene.pair.decode_url).tokens > 0, "held pages were given away"
@@ -190,7 +141,7 @@ def test_release_and_resume_of_memory(scene: Scene) -> None:
         done.set()
 
     with ThreadPoolExecutor(1) as pool:
-        with scene.frozen_prefill():
+        with frozen(scene.pair.processes["prefill"]):
             scene.lose()
             released = pool.submit(release)
             assert not done.wait(3), "memory was released under remote writes"
@@ -212,14 +163,11 @@ def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
     length = 400
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(scene.pair.generate, scene.prompts[:2], length)
-        deadline = time.monotonic() + 60
-        while scene.running() < 2:
-            assert time.monotonic() < deadline and not running.done()
-            time.sleep(0.02)
-        with scene.frozen_prefill():
+        until(lambda: running_on(scene.pair.decode_url) == 2, 60.0)
+        with frozen(scene.pair.processes["prefill"]):
             scene.lose()
             post(scene.pair.decode_url, "/pause_generation", mode="retract")
-            assert scene.running() == 0 and not running.done(), "both were retracted"
+            assert running_on(scene.pair.decode_url) == 0 and not running.done()
             scene.update(scene.pair.decode_url, "old")
             post(scene.pair.decode_url, "/continue_generation")
         answers = running.result(timeout=120)

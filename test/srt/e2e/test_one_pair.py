@@ -5,19 +5,18 @@ The scenarios of a backend share one pair, which each leaves idle, balanced and 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import urllib.error
+import re
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,12 +24,14 @@ from benchmark.harness import metrics
 from benchmark.harness.client import Request
 from benchmark.harness.metrics import HIT_TOKENS
 from benchmark.harness.pair import Pair
-from benchmark.harness.servers import HOST
 from benchmark.harness.workload import kv_bytes_per_token
 from e2e import fuzz
 from e2e.support import (
+    DOZE,
+    RETRACTS,
     EventLogs,
     Reference,
+    ask_both,
     assert_tiled,
     balancer,
     pair_config,
@@ -75,8 +76,19 @@ def served(
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
         env = {"MC_FORCE_TCP": "1"}
     logs = tmp_path_factory.mktemp(f"{backend}{page}")
-    sizes = {"page_size": page, "decode_tokens": POOL_TOKENS}
-    with Pair(pair_config(model, logs, backend=backend, env=env, **sizes), logs) as pair:
+    # Little is reserved, so that running requests outgrow the pool.
+    arguments = (*DOZE, "--num-reserved-decode-tokens", "16")
+    config = pair_config(
+        model,
+        logs,
+        backend=backend,
+        page_size=page,
+        decode_tokens=POOL_TOKENS,
+        decode_args=arguments,
+        env=env,
+        decode_env=RETRACTS,
+    )
+    with Pair(config, logs) as pair:
         yield Served(pair, logs, EventLogs(logs), page, page * kv_bytes_per_token(model))
 
 
@@ -106,12 +118,14 @@ def test_warmup_health_and_other_namespaces_never_hit(
     assert metrics.gained(before, pair.metrics()[1])[HIT_TOKENS] == len(prompt)
 
 
+@pytest.mark.hazard("retraction-of-shared-pages")
 @pytest.mark.parametrize("served", [*EVERY_RUN, *OTHER_PAGES], indirect=True)
 def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
     served: Served, model: Path, reference: Reference
 ) -> None:
     """Wrong slots, stale tree content, a prefix cut at the wrong token, or pages evicted while in
-    use would change what is generated."""
+    use would change what is generated. So would a retracted request whose shared prefix comes back
+    from its CPU copy, over pages that others read, and not from the tree."""
     pair, events = served.pair, served.events
     tokens = prompt_maker(model, seed=served.page)
     events.read()
@@ -123,6 +137,8 @@ def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
     prefixes = [tokens(600), tokens(640)]
     burst = [[*prefixes[i % 2], *tokens(3 + 5 * i)] for i in range(14)] + prefixes
     assert pair.generate(burst, 32) == reference.answers(burst, 32)
+    retracted = re.findall(r"#retracted_reqs: (\d+)", pair.processes["decode"].log_text())
+    assert sum(map(int, retracted)) > 0
     # The same again: now the prefixes are in the tree, and full hits move no KV.
     assert pair.generate(prefixes, 32) == reference.answers(prefixes, 32)
     settle(pair)
@@ -203,34 +219,9 @@ def test_second_turn_moves_only_new_pages(
     assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
 
 
-def request_body(prompt: list[int], n: int = 1, **wishes: Any) -> dict[str, Any]:
-    """A request for eight tokens, each the most probable one; ``json_schema`` is a wish, too."""
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": n}
-    if "json_schema" in wishes:
-        params["json_schema"] = wishes.pop("json_schema")
-    return {"input_ids": prompt, "sampling_params": params, **wishes}
-
-
-def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Status and text of the answer."""
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status), answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def ask_both(
-    pair: Pair, prompt: list[int], room: int, n: int = 1, **wishes: Any
-) -> list[tuple[int, str]]:
-    """One request to both servers, at the same time; status and text that each answers."""
-    address = {"bootstrap_host": HOST, "bootstrap_port": pair.layout[0].bootstrap_port}
-    body = {**address, "bootstrap_room": room, **request_body(prompt, n, **wishes)}
-    urls = [f"{url}/generate" for url in (pair.prefill_url, pair.decode_url)]
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(post, urls, [body] * 2))
+def greedy(**more: Any) -> dict[str, Any]:
+    """Sampling parameters for eight tokens, each the most probable one."""
+    return {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, **more}
 
 
 @pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
@@ -241,11 +232,12 @@ def test_what_a_pair_cannot_serve_is_refused(
     more when SGLang has built it, and metadata hold 128 top log probabilities."""
     pair = served.pair
     prompt = prompt_maker(model, seed=9)(300)
-    session = ask_both(pair, prompt, 4712, session_params={"id": "unknown"})
-    assert [status for status, _ in session] == [400, 400], session
-    logprobs = ask_both(pair, prompt, 4713, return_logprob=True, top_logprobs_num=129)
-    assert [status for status, _ in logprobs] == [400, 400], logprobs
-    assert all("top_logprobs_num" in text for _, text in logprobs)
+    for wishes, said in (
+        ({"session_params": {"id": "unknown"}}, ""),
+        ({"return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num"),
+    ):
+        for answer in ask_both(pair, prompt, greedy(), **wishes):
+            assert answer.status_code == 400 and said in answer.text, answer.text
     settle(pair)
     assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
     settle(pair)
@@ -267,10 +259,10 @@ def test_grammars_that_lead_nowhere(served: Served, model: Path, reference: Refe
         ({"ebnf": "root ::= root"}, 500),  # no token is drawn that the grammar takes
         ({"ebnf": dead, "temperature": 1}, 200),  # ends early, after the first token
     ]
-    for number, (sampling, status) in enumerate(refused):
+    for sampling, status in refused:
         params = {"temperature": 0, "max_new_tokens": 8, **sampling}
-        found = ask_both(pair, prompt, 4740 + number, sampling_params=params)
-        assert found[1][0] == status and found[0][0] in (200, status), (sampling, found)
+        prefill, decode = (answer.status_code for answer in ask_both(pair, prompt, params))
+        assert decode == status and prefill in (200, status), (sampling, prefill, decode)
     pair.check()
     assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
     pair.check()
@@ -282,9 +274,9 @@ def test_top_log_probabilities(served: Served, model: Path, reference: Reference
     server's tokenizer: SGLang hands it tensors there."""
     pair, prompt = served.pair, prompt_maker(model, seed=10)(300)
     more = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1, 2]}
-    answers = ask_both(pair, prompt, 4714, **more)
-    assert [status for status, _ in answers] == [200, 200], answers
-    told = json.loads(answers[1][1])["meta_info"]
+    prefill, decode = ask_both(pair, prompt, greedy(), **more)
+    assert (prefill.status_code, decode.status_code) == (200, 200), (prefill.text, decode.text)
+    told = decode.json()["meta_info"]
     assert [len(tops) for tops in told["output_top_logprobs"]] == [3] * 8
     settle(pair)
     assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
@@ -301,10 +293,10 @@ def test_parallel_samples(served: Served, model: Path, reference: Reference) -> 
     prompt = prompt_maker(model, seed=8)(300)
     expected = reference.answers([prompt], 8)[0]
     served.events.read()
-    for room, wishes in ((4711, {}), (4721, {"return_logprob": True}), (4731, {"stream": True})):
-        prefill, decode = ask_both(pair, prompt, room, n=3, **wishes)
-        assert (prefill[0], decode[0]) == (200, 200), (prefill, decode)
-        assert samples_in(decode[1], streamed="stream" in wishes) == [expected] * 3
+    for wishes in ({}, {"return_logprob": True}, {"stream": True}):
+        prefill, decode = ask_both(pair, prompt, greedy(n=3), **wishes)
+        assert (prefill.status_code, decode.status_code) == (200, 200), (prefill.text, decode.text)
+        assert samples_in(decode.text, streamed="stream" in wishes) == [expected] * 3
         settle(pair)
     admitted, sent = served.events.read()
     assert len(admitted) == 12  # the prompt and three samples, three times
@@ -323,15 +315,20 @@ def test_parallel_samples_through_a_load_balancer(
     pair, tokens = served.pair, prompt_maker(model, seed=12 + mini)
     served.events.read()
     with balancer(pair, served.logs, mini=mini) as url:
-        for more in ({}, {"return_logprob": True}, {"json_schema": '{"type": "integer"}'}):
+        for wish, sampling in (
+            ({}, {}),
+            ({"return_logprob": True}, {}),
+            ({}, {"json_schema": '{"type": "integer"}'}),
+        ):
             for stream in (False, True):
                 prompt = tokens(300)
-                body = request_body(prompt, n=3, stream=stream, **more)
-                status, text = post(f"{url}/generate", body)
-                assert status == 200, text
-                found = samples_in(text, streamed=stream)
+                body = {"sampling_params": greedy(n=3, **sampling), "stream": stream, **wish}
+                body |= {"input_ids": prompt}
+                answer = requests.post(f"{url}/generate", json=body, timeout=30)
+                assert answer.status_code == 200, answer.text
+                found = samples_in(answer.text, streamed=stream)
                 settle(pair)
-                if "json_schema" in more:
+                if sampling:
                     assert found == [found[0]] * 3 != [[]] * 3
                 else:
                     assert found == reference.answers([prompt], 8) * 3
@@ -364,8 +361,8 @@ def test_disconnected_clients(served: Served, model: Path, reference: Reference)
     expected = reference.answers(prompts, new)
     # Seeded moments from "at once" to "nearly served"; every third client stays.
     patience = [None if i % 3 == 0 else rng.uniform(0.05, 6.0) for i in range(len(prompts))]
-    requests = [Request(prompt, new) for prompt in prompts]
-    results = asyncio.run(send_and_leave(pair.target, requests, patience))
+    asked = [Request(prompt, new) for prompt in prompts]
+    results = send_and_leave(pair.target, asked, patience)
     stayed = [i for i, result in enumerate(results) if result is not None]
     assert len(stayed) >= len(prompts) // 3
     for i in stayed:

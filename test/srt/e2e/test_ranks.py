@@ -6,7 +6,6 @@ another prefix than its siblings, or heads that land beside their place, change 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,46 +13,23 @@ from typing import Any
 import pytest
 
 from benchmark.harness import metrics
-from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.pair import Pair
 from benchmark.harness.ports import allocate_adjacent_ports
-from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import kv_bytes_per_token
 from e2e.support import (
     START_METHOD,
-    RankLogs,
+    EventLogs,
     Reference,
-    assert_tiled_by_rank,
+    assert_tiled,
     pair_config,
     prompt_maker,
     settle,
     take_turns,
 )
-from models.random_qwen3 import build
 
 KV_HEADS = 2
 """Of the session's model."""
-
-
-@pytest.fixture(scope="module")
-def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one KV head, of which each of two ranks holds a replica."""
-    return build(tmp_path_factory.mktemp("model") / "one_head", seed=1, kv_heads=1, layers=2)
-
-
-@pytest.fixture(scope="module")
-def one_head_reference(
-    one_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reference]:
-    """Its aggregated server."""
-    server = Aggregated(
-        one_head,
-        tmp_path_factory.mktemp("one_head"),
-        Sizes(pool_tokens=20_000, chunked_prefill_tokens=2048),
-        extra_args=("--sleep-on-idle",),
-        env={START_METHOD: "fork"},
-    )
-    with server:
-        yield Reference(server)
+ATTACHED = "decode radix cache is on"
 
 
 def converse(
@@ -85,7 +61,7 @@ def converse(
         assert pair.metrics()[1][metrics.HIT_TOKENS] > 0
     heads_on_a_rank = max(1, kv_heads // ranks_a_room)
     rank_page_bytes = page * kv_bytes_per_token(model) // kv_heads * heads_on_a_rank
-    assert_tiled_by_rank(RankLogs.read(logs), ranks_a_room, rank_page_bytes)
+    assert_tiled(*EventLogs(logs).read(), rank_page_bytes, ranks_a_room)
 
 
 @pytest.mark.hazard("ranks-disagree-on-prefix")
@@ -96,39 +72,44 @@ def test_two_ranks_on_both_sides(model: Path, reference: Reference, logs: Path) 
 
 @pytest.mark.hazard("unequal-tensor-parallelism")
 @pytest.mark.nightly
-def test_two_prefill_ranks_and_one_decode_rank(
-    model: Path, reference: Reference, logs: Path
+@pytest.mark.parametrize(
+    ("page", "ranks"),
+    [
+        # A room that is complete when the first of two writers is; heads over those of the other.
+        pytest.param(16, {"prefill_tp": 2}, id="two-to-one"),
+        # The same heads for both decode ranks; a room that one announces, and prefill serves alone.
+        pytest.param(1, {"decode_tp": 2}, id="one-to-two"),
+    ],
+)
+def test_unequal_ranks(
+    model: Path, reference: Reference, logs: Path, page: int, ranks: dict[str, int]
 ) -> None:
-    """Guards against a room that is complete when the first of two writers is, and against heads
-    of one writer over those of the other; as ``component/pools/test_ranks.py`` in every run."""
-    converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=1, prefill_tp=2)
+    """Guards against heads that land beside their place, as ``component/pools/test_ranks.py`` in
+    every run."""
+    decode_ranks = ranks.get("decode_tp", 1)
+    converse(model, KV_HEADS, reference, logs, page, ranks_a_room=decode_ranks, **ranks)
 
 
 @pytest.mark.nightly
-def test_one_prefill_rank_and_two_decode_ranks(
-    model: Path, reference: Reference, logs: Path
+@pytest.mark.parametrize(
+    ("page", "ranks"),
+    [
+        # Stock NIXL divides by zero; the second replica must not write again, nor be missed.
+        pytest.param(1, {"prefill_tp": 2}, id="two-to-one"),
+        # A decode rank must get KV although another one has the same head.
+        pytest.param(16, {"decode_tp": 2}, id="one-to-two"),
+    ],
+)
+def test_a_replicated_head(
+    one_head: Path,
+    one_head_reference: Reference,
+    logs: Path,
+    page: int,
+    ranks: dict[str, int],
 ) -> None:
-    """Guards against the same heads sent to both decode ranks, and against a room that one of them
-    announces and prefill serves alone."""
-    converse(model, KV_HEADS, reference, logs, 1, ranks_a_room=2, decode_tp=2)
-
-
-@pytest.mark.nightly
-def test_two_prefill_ranks_with_a_replicated_head(
-    one_head: Path, one_head_reference: Reference, logs: Path
-) -> None:
-    """Guards against fewer KV heads than ranks, as ``component/pools/test_ranks.py`` in every run:
-    stock NIXL divides by zero, and the second replica must not write the same bytes again, nor be
-    missed."""
-    converse(one_head, 1, one_head_reference, logs, 1, ranks_a_room=1, prefill_tp=2)
-
-
-@pytest.mark.nightly
-def test_two_decode_ranks_with_a_replicated_head(
-    one_head: Path, one_head_reference: Reference, logs: Path
-) -> None:
-    """Guards against a decode rank that gets no KV because another one has the same head."""
-    converse(one_head, 1, one_head_reference, logs, 16, ranks_a_room=2, decode_tp=2)
+    """Guards against fewer KV heads than ranks; in every run ``component/pools/test_ranks.py``."""
+    decode_ranks = ranks.get("decode_tp", 1)
+    converse(one_head, 1, one_head_reference, logs, page, ranks_a_room=decode_ranks, **ranks)
 
 
 def test_attention_data_parallel_decode(model: Path, reference: Reference, logs: Path) -> None:
@@ -150,3 +131,48 @@ def test_attention_data_parallel_decode(model: Path, reference: Reference, logs:
             *("--dist-init-addr", f"127.0.0.1:{first_port}"),
         ),
     )
+
+
+@pytest.mark.nightly
+def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs: Path) -> None:
+    """The DP controller spawns its schedulers itself; each must have the tree, and a request must
+    be answered right whichever rank gets it. In every run ``component/patchset/test_processes.py``
+    sees such schedulers attached."""
+    tokens = prompt_maker(model, seed=7)
+    shared = tokens(120)
+    prompts = [[*shared, *tokens(5 + i)] for i in range(8)]
+    config = pair_config(
+        model,
+        logs,
+        page_size=16,
+        decode_args=("--dp-size", "2"),
+        decode_env={START_METHOD: "spawn"},
+    )
+    with Pair(config, logs) as pair:
+        for _ in range(2):
+            assert pair.generate(prompts, 12) == reference.answers(prompts, 12)
+        settle(pair)
+        assert pair.processes["decode"].log_text().count(ATTACHED) == 2
+        assert pair.metrics()[1][metrics.HIT_TOKENS] > 0
+
+
+@pytest.mark.nightly
+def test_two_data_parallel_prefill_ranks_in_turns(
+    model: Path, reference: Reference, logs: Path
+) -> None:
+    """Guards against requests that decode announces to another rank than prefill's: half of them
+    failed by their deadlines. In every run ``component/prefill/test_served_rooms.py`` looks at what
+    decode is told."""
+    prompts = [prompt_maker(model, seed=8)(30 + i) for i in range(8)]
+    config = pair_config(
+        model,
+        logs,
+        page_size=16,
+        prefill_args=("--dp-size", "2", "--load-balance-method", "round_robin"),
+        prefill_env={START_METHOD: "spawn"},
+    )
+    with Pair(config, logs) as pair:
+        assert pair.generate(prompts, 12) == reference.answers(prompts, 12)
+        settle(pair)
+        told = pair.processes["prefill"].log_text()
+        assert all(f"DP{rank}] Prefill batch" in told for rank in (0, 1))
