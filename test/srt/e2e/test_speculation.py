@@ -8,6 +8,7 @@ changes the text. Wrong draft KV changes no answer, only how many drafts are acc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,13 @@ from benchmark.decode_radix_cache import drafts
 from benchmark.decode_radix_cache.conversations import Conversations
 from benchmark.decode_radix_cache.speculation import ACCEPT_LENGTH, drafting
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS, REQUESTED_BYTES
-from benchmark.harness.pair import Aggregated, Pair, PairConfig
-from benchmark.harness.servers import Sizes
+from benchmark.harness.pair import Pair, PairConfig
 from e2e.support import (
-    DOZE,
-    START_METHOD,
-    Ids,
+    RETRACTS,
     Reference,
     pair_config,
     prompt_maker,
+    reference_server,
     settle,
     take_turns,
 )
@@ -37,11 +36,7 @@ POOL = 30_000
 V2 = {"SGLANG_ENABLE_SPEC_V2": "1"}
 VERSIONS = [pytest.param({}, id="v1"), pytest.param(V2, id="v2")]
 TURNS = 5
-
-
-def speculative_pair(model: Path, logs: Path, steps: int, **changes: Any) -> PairConfig:
-    """A pair with a draft model on both servers."""
-    return with_drafts(pair_config(model, logs, **changes), model, steps)
+Config = Callable[..., PairConfig]
 
 
 def with_drafts(
@@ -62,87 +57,38 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return untied.build(tmp_path_factory.mktemp("untied") / "untied")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("env", VERSIONS)
-@pytest.mark.parametrize(("page_size", "steps"), [(1, 1), (1, 3), (16, 1), (16, 3)])
-def test_aggregated_speculation_is_plain_greedy(
-    model: Path,
-    reference: Reference,
-    logs: Path,
-    page_size: int,
-    steps: int,
-    env: dict[str, str],
-) -> None:
-    """The stand-in's draft, verification and attention are what SGLang's kernels do: an answer is
-    the one without speculation, token by token."""
-    tokens = prompt_maker(model, seed=3)
-    prompts = [tokens(100 + 61 * i) for i in range(6)]
-    sizes = Sizes(pool_tokens=POOL, page_size=page_size, chunked_prefill_tokens=256)
-    args = ("--sleep-on-idle", *drafting(model, steps))
-    env = {START_METHOD: "fork", **env}
-    with Aggregated(model, logs, sizes, extra_args=args, env=env) as server:
-        for _ in range(2):  # the second time from the tree
-            assert server.generate(prompts, 40) == reference.answers(prompts, 40)
+def nightly(name: str, steps: int, **changes: Any) -> Any:
+    return pytest.param(steps, changes, id=name, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "steps", "env"),
+    ("steps", "changes"),
     [
-        (16, 3, {}),
-        pytest.param(1, 1, {}, marks=pytest.mark.nightly),
-        pytest.param(16, 3, V2, marks=pytest.mark.nightly),
-        pytest.param(1, 1, V2, marks=pytest.mark.nightly),
+        pytest.param(3, {"page_size": 16}, id="v1"),
+        nightly("v1-page-1", 1, page_size=1),
+        nightly("v2", 3, page_size=16, env=V2),
+        nightly("v2-page-1", 1, page_size=1, env=V2),
+        nightly("v2-mooncake", 3, page_size=16, env=V2, backend="mooncake"),
+        nightly("v2-decode", 3, page_size=16, decode_env=V2),
+        nightly("v2-prefill", 3, page_size=16, prefill_env=V2),
+        nightly("v2-ranks", 3, page_size=16, env=V2, prefill_tp=2, decode_tp=2),
     ],
-    ids=["16-3", "1-1", "16-3-v2", "1-1-v2"],
 )
 def test_conversations_on_a_pool_that_evicts(
-    model: Path,
-    reference: Reference,
-    logs: Path,
-    page_size: int,
-    steps: int,
-    env: dict[str, str],
+    model: Path, reference: Reference, logs: Path, steps: int, changes: dict[str, Any]
 ) -> None:
-    """The same as in ``test_equality`` with a draft model on both servers: prefixes longer than a
-    chunk of prefill, a pool that evicts, and requests that are retracted all the time."""
-    tokens = prompt_maker(model, seed=page_size)
-    config = speculative_pair(
-        model,
-        logs,
-        steps,
-        page_size=page_size,
-        decode_tokens=4096,
-        env=env,
-        decode_env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
-    )
-    with Pair(config, logs) as pair:
+    """The same as in ``test_one_pair.py`` with a draft model on both servers: prefixes longer than
+    a chunk of prefill, a pool that evicts, and requests that are retracted all the time. With spec
+    v2: metadata that one version sends in another form, or ranks that step at different times."""
+    tokens = prompt_maker(model, seed=steps)
+    decode_env = {**RETRACTS, **changes.get("decode_env", {})}
+    config = pair_config(model, logs, decode_tokens=4096, **{**changes, "decode_env": decode_env})
+    with Pair(with_drafts(config, model, steps), logs) as pair:
         prompts = [tokens(200 + 37 * i) for i in range(8)]
         take_turns(pair, reference, prompts, 5, 24, lambda: tokens(19))
         settle(pair)
         assert pair.metrics()[1][HIT_TOKENS] > 0
         assert "#retracted_reqs: " in pair.processes["decode"].log_text()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"backend": "mooncake", "env": V2}, id="mooncake"),
-        pytest.param({"decode_env": V2}, id="decode"),
-        pytest.param({"prefill_env": V2}, id="prefill"),
-        pytest.param({"env": V2, "prefill_tp": 2, "decode_tp": 2}, id="ranks"),
-    ],
-)
-def test_spec_v2(model: Path, reference: Reference, logs: Path, changes: dict[str, Any]) -> None:
-    """Over another transport, on one server of the pair, and on several ranks: metadata that one
-    version sends in another form, or ranks that step at different times."""
-    tokens = prompt_maker(model, seed=31)
-    config = speculative_pair(model, logs, 3, page_size=16, decode_tokens=4096, **changes)
-    with Pair(config, logs) as pair:
-        prompts = [tokens(200 + 37 * i) for i in range(4)]
-        take_turns(pair, reference, prompts, 3, 16, lambda: tokens(19))
-        settle(pair)
-        assert pair.metrics()[1][HIT_TOKENS] > 0
 
 
 @pytest.mark.nightly
@@ -155,9 +101,8 @@ def test_turns_that_decode_computes(
     shared prefix, or a first step that drafts from nothing: on a pool that evicts, with requests
     that are retracted all the time."""
     tokens = prompt_maker(model, seed=29)
-    retracts = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
     sizes: dict[str, Any] = {"page_size": page_size, "decode_tokens": 4096}
-    config = local_config(model, logs, env=env, decode_env=retracts, **sizes)
+    config = local_config(model, logs, env=env, decode_env=RETRACTS, **sizes)
     with Pair(with_drafts(config, model, 3), logs) as pair:
         prompts = [tokens(270 + 37 * i) for i in range(6)]
         take_turns(pair, reference, prompts, 4, 24, lambda: tokens(61))
@@ -167,15 +112,11 @@ def test_turns_that_decode_computes(
         assert "#retracted_reqs: " in pair.processes["decode"].log_text()
 
 
-def rates(arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
-    """Of later turns, of their prompts once more, and of the same where nothing is a hit."""
-    sizes: dict[str, Any] = {"page_size": 16, "decode_tokens": POOL}
-    return rates_of(speculative_pair(arithmetic, logs, 1, **sizes, **changes), arithmetic, logs)
-
-
-def rates_of(config: PairConfig, arithmetic: Path, logs: Path) -> drafts.Rates:
-    """The same of any pair with drafts of one step."""
-    with Pair(config, logs) as pair:
+def rates(config: Config, arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
+    """Drafts of one step that are accepted: of later turns, of their prompts once more, and of the
+    same where nothing is a hit. ``config``: makes the pair."""
+    made = config(arithmetic, logs, page_size=16, decode_tokens=POOL, **changes)
+    with Pair(with_drafts(made, arithmetic, 1), logs) as pair:
         found = drafts.rates(pair, arithmetic)
         settle(pair)
     print(found)
@@ -184,25 +125,13 @@ def rates_of(config: PairConfig, arithmetic: Path, logs: Path) -> drafts.Rates:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("env", VERSIONS)
+@pytest.mark.parametrize("config", [pair_config, local_config])
 def test_drafts_on_hits_are_as_good_as_on_misses(
-    arithmetic: Path, logs: Path, env: dict[str, str]
+    arithmetic: Path, logs: Path, config: Config, env: dict[str, str]
 ) -> None:
-    """Draft KV that is missing, another text's, or one token aside behind a prefix hit: no answer
-    would show it, and drafts would be rejected."""
-    found = rates(arithmetic, logs, env=env)
-    assert found.misses > 0.9
-    assert min(found.turns, found.again) >= 0.98 * found.misses
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("env", VERSIONS)
-def test_drafts_of_turns_that_decode_computes(
-    arithmetic: Path, logs: Path, env: dict[str, str]
-) -> None:
-    """Draft KV of a chunk that is missing, or one token aside: no answer would show it."""
-    sizes: dict[str, Any] = {"page_size": 16, "decode_tokens": POOL}
-    config = with_drafts(local_config(arithmetic, logs, env=env, **sizes), arithmetic, 1)
-    found = rates_of(config, arithmetic, logs)
+    """Draft KV that is missing, another text's, or one token aside behind a prefix hit, or of a
+    chunk that decode computes: no answer would show it, and drafts would be rejected."""
+    found = rates(config, arithmetic, logs, env=env)
     assert found.misses > 0.9
     assert min(found.turns, found.again) >= 0.98 * found.misses
 
@@ -211,7 +140,7 @@ def test_drafts_of_turns_that_decode_computes(
 def test_lost_draft_kv_shows(arithmetic: Path, logs: Path) -> None:
     """The control: with the draft KV of every shared prefix zeroed, the answers are the same and
     the accept rate of prompts from the tree falls clearly below that of misses."""
-    found = rates(arithmetic, logs, decode_env=drafts.zeroing())
+    found = rates(pair_config, arithmetic, logs, decode_env=drafts.zeroing())
     assert found.again < 0.9 * found.misses
 
 
@@ -219,8 +148,7 @@ def test_lost_draft_kv_shows(arithmetic: Path, logs: Path) -> None:
 def test_retractions_keep_the_drafts(arithmetic: Path, logs: Path) -> None:
     """A draft model's KV that does not come back with its request: every seventh step some are
     retracted, which costs each the drafts of one step (it starts from the end of its prompt)."""
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-    found = rates(arithmetic, logs, decode_env=env)
+    found = rates(pair_config, arithmetic, logs, decode_env=RETRACTS)
     assert min(dataclasses.astuple(found)) > 0.9
 
 
@@ -233,11 +161,9 @@ def test_hits_are_those_without_speculation(arithmetic: Path, logs: Path) -> Non
     for speculates, asked in chats.items():
         folder = logs / str(speculates)
         sizes: dict[str, Any] = {"page_size": 1, "decode_tokens": 6000}
-        config = (
-            speculative_pair(arithmetic, folder, 3, **sizes)
-            if speculates
-            else pair_config(arithmetic, folder, **sizes)
-        )
+        config = pair_config(arithmetic, folder, **sizes)
+        if speculates:
+            config = with_drafts(config, arithmetic, 3)
         with Pair(config, folder) as pair:
             for turn in range(TURNS):
                 answers = pair.generate(asked.prompts, 60)
@@ -265,12 +191,9 @@ def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str, env: dict[s
         target = head = heads.mtp(logs / "mtp")
     tokens = prompt_maker(target, seed=17)
     config = with_drafts(pair_config(target, logs, page_size=16, env=env), head, 3, algorithm)
-    sizes = Sizes(pool_tokens=POOL)
-    start = {START_METHOD: "fork"}
-    plain = Aggregated(target, logs / "plain", sizes, extra_args=DOZE, env=start)
-    with plain, Pair(config, logs) as pair:
+    with reference_server(target, logs / "plain", POOL) as plain, Pair(config, logs) as pair:
         prompts = [tokens(120 + 37 * i) for i in range(5)]
-        take_turns(pair, Reference(plain), prompts, 3, 24, lambda: tokens(19))
+        take_turns(pair, plain, prompts, 3, 24, lambda: tokens(19))
         settle(pair)
         metrics = pair.metrics()[1]
         assert metrics[HIT_TOKENS] > 0
@@ -288,11 +211,8 @@ def test_prefill_without_a_draft_model(
     config = pair_config(model, logs, page_size=16, backend=backend)
     config = dataclasses.replace(config, decode_args=(*config.decode_args, *drafting(model, 3)))
     with Pair(config, logs) as pair:
-        prompts: list[Ids] = [tokens(120 + 37 * i) for i in range(5)]
-        for _ in range(2):
-            expected = reference.answers(prompts, 24)
-            assert pair.generate(prompts, 24) == expected
-            prompts = [[*p, *a, *tokens(19)] for p, a in zip(prompts, expected, strict=True)]
+        prompts = [tokens(120 + 37 * i) for i in range(5)]
+        take_turns(pair, reference, prompts, 2, 24, lambda: tokens(19))
         settle(pair)
         assert pair.metrics()[1][HIT_TOKENS] > 0
         log = pair.processes["decode"].log_text()
