@@ -26,7 +26,12 @@ class Peers:
         self.peer.setsockopt(zmq.RCVTIMEO, 30_000)
         self._opened: list[Any] = []
         opens = zmq.Context.socket
-        patch.setattr(zmq.Context, "socket", lambda *a: self._opened.append(opens(*a)) or self.last)
+
+        def socket(context: Any, kind: Any) -> Any:
+            self._opened.append(opens(context, kind))
+            return self.last
+
+        patch.setattr(zmq.Context, "socket", socket)
         self.clock = Clock()
         self.sockets = PeerSockets(self.clock)
 

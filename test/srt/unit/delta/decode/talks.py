@@ -154,7 +154,8 @@ class Talks:
             self._idle.remove(loop)
             self._after(0.0, self._loops[loop])
 
-    def _about(self, seconds: float) -> float:
+    def _about(self, constant: float, slope: float = 0.0, count: int = 0) -> float:
+        seconds = constant + slope * count
         if self._random.random() < self.world.spikes:
             seconds *= 5
         return seconds * self._random.lognormvariate(0, self.world.noise)
@@ -210,9 +211,9 @@ class Talks:
                 self._idle.add("decode")
                 yield None
                 continue
-            constant, slope = self.world.step
             self._pace.step()
-            seconds, turns = self._about(constant + slope * len(self._running)), [*self._running]
+            turns = [*self._running]
+            seconds = self._about(*self.world.step, len(turns))
             yield seconds
             self.measured.step.add(seconds)
             self._token(turns)
@@ -244,8 +245,7 @@ class Talks:
         tokens = self._limits.chunk - room
         self._local = [turn for turn in self._local if turn.left]
         self._pace.chunk(tokens, len(self._running))
-        constant, slope = self.world.chunk
-        seconds = self._about(constant + slope * tokens)
+        seconds = self._about(*self.world.chunk, tokens)
         yield seconds
         self.measured.chunk.add(tokens, seconds)
         self._token(ready)
@@ -276,8 +276,7 @@ class Talks:
                 self._idle.add("prefill")
                 yield None
                 continue
-            constant, slope = self.world.prefill
-            yield self._about(constant + slope * tokens)
+            yield self._about(*self.world.prefill, tokens)
             for turn in turns:
                 self._after(self._about(self.world.wire), turn.remote)
 

@@ -245,26 +245,28 @@ def test_a_stock_server_is_asked_as_stock_asks(prefills: Prefills) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "known"),
+    ("message", "is_known"),
     [
-        (lambda port: wire.Pong(f"127.0.0.1:{port}", True), 2),
-        (lambda port: wire.Pong(f"127.0.0.1:{port}", False), 1),
-        (lambda port: wire.Pong(f"10.7.7.7:{port}", False), 2),
-        (lambda port: wire.Pong("127.0.0.1", False), 2),
-        (lambda port: wire.Stopped(ROOM, 0, "x", unknown_peer=True), 1),
-        (lambda port: wire.Stopped(ROOM, 0, "x"), 2),
+        pytest.param(wire.Pong("10.0.0.1:4001", True), True, id="it answers"),
+        pytest.param(wire.Pong("10.0.0.1:4001", False), False, id="it does not know us"),
+        pytest.param(wire.Pong("10.7.7.7:4001", False), True, id="another rank"),
+        pytest.param(wire.Pong("10.0.0.1", False), True, id="no port"),
+        pytest.param(wire.Stopped(ROOM, 0, "x"), True, id="it ended a room"),
+        pytest.param(wire.Stopped(ROOM, 0, "x", True), False, id="of somebody it does not know"),
     ],
-    ids=["pong", "unknown", "another rank's", "no port", "stopped by a stranger", "stopped"],
-)  # fmt: skip
-def test_a_rank_that_does_not_know_us(prefills: Prefills, message: Any, known: int) -> None:
+)
+def test_a_rank_that_does_not_know_us(
+    prefills: Prefills, message: wire.Message, is_known: bool
+) -> None:
     """It was restarted, or forgot us. Guards against rooms announced to it which it must refuse:
     the next request registers again; other servers stay connected."""
-    prefills.connect()
+    prefills.connect(ranks=[{"rank_ip": "10.0.0.1", "rank_port": port} for port in (4000, 4001)])
     prefills.connect("10.0.0.2:8998", ranks=[{"rank_ip": "10.0.0.2", "rank_port": 4000}])
     prefills.room()
-    prefills.servers.take(message(prefills.ranks[1]["rank_port"]))
-    assert list(prefills.manager.prefill_info_table) == [ADDRESS, "10.0.0.2:8998"][-known:]
-    assert len(prefills.manager.connection_pool) == known
+    prefills.servers.take(message)
+    connected = [ADDRESS, "10.0.0.2:8998"] if is_known else ["10.0.0.2:8998"]
+    assert list(prefills.manager.prefill_info_table) == connected
+    assert list(prefills.manager.connection_pool) == [f"{each}_0_0_0" for each in connected]
 
 
 @pytest.mark.parametrize(
@@ -344,15 +346,13 @@ def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
     ranks = [(rank["rank_ip"], rank["rank_port"]) for rank in prefills.ranks]
     assert prefills.sockets.take() == [(*rank, told) for rank in ranks]
     prefills.sockets.refuse.add("127.0.0.1")
-    other = {"rank_ip": "10.0.0.2", "rank_port": 4000}
-    for ended in (
-        lambda room: prefills.servers.withdraw(ADDRESS, [*prefills.ranks, other], room, "x"),
-        lambda room: prefills.servers.yield_room(ADDRESS, [*prefills.ranks, other], room),
-    ):
-        ended(ROOM)
-        assert [host for host, _, _ in prefills.sockets.take()] == ["10.0.0.2"]
-        ended(2**64)
-        assert prefills.sockets.take() == []
+    infos = [*prefills.ranks, {"rank_ip": "10.0.0.2", "rank_port": 4000}]
+    prefills.servers.withdraw(ADDRESS, infos, ROOM, "x")
+    prefills.servers.yield_room(ADDRESS, infos, ROOM)
+    assert [host for host, _, _ in prefills.sockets.take()] == ["10.0.0.2"] * 2
+    prefills.servers.withdraw(ADDRESS, infos, 2**64, "x")
+    prefills.servers.yield_room(ADDRESS, infos, 2**64)
+    assert prefills.sockets.take() == []
 
 
 def test_freed_after_the_bound_and_said_so(
