@@ -21,11 +21,12 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServer
 from unit.delta.fakes import Manager, Sockets
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7
-#: What the rank at ``ADDRESS`` asks of a server: a status and a body, or an error.
-Answer = tuple[int, bytes] | Exception | None
+#: What a server says: a status and a body, an error, or a function that returns one of them; None:
+#: nobody listens there.
+Answer = Any
 
 
-def run_of_ours(name: str) -> Answer:
+def run_of_ours(name: str | None) -> Answer:
     """The answer of a prefill server of this release; ``name``: of this run of it."""
     return 200, msgspec.json.encode(msgspec.structs.replace(capability.OURS, incarnation=name))
 
@@ -66,7 +67,7 @@ class Prefills:
         self.servers = self.manager.servers = PrefillServers(self.manager, self.topology)
         self.beat = Beats(self.servers)
         patch.setattr(prefill_servers, "time", self.beat)
-        #: By address; None: nobody listens there.
+        #: By address.
         self.answers: dict[str, Answer] = {}
         #: Called while a server is asked or probed.
         self.meanwhile: Callable[[], None] = lambda: None
@@ -93,6 +94,8 @@ class Prefills:
         self.urls.append(url)
         self.meanwhile()
         answer = self.answers[url.split("/")[2]]
+        if callable(answer):
+            answer = answer()
         if answer is None:
             return self._get(self._nobody, timeout=timeout)
         if isinstance(answer, Exception):
@@ -123,7 +126,7 @@ class Prefills:
             known = self.servers.ensure(address)
         return known
 
-    def connect(self, address: str = ADDRESS, name: str = "a", ranks: Any = None) -> None:
+    def connect(self, address: str = ADDRESS, name: str | None = "a", ranks: Any = None) -> None:
         """To that run of a server."""
         self.answers[address] = run_of_ours(name)
         assert self.ask(address)

@@ -1,96 +1,209 @@
-"""Heartbeats over scripted probes: alive, silent, gone, restarted."""
+"""What the heartbeat sees of prefill servers: alive, silent, gone or restarted; what follows."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import requests
 
-from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Liveness, Probe
+from sglang.srt.disaggregation.delta import capability, wire
+from unit.delta.decode.prefills import ADDRESS, ROOM, Answer, Prefills, run_of_ours
 
-ALIVE, SILENT, GONE = (Probe(each) for each in Liveness)
-NEW, NEW_SILENT = Probe(Liveness.ALIVE, "new"), Probe(Liveness.SILENT, "new")
-OLD, NAMELESS = {"p:1": "old"}, {"p:1": None}
-Lost = list[tuple[str, bool, str]]
+OTHER = "10.0.0.2:8998"
 
 
-def heartbeat(probe: Callable[[str], Probe], failures: int) -> tuple[Heartbeat, Lost]:
-    """A heartbeat, and the servers that it gave up."""
-    lost: Lost = []
-    return Heartbeat(probe, lambda *what: lost.append(what), max_failures=failures), lost
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefills]:
+    with ExitStack() as stack:
+        yield Prefills(monkeypatch, stack)
+
+
+SILENT, REFUSED = "no answer to 1 probes", "its port refuses connections"
+NO_HOST = [{"rank_ip": "no such host", "rank_port": 1}]
 
 
 @pytest.mark.parametrize(
-    ("failures", "known", "signs", "gone"),
+    ("answer", "listening", "ranks", "end"),
     [
-        pytest.param(1, NAMELESS, [SILENT], {0: False}, id="silent once, where that is the bound"),
-        pytest.param(3, NAMELESS, [SILENT] * 7, {2: False, 5: False}, id="silent at each third"),
-        pytest.param(2, NAMELESS, [SILENT, ALIVE] * 3, {}, id="a sign of life starts anew"),
-        pytest.param(2, NAMELESS, [SILENT, GONE], {1: True}, id="nobody runs there"),
-        pytest.param(2, NAMELESS, [GONE, SILENT], {1: False}, id="something answers there again"),
-        pytest.param(9, OLD, [ALIVE, NEW], {1: True}, id="restarted between two probes"),
-        pytest.param(9, OLD, [NEW_SILENT], {0: True}, id="restarted, and the ranks are silent yet"),
-        pytest.param(2, OLD, [SILENT, NEW, SILENT], {1: True}, id="restarted: it starts anew"),
-        pytest.param(1, OLD, [ALIVE], {}, id="it gave no name this time"),
-        pytest.param(1, NAMELESS, [NEW], {}, id="it never gave one"),
-        pytest.param(1, {"p:1": "new"}, [NEW], {}, id="the same run"),
+        pytest.param(run_of_ours("a"), [0, 1], None, None, id="alive"),
+        pytest.param(run_of_ours("b"), [0, 1], None, "it was restarted", id="restarted"),
+        pytest.param((200, b"<html>"), [0, 1], None, None, id="a proxy"),
+        pytest.param((200, b'{"incarnation": "\xff"}'), [0, 1], None, None, id="no UTF-8"),
+        pytest.param((503, b""), [0, 1], None, SILENT, id="503"),
+        pytest.param(requests.ConnectionError("reset"), [], None, SILENT, id="reset"),
+        pytest.param(requests.Timeout(), [], None, SILENT, id="timeout"),
+        pytest.param(requests.exceptions.InvalidURL(), [], None, SILENT, id="URL"),
+        pytest.param(None, [], None, REFUSED, id="nobody is there"),
+        # The bootstrap server is one process of one node, and its address may be a service's.
+        pytest.param(None, [0, 1], None, SILENT, id="the ranks live"),
+        pytest.param(None, [0], None, SILENT, id="the first rank lives"),
+        pytest.param(None, [1], None, SILENT, id="the second rank lives"),
+        pytest.param(None, [], NO_HOST, SILENT, id="nobody knows of the ranks"),
+    ],
+)
+def test_what_a_probe_shows(
+    prefills: Prefills, answer: Answer, listening: list[int], ranks: Any, end: str | None
+) -> None:
+    """Guards against a server that hangs, or a network that does, being taken for one that is gone:
+    only refused connections, or another run, say that nobody is there to write."""
+    for rank in listening:
+        prefills.ports[rank].listen()
+    prefills.connect(ranks=ranks)
+    prefills.room(7)
+    prefills.room(8)
+    deferred = prefills.give_up(8)
+    prefills.answers[ADDRESS] = answer
+    prefills.beat()
+    assert prefills.end_of(7) == (end and f"lost prefill server {ADDRESS}: {end}")
+    assert deferred.is_drained() is (end not in (None, SILENT))
+    assert prefills.urls[-1] == f"http://{ADDRESS}{capability.ROUTE}"
+
+
+ALIVE, NEW, NAMELESS, HUNG = run_of_ours("a"), run_of_ours("b"), (200, b"{}"), (503, b"")
+GONE, FORGOTTEN = None, "nobody needs it any more"
+RESTARTED = "it was restarted"
+
+
+@pytest.mark.parametrize(
+    ("failures", "known", "signs", "ends"),
+    [
+        pytest.param(1, "a", [HUNG], {0: "no answer to 1 probes"}, id="silent once"),
+        pytest.param(
+            3,
+            "a",
+            [HUNG] * 7,
+            {2: "no answer to 3 probes", 5: "no answer to 3 probes"},
+            id="silent at each third",
+        ),
+        pytest.param(2, "a", [HUNG, ALIVE] * 3, {}, id="a sign of life starts anew"),
+        pytest.param(2, "a", [HUNG, GONE], {1: REFUSED}, id="nobody runs there"),
+        pytest.param(
+            2, "a", [GONE, HUNG], {1: "no answer to 2 probes"}, id="something answers there again"
+        ),
+        pytest.param(9, "a", [ALIVE, NEW], {1: RESTARTED}, id="restarted between two probes"),
+        pytest.param(2, "a", [HUNG, NEW, HUNG], {1: RESTARTED}, id="restarted: it starts anew"),
+        pytest.param(1, "a", [NAMELESS], {}, id="it gave no name this time"),
+        pytest.param(1, None, [NEW], {}, id="it never gave one"),
+        pytest.param(2, "a", [HUNG, FORGOTTEN, HUNG], {}, id="forgotten in between"),
     ],
 )
 def test_when_a_server_is_given_up(
-    failures: int, known: dict[str, str | None], signs: list[Probe], gone: dict[int, bool]
+    prefills: Prefills, failures: int, known: str | None, signs: list[Answer], ends: dict[int, str]
 ) -> None:
-    """``gone``: at which probes it is, and whether nobody runs there, which a refused connection
-    or another name proves. Guards against a server given up for one lost packet, or never; against
-    failures of a whole day that add up; against pages that are held for their whole bound for
-    nobody; and against rooms that wait for ranks which do not exist any more."""
-    script, found = iter(signs), dict[int, bool]()
-    made, lost = heartbeat(lambda address: next(script), failures)
-    for number in range(len(signs)):
-        made.beat(known)
-        if len(lost) > len(found):
-            found[number] = lost[-1][1]
-    assert found == gone and len(lost) == len(gone)
+    """``ends``: by the probe after which its rooms fail, why. Guards against a server given up for
+    one lost packet, or never; against failures of a whole day that add up; and against rooms that
+    wait for ranks which do not exist any more."""
+    prefills.manager.max_failures = failures
+    prefills.connect(name=known)
+    found = dict[int, str]()
+    for probe, sign in enumerate(signs):
+        prefills.room(probe)
+        if sign == FORGOTTEN:
+            prefills.servers.disconnect(ADDRESS)
+        prefills.answers[ADDRESS] = sign
+        prefills.beat()
+        for _, _, ping in prefills.sockets.take():
+            prefills.servers.take(wire.Pong(ping.to, True))
+        end = prefills.end_of(probe)
+        if end is not None:
+            found[probe] = end.removeprefix(f"lost prefill server {ADDRESS}: ")
+        prefills.connect(name=known)
+    assert found == ends
 
 
-def test_servers_do_not_disturb_each_other() -> None:
-    """Guards against one server, dead or with a strange answer, that takes others with it or hides
-    their trouble; and against a count that stays for a server which is forgotten."""
-    signs = {"a:1": ALIVE, "b:1": SILENT, "c:1": GONE, "d:1": NEW}
+def test_servers_do_not_disturb_each_other(prefills: Prefills) -> None:
+    """Guards against servers that are probed one after the other, or judged in that order: one that
+    hangs for its whole time limit would hide the death of the next; and against one with a strange
+    answer that ends the probes of all others."""
+    is_judged, seen = threading.Event(), list[bool]()
+    servers = ["10.0.1.1:1", "10.0.1.2:1", "10.0.1.3:1", "10.0.1.4:1"]
+    for room, address in enumerate(servers):
+        prefills.connect(address)
+        prefills.room(room, address)
+    record = prefills.manager.record_failure
 
-    def probe(address: str) -> Probe:
-        if address == "e:1":
-            raise UnicodeError("label too long")
-        return signs[address]
+    def note(room: int, reason: str) -> None:
+        record(room, reason)
+        if room == 1:
+            is_judged.set()
 
-    made, lost = heartbeat(probe, 2)
-    names = dict.fromkeys("abcde", None) | {"d": "old"}
-    for _ in range(2):
-        made.beat({f"{name}:1": run for name, run in names.items()})
-    assert sorted((address, is_gone) for address, is_gone, _ in lost) == [
-        ("b:1", False), ("c:1", True), ("d:1", True), ("d:1", True), ("e:1", False),
-    ]  # fmt: skip
-    lost.clear()
-    for known in ({"b:1": None}, {}, {"b:1": None}):
-        made.beat(known)
-    assert lost == []
+    def hang() -> Answer:
+        seen.append(is_judged.wait(60))
+        return HUNG
+
+    prefills.manager.record_failure = note  # type: ignore[method-assign]
+    signs = [hang, HUNG, UnicodeError("label too long"), ALIVE]
+    prefills.answers.update(zip(servers, signs, strict=True))
+    prefills.beat()
+    assert [prefills.end_of(room) is None for room in range(4)] == [False, False, False, True]
+    assert seen == [True]
 
 
-def test_a_slow_probe_delays_nobody() -> None:
-    """Guards against servers that are probed one after the other, or judged in that order: one
-    that hangs for its whole time limit would hide the death of the next."""
-    b_was_judged = threading.Event()
-    lost: list[str] = []
+def test_a_look_says_nothing_of_a_later_server(prefills: Prefills) -> None:
+    """A server was restarted and connected to while the heartbeat looked. Guards against its rooms
+    failing, and their pages being given back, for what the look showed of the one before."""
 
-    def probe(address: str) -> Probe:
-        if address == "a:1":
-            assert b_was_judged.wait(60), "the other one waited for this"
-        return SILENT
+    def restart() -> None:
+        prefills.meanwhile = lambda: None
+        prefills.servers.disconnect(ADDRESS)
+        prefills.connect(name="b")
+        prefills.room()
+        prefills.answers[ADDRESS] = None
 
-    def note(address: str, is_gone: bool, why: str) -> None:
-        lost.append(address)
-        if address == "b:1":
-            b_was_judged.set()
+    prefills.connect(name="a")
+    prefills.meanwhile = restart
+    prefills.beat()
+    assert prefills.end_of() is None and prefills.give_up() is not None
+    prefills.beat()
+    assert ADDRESS not in prefills.manager.prefill_info_table
 
-    Heartbeat(probe, note, max_failures=1).beat({"a:1": None, "b:1": None})
-    assert lost == ["b:1", "a:1"]
+
+def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
+    """The bootstrap server answers also when a scheduler hangs. Guards against rooms that wait for
+    that one; one answer of each rank is enough to count as alive again. A rank whose address is
+    unusable ends no look at a server, and does not answer either."""
+
+    def pong(*ranks: int) -> None:
+        for rank in ranks:
+            prefills.servers.take(wire.Pong(f"127.0.0.1:{ports[rank]}", True))
+
+    prefills.connect()
+    ports = [rank["rank_port"] for rank in prefills.ranks]
+    prefills.beat()
+    assert prefills.sockets.take() == [
+        ("127.0.0.1", port, wire.Ping(f"127.0.0.1:{port}", "decode-agent", "10.9.9.9", 4999))
+        for port in ports
+    ]
+    known = prefills.manager.prefill_info_table
+    for answers, is_known in (((0, 1), True), ((0,), False), ((), True), ((), False)):
+        pong(*answers)
+        prefills.beat()
+        assert (ADDRESS in known) is is_known, answers
+        if not is_known:
+            prefills.connect()  # it starts anew
+    prefills.sockets.refuse.add("127.0.0.1")
+    for is_known in (True, False):
+        prefills.beat()
+        assert (ADDRESS in known) is is_known
+    prefills.connect()
+    prefills.room()
+    prefills.beat()
+    prefills.answers[ADDRESS] = run_of_ours("b")
+    prefills.beat()
+    assert (prefills.end_of() or "").endswith("it was restarted"), "and its ranks are silent yet"
+
+
+def test_a_stock_server_is_asked_as_stock_asks(prefills: Prefills) -> None:
+    """Guards against control messages to a stock prefill rank, whose thread they would end."""
+    prefills.answers[ADDRESS] = (404, b"")
+    assert prefills.ask()
+    prefills.servers.connected(ADDRESS, prefills.ranks)
+    prefills.answers[ADDRESS] = (200, b"")
+    prefills.beat()
+    prefills.servers.withdraw(ADDRESS, prefills.ranks, ROOM, "x")
+    assert prefills.urls[-1] == f"http://{ADDRESS}/health" and prefills.sockets.take() == []
+    assert ADDRESS in prefills.manager.prefill_info_table

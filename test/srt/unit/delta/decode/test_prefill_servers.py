@@ -9,18 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.capability import STOCK
 from sglang.srt.disaggregation.delta.decode import deferred_free
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
-from unit.delta.decode.prefills import ADDRESS, ROOM, Answer, Prefills, run_of_ours
+from unit.delta.decode.prefills import ADDRESS, ROOM, Prefills, run_of_ours
 from unit.delta.fakes import Clock, Manager
 
 OTHER = "10.0.0.1:80"  # the beginning of ``ADDRESS``
@@ -138,107 +137,6 @@ def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
     prefills.connect(OTHER, name="b")
     prefills.room(8, OTHER)
     assert prefills.give_up(8, OTHER) is not None, "a room of the next server there"
-
-
-SILENT, REFUSED = "no answer to 1 probes", "its port refuses connections"
-NO_HOST = [{"rank_ip": "no such host", "rank_port": 1}]
-
-
-@pytest.mark.parametrize(
-    ("answer", "listening", "ranks", "end"),
-    [
-        pytest.param(run_of_ours("a"), [0, 1], None, None, id="alive"),
-        pytest.param(run_of_ours("b"), [0, 1], None, "it was restarted", id="restarted"),
-        pytest.param((200, b"<html>"), [0, 1], None, None, id="a proxy"),
-        pytest.param((200, b'{"incarnation": "\xff"}'), [0, 1], None, None, id="no UTF-8"),
-        pytest.param((503, b""), [0, 1], None, SILENT, id="503"),
-        pytest.param(requests.ConnectionError("reset"), [], None, SILENT, id="reset"),
-        pytest.param(requests.Timeout(), [], None, SILENT, id="timeout"),
-        pytest.param(requests.exceptions.InvalidURL(), [], None, SILENT, id="URL"),
-        pytest.param(None, [], None, REFUSED, id="nobody is there"),
-        # The bootstrap server is one process of one node, and its address may be a service's.
-        pytest.param(None, [0, 1], None, SILENT, id="the ranks live"),
-        pytest.param(None, [0], None, SILENT, id="the first rank lives"),
-        pytest.param(None, [1], None, SILENT, id="the second rank lives"),
-        pytest.param(None, [], NO_HOST, SILENT, id="nobody knows of the ranks"),
-    ],
-)
-def test_what_a_probe_shows(
-    prefills: Prefills, answer: Answer, listening: list[int], ranks: Any, end: str | None
-) -> None:
-    """Guards against a server that hangs, or a network that does, being taken for one that is gone:
-    only refused connections, or another run, say that nobody is there to write."""
-    for rank in listening:
-        prefills.ports[rank].listen()
-    prefills.connect(ranks=ranks)
-    prefills.room(7)
-    prefills.room(8)
-    deferred = prefills.give_up(8)
-    prefills.answers[ADDRESS] = answer
-    prefills.beat()
-    assert prefills.end_of(7) == (end and f"lost prefill server {ADDRESS}: {end}")
-    assert deferred.is_drained() is (end not in (None, SILENT))
-    assert prefills.urls[-1] == f"http://{ADDRESS}{capability.ROUTE}"
-
-
-def test_a_look_says_nothing_of_a_later_server(prefills: Prefills) -> None:
-    """A server was restarted and connected to while the heartbeat looked. Guards against its rooms
-    failing, and their pages being given back, for what the look showed of the one before."""
-
-    def restart() -> None:
-        prefills.meanwhile = lambda: None
-        prefills.servers.disconnect(ADDRESS)
-        prefills.connect(name="b")
-        prefills.room()
-        prefills.answers[ADDRESS] = None
-
-    prefills.connect(name="a")
-    prefills.meanwhile = restart
-    prefills.beat()
-    assert prefills.end_of() is None and prefills.give_up() is not None
-    prefills.beat()
-    assert ADDRESS not in prefills.manager.prefill_info_table
-
-
-def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
-    """The bootstrap server answers also when a scheduler hangs. Guards against rooms that wait for
-    that one; one answer of each rank is enough to count as alive again. A rank whose address is
-    unusable ends no look at a server, and does not answer either."""
-
-    def pong(*ranks: int) -> None:
-        for rank in ranks:
-            prefills.servers.take(wire.Pong(f"127.0.0.1:{ports[rank]}", True))
-
-    prefills.connect()
-    ports = [rank["rank_port"] for rank in prefills.ranks]
-    prefills.beat()
-    assert prefills.sockets.take() == [
-        ("127.0.0.1", port, wire.Ping(f"127.0.0.1:{port}", "decode-agent", "10.9.9.9", 4999))
-        for port in ports
-    ]
-    known = prefills.manager.prefill_info_table
-    for answers, is_known in (((0, 1), True), ((0,), False), ((), True), ((), False)):
-        pong(*answers)
-        prefills.beat()
-        assert (ADDRESS in known) is is_known, answers
-        if not is_known:
-            prefills.connect()  # it starts anew
-    prefills.sockets.refuse.add("127.0.0.1")
-    for is_known in (True, False):
-        prefills.beat()
-        assert (ADDRESS in known) is is_known
-
-
-def test_a_stock_server_is_asked_as_stock_asks(prefills: Prefills) -> None:
-    """Guards against control messages to a stock prefill rank, whose thread they would end."""
-    prefills.answers[ADDRESS] = (404, b"")
-    assert prefills.ask()
-    prefills.servers.connected(ADDRESS, prefills.ranks)
-    prefills.answers[ADDRESS] = (200, b"")
-    prefills.beat()
-    prefills.servers.withdraw(ADDRESS, prefills.ranks, ROOM, "x")
-    assert prefills.urls[-1] == f"http://{ADDRESS}/health" and prefills.sockets.take() == []
-    assert ADDRESS in prefills.manager.prefill_info_table
 
 
 # ---- what ranks of a server say ----
