@@ -227,6 +227,8 @@ def test_words_about_other_rooms(prefills: Prefills) -> None:
         prefills.servers.take(wire.Stopped(room, 0, "because"))
     assert not deferred.is_drained() and prefills.end_of(7) is None
     assert 9 not in prefills.manager.request_status and 9 not in prefills.manager.progresses
+    assert prefills.servers.deferred(7) is deferred and prefills.servers.deferred(8) is None
+    assert prefills.servers.progress_of(7) is deferred.progress
     prefills.manager.forget_status(7)
     prefills.room(7)  # the new request, about to be refused
     prefills.servers.take(wire.Stopped(7, 0, "because"))
