@@ -124,6 +124,7 @@ class FakeAgent:
                 self.misuse.append(f"{name} is removed while something is under way to it")
             self.lost.discard(name)
             if self.peers.pop(name, None) is None:
+                self.misuse.append(f"{name} is removed, which is not known")
                 raise nixlNotFoundError(name)
 
     @contextmanager

@@ -430,6 +430,6 @@ def test_threads() -> None:
     Threads.ends.clear()
     run_state_machine_as_test(
         Threads,
-        settings=settings(max_examples=tries(150), stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=tries(100), stateful_step_count=40, deadline=None),
     )
-    assert min(Threads.ends["complete"], Threads.ends["stopped"]) > tries(150) / 6, Threads.ends
+    assert min(Threads.ends["complete"], Threads.ends["stopped"]) > tries(100) / 6, Threads.ends

@@ -96,7 +96,7 @@ ENDS = {
         FAILED, Reason.TRANSPORT, "a could not be posted", {"error": ERROR, "handles": 2}
     ),
     "the backend names the reason": End(
-        FAILED, Reason.MISMATCH, "5 pages for 3", {"error": MISMATCH}
+        FAILED, Reason.MISMATCH, "a could not be posted: 5 pages for 3", {"error": MISMATCH}
     ),
     "decode cannot be told": End(
         FAILED, Reason.TRANSPORT, f"a, b could not be notified that it is complete: {ERROR!r}",
