@@ -44,16 +44,21 @@ def rank(**attributes: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "attributes",
-    [{"system_dp_size": 2, "system_dp_rank": 1}, {"attn_dp_rank": 1}],
-    ids=["a process for each", "attention"],
+    ("attributes", "is_told"),
+    [
+        ({"system_dp_size": 2, "system_dp_rank": 1}, True),
+        ({"attn_dp_rank": 1}, True),
+        ({"attn_dp_rank": 1, "attn_tp_size": 2, "attn_tp_rank": 1}, False),
+    ],
+    ids=["a process for each", "attention", "not the first of its group"],
 )
 def test_decode_is_told_in_the_background(
-    monkeypatch: pytest.MonkeyPatch, attributes: dict[str, int]
+    monkeypatch: pytest.MonkeyPatch, attributes: dict[str, int], is_told: bool
 ) -> None:
-    """Guards against a scheduler that waits for HTTP with each request; and against a rank that
-    says 0, as SGLang's do without data-parallel attention: decode announced the request to another
-    rank, and it failed by its deadline."""
+    """Guards against a scheduler that waits for HTTP with each request; against a rank that says 0,
+    as SGLang's do without data-parallel attention: decode announced the request to another rank,
+    and it failed by its deadline; and against as many requests as there are tensor-parallel
+    ranks, for each room."""
     bootstrap = Bootstrap(monkeypatch)
     manager = rank(**attributes)
     CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
@@ -61,16 +66,8 @@ def test_decode_is_told_in_the_background(
     manager.served_rooms.pool.shutdown()
     assert bootstrap.blocked == []
     served = {"bootstrap_room": ROOM, "dp_rank": 1}
-    assert bootstrap.told == [(f"http://{ADDRESS}/register_dp_rank", served)]
-
-
-def test_one_rank_of_a_group_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against as many requests as there are tensor-parallel ranks, for each room."""
-    bootstrap = Bootstrap(monkeypatch)
-    manager = rank(attn_tp_size=2, attn_tp_rank=1)
-    CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
-    manager.served_rooms.pool.shutdown()
-    assert bootstrap.told == []
+    told = (f"http://{ADDRESS}/register_dp_rank", served)
+    assert bootstrap.told == [told] * is_told
 
 
 def test_a_bootstrap_server_that_is_not_there(

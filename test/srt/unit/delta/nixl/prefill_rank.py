@@ -196,10 +196,3 @@ class PrefillRank:
         assert self.leftovers() == {}, self.leftovers()
         self.agent.check()
         assert self.sockets.misuse == []
-
-
-def failure_of(sender: Any) -> RuntimeError:
-    """Why a room failed, as the scheduler asks for it; which also clears it."""
-    with pytest.raises(RuntimeError) as caught:
-        sender.failure_exception()
-    return caught.value

@@ -296,6 +296,9 @@ def test_a_post_that_hangs(scene: Scene) -> None:
     assert sorted(scene.agent.peers) == ["d", "f"], "without the one that had to stay"
     scene.use("g")
     scene.check("d", "f", "g")
+    scene.peers.forget("f")
+    scene.use("d")
+    scene.check("d", "g")
 
 
 def test_lists_go_with_their_peer(scene: Scene) -> None:

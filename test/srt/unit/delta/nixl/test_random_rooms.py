@@ -15,8 +15,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.prefill.room import State
 from sglang.srt.disaggregation.delta.wire import parse
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
-from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank, failure_of
+from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank
 from unit.delta.nixl.sides import PAGE
+from unit.delta.transfer.steps import failure_of
 
 PEERS = ("a", "b", "c")
 

@@ -133,8 +133,8 @@ def test_rooms_on_several_threads() -> None:
 
 @pytest.mark.hazard("handle-release")
 def test_start_and_stop() -> None:
-    """Guards against threads that outlive their pool, a second stop that hangs, and a server that
-    fails before its start and then hangs or raises in its clean-up."""
+    """Guards against threads that outlive their pool, or whose end is taken for trouble, a second
+    stop that hangs, and a server that fails before its start and then hangs in its clean-up."""
     before = threading.active_count()
     for is_started in (False, *[True] * 20):
         threads = Threads()
@@ -143,7 +143,7 @@ def test_start_and_stop() -> None:
             threads.send(1)
         for _ in range(2):
             threads.pool.stop()
-        assert threads.pool.alive() == 0
+        assert threads.pool.alive() == 0 and threads.pool.troubles() == {}
         if is_started:
             assert threads.bell.of(1) in (["done 0", "drained"], ["failed", "drained"])
     assert threading.active_count() == before
