@@ -211,9 +211,12 @@ def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
 def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     """An announcement whose request went to another prefill server. Guards against an entry that
     stays, and against decode waiting longer than prefill does; its late request fails at once."""
+    side.advance(5)
     side.announce(7)
     side.claim(8)
     side.announce(8)
+    for _ in range(100):  # an idle scheduler's turns take no time
+        side.table.scheduler_time.turn()
     side.advance(29)
     assert side.told() == []
     side.advance(1)

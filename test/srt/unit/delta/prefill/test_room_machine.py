@@ -295,16 +295,12 @@ class Rank:
 
     # ---- time ----
 
-    def turns(self, seconds: int) -> None:
+    def wait(self, seconds: int, *, is_stalled: bool = False) -> None:
+        """``is_stalled``: the scheduler does one long thing, and the reader's thread runs on."""
         for _ in range(seconds):
             self.clock.now += 1.0
-            self.table.scheduler_time.turn()
-            self.table.tick()
-
-    def stall(self, seconds: int) -> None:
-        """The scheduler does one long thing, and the reader's thread runs on."""
-        for _ in range(seconds):
-            self.clock.now += 1.0
+            if not is_stalled:
+                self.table.scheduler_time.turn()
             self.table.tick()
 
 
@@ -369,13 +365,9 @@ class Threads(RuleBasedStateMachine):
     def late(self) -> None:
         self.rank.late()
 
-    @rule(seconds=st.sampled_from((1, 1, 1, 29, 31)))
-    def turns(self, seconds: int) -> None:
-        self.rank.turns(seconds)
-
-    @rule(seconds=st.sampled_from((1, 31)))
-    def stall(self, seconds: int) -> None:
-        self.rank.stall(seconds)
+    @rule(seconds=st.sampled_from((1, 1, 1, 29, 31)), is_stalled=st.booleans())
+    def wait(self, seconds: int, is_stalled: bool) -> None:
+        self.rank.wait(seconds, is_stalled=is_stalled)
 
     @precondition(lambda self: len(self.rank.gone) > 0)
     @rule()
@@ -414,7 +406,7 @@ class Threads(RuleBasedStateMachine):
             for number in PEERS:
                 rank.abort(number)
                 rank.poll(number)
-            rank.turns(int(CLAIM_S) + 1)
+            rank.wait(int(CLAIM_S) + 1)
         assert rank.requests == {} and rank.table.numbers() == []
         assert [it for it in rank.listings if len(it.heard) != 1] == []
         self.ends.update(it.heard[0] for it in rank.listings if it.writers)
