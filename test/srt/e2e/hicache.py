@@ -1,14 +1,13 @@
 """Buffer-only HiCache servers over one store, for the end-to-end tests: start, ask, see the stage
-empty."""
+empty; and what they are put through over each store."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import time
+import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import Any
 import requests
 
 from benchmark.harness import checks
+from benchmark.harness.client import Request, Target
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import ServerConfig, Sizes, aggregated, tensor_parallel
 from chaos import store
 from chaos.logs import log_problems
-from e2e.support import START_METHOD, Ids
+from e2e.support import START_METHOD, Ids, Reference, prompt_maker, send_and_leave, until
 
 NEW_TOKENS = 16
 STAGE_PAGES = 32
@@ -44,8 +44,6 @@ class Backend:
     name: str
     extra_config: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
-    stage: bool = True
-    """False: the stock release, with its own host cache."""
     model: Path | None = None
     """None: the model of all servers."""
     ranks: int = 1
@@ -59,32 +57,18 @@ class Server:
     process: ServerProcess
     url: str
 
-    def post(self, prompts: list[Ids], new_tokens: int = NEW_TOKENS, **fields: Any) -> Any:
+    def answers(self, prompts: list[Ids]) -> list[dict[str, Any]]:
         """What ``/generate`` says to all prompts, asked at once."""
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        body = {"input_ids": prompts, "sampling_params": sampling, **fields}
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        body = {"input_ids": prompts, "sampling_params": sampling}
         answer = requests.post(f"{self.url}/generate", json=body, timeout=120)
         assert answer.status_code == 200, answer.text[:500]
-        return answer.json()
-
-    def answers(self, prompts: list[Ids]) -> list[dict[str, Any]]:
-        """The answers to all prompts, asked at once."""
-        found: list[dict[str, Any]] = self.post(prompts)
+        found: list[dict[str, Any]] = answer.json()
         return found
 
     def generated(self, prompts: list[Ids]) -> list[Ids]:
         """The tokens that follow each prompt."""
         return [answer["output_ids"] for answer in self.answers(prompts)]
-
-    def abort(self, rid: str = "", *, everything: bool = False) -> None:
-        """Ask to abort the requests whose id starts so, or all of them."""
-        body = {"abort_all": True} if everything else {"rid": rid}
-        requests.post(f"{self.url}/abort_request", json=body, timeout=30).raise_for_status()
-
-    def running(self) -> int:
-        """Requests that run."""
-        ranks = requests.get(f"{self.url}/get_load", timeout=30).json()
-        return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
 
     def flush(self) -> None:
         """Empty the tree, as soon as the server is idle and the store has all that it takes."""
@@ -132,10 +116,10 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
     http, nccl = allocate_ports(2)
     extra = {**backend.extra_config, "prefetch_threshold": page}
     parallel, parallel_env = tensor_parallel(backend.ranks)
-    stage = ("--hicache-host-memory-mode", "buffer_only", "--hicache-buffer-pages")
     arguments = (
         "--enable-hierarchical-cache",
-        *((*stage, str(STAGE_PAGES)) if backend.stage else ()),
+        *("--hicache-host-memory-mode", "buffer_only"),
+        *("--hicache-buffer-pages", str(STAGE_PAGES)),
         *("--hicache-storage-backend", backend.name),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
@@ -160,25 +144,10 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         backend.model or model,
         (http, nccl),
         sizes,
-        stock=not backend.stage,
+        stock=False,
         extra_args=arguments,
         env=env,
     )
-
-
-@contextmanager
-def asked(server: Server, *args: Any, **fields: Any) -> Iterator[Future[Any]]:
-    """Requests on their way; their answers are waited for at the end."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(server.post, *args, **fields)
-
-
-def until(condition: Any, timeout_s: float = 30.0) -> None:
-    """Wait for servers to bring a condition about."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 def from_store(answers: Sequence[dict[str, Any]]) -> list[int]:
@@ -202,3 +171,92 @@ def works_again(server: Server, prompts: list[Ids], expected: list[Ids]) -> None
         return all(from_store(answers))
 
     until(served, 60.0)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts and the aggregated server's answers."""
+
+    prompts: list[Ids]
+    expected: list[Ids]
+    spare: list[tuple[Ids, Ids]]
+    """More of them, which ``fresh`` hands out."""
+
+    def fresh(self) -> tuple[list[Ids], list[Ids]]:
+        """Two that share a prefix, and one that no server has seen."""
+        prompts, expected = self._pick(0, 2)
+        prompt, answer = self.spare.pop()
+        return [*prompts, prompt], [*expected, answer]
+
+    def some(self) -> tuple[list[Ids], list[Ids]]:
+        """Two that share a prefix, and one that shares nothing."""
+        return self._pick(0, 2, -1)
+
+    def others(self) -> tuple[list[Ids], list[Ids]]:
+        """Two that share nothing with ``some``."""
+        return self._pick(1, -2)
+
+    def _pick(self, *which: int) -> tuple[list[Ids], list[Ids]]:
+        return [self.prompts[i] for i in which], [self.expected[i] for i in which]
+
+
+def questions(model: Path, reference: Reference, seed: int) -> Questions:
+    """16 prompts, most of which start with one of two prefixes."""
+    tokens = prompt_maker(model, seed)
+    prefixes = [tokens(330), tokens(410)]
+    prompts: list[Ids] = [[*prefixes[i % 2], *tokens(140 + 17 * i)] for i in range(12)]
+    prompts += [tokens(500 + 31 * i) for i in range(4)]
+    spare = [tokens(300) for _ in range(8)]
+    answers = reference.answers([*prompts, *spare], NEW_TOKENS)
+    return Questions(prompts, answers[:16], list(zip(spare, answers[16:], strict=True)))
+
+
+def answers_are_right(writer: Server, reader: Server, asked: Questions, page: int) -> None:
+    """Cold, from the store after a flush, and from the store in a process that never saw them."""
+    prompts, expected = asked.prompts, asked.expected
+    assert writer.generated(prompts) == expected
+    writer.flush()
+    again = writer.answers(prompts)
+    assert [answer["output_ids"] for answer in again] == expected
+    _all_from_store(prompts, again, page)
+    after = writer.drained()
+    assert 0 < after["peak_pages"] <= STAGE_PAGES
+    unique = {tuple(p[: end * page]) for p in prompts for end in _whole(p, page)}
+    assert after["store_written_pages_total"] >= len(unique)
+    assert after.get("dropped_tokens_total", 0) == 0
+    assert after["prefetch_timeouts_total"] == 0
+
+    elsewhere = reader.answers(prompts)
+    assert [answer["output_ids"] for answer in elsewhere] == expected
+    _all_from_store(prompts, elsewhere, page)
+    reader.drained()
+
+
+def clients_leave(server: Server, asked: Questions) -> None:
+    """16 at once: half of them are in the store, the others are new, so that reads and writes are
+    both under way when their clients disconnect."""
+    rng = random.Random(1)
+    server.flush()
+    fresh = [rng.sample(prompt, len(prompt)) for prompt in asked.prompts[8:]]
+    fickle = [*asked.prompts[:8], *fresh]
+    patience: list[float | None] = [rng.uniform(0.02, 1.5) for _ in fickle]
+    left = [Request(prompt, NEW_TOKENS) for prompt in fickle]
+    assert None in send_and_leave(Target(server.url), left, patience)
+    server.flush()
+    prompts, expected = asked.some()
+    assert server.generated(prompts) == expected
+    server.drained()
+
+
+def _all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
+    """All whole pages of all prompts were hits, of each prompt some in the store."""
+    for prompt, answer, stored in zip(prompts, answers, from_store(answers), strict=True):
+        meta = answer["meta_info"]
+        assert meta["cached_tokens"] == (len(prompt) - 1) // page * page
+        assert stored > 0
+        assert meta["cached_tokens_details"]["device"] + stored == meta["cached_tokens"]
+
+
+def _whole(prompt: Ids, page: int) -> range:
+    """1, 2, ... up to the whole pages of a prompt."""
+    return range(1, len(prompt) // page + 1)

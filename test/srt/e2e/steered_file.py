@@ -1,4 +1,4 @@
-"""SGLang's ``file`` backend, as the stage uses it, whose calls fail or wait when a test says so.
+"""SGLang's ``file`` backend, as the stage uses it, whose calls wait or refuse when a test says so.
 
 A server loads it as ``--hicache-storage-backend dynamic``; the test steers it by files in a folder
 (``Gates``).
@@ -17,8 +17,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.patchset.combine import combine
 
 METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
-SLOW_S = 2.0
-"""What a call of a slow store takes."""
 _Base: Any = combine(HiCacheFile, FileParts)
 
 
@@ -44,10 +42,6 @@ class SteeredFile(_Base):
         return super().batch_set_v1(keys, *args, **kwargs)
 
     def _pass(self, method: str) -> None:
-        if (self._gates / f"fail {method}").exists():
-            raise OSError(f"{method} is made to fail")
-        if (self._gates / "slow").exists():
-            time.sleep(SLOW_S)
         gate = self._gates / f"hold {method}"
         while gate.exists():
             (self._gates / f"held {method}").touch()
@@ -61,21 +55,9 @@ class Gates:
         self._folder = folder
 
     @contextmanager
-    def fail(self, method: str) -> Iterator[None]:
-        """Every call raises meanwhile."""
-        with self._closed(f"fail {method}"):
-            yield
-
-    @contextmanager
     def refuse(self) -> Iterator[None]:
         """Nothing is written meanwhile, and no error says so."""
         with self._closed("refuse"):
-            yield
-
-    @contextmanager
-    def slow(self) -> Iterator[None]:
-        """Every call takes ``SLOW_S`` meanwhile."""
-        with self._closed("slow"):
             yield
 
     @contextmanager
