@@ -6,6 +6,7 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
@@ -55,6 +56,7 @@ def flags(arguments: list[str]) -> set[str]:
     return {each.partition("=")[0] for each in arguments if each.startswith("--")}
 
 
+@cache
 def server_flags() -> set[str]:
     """The flags of ``sglang.launch_server``: SGLang's, read from its source, and ours."""
     from sglang.srt.patchset import compat, compat_buffer_only
@@ -71,6 +73,7 @@ def server_flags() -> set[str]:
     return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | ours
 
 
+@cache
 def router_flags() -> set[str]:
     """The flags of ``sglang_router.launch_router``, read from its source."""
     source = (SITE_PACKAGES / "sglang_router/router_args.py").read_text()

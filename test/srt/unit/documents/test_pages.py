@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,30 +59,6 @@ def test_each_variable_is_described_on_one_page() -> None:
             if re.search(rf"\b{each.name}\b", text) and home not in reached:
                 lost.append(f"{name(page)} has no link to {name(home)} for {each.name}")
     assert lost == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page) -> None:
-    """Guards against a link to a file or a heading that was moved or renamed."""
-    dead = []
-    for path, anchor in pages.links(page):
-        if not path.exists():
-            dead.append(f"{path}")
-        elif anchor and anchor not in pages.anchors(path):
-            dead.append(f"{name(path)}#{anchor}")
-    assert dead == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_use_flags_that_exist(page) -> None:
-    """Guards against a command line that a server refuses."""
-    text = page.read_text()
-    for module, known in (
-        ("sglang.launch_server", pages.server_flags()),
-        ("sglang_router.launch_router", pages.router_flags()),
-    ):
-        for arguments in pages.commands(text, module):
-            assert pages.flags(arguments) - known == set()
 
 
 def test_variables_exist() -> None:
@@ -144,6 +121,21 @@ def test_where_is_it(page, heading) -> None:
     assert missing == []
 
 
+def test_every_promise_has_its_place() -> None:
+    """Guards against a list of promises that sends its reader to a test that is gone."""
+    rows = re.findall(
+        r"^\| (?!promise|-)(.+) \| (.+) \|$", (ROOT / "docs/promises.md").read_text(), re.M
+    )
+    assert len(rows) > 50
+    missing = []
+    for _, place in rows:
+        path, _, name = place.strip("`").partition("::")
+        there = ROOT / "test/srt" / path
+        if not there.exists() or (name and f"def {name}(" not in there.read_text()):
+            missing.append(place)
+    assert missing == []
+
+
 _SRT = "python/sglang/srt"
 #: Where the paths in pages begin, beside the page's own folder.
 BELOW = (
@@ -158,9 +150,34 @@ BELOW = (
 )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_named_files_exist(page) -> None:
-    """Guards against a page that explains modules which were moved or merged."""
-    named = set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", page.read_text()))
+def dead_links(page: Path) -> Iterator[str]:
+    """To a file or a heading that was moved or renamed."""
+    for path, anchor in pages.links(page):
+        if not path.exists():
+            yield f"{path}"
+        elif anchor and anchor not in pages.anchors(path):
+            yield f"{name(path)}#{anchor}"
+
+
+def unknown_flags(page: Path) -> Iterator[str]:
+    """In command lines, which a server would refuse."""
+    for module, known in (
+        ("sglang.launch_server", pages.server_flags()),
+        ("sglang_router.launch_router", pages.router_flags()),
+    ):
+        for arguments in pages.commands(page.read_text(), module):
+            yield from pages.flags(arguments) - known
+
+
+def missing_files(page: Path) -> Iterator[str]:
+    """Modules that were moved or merged."""
     folders = [page.parent, *(ROOT / below for below in BELOW)]
-    assert sorted(n for n in named if not any((folder / n).exists() for folder in folders)) == []
+    for named in set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", page.read_text())):
+        if not any((folder / named).exists() for folder in folders):
+            yield named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Guards against a page that sends its reader to what is gone, or has a command refused."""
+    assert [*dead_links(page), *unknown_flags(page), *missing_files(page)] == []
