@@ -198,7 +198,7 @@ def test_a_worker_that_raises(started: Threads) -> None:
 
     def broken(now: float) -> float | None:
         steps.append(now)
-        if len(steps) == 2:
+        if len(steps) == 3:  # the command, a step, and the one after it
             again.set()
         raise AssertionError("a bug")
 

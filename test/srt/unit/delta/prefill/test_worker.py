@@ -16,7 +16,6 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, S
 from unit.delta.prefill.fakes import Bench
 
 ERROR = ZeroDivisionError("the transport's")
-MISMATCH = TransferError(Reason.MISMATCH, "5 pages for 3")
 
 # ---- how a room ends ----
 
@@ -52,13 +51,13 @@ def stopped_by_the_table(bench: Bench) -> None:
     bench.rooms.stopped.add(1)
 
 
-def raise_once(owner: object, name: str) -> None:
+def raise_once(owner: object, name: str, error: Exception = ERROR) -> None:
     """The next call of this method raises."""
     call = getattr(owner, name)
 
     def raises(*arguments: object) -> None:
         setattr(owner, name, call)
-        raise ERROR
+        raise error
 
     setattr(owner, name, raises)
 
@@ -69,6 +68,10 @@ def the_table_raises(bench: Bench) -> None:
 
 def the_table_raises_at_first(bench: Bench) -> None:
     raise_once(bench.rooms, "enter")
+
+
+def the_backend_refuses(bench: Bench) -> None:
+    raise_once(bench.backend, "post", TransferError(Reason.MISMATCH, "5 pages for 3"))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ ENDS = {
         FAILED, Reason.TRANSPORT, "a could not be posted", {"error": ERROR, "handles": 2}
     ),
     "the backend names the reason": End(
-        FAILED, Reason.MISMATCH, "a could not be posted: 5 pages for 3", {"error": MISMATCH}
+        FAILED, Reason.MISMATCH, "a could not be posted: 5 pages for 3", first=the_backend_refuses
     ),
     "decode cannot be told": End(
         FAILED, Reason.TRANSPORT, f"a, b could not be notified that it is complete: {ERROR!r}",
@@ -146,8 +149,12 @@ def test_a_room_ends_early(how: str) -> None:
     assert bench.rooms.completed == {2} and bench.backend.completed == [2]
     if "failed" in end.told:
         (failed,) = [entry for entry in bench.rooms.entries if entry[0] == "failed"]
-        raised = end.script.get("error") or (ERROR if repr(ERROR) in end.text else None)
-        assert failed[2] is end.reason and end.text in failed[3] and failed[4] is raised
+        assert failed[2] is end.reason and end.text in failed[3]
+        if end.reason is Reason.MISMATCH:
+            assert isinstance(failed[4], TransferError)
+        else:
+            is_raised = "error" in end.script or repr(ERROR) in end.text
+            assert failed[4] is (ERROR if is_raised else None)
     counted = {reason: count for reason, count in bench.stats.failures.items() if count}
     assert counted == ({end.reason: 1} if end.reason else {})
     began = len(bench.backend.handles)
