@@ -13,7 +13,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
-from sglang.srt.mem_cache.buffer_only.stage import Copier, StagingPages
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Direction, StagingPages
 from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -68,7 +68,11 @@ def server_arguments(**changes: Any) -> Any:
 
 
 class Cache:
-    """A cache whose store, threads and clock belong to the test."""
+    """A cache whose store, threads and clock belong to the test, which leaves it idle at its end
+    (``checks.end``)."""
+
+    #: Of the test that runs, and its ``Ranks``.
+    made: ClassVar[list[Any]] = []
 
     def __init__(
         self,
@@ -86,6 +90,8 @@ class Cache:
         self.store = ScriptedStore() if store is None else store
         self.now = 0.0
         self._given_up: list[Gate] = []
+        #: Seconds that each call of the store was given.
+        self.waits: list[float] = []
         args = server_arguments(hicache_buffer_pages=pages, **changes)
         self.device = MHATokenToKVPool(tokens, PAGE, torch.float32, 1, 4, LAYERS, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(
@@ -100,9 +106,15 @@ class Cache:
         context = built.context
         fresh = {f.name: getattr(context, f.name) for f in dataclasses.fields(Context)}
         limits = dataclasses.replace(context.settings, **(settings or {}))
+        self.threads: dict[str, Any] = {}
+
+        def make_thread(name: str, count: int = 1) -> Any:
+            self.threads[name] = threads(name, count)
+            return self.threads[name]
+
         fresh |= {
             "store": PageStore(self.client, PAGE, batch_pages),
-            "make_thread": threads,
+            "make_thread": make_thread,
             "settings": limits,
             "alone": alone,
         }
@@ -112,6 +124,8 @@ class Cache:
         #: Staging pages that the test itself holds, and whether its copies last.
         self.hogs: list[StagingPages] = []
         self.slow = False
+        if reduce_min is list:  # one of several ranks cannot step alone
+            self.made.append(self)
 
     def _tree(self, args: Any, rank: int) -> Any:
         names = {
@@ -135,6 +149,7 @@ class Cache:
 
     def _wait(self, call: Any, seconds: float) -> None:
         """The deadline of a call is over as soon as it hangs at one of the store's gates."""
+        self.waits.append(seconds)
         while not call.done():
             concurrent.futures.wait([call], timeout=0.001)
             hanging = [gate for gate in self.store.hanging() if gate not in self._given_up]
@@ -160,20 +175,10 @@ class Cache:
 
     # ---- threads ----
 
-    @property
-    def threads(self) -> dict[str, ManualThreads]:
-        prefetches, backups = self.buffer.prefetches, self.buffer.backups
-        threads = (
-            backups._thread,
-            prefetches.queries._threads,
-            prefetches.fetches._threads,
-            self.buffer.touches._thread,
-        )
-        return {thread.name: thread for thread in threads}
-
     def work(self) -> int:
         """Do all that the threads have to do."""
-        done = sum(thread.run() for thread in self.threads.values())
+        manual = [each for each in self.threads.values() if isinstance(each, ManualThreads)]
+        done = sum(thread.run() for thread in manual)
         self.calm()
         return done
 
@@ -191,25 +196,15 @@ class Cache:
                 return
         raise AssertionError(f"still busy: {self.describe()}")
 
-    def settle_until_done(self, rid: str) -> None:
-        """Steps until all that will come for ``rid`` is in the stage."""
-        for _ in range(100):
-            if self.state(rid) in (None, State.STAGED, State.MISSED):
-                return
-            self.step()
-        raise AssertionError(f"{rid} is never done: {self.describe()}")
+    def hog(self) -> None:
+        """Somebody else has all of the stage that reads may have, until ``unhog``."""
+        room = self.stage.capacity(Direction.PREFETCH)
+        self.hogs.append(self.stage.allocate(Direction.PREFETCH, room))
 
-    def settle_until_ready(self, rid: str) -> None:
-        """Steps until the scheduler admits ``rid``, and the end of what that left."""
-        self.settle_until_done(rid)
-        prefetch = self.prefetch(rid)
-        assert self.tree.check_prefetch_progress(rid)
-        if prefetch is not None:
-            self.admit(rid, [*prefetch.key.token_ids, 0], prefetch.key.extra_key)
-        self.settle()
-
-    def store_calls(self, method: str) -> int:
-        return sum(name == method for name, _ in self.store.calls)
+    def unhog(self) -> None:
+        """What ``hog`` took is free again."""
+        while self.hogs:
+            self.hogs.pop().release()
 
     def describe(self) -> str:
         states = [(one.rid, one.state.name) for one in self.buffer.prefetches.line]
@@ -292,9 +287,8 @@ class Cache:
         Raises:
             MemoryError: the device has no room for it.
         """
-        tokens = list(tokens)[: len(tokens) // PAGE * PAGE]
         prefix, node = self.admit(rid, tokens, extra_key)
-        hit = len(prefix)
+        tokens, hit = list(tokens)[: len(tokens) // PAGE * PAGE], len(prefix)
         self.verify(tokens, prefix, extra_key)
         self.tree.inc_lock_ref(node)
         try:
@@ -311,6 +305,10 @@ class Cache:
     def serve(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> int:
         """The whole life of a request: prefetch, admission, run; tokens that it hit."""
         self.want(rid, tokens, extra_key)
+        return self.run(rid, tokens, extra_key)
+
+    def run(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> int:
+        """Steps until a request may be admitted, and runs; tokens that it hit."""
         for _ in range(200):
             self.step()
             if self.tree.check_prefetch_progress(rid):

@@ -127,3 +127,14 @@ def _check_content(cache: Cache) -> None:
         tokens = [token for above in path(node) for token in above.key.token_ids]
         slots = [slot for above in path(node) for slot in above.value.tolist()]
         cache.verify(tokens, slots, node.key.extra_key)
+
+
+def end(cache: Cache) -> None:
+    """Everybody's client leaves, and the store answers: then nothing is held by anybody."""
+    cache.slow = False
+    cache.let_go()
+    cache.unhog()
+    cache.buffer.prefetches.in_line([])
+    cache.settle()
+    check_idle(cache)
+    assert not cache.store.disturbed, "a page was overwritten while the store read it"

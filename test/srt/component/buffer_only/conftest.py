@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from component.buffer_only.cache import Cache
+from component.buffer_only.checks import end
 from component.one_rank import one_rank
 from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 
@@ -24,3 +26,12 @@ def _one_rank() -> Iterator[None]:
     """The process group of a server with one rank."""
     with one_rank():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _all_end_idle() -> Iterator[None]:
+    """Of every cache that a test made nothing is held by anybody when its requests are gone."""
+    Cache.made.clear()
+    yield
+    for made in list(Cache.made):
+        end(made) if isinstance(made, Cache) else made.end()

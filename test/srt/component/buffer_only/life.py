@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 from component.buffer_only.cache import PAGE, Cache, prompt
-from component.buffer_only.checks import check_idle
 from component.buffer_only.ranks import Ranks
 
 #: Prompts that share prefixes in several ways, up to more pages than the smallest stage has.
@@ -69,12 +68,7 @@ class Life:
             if not (self.requests or held or self.ranks.caches[0].buffer.busy):
                 break
         assert not self.requests, "a request was never admitted"
-        for cache in self.ranks.caches:
-            check_idle(cache)
-            assert not cache.store.disturbed, "a page was overwritten while the store read it"
-        lengths: set[int] = set().union(*self.ranks.group.log)
-        assert len(lengths) <= 1, f"collectives of different lengths: {lengths}"
-        self.ranks.close()
+        self.ranks.end()
 
     # ---- requests ----
 

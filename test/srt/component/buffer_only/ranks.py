@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from component.buffer_only.cache import Cache
-from component.buffer_only.checks import check, nodes, path
+from component.buffer_only.checks import check, check_idle, nodes, path
 
 PATIENCE_S = 20.0
 
@@ -45,6 +45,7 @@ class Ranks:
             Cache(reduce_min=self.group.of(rank), rank=rank, **changes) for rank in range(ranks)
         ]
         self._threads = ThreadPoolExecutor(ranks)
+        Cache.made.append(self)
 
     def each(self, action: Callable[[Cache], Any]) -> Any:
         """The same on all ranks, with the same outcome."""
@@ -70,7 +71,28 @@ class Ranks:
             check(cache, content)
         self.each(shape)
 
-    def close(self) -> None:
+    def store(self, tokens: list[int]) -> None:
+        """All stores have a prompt, and no tree."""
+        self.each(lambda cache: cache.compute(tokens))
+        self.live(6)
+        self.each(lambda cache: cache.flush())
+
+    def end(self) -> None:
+        """As ``checks.end``, for all ranks."""
+        Cache.made.remove(self)
+        for cache in self.caches:
+            cache.slow = False
+            cache.let_go()
+        self.each(lambda cache: cache.buffer.prefetches.in_line([]))
+        for _ in range(200):
+            self.live()
+            if not self.caches[0].buffer.busy and not self.caches[0].stage.used():
+                break
+        for cache in self.caches:
+            check_idle(cache)
+            assert not cache.store.disturbed, "a page was overwritten while the store read it"
+        lengths: set[int] = set().union(*self.group.log)
+        assert len(lengths) <= 1, f"collectives of different lengths: {lengths}"
         self._threads.shutdown()
 
 

@@ -1,7 +1,7 @@
 """An in-memory store that does what a test tells it: fail, hang, lose, shorten, answer nonsense.
 
-It is a ``HiCacheStorage`` with the ``_v1`` calls (the host pool's own memory is read and written,
-as with Mooncake) and the older ones (whole flat pages, as with SGLang's ``file``)::
+It is a ``HiCacheStorage`` with the ``_v1`` calls: the host pool's own memory is read and written,
+as with Mooncake::
 
     store = ScriptedStore(pool)              # or ScriptedStore(other_pool, content=store.content):
                                              # another server on the same store
@@ -117,6 +117,10 @@ class ScriptedStore(HiCacheStorage):
         for key in keys:
             self.content[key] = self.content[key][: len(self.content[key]) // 2]
 
+    def asked(self, method: str) -> list[list[str]]:
+        """The keys of each call of ``method``."""
+        return [keys for name, keys in self.calls if name == method]
+
     def hanging(self) -> list[Gate]:
         """The gates at which a call waits now."""
         return [gate for gate in self._gates if gate.waiting]
@@ -171,44 +175,13 @@ class ScriptedStore(HiCacheStorage):
 
         return self._scripted("batch_set_v1", keys, put)
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        def get() -> list[torch.Tensor | None]:
-            return [
-                self._into(key, target) for key, target in zip(keys, target_locations, strict=True)
-            ]
-
-        return self._scripted("batch_get", keys, get)
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        def put() -> bool:
-            for key, value in zip(keys, values, strict=True):
-                content = value.contiguous().view(torch.uint8).numpy().tobytes()
-                self.content.setdefault(key, content)
-            return True
-
-        return self._scripted("batch_set", keys, put)
-
     def clear(self) -> Any:
         return self._scripted("clear", [], self.content.clear)
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        return self.batch_get([key], [target_location])[0]
+    def _not_called(self, *_: Any) -> Any:
+        raise NotImplementedError("HiCache moves pages of a stage with the _v1 calls")
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
-
-    def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+    get = batch_get = set = batch_set = exists = _not_called
 
     # ---- inside ----
 
@@ -238,10 +211,3 @@ class ScriptedStore(HiCacheStorage):
         room[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self.page.scatter(page, room)
         return len(content) == self.page.size
-
-    def _into(self, key: str, target: torch.Tensor) -> torch.Tensor | None:
-        content = self.content.get(key)
-        if content is None or len(content) != target.numel() * target.element_size():
-            return None
-        target.view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        return target

@@ -10,28 +10,12 @@ import pytest
 import torch
 
 from component.buffer_only.cache import PAGE, Cache, prompt
-from component.buffer_only.checks import check_idle, nodes
+from component.buffer_only.checks import check, nodes
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Copier
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-
-
-def test_written_flushed_and_read_back():
-    """The plain way: what a request computed is in the store, and a flush loses nothing of it."""
-    cache = Cache()
-    tokens = prompt(1, 5)
-    assert cache.serve("a", tokens) == 0
-    cache.settle()
-    check_idle(cache)
-    assert len(cache.store.content) == 5 and all(n.storage_backed for n in nodes(cache.tree))
-    cache.flush()
-    # The last token is always computed, so its page is not fetched.
-    assert cache.serve("b", tokens) == 4 * PAGE
-    assert cache.tree.pop_prefetch_loaded_tokens("b") == 4 * PAGE
-    cache.settle()
-    check_idle(cache)
 
 
 def test_a_step_in_which_nobody_waits(monkeypatch: pytest.MonkeyPatch):
@@ -56,11 +40,9 @@ def test_evicted_node_by_node_and_read_back():
         assert cache.evict(1) == gone * PAGE
         match = cache.match(tokens)
         assert len(match.device_indices) == held * PAGE and match.host_hit_length == 0
-        check_idle(cache)
+        check(cache)
     assert nodes(cache.tree) == [] and len(cache.store.content) == 7
     assert cache.serve("r", tokens) == 6 * PAGE
-    cache.settle()
-    check_idle(cache)
 
 
 class Loop:
@@ -108,8 +90,6 @@ def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], ful
         else:
             assert loop.get_new_batch_prefill() is None
     assert cache.state("r") is State.STAGED and len(cache.store.content) == 15
-    cache.settle_until_ready("r")
-    check_idle(cache)
 
 
 @pytest.mark.hazard("launch-per-node")
@@ -141,17 +121,13 @@ class Order:
         )
 
 
-@pytest.mark.hazard("copy-not-ordered")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_copies_wait_for_the_forward_pass(overlap: bool):
-    """Launched beside it, a write would store KV that is not computed yet, and a load overwrite
-    slots that a batch which still runs writes to."""
-    order = Order()
-    ack = SimpleNamespace(finish_event="event")
+def copier(order: Order, *of_scheduler: Any) -> Copier:
+    """One whose launches and waits are noted."""
     controller = SimpleNamespace(
         write_stream=order.stream("write"), load_stream=order.stream("load"),
         write_queue=[], load_queue=[], ack_write_queue=[], ack_load_queue=[],
     )  # fmt: skip
+    ack = SimpleNamespace(finish_event="event")
 
     def start_writing() -> None:
         order.log.append(f"write {len(controller.write_queue)}")
@@ -163,12 +139,20 @@ def test_copies_wait_for_the_forward_pass(overlap: bool):
         return 2
 
     controller.start_writing, controller.start_loading = start_writing, start_loading
+    return Copier(controller, *of_scheduler)
+
+
+@pytest.mark.hazard("copy-not-ordered")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_wait_for_the_forward_pass(overlap: bool):
+    """Launched beside it, a write would store KV that is not computed yet, and a load overwrite
+    slots that a batch which still runs writes to."""
+    order = Order()
     forward = order.stream("forward") if overlap else None
-    copier = Copier(controller, lambda: forward)
+    found = copier(order, lambda: forward)
     pair = (torch.arange(4), torch.arange(4))
-    assert copier.to_stage([pair, pair]) == "event"
-    assert copier.to_device([pair]) == ("event", 2)
-    assert not controller.ack_write_queue and not controller.ack_load_queue
+    assert found.to_stage([pair, pair]) == "event"
+    assert found.to_device([pair]) == ("event", 2)
     assert [line for line in order.log if "waits" not in line] == ["write 2", "load 1"]
     if overlap:
         assert order.log[::2] == ["write waits for forward", "load waits for forward"]
@@ -182,16 +166,11 @@ def test_copies_wait_for_the_forward_pass(overlap: bool):
 def test_a_load_runs_beside_the_batch_that_runs(written: list[int] | None, waits: bool):
     """Unless that writes to a slot which a finished request gave back, and the load has now; after
     the load, it would be the running batch's KV there."""
-    order, ack = Order(), SimpleNamespace(finish_event="event")
-    controller = SimpleNamespace(
-        load_stream=order.stream("load"), load_queue=[], ack_load_queue=[ack],
-        start_loading=lambda: 0,
-    )  # fmt: skip
+    order = Order()
     slots = None if written is None else torch.tensor(written, dtype=torch.int64)
-    forward = order.stream("forward")
-    copier = Copier(controller, lambda: forward, lambda: slots)
-    copier.to_device([(torch.arange(2), torch.arange(2)), (torch.arange(2), torch.arange(2, 4))])
-    assert bool(order.log) is waits
+    pairs = [(torch.arange(2), torch.arange(2)), (torch.arange(2), torch.arange(2, 4))]
+    copier(order, lambda: order.stream("forward"), lambda: slots).to_device(pairs)
+    assert ("load waits for forward" in order.log) is waits
 
 
 @pytest.mark.parametrize("another_was_faster", [False, True])
@@ -201,6 +180,7 @@ def test_a_load_into_slots_that_the_running_batch_still_reads(another_was_faster
     cache = Cache()
     tokens = prompt(1, 4)
     own, table = cache.allocator.alloc(len(tokens)), ReqToTokenPool(2, 64, "cpu", False)
+    cache.fill(tokens, own, 0, None)
     table.write((0, slice(0, len(tokens))), own)
     cache.tree.req_to_token_pool = table
     req = SimpleNamespace(
@@ -213,16 +193,12 @@ def test_a_load_into_slots_that_the_running_batch_still_reads(another_was_faster
     free = cache.allocator.available_size()
     cache.tree.cache_unfinished_req(req)
     given_back = cache.allocator.available_size() - free
+    cache.tree.dec_lock_ref(req.last_node)
     assert given_back == (len(tokens) if another_was_faster else 0)
-    order, ack = Order(), SimpleNamespace(finish_event="event")
-    controller = SimpleNamespace(
-        load_stream=order.stream("load"), load_queue=[], ack_load_queue=[ack],
-        start_loading=lambda: 0,
-    )  # fmt: skip
-    forward = order.stream("forward")
-    copier = Copier(controller, lambda: forward, lambda: cache.tree.written)
-    copier.to_device([(torch.arange(PAGE), own[:PAGE])])
-    assert bool(order.log) is another_was_faster
+    order = Order()
+    loads = copier(order, lambda: order.stream("forward"), lambda: cache.tree.written)
+    loads.to_device([(torch.arange(PAGE), own[:PAGE])])
+    assert ("load waits for forward" in order.log) is another_was_faster
 
 
 def test_the_schedulers_forward_stream_is_the_one_that_is_waited_for():

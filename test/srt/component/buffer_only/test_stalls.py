@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
-from component.buffer_only.checks import check, check_idle
+from component.buffer_only.checks import check
+from component.buffer_only.scenes import stored
 from component.buffer_only.scripted_store import ScriptedStore
+from component.buffer_only.test_prefetch import ALONE
 from component.buffer_only.threads import ManualThreads
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.page_store import Job
+from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 STEP_S = 0.01
 #: Seconds for which a request may wait: of the flag, and where the store answers.
@@ -64,7 +67,16 @@ class DeadStore(ScriptedStore):
         return super()._scripted(method, keys, work)
 
 
-@pytest.mark.parametrize("alone", [False, True])
+def paced(pace: Pace, *prompts: list[int], **changes: Any) -> Cache:
+    """A cache whose store has ``prompts``, and answers at the pace."""
+    found = stored(
+        *prompts, threads=lambda *args: PacedThreads(pace, *args), store=DeadStore(), **changes
+    )
+    pace.clock = lambda: found.now
+    return found
+
+
+@ALONE
 @pytest.mark.parametrize(
     ("ailment", "limit_s"),
     [
@@ -80,17 +92,10 @@ def test_a_store_that_is_not_well(ailment: str, limit_s: float, alone: bool):
     """Every answer is right (``compute`` looks at the KV of each hit), nobody waits longer than
     the store's answers, or the deadline, take, a flush and new weights work meanwhile, and when
     the store is well nothing is left."""
-    pace, store = Pace(), DeadStore()
-    cache = Cache(
-        store, tokens=120 * PAGE, alone=alone, threads=lambda *args: PacedThreads(pace, *args)
-    )
-    pace.clock = lambda: cache.now
-    for number in range(6):
-        cache.compute(prompt(number, 6))
-        cache.settle()
-    cache.flush()
+    pace = Pace()
+    cache = paced(pace, *(prompt(n, 6) for n in range(6)), tokens=120 * PAGE, alone=alone)
     cache.buffer.ran(1.0, 100_000)
-    fall_ill(ailment, store, pace)
+    fall_ill(ailment, cache.store, pace)
     waits = stream(cache, [prompt(number % 12, 6) for number in range(24)])
     assert max(waits) <= limit_s, waits
     cache.flush()
@@ -98,29 +103,64 @@ def test_a_store_that_is_not_well(ailment: str, limit_s: float, alone: bool):
     cache.buffer.use(Namespace.of({"weights": "new"}), "nonce")
     cache.compute(prompt(50, 6))
     check(cache)
-    fall_ill("none", store, pace)
+    fall_ill("none", cache.store, pace)
     cache.now += 200.0
-    for _ in range(10):
-        cache.step()
     cache.settle()
-    check_idle(cache)
     cache.compute(prompt(51, 6))
     cache.settle()
     hits = []
-    for number in range(17):  # a store that was slow is tried once in sixteen times
+    while not any(hits) and len(hits) < 17:  # a slow store is tried once in sixteen times
         cache.flush()
-        hits.append(cache.serve(f"well {number}", prompt(51, 6)))
+        hits.append(cache.serve(f"well {len(hits)}", prompt(51, 6)))
         cache.settle()
-        check_idle(cache)
-        if hits[-1]:
-            break
     assert hits[-1] == 5 * PAGE and (len(hits) == 1 or ailment == "slow")
 
 
-def fall_ill(ailment: str, store: DeadStore, pace: Pace) -> None:
+def fall_ill(ailment: str, store: Any, pace: Pace) -> None:
     store.dead = ailment == "killed"
     store.refusing = {"full": True, "refusing": OSError("no")}.get(ailment, False)
     pace.call_s = {"frozen": math.inf, "slow": 2.0}.get(ailment, 0.0)
+
+
+@ALONE
+@pytest.mark.parametrize("dead", [False, True], ids=["misses", "errors"])
+def test_most_do_not_wait_for_slow_lookups(alone: bool, dead: bool):
+    """A store that has nothing, or fails, in two seconds, and 33 requests a second: two lookups run
+    side by side, so that each request would wait for all before it, up to its deadline."""
+    pace = Pace(2.0)
+    cache = paced(pace, tokens=1200 * PAGE, alone=alone)
+    cache.store.dead = dead
+    cache.buffer.ran(1.0, 1000)
+    waits = stream(cache, [prompt(number, 6) for number in range(160)])
+    first = 2 * 33 + 2  # nothing is known before the first answer
+    assert max(waits) < 11
+    later = sorted(waits)[:-first]
+    assert later[int(len(later) * 0.9)] <= 0.1, "all but one in sixteen are admitted at once"
+    before = cache.buffer.context.choices[Choice.UNASKED]
+    assert before > 70
+    # It is found out that the store is well again.
+    pace.call_s, cache.store.dead = 0.0, False
+    cache.now += 100
+    cache.flush()
+    cache.settle()
+    stream(cache, [prompt(500 + number, 6) for number in range(200)])
+    assert cache.buffer.context.choices[Choice.UNASKED] - before < 150
+
+
+@ALONE
+def test_slow_lookups_that_are_given_up_are_learned(alone: bool):
+    """With the policy ``timeout`` each one is given up before its answer: that it took longer than
+    the others is known all the same."""
+    pace = Pace(5.0)
+    cache = paced(pace, tokens=1200 * PAGE, alone=alone, settings={"policy": "timeout"})
+    cache.buffer.ran(1.0, 1000)
+    stream(cache, [prompt(0, 6)])
+    assert cache.buffer.context.counters["prefetch_timeouts"] == 1
+    cache.now += 10
+    cache.step()
+    waits = stream(cache, [prompt(number, 6) for number in range(1, 11)])
+    assert max(waits) == 0 and cache.buffer.context.choices[Choice.UNASKED] == 10
+    pace.call_s = 0.0
 
 
 def stream(cache: Cache, prompts: list[list[int]]) -> list[float]:

@@ -1,4 +1,5 @@
-"""Pages through the storage backends of this release: what they keep, and where."""
+"""Pages through the storage backends of this release: what they keep, and where; and which backends
+a stage gets from SGLang's factory."""
 
 from __future__ import annotations
 
@@ -19,16 +20,27 @@ from component.buffer_only.host_pools import (
     host_pool,
     slots,
 )
+from component.buffer_only.scripted_store import ScriptedStore
 from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.storage_backends import PartsFactory
 from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 BACKENDS = ("file", "mooncake")
+DIRECT = "page_first_direct"
 COMBINATIONS = [
-    (backend, kind, layout)
+    (backend, kind, layout, PAGE)
     for backend in BACKENDS
     for kind in KINDS
     for layout in LAYOUTS
     if not (backend == "mooncake" and layout == "layer_first")  # refused by SGLang
+]
+COMBINATIONS += [
+    (backend, kind, DIRECT, page)
+    for backend in BACKENDS
+    for kind in ("mha", "mla")
+    for page in (1, 16)
 ]
 
 
@@ -45,86 +57,50 @@ def make(tmp_path: Path) -> Any:
     return build
 
 
-@pytest.mark.parametrize(("backend", "kind", "layout"), COMBINATIONS)
-def test_every_byte_of_a_page_comes_back(make: Any, backend: str, kind: str, layout: str) -> None:
-    """Guards against parts of a page that a backend forgets (the index of NSA), and against pages
-    that come back at another page's place or in another order."""
-    pool = host_pool(kind, layout)
+@pytest.mark.parametrize(("backend", "kind", "layout", "page"), COMBINATIONS)
+def test_every_byte_of_a_page_comes_back(
+    make: Any, backend: str, kind: str, layout: str, page: int
+) -> None:
+    """Guards against parts of a page that a backend forgets (the index of NSA), against pages that
+    come back at another page's place or in another order, and against a missing page that moves
+    later pages to wrong places, fails the whole batch, or is not noticed at all."""
+    pool = host_pool(kind, layout, page=page)
     store = make(backend, pool)
-    keys = hashes(3)
-    written = [content(pool, page) for page in (4, 1, 2)]
-    assert store.batch_set_v1(keys, slots(4, 1, 2)) == [True] * 3
+    first, gone, last = hashes(3)
+    written = [content(pool, number) for number in (4, 1)]
+    assert store.batch_set_v1([first, last], slots(4, 1, page=page)) == [True, True]
     fill(pool, seed=9)
     untouched = content(pool, 0)
-    assert store.batch_exists([*keys, "f" * 64]) == 3
-    assert store.batch_get_v1(keys, slots(5, 3, 4)) == [True] * 3
-    assert [content(pool, page) for page in (5, 3, 4)] == written
+    found = [store.batch_exists(keys) for keys in ([first, last, gone], [first, gone, last])]
+    assert found == [2, 1]
+    answers = store.batch_get_v1([first, gone, last], slots(5, 2, 3, page=page))
+    assert answers == [True, False, True]
+    assert [content(pool, number) for number in (5, 3)] == written
     assert content(pool, 0) == untouched
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_of_other_sizes_come_back(make: Any, backend: str, kind: str, page: int) -> None:
-    """Guards against bytes and places that are those of pages of 64 tokens only."""
-    pool = host_pool(kind, "page_first_direct", page=page)
-    store = make(backend, pool)
-    written = [content(pool, number) for number in (4, 1)]
-    assert store.batch_set_v1(hashes(2), slots(4, 1, page=page)) == [True, True]
-    fill(pool, seed=9)
-    assert store.batch_get_v1(hashes(2), slots(0, 5, page=page)) == [True, True]
-    assert [content(pool, number) for number in (0, 5)] == written
-
-
-@pytest.mark.parametrize(("backend", "kind", "layout"), COMBINATIONS)
-def test_a_page_that_is_missing_is_missing_alone(
-    make: Any, backend: str, kind: str, layout: str
-) -> None:
-    """Guards against a missing page in the middle that moves later pages to wrong places, fails
-    the whole batch, or is not noticed at all."""
-    pool = host_pool(kind, layout)
-    store = make(backend, pool)
-    first, gone, last = hashes(3)
-    written = content(pool, 2)
-    assert store.batch_set_v1([first, last], slots(1, 2)) == [True, True]
-    assert store.batch_exists([first, gone, last]) == 1
-    assert store.batch_get_v1([first, gone, last], slots(3, 4, 5)) == [True, False, True]
-    assert content(pool, 5) == written
-
-
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_mooncake_asks_as_sglang_does(make: Any, kind: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes"),
+    [(kind, layout, {}) for kind in ("mha", "mla") for layout in ("page_first", DIRECT)]
+    + [("mha", "page_head", {"tp_lcm_size": 4, "should_split_heads": True})],
+)
+def test_mooncake_asks_as_sglang_does(kind: str, layout: str, changes: dict[str, Any]) -> None:
     """Guards against keys, addresses or orders other than stock, so that servers with and without
-    a stage would not find each other's pages."""
+    a stage would not find each other's pages; also where ranks store their heads apart, for servers
+    with other numbers of ranks."""
     calls = {}
     for stage in (False, True):
-        client = backends.MooncakeClient()
-        pool = host_pool(kind, layout, stage=stage)
+        client, pool = backends.MooncakeClient(), host_pool(kind, layout, stage=stage)
         store = backends.mooncake(
-            pool, client, rank=1, ranks=2, extra_config={"extra_backend_tag": "t"}
-        )
-        store.batch_set_v1(hashes(2), slots(4, 1))
-        store.batch_get_v1(hashes(2), slots(4, 1))
-        store.batch_exists(hashes(3))
-        calls[stage] = backends.relative(client.calls, pool)
-    assert calls[True] == calls[False]
-
-
-@pytest.mark.parametrize("layout", ["page_head"])
-def test_mooncake_asks_as_sglang_does_for_groups_of_heads(layout: str) -> None:
-    """The same where ranks store their heads apart, for servers with other numbers of ranks."""
-    calls = {}
-    for stage in (False, True):
-        client = backends.MooncakeClient()
-        pool = host_pool("mha", layout, stage=stage)
-        store = backends.mooncake(
-            pool, client, rank=1, ranks=2, tp_lcm_size=4, should_split_heads=True
+            pool, client, rank=1, ranks=2, extra_config={"extra_backend_tag": "t"}, **changes
         )
         assert store.batch_set_v1(hashes(2), slots(4, 1)) == [True, True]
+        if not changes:
+            store.batch_get_v1(hashes(2), slots(4, 1))
+            store.batch_exists(hashes(3))
         calls[stage] = backends.relative(client.calls, pool)
     assert calls[True] == calls[False]
-    assert {key.split("_")[1] for key in calls[True][0][1]} == {"2", "3"}
+    assert len(calls[True][0][1]) == (8 if changes else 4 if kind == "mha" else 2)
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -146,24 +122,18 @@ def test_files_of_a_stock_server_are_found_and_the_other_way(
     assert content(stock, 0) == content(ours, 5)
 
 
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_mooncake_registers_every_host_tensor(layout: str) -> None:
-    """Guards against an index buffer that is not registered: zero-copy transfers of it fail."""
+# ---- what only one of them does ----
+
+
+@pytest.mark.parametrize("layout", ["page_first", DIRECT])
+def test_the_index_of_sparse_attention_in_mooncake(layout: str) -> None:
+    """Guards against an index buffer that is not registered, for zero-copy transfers of it fail,
+    and against pages that a stock server stored without their index."""
     client, pool = backends.MooncakeClient(), host_pool("nsa", layout)
-    store = backends.mooncake(pool, client)
+    store, keys = backends.mooncake(pool, client), hashes(2)
     assert client.registered == [backends.address_of(tensor) for tensor in page_parts.tensors(pool)]
-    assert store.batch_set_v1(hashes(1), slots(1)) == [True]
-    key = hashes(1)[0]
-    assert client.calls[-1][1] == [f"{key}__k", f"{key}__index"]
-
-
-def test_a_page_without_its_index_is_not_there() -> None:
-    """Guards against NSA pages that a stock server stored without their index."""
-    client = backends.MooncakeClient()
-    pool = host_pool("nsa", "page_first_direct")
-    store = backends.mooncake(pool, client)
-    keys = hashes(2)
     store.batch_set_v1(keys, slots(1, 2))
+    assert client.calls[-1][1] == [f"{key}__{part}" for key in keys for part in ("k", "index")]
     del client.content[f"{keys[1]}__index"]
     assert store.batch_exists(keys) == 1
     assert store.batch_get_v1(keys, slots(3, 4)) == [True, False]
@@ -171,24 +141,19 @@ def test_a_page_without_its_index_is_not_there() -> None:
     assert client.calls[-1][1] == [f"{keys[1]}__index"]
 
 
-def test_short_values_are_misses_and_counted() -> None:
-    """Guards against the positive byte count of a value that is shorter than the page."""
-    client, pool = backends.MooncakeClient(), host_pool("mha", "page_first_direct")
-    store_client = StoreClient(backends.mooncake(pool, client), "mooncake")
-    keys = hashes(3)
+def test_short_values_are_misses_and_a_lost_master_is_not() -> None:
+    """Guards against the positive byte count of a value that is shorter than the page, and against
+    a failed query that is taken for the news that nothing is stored."""
+    client, pool = backends.MooncakeClient(), host_pool("mha", DIRECT)
+    store = backends.mooncake(pool, client)
+    store_client, keys = StoreClient(store, "mooncake"), hashes(3)
     assert store_client.write(keys, slots(0, 1, 2)).pages == 3
     client.content[f"{keys[1]}_0_v"] = client.content[f"{keys[1]}_0_v"][:-1]
     assert store_client.read(keys, slots(3, 4, 5)).pages == 1
     assert store_client.faults == {Fault.SHORT: 1, Fault.MISSING: 1, Fault.HOLE: 1}
-
-
-def test_mooncake_without_a_master_is_no_miss() -> None:
-    """Guards against a failed query that is taken for the news that nothing is stored."""
-    client, pool = backends.MooncakeClient(), host_pool("mha", "page_first_direct")
-    store = backends.mooncake(pool, client)
     client.dead = True
     with pytest.raises(Exception, match="Mooncake error -900"):
-        store.batch_exists(hashes(2))
+        store.batch_exists(keys)
 
 
 def test_two_servers_that_make_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +167,7 @@ def test_two_servers_that_make_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(os.path, "exists", made_by_another)
-    store = backends.file(host_pool("mha", "page_first_direct"), tmp_path / "new")
+    store = backends.file(host_pool("mha", DIRECT), tmp_path / "new")
     assert store.batch_exists(hashes(1)) == 0
 
 
@@ -215,7 +180,7 @@ def test_temporary_files_of_killed_writers_are_removed(
     def killed(*_: Any) -> None:
         raise SystemExit
 
-    pool = host_pool("mha", "page_first_direct")
+    pool = host_pool("mha", DIRECT)
     store = backends.file(pool, tmp_path)
     assert store.batch_set_v1(hashes(1), slots(1)) == [True]
     (page,) = tmp_path.iterdir()
@@ -235,19 +200,29 @@ def test_temporary_files_of_killed_writers_are_removed(
     assert sorted(tmp_path.iterdir()) == sorted([page, fresh, *others])
 
 
-def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
-    """Guards against a file whose writer died: found for ever, and read by nobody."""
-    pool = host_pool("mha", "page_first_direct")
-    store = backends.file(pool, tmp_path)
-    keys = hashes(2)
-    store.batch_set_v1(keys, slots(1, 2))
-    path = Path(store.value_key(keys[0], store.page_values[0]))
-    path.write_bytes(path.read_bytes()[:100])
-    assert store.batch_exists(keys) == 0
-    assert store.batch_get_v1(keys, slots(3, 4)) == [False, True]
-    assert store.batch_set_v1(keys, slots(1, 2)) == [True, True]
-    assert store.batch_exists(keys) == 2
-    assert len(list(tmp_path.iterdir())) == 2  # and nothing beside them
+@pytest.mark.parametrize("how", ["cut short", "not readable"])
+def test_a_file_that_is_no_page_is_missing_alone(tmp_path: Path, how: str) -> None:
+    """Guards against a file whose writer died: found for ever, and read by nobody; and against one
+    whose folder was moved, for which the pages before it would count as missing too."""
+    pool = host_pool("mha", DIRECT)
+    store, keys = backends.file(pool, tmp_path), hashes(3)
+    assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
+    (bad,) = (path for path in tmp_path.iterdir() if path.name.startswith(keys[1]))
+    if how == "cut short":
+        bad.write_bytes(bad.read_bytes()[:100])
+    else:
+        bad.unlink()
+        bad.symlink_to(bad)
+    assert store.batch_exists(keys) == 1
+    assert store.batch_get_v1(keys, slots(3, 4, 5)) == [True, False, True]
+    assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
+    assert store.batch_exists(keys) == 3
+    assert len(list(tmp_path.iterdir())) == 3  # and nothing beside them
+    for path in tmp_path.iterdir():
+        path.unlink()
+        path.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        store.batch_exists(keys)
 
 
 @pytest.mark.parametrize("change", ["written", "removed"])
@@ -256,9 +231,8 @@ def test_a_file_that_comes_or_goes_while_it_is_read(
 ) -> None:
     """Another server has just written it: whatever the memory held before would be the page. Or a
     clean-up has just removed it: that is one page that is not there, and no failed call."""
-    pool = host_pool("mha", "page_first_direct")
-    store = backends.file(pool, tmp_path)
-    keys = hashes(2)
+    pool = host_pool("mha", DIRECT)
+    store, keys = backends.file(pool, tmp_path), hashes(2)
     store.batch_set_v1(keys, slots(1, 2))
     path = store.value_key(keys[1], store.page_values[0])
     aside = str(tmp_path / "aside")
@@ -282,47 +256,98 @@ def test_a_file_that_comes_or_goes_while_it_is_read(
     assert content(pool, 4) == (content(pool, 2) if good[1] else untouched)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_a_stage_the_backend_is_stock(tmp_path: Path, kind: str, layout: str) -> None:
-    """Guards against any change for servers without our flag."""
-    pool = host_pool(kind, layout, stage=False)
-    assert backends.file(pool, tmp_path).page_values == ()
-    if layout != "layer_first":
-        client = backends.MooncakeClient()
-        assert backends.mooncake(pool, client).page_values == ()
-        assert client.registered == [backends.address_of(pool.kv_buffer)]
+# ---- which backends a stage gets ----
 
 
-@pytest.mark.parametrize("layout", ["page_first_kv_split", "unheard_of"])
-def test_layouts_that_are_not_known_are_refused(layout: str) -> None:
-    """Guards against pages that are guessed at; the message names the flag."""
-    pool = host_pool("mla", "page_first_direct")
-    pool.layout = layout
-    with pytest.raises(ValueError, match=f"{layout} .*--hicache-mem-layout"):
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's factory with our mixin."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    return backends.combined(StorageBackendFactory, PartsFactory)
+
+
+class DynamicStore(ScriptedStore):
+    """A backend of somebody else."""
+
+    def __init__(self, config: Any, options: Any) -> None:
+        super().__init__()
+
+
+class OlderStore(DynamicStore):
+    """One that has only the calls which move flat pages, besides the empty ones of its base."""
+
+    batch_set_v1 = HiCacheStorage.batch_set_v1
+
+
+def created(factory: Any, store: str, kind: str, stage: bool = True) -> Any:
+    """As HiCache's controller does it: ``file``, or a class of this module."""
+    pool, dynamic = host_pool(kind, DIRECT, stage=stage), store != "file"
+    names = {"backend_name": "scripted", "module_path": __name__, "class_name": store}
+    config = backends.config(pool, extra_config=names if dynamic else {})
+    found = factory.create_backend("dynamic" if dynamic else store, config, pool)
+    found.register_mem_pool_host(pool)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("store", "kind", "stage"),
+    [
+        ("file", "mha", True),
+        ("file", "nsa", True),
+        ("DynamicStore", "mha", True),
+        ("file", "nsa", False),
+        ("OlderStore", "mha", False),
+    ],
+)
+def test_backends_of_a_stage(factory: Any, store: str, kind: str, stage: bool) -> None:
+    """Guards against a backend that is made some other way than by its class, and so would silently
+    stay stock; against refusing backends of others that keep all there is to keep; and against any
+    change without our flag."""
+    found = created(factory, store, kind, stage)
+    ours = store == "file" and stage
+    assert bool(getattr(found, "page_values", ())) is ours
+    assert type(found).__name__ == store or type(found) is HiCacheFile or ours
+    if stage:
+        pool = found.mem_pool_host
+        assert found.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
+        assert found.batch_get_v1(hashes(2), slots(3, 4)) == [True, True]
+        assert content(pool, 3) == content(pool, 1)
+
+
+@pytest.mark.parametrize(
+    ("store", "kind", "message"),
+    [
+        ("DynamicStore", "nsa", "dynamic does not keep all parts .*index.*use one of"),
+        # SGLang's base class has these calls, without a body.
+        ("OlderStore", "mha", "--hicache-storage-backend dynamic: OlderStore does not implement "
+         "batch_set_v1, with .*--hicache-host-memory-mode buffer_only"),
+    ],
+)  # fmt: skip
+def test_backends_that_are_refused(factory: Any, store: str, kind: str, message: str) -> None:
+    """Guards against NSA pages that come back without their index, and against a store whose reads
+    and writes do nothing."""
+    with pytest.raises(ValueError, match=message):
+        created(factory, store, kind)
+
+
+def test_a_mixin_that_does_not_fit_is_refused(
+    factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against an override that is silently dead with another release."""
+    monkeypatch.delattr(HiCacheFile.__mro__[1], "batch_get_v1")
+    with pytest.raises(RuntimeError, match="batch_get_v1 does not exist"):
+        created(factory, "file", "mha")
+
+
+@pytest.mark.parametrize("layout", ["page_first_kv_split", "unheard_of", None])
+def test_pools_that_are_not_known_are_refused(layout: str | None) -> None:
+    """Guards against pages that are guessed at: the message names the flag; and against state-space
+    models, whose pages are something else."""
+    pool: Any = object()
+    if layout:
+        pool = host_pool("mla", DIRECT)
+        pool.layout = layout
+    with pytest.raises(
+        ValueError, match=f"{layout} .*--hicache-mem-layout" if layout else "object"
+    ):
         page_parts.describe(pool)
-
-
-def test_pools_that_are_not_known_are_refused() -> None:
-    """Guards against state-space models, whose pages are something else."""
-    with pytest.raises(ValueError, match="object"):
-        page_parts.describe(object())
-
-
-def test_a_file_that_cannot_be_read_is_missing_alone(tmp_path: Path) -> None:
-    """The pages before it would count as missing too; and it is written again."""
-    pool = host_pool("mha", "page_first_direct")
-    store, keys = backends.file(pool, tmp_path), hashes(3)
-    assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
-    (bad,) = (path for path in tmp_path.iterdir() if path.name.startswith(keys[2]))
-    bad.unlink()
-    bad.symlink_to(bad)  # as one whose folder was moved by another client of a shared file system
-    assert store.batch_exists(keys) == 2
-    assert store.batch_get_v1(keys, slots(3, 4, 5)) == [True, True, False]
-    assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
-    assert store.batch_exists(keys) == 3
-    for path in tmp_path.iterdir():
-        path.unlink()
-        path.symlink_to(path)
-    with pytest.raises(OSError, match="symbolic links"):
-        store.batch_exists(keys)

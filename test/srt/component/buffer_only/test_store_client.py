@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +16,7 @@ from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.store_client import PROBE_KEY, Fault, StoreClient
 
 KEYS = hashes(3)
+METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 
 
 class Scene:
@@ -32,8 +32,14 @@ class Scene:
             clock=lambda: self.now, wait=self._wait,
         )  # fmt: skip
         assert self.client.write(KEYS, slots(0, 1, 2)).pages == 3
-        self.stored = [content(self.pool, page) for page in (0, 1, 2)]
         self.store.calls.clear()
+
+    def call(self, method: str) -> Any:
+        """What the client says of a call for all keys."""
+        if method == "batch_exists":
+            return self.client.query(KEYS)
+        move = self.client.read if method == "batch_get_v1" else self.client.write
+        return move(KEYS, slots(3, 4, 5))
 
     def hang(self, method: str) -> Gate:
         """The next call of ``method`` hangs, and its deadline passes once it does."""
@@ -49,14 +55,16 @@ class Scene:
                 self.gates = [gate for gate in self.gates if gate not in hanging]
                 return
 
+    def up_again(self) -> None:
+        """A probe is answered."""
+        self.now += 10.0
+        self.client.query(KEYS)
+        until(lambda: self.client.up)
+
     def settled(self) -> None:
         """Every call has returned."""
         self.store.open_all()
-        with self.client._lock:
-            calls = list(self.client._under_way)
-        concurrent.futures.wait(calls, timeout=30)
-        assert self.client.under_way == 0
-        assert self.client.overdue == 0
+        until(lambda: self.client.under_way == self.client.overdue == 0)
 
 
 @pytest.fixture
@@ -66,60 +74,69 @@ def scene() -> Iterator[Scene]:
     made.settled()
 
 
+#: Methods, answers of each, and the pages and the fault that they count for.
+ANSWERS: list[tuple[tuple[str, ...], list[Any], int, Fault]] = [
+    (METHODS, [OSError("gone"), SystemExit(1), MemoryError()], 0, Fault.ERROR),
+    (METHODS, [None, True, [True] * 2, [True] * 4, []], 0, Fault.MALFORMED),
+    (METHODS[:1], [4, -1, [True] * 3], 0, Fault.MALFORMED),
+    (METHODS[1:], [[True, no, True] for no in (False, 1, -5, "no", None)], 1, Fault.MISSING),
+]
+CELLS = [
+    pytest.param(method, answer, pages, fault, id=f"{method} answers {answer!r}")
+    for methods, answers, pages, fault in ANSWERS
+    for method in methods
+    for answer in answers
+]
+
+
 @pytest.mark.hazard("store-exception")
-@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(1), MemoryError()])
-def test_exceptions_are_misses(
-    scene: Scene, error: BaseException, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("method", "answer", "pages", "fault"), CELLS)
+def test_what_an_answer_counts_for(
+    scene: Scene, method: str, answer: Any, pages: int, fault: Fault
 ) -> None:
-    """Guards against a store's exception that ends a storage thread: nothing is written any more,
-    and staging pages never come back."""
-    for method in ("batch_exists", "batch_get_v1", "batch_set_v1"):
-        scene.store.fail(method, 1, error)
-        scene.store.fail(method, 2, error)
-    for _ in range(2):
-        assert scene.client.query(KEYS).fault is Fault.ERROR
-        assert scene.client.read(KEYS, slots(3, 4, 5)).fault is Fault.ERROR
-        assert scene.client.write(KEYS, slots(3, 4, 5)).pages == 0
-    assert scene.client.faults[Fault.ERROR] == 6
-    assert [r.message.split(":")[0] for r in caplog.records] == ["HiCache store scripted"]
-    assert scene.client.up
-    assert scene.client.query(KEYS).pages == 3
-    assert scene.client.read(KEYS, slots(3, 4, 5)).pages == 3
+    """Guards against a storage thread that ends, results by key read as results by page, error
+    codes that are taken for success, and pages behind a hole that count. The store stays in use."""
+    if isinstance(answer, BaseException):
+        scene.store.fail(method, 1, answer)
+    else:
+        scene.store.answer(method, lambda _: answer)
+    outcome = scene.call(method)
+    assert (outcome.pages, outcome.fault, outcome.overdue) == (pages, fault, None)
+    hole = {Fault.HOLE: 1} if fault is Fault.MISSING else {}
+    assert scene.client.faults == {fault: 1} | hole and scene.client.overdue == 0
+    assert scene.client.up and scene.call(method).pages == 3
 
 
-def test_a_hung_read_keeps_its_pages_until_it_returns(scene: Scene) -> None:
-    """Guards against a late zero-copy read that writes into pages which somebody else has got:
-    their owner hears that the call may still use them, and again when it has returned."""
-    gate = scene.hang("batch_get_v1")
-    outcome = scene.client.read(KEYS[:2], slots(4, 5))
+def test_lost_and_short_pages_end_the_run(scene: Scene) -> None:
+    """Guards against short pages that count at all."""
+    scene.store.shorten(KEYS[1])
+    assert scene.call("batch_get_v1").pages == 1
+    scene.store.drop(KEYS[0])
+    assert scene.call("batch_get_v1").pages == 0
+    assert scene.client.faults == {Fault.MISSING: 3, Fault.HOLE: 2}
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_a_hung_call_keeps_its_pages_until_it_returns(scene: Scene, method: str) -> None:
+    """Guards against a late zero-copy read that writes into pages which somebody else has got, and
+    against a late write that stores what the pages hold by then: their owner hears that the call
+    may still use them, and again when it has returned. Its keys are its own meanwhile."""
+    gate, keys = scene.hang(method), [*KEYS[:1], "9" * 64]
+    call = scene.client.read if method == "batch_get_v1" else scene.client.write
+    outcome = call(keys, slots(4, 5))
+    keys.clear()
     assert (outcome.pages, outcome.fault) == (0, Fault.DEADLINE)
-    call = outcome.overdue
-    assert call is not None and call.host_indices.tolist() == slots(4, 5).tolist()
-    assert scene.client.overdue == 1 and not call.returned.done()
-    free = threading.Event()
-    call.returned.add_done_callback(lambda _: free.set())
-    before = content(scene.pool, 4)
-    assert scene.store.written == []
+    assert outcome.overdue.host_indices.tolist() == slots(4, 5).tolist()
+    assert scene.client.overdue == 1 and not outcome.overdue.returned.done()
+    before = [content(scene.pool, page) for page in (4, 5)]
     gate.open()
-    assert free.wait(10)
-    # It did write, long after it was given up: this is why the pages had to stay out of use.
-    assert scene.store.written == [4, 5]
-    assert content(scene.pool, 4) == scene.stored[0] != before
-
-
-def test_a_hung_write_keeps_its_pages_until_it_returns(scene: Scene) -> None:
-    """Guards against a late zero-copy write that stores what the pages hold by then, under the
-    keys of what they held before."""
-    gate = scene.hang("batch_set_v1")
-    outcome = scene.client.write(["9" * 64], slots(5))
-    assert (
-        outcome.overdue is not None and outcome.overdue.host_indices.tolist() == slots(5).tolist()
-    )
-    written = content(scene.pool, 5)
-    gate.open()
-    concurrent.futures.wait([outcome.overdue.returned], timeout=10)
-    assert scene.store.content["9" * 64] == written
-    assert scene.store.disturbed == []
+    outcome.overdue.returned.result(10)
+    if method == "batch_get_v1":
+        # It did write, long after it was given up: this is why the pages had to stay out of use.
+        assert scene.store.written == [4]
+        assert content(scene.pool, 4) == content(scene.pool, 0) != before[0]
+    else:
+        assert scene.store.content["9" * 64] == before[1] and scene.store.disturbed == []
 
 
 def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -> None:
@@ -128,17 +145,8 @@ def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -
     outcome = scene.client.write(["9" * 64], slots(5))
     fill(scene.pool, seed=5)
     gate.open()
-    assert outcome.overdue is not None
-    concurrent.futures.wait([outcome.overdue.returned], timeout=10)
+    outcome.overdue.returned.result(10)
     assert scene.store.disturbed == ["9" * 64]
-
-
-def test_a_call_that_works_leaves_nothing_busy(scene: Scene) -> None:
-    """Guards against pages that are held for calls that have returned."""
-    assert scene.client.read(KEYS, slots(3, 4, 5)).overdue is None
-    scene.store.fail("batch_get_v1")
-    assert scene.client.read(KEYS, slots(3, 4, 5)).overdue is None
-    assert scene.client.overdue == 0
 
 
 def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
@@ -147,43 +155,24 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
     """Guards against a deadline for every call of a dead store, against threads and messages
     without number, and against a store that is never asked again."""
     caplog.set_level(logging.WARNING)
-    gate = scene.hang("batch_get_v1")
-    assert scene.client.read(KEYS, slots(3, 4, 5)).fault is Fault.DEADLINE
+    scene.hang("batch_get_v1")
+    assert scene.call("batch_get_v1").fault is Fault.DEADLINE
     scene.store.calls.clear()
     for _ in range(50):
-        assert scene.client.query(KEYS).fault is Fault.DOWN
-        assert scene.client.write(KEYS, slots(0, 1, 2)).fault is Fault.DOWN
+        assert scene.call("batch_exists").fault is scene.call("batch_set_v1").fault is Fault.DOWN
     assert scene.store.calls == [] and not scene.client.up
     assert scene.client.faults == {Fault.DEADLINE: 1, Fault.DOWN: 100}
-    assert [r.levelname for r in caplog.records] == ["ERROR"]
-    assert "scripted" in caplog.text and "batch_get_v1" in caplog.text
-
-    probe = scene.store.hang("batch_exists")
-    scene.now += 1.0
-    assert scene.client.query(KEYS).fault is Fault.DOWN, "a probe holds up nobody"
+    scene.store.fail("batch_exists")
+    for seconds in (1.0, 3.0):  # a probe that fails or hangs holds up nobody, and is no answer
+        probe = scene.store.hang("batch_exists", call=2)
+        scene.now += seconds
+        assert scene.call("batch_exists").fault is Fault.DOWN
     assert probe.entered.wait(10)
-    assert scene.store.calls == [("batch_exists", [PROBE_KEY])]
-    scene.now += 2.0
-    second = scene.store.hang("batch_exists")
-    scene.client.query(KEYS)
-    assert second.entered.wait(10), "the first probe may never return"
-    gate.open()
-    probe.open()
+    assert scene.store.calls == [("batch_exists", [PROBE_KEY])] * 2 and not scene.client.up
+    scene.store.open_all()
     until(lambda: scene.client.up)
-    assert scene.client.query(KEYS).fault is None
-    assert [r.levelname for r in caplog.records] == ["ERROR", "WARNING"]
-    assert scene.client.read(KEYS, slots(3, 4, 5)).pages == 3
-
-
-def test_a_probe_that_fails_leaves_the_store_down(scene: Scene) -> None:
-    """Guards against an error that counts as an answer."""
-    scene.hang("batch_exists")
-    scene.client.query(KEYS)
-    scene.store.fail("batch_exists", 1)
-    scene.now += 1.0
-    scene.client.query(KEYS)
-    until(lambda: len(scene.store.calls) == 2 and scene.client.under_way == 1)
-    assert not scene.client.up
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert scene.call("batch_get_v1").pages == 3
 
 
 def test_threads_are_bounded() -> None:
@@ -192,17 +181,11 @@ def test_threads_are_bounded() -> None:
     scene = Scene(max_calls=3, longest_retry=1.0)
     for _ in range(10):
         scene.hang("batch_get_v1")
-        scene.client.read(KEYS, slots(3, 4, 5))
-        scene.now += 10.0
-        scene.client.query(KEYS)
-        until(lambda: scene.client.up)
-    assert scene.client.under_way == 3
-    assert scene.client._threads.made <= 4  # a probe may start while the last call ends
-    assert scene.client.faults[Fault.DEADLINE] == 3
+        scene.call("batch_get_v1")
+        scene.up_again()
+    assert scene.client.under_way == scene.client.faults[Fault.DEADLINE] == 3
     scene.settled()
-    scene.now += 10.0
-    scene.client.query(KEYS)
-    until(lambda: scene.client.up)
+    scene.up_again()
     assert scene.client.query(KEYS).pages == 3
 
 
@@ -211,7 +194,7 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
     that may be under way, and after hours of it nobody asked a store that had recovered."""
     scene = Scene(max_calls=3, longest_retry=1.0)
     scene.hang("batch_get_v1")
-    scene.client.read(KEYS, slots(3, 4, 5))
+    scene.call("batch_get_v1")
     for hanging in range(5):
         probe = scene.store.hang("batch_exists")
         scene.now += 1.0 + hanging
@@ -222,68 +205,6 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
     until(lambda: scene.client.up)
     assert scene.client.query(KEYS).pages == 3, "those that hang take nobody's place"
     scene.settled()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda r: r[:-1], lambda r: [*r, True], lambda r: None, lambda r: True, lambda r: []],
-    ids=["short", "long", "none", "true", "empty"],
-)
-@pytest.mark.parametrize("method", ["batch_get_v1", "batch_set_v1"])
-def test_results_of_another_length_mean_nothing(
-    scene: Scene, method: str, change: Callable[[Any], Any]
-) -> None:
-    """Guards against results by key read as results by page, and against backends that answer with
-    one word for all."""
-    scene.store.answer(method, change)
-    call = scene.client.read if method == "batch_get_v1" else scene.client.write
-    outcome = call(KEYS, slots(3, 4, 5))
-    assert (outcome.pages, outcome.fault) == (0, Fault.MALFORMED)
-    assert scene.client.faults == {Fault.MALFORMED: 1}
-
-
-@pytest.mark.parametrize("answer", [4, -1, None, True, [True] * 3])
-def test_hits_that_cannot_be(scene: Scene, answer: Any) -> None:
-    """Guards against more hits than pages: a backend that counts keys instead of pages."""
-    scene.store.answer("batch_exists", lambda _: answer)
-    outcome = scene.client.query(KEYS)
-    assert (outcome.pages, outcome.fault) == (0, Fault.MALFORMED)
-
-
-def test_lost_and_short_pages_end_the_run(scene: Scene) -> None:
-    """Guards against pages behind a hole that count, and against short pages that count at all."""
-    scene.store.shorten(KEYS[1])
-    outcome = scene.client.read(KEYS, slots(3, 4, 5))
-    assert (outcome.pages, outcome.fault) == (1, Fault.MISSING)
-    assert scene.client.faults == {Fault.MISSING: 1, Fault.HOLE: 1}
-    scene.store.drop(KEYS[0])
-    assert scene.client.read(KEYS, slots(3, 4, 5)).pages == 0
-    assert scene.client.faults == {Fault.MISSING: 3, Fault.HOLE: 2}
-    assert scene.client.up
-
-
-def test_a_write_with_a_hole_counts_to_the_hole(scene: Scene) -> None:
-    """Guards against a node that is marked as stored with a page of it missing."""
-    scene.store.answer("batch_set_v1", lambda _: [True, False, True])
-    assert scene.client.write(KEYS, slots(3, 4, 5)).pages == 1
-
-
-@pytest.mark.parametrize("truth", [1, -5, "no", None])
-def test_only_true_is_true(scene: Scene, truth: Any) -> None:
-    """Guards against error codes that are taken for success."""
-    scene.store.answer("batch_get_v1", lambda _: [True, truth, True])
-    assert scene.client.read(KEYS, slots(3, 4, 5)).pages == 1
-
-
-def test_a_callers_list_is_the_callers(scene: Scene) -> None:
-    """Guards against a call that hangs, and then works on keys that its caller has changed."""
-    gate = scene.hang("batch_get_v1")
-    keys = list(KEYS)
-    scene.client.read(keys, slots(3, 4, 5))
-    keys.clear()
-    gate.open()
-    scene.settled()
-    assert scene.store.written == [3, 4, 5]
 
 
 def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:
@@ -299,11 +220,9 @@ def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:
     assert gate.entered.wait(10)
     assert scene.client.get_stats() is None and scene.client.under_way == 1
     gate.open()
-    until(lambda: scene.client.under_way == 0)
-    assert scene.client.get_stats() == 1, "each answer once"
-    until(lambda: scene.client.under_way == 0)
-    assert scene.client.get_stats() == 2
-    scene.settled()
+    for answer in (1, 2):
+        until(lambda: scene.client.under_way == 0)
+        assert scene.client.get_stats() == answer, "each answer once"
 
 
 def test_the_rest_never_raises(scene: Scene) -> None:
@@ -318,12 +237,10 @@ def test_the_rest_never_raises(scene: Scene) -> None:
     def broken() -> None:
         raise OSError("broken")
 
-    scene.store.get_stats = broken
-    assert scene.client.get_stats() is None
-    until(lambda: scene.client.under_way == 0)
-    assert scene.client.get_stats() is None
-    until(lambda: scene.client.under_way == 0)
-    scene.store.close = broken
+    scene.store.get_stats = scene.store.close = broken
+    for _ in range(2):
+        assert scene.client.get_stats() is None
+        until(lambda: scene.client.under_way == 0)
     scene.client.close()
     assert scene.client.faults[Fault.ERROR] == 3
     assert not StoreClient(object(), "has no clear").clear()

@@ -4,7 +4,6 @@ mode."""
 from __future__ import annotations
 
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 import torch
 
 from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_arguments
-from component.buffer_only.checks import check_idle, nodes
-from component.buffer_only.scripted_store import ScriptedStore
+from component.buffer_only.checks import nodes
+from component.buffer_only.scenes import steps
+from component.buffer_only.scripted_store import ScriptedStore, until
 from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
@@ -51,74 +51,60 @@ def test_an_index_is_loaded_before_it_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.hazard("host-pool-size")
 @pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("size", [1, 3, 2e-4], ids=["1 page", "3 pages", "0.2 MB"])
 def test_a_host_pool_smaller_than_the_device_pool(
-    kind: str, layout: str, pages: int, caplog: pytest.LogCaptureFixture
+    kind: str, layout: str, size: float, caplog: pytest.LogCaptureFixture
 ):
     """In this mode, and in no other: SGLang's own refuses to be smaller. The log says how large it
-    is."""
+    is. Gigabytes are 0.5.23's: 10**9 bytes of this rank's KV, and SGLang's one page for padding."""
     caplog.set_level("INFO")
     build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
     pool = device_pool(kind)
-    with of_pages(pages):
+    with of_pages(size) if size >= 1 else of_gigabytes(size):
         host = build(pool, 2.0, 0, 64, layout)
+    pages = size if size >= 1 else int(size * 1e9 // host.size_per_token) // 64 + 1
     assert host.page_num == max(pages, LAYERS) and host.is_stage and host.device_pool is pool
-    megabytes = host.size * host.size_per_token / 1e6
-    assert f"a staging buffer of {pages} pages of 64 tokens ({megabytes:.1f} MB" in caplog.text
+    assert f"a staging buffer of {pages} pages of 64 tokens (" in caplog.text
     with pytest.raises(AssertionError, match="larger than the device memory"):
         build(pool, 0.5, 0, 64, layout)
     assert not getattr(build(pool, 2.0, 0, 64, layout), "is_stage", False)
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
-def test_a_stage_of_so_many_gigabytes(kind: str, caplog: pytest.LogCaptureFixture):
-    """As 0.5.23 counts them: 10**9 bytes of this rank's KV, and SGLang's one page for padding.
-    Guards against SGLang's demand for more than the device pool has."""
-    caplog.set_level("INFO")
-    build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
-    pool, wanted = device_pool(kind), 2e-4
-    with of_gigabytes(wanted):
-        host = build(pool, 2.0, 0, 64, "page_first")
-    assert host.page_num == int(wanted * 1e9 // host.size_per_token) // 64 + 1
-    assert host.is_stage and host.size < pool.size and host.device_pool is pool
-    assert f"a staging buffer of {host.page_num} pages" in caplog.text
+@pytest.mark.hazard("host-pool-size")
+@pytest.mark.parametrize(
+    ("given", "threshold", "message"),
+    [
+        ({"pages": 9}, 5, "--hicache-buffer-pages 9 is too small"),
+        ({"pages": None, "hicache_size": 2e-7}, 1, "--hicache-size 2e-07 is too small"),
+        ({"pages": None, "hicache_size": 4e-6}, 40, "--hicache-size 4e-06 is too small"),
+    ],
+)
+def test_a_stage_that_is_too_small(given: dict[str, Any], threshold: int, message: str):
+    """In which nothing could move. A threshold from a file is known only here."""
+    extra = json.dumps({"interface_v1": 1, "prefetch_threshold": threshold * PAGE})
+    with pytest.raises(ValueError, match=message):
+        Cache(**given, hicache_storage_backend_extra_config=extra)
 
 
-def test_the_tree_uses_what_the_gigabytes_hold():
-    """Guards against a stage that is larger or smaller than its memory, and against one in which
-    nothing could move being accepted."""
-    cache = Cache(pages=None, hicache_size=4e-5)
-    host = cache.tree.token_to_kv_pool_host
-    assert cache.stage.pages == host.page_num > 4
-    extra = json.dumps({"interface_v1": 1, "prefetch_threshold": 40 * PAGE})
-    for gigabytes, change in ((2e-7, {}), (4e-6, {"hicache_storage_backend_extra_config": extra})):
-        with pytest.raises(ValueError, match=f"--hicache-size {gigabytes} is too small"):
-            Cache(pages=None, hicache_size=gigabytes, **change)
-
-
+@pytest.mark.hazard("wrong-gauges")
 @pytest.mark.parametrize(
     ("given", "pages"),
     [
         ({}, 40),  # five gigabytes are more than the device pool, which is the most
         ({"hicache_ratio": 0.5}, 20),
         ({"hicache_ratio": 1.5}, 60),
-        ({"hicache_ratio": 0.5, "hicache_buffer_pages": 16}, 16),
+        ({"hicache_ratio": 0.5, "pages": 16}, 16),
+        ({"hicache_size": 4e-5}, None),
     ],
     ids=str,
 )
-def test_sizes_of_the_stage(given: dict[str, Any], pages: int):
-    """What nobody asked for, and what SGLang 0.5.23 means by its ratio."""
-    cache = Cache(**{"pages": given.pop("hicache_buffer_pages", None), **given})
-    assert cache.tree.buffer.context.stage.pages == pages
-
-
-@pytest.mark.hazard("wrong-gauges")
-def test_the_host_pool_says_what_the_stage_uses():
-    """``sglang:hicache_host_used_tokens`` is the pool's size less what is free in it; SGLang's own
+def test_sizes_of_the_stage(given: dict[str, Any], pages: int | None):
+    """What nobody asked for, what SGLang 0.5.23 means by its ratio, and what gigabytes hold.
+    ``sglang:hicache_host_used_tokens`` is the pool's size less what is free in it; SGLang's own
     list of free slots knows nothing of a stage."""
-    cache = Cache(pages=16)
+    cache = Cache(**({"pages": None} | given))
     host = cache.tree.token_to_kv_pool_host
-    assert host.available_size() == host.size
+    assert cache.stage.pages == (pages or host.page_num) > 4
     cache.compute(prompt(1, 3))
     cache.step()
     assert host.size - host.available_size() == 3 * PAGE == cache.stage.used() * PAGE
@@ -147,16 +133,12 @@ def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.Monkey
 
 def test_without_the_mode_everything_is_sglangs():
     """The patch set is installed on servers that do not ask for it."""
-    cache = Cache.__new__(Cache)
-    cache.store = ScriptedStore()
-    cache.device = MHATokenToKVPool(64, PAGE, torch.float32, 1, 4, LAYERS, "cpu", False)
-    cache.allocator = hiradix_allocator(cache.device)
     args = server_arguments(hicache_host_memory_mode="cache", hicache_buffer_pages=None)
-    tree = cache._tree(args, 0)
+    tree = Cache()._tree(args, 0)
     try:
         assert tree.buffer is None and not tree.cache_controller.staging
         assert tree.cache_controller.prefetch_thread.is_alive()
-        assert tree.token_to_kv_pool_host.size > cache.device.size
+        assert tree.token_to_kv_pool_host.size > 40 * PAGE
         assert type(tree.eviction_strategy).__name__ == "LRUStrategy"
         tree.check_hicache_events()
         assert tree.check_prefetch_progress("nobody")
@@ -164,20 +146,6 @@ def test_without_the_mode_everything_is_sglangs():
     finally:
         ok, _ = tree.detach_storage_backend()
     assert ok
-
-
-def hiradix_allocator(device: Any) -> Any:
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-
-    return PagedTokenToKVPoolAllocator(64, PAGE, torch.float32, "cpu", device, False)
-
-
-@pytest.mark.hazard("host-pool-size")
-def test_a_stage_that_is_too_small():
-    """A threshold from a file is known only here."""
-    extra = json.dumps({"interface_v1": 1, "prefetch_threshold": 5 * PAGE})
-    with pytest.raises(ValueError, match="--hicache-buffer-pages 9 is too small"):
-        Cache(pages=9, hicache_storage_backend_extra_config=extra)
 
 
 @pytest.mark.parametrize(
@@ -204,62 +172,42 @@ def test_a_wait_of_the_servers_own(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.hazard("flush-or-detach-under-way")
-def test_the_store_cannot_be_changed_while_the_server_runs():
+@pytest.mark.parametrize("in_a_call", [False, True])
+def test_the_store_cannot_be_changed_while_the_server_runs(in_a_call: bool):
     """Nothing but the store keeps KV, and what is under way belongs to it; the end of the process
-    does close it."""
-    cache = Cache()
-    for answer in (
+    does close it, but not in a call: a native client whose memory is gone then ends in a crash."""
+    cache, closed = Cache(), []
+    for ok, message in (
         cache.tree.detach_storage_backend(),
         cache.tree.attach_storage_backend("dynamic", hicache_write_policy="write_back"),
     ):
-        ok, message = answer
         assert not ok and "--hicache-storage-backend" in message and "Restart" in message
     assert cache.tree.write_through_threshold == 1
+    if in_a_call:
+        cache.store.hang("batch_set_v1")
     assert cache.tree.enable_storage and cache.serve("r", prompt(1, 3)) == 0
-    cache.settle()
-    check_idle(cache)
-    closed = []
+    steps(cache, 4)
     cache.store.close = lambda: closed.append(True)
     cache.tree.shutdown()
-    assert not cache.tree.enable_storage and closed == [True]
-
-
-@pytest.mark.hazard("flush-or-detach-under-way")
-def test_a_store_in_a_call_is_not_closed():
-    """A native client whose memory is gone under a call that runs ends in a crash."""
-    cache = Cache()
-    cache.store.hang("batch_set_v1")
-    cache.compute(prompt(1, 3))
-    for _ in range(4):
-        cache.step()
-    cache.store.close = lambda: pytest.fail("closed")
-    cache.tree.shutdown()
-    assert cache.tree.enable_storage
-    cache.let_go()
+    assert cache.tree.enable_storage is in_a_call and bool(closed) is not in_a_call
 
 
 def test_with_threads():
     """The threads that servers have; only the order of things is open."""
-    cache = Cache(threads=IOThreads, alone=True)
-    tokens = prompt(1, 6)
+    cache, tokens = Cache(threads=IOThreads, alone=True), prompt(1, 6)
     cache.compute(tokens)
-    wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
+    stepping_until(cache, lambda: not cache.buffer.busy and not cache.stage.used())
     cache.flush()
     cache.want("r", tokens)
-    wait_for(cache, lambda: cache.tree.check_prefetch_progress("r"))
+    stepping_until(cache, lambda: cache.tree.check_prefetch_progress("r"))
     assert cache.compute(tokens, rid="r") == 5 * PAGE
-    wait_for(cache, lambda: not cache.buffer.busy and not cache.stage.used())
-    check_idle(cache)
+    stepping_until(cache, lambda: not cache.buffer.busy and not cache.stage.used())
     assert cache.buffer.close()
 
 
-def wait_for(cache: Cache, condition: Any) -> None:
+def stepping_until(cache: Cache, condition: Any) -> None:
     """Idle steps of a scheduler: nobody but they move anything on."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, cache.describe()
-        cache.tree.check_hicache_events()
-        time.sleep(0.001)
+    until(lambda: cache.step(work=False) or condition(), pause=0.001)
 
 
 @pytest.mark.hazard("holes-in-answers")
@@ -292,7 +240,7 @@ def test_keys_of_the_prefix():
     cache.flush()
     cache.serve("r", tokens)
     cache.settle()
-    assert {method for method, _, _ in seen} == {"exists", "get", "set"}
+    assert len({method for method, _, _ in seen}) == 3
     for _, keys, before in seen:
         assert before == chain[: len(before)] and keys == chain[len(before) :][: len(keys)]
 
@@ -306,5 +254,4 @@ def test_ranks_that_hold_the_same_kv_write_once():
     cache.step()
     assert cache.stage.used() == 3
     cache.settle()
-    assert cache.store_calls("batch_set_v1") == 0 and nodes(cache.tree)[0].storage_backed
-    check_idle(cache)
+    assert not cache.store.asked("batch_set_v1") and nodes(cache.tree)[0].storage_backed

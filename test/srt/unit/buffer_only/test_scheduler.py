@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.buffer_only.patience import Patience
 from sglang.srt.mem_cache.buffer_only.scheduler import (
     NAP_S,
     BufferOnlyScheduler,
-    report_storage_hit,
 )
 
 
@@ -49,21 +48,12 @@ class Stock:
         assert self.is_fully_idle()
         self.calls["released"] += 1
 
-    def update_weights_from_disk(self, recv_req: object) -> object:
+    def update(self, recv_req: object) -> object:
         self.on_update()
-        return "update_weights_from_disk", recv_req
+        return recv_req
 
-    def update_weights_from_distributed(self, recv_req: object) -> object:
-        self.on_update()
-        return "update_weights_from_distributed", recv_req
-
-    def update_weights_from_tensor(self, recv_req: object) -> object:
-        self.on_update()
-        return "update_weights_from_tensor", recv_req
-
-    def update_weights_from_ipc(self, recv_req: object) -> object:
-        self.on_update()
-        return "update_weights_from_ipc", recv_req
+    update_weights_from_disk = update_weights_from_distributed = update
+    update_weights_from_tensor = update_weights_from_ipc = update
 
     def run_event_loop(self) -> None:
         self.calls["ran"] += 1
@@ -97,14 +87,13 @@ def scheduler(busy: bool = False) -> Scheduler:
     found.server_args = SimpleNamespace(enable_dp_attention=False)
     found.model_config = SimpleNamespace(is_multimodal=False)
     found.offload_tags = set()
-    hits = {"r": 8}
     found.said = []
     prefetches = SimpleNamespace(
         in_line=lambda *line: found.said.append(line), cancel=found.said.append
     )
     found.tree_cache = SimpleNamespace(
         buffer=SimpleNamespace(busy=busy, prefetches=prefetches, context=SimpleNamespace(now_ms=7)),
-        take_storage_hit=lambda rid: hits.pop(rid, 0),
+        take_storage_hit=lambda rid: 0,
     )
     return found
 
@@ -124,15 +113,6 @@ def test_busy_pipelines_are_not_idle_and_do_not_sleep(monkeypatch: pytest.Monkey
     assert naps == [NAP_S] and NAP_S < 0.001
 
 
-@pytest.mark.hazard("flush-or-detach-under-way")
-def test_a_flush_waits_for_no_store():
-    """A store that takes nothing would keep a server from being flushed for ever; an update of the
-    weights, which asserts that the flush was done, would end it."""
-    busy = scheduler(busy=True)
-    assert busy.flush_cache()
-    assert not busy.is_fully_idle()
-
-
 @pytest.mark.parametrize(("waited_ms", "flushed"), [(59_999, 0), (60_000, 1)])
 def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(waited_ms, flushed):
     """``/flush_cache?timeout=``: refused when the time is over, it would be for ever. Its time is
@@ -149,16 +129,18 @@ def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(waited_ms, flus
     assert busy.calls["flushed later"] == flushed
 
 
-def test_weights_that_were_released_are_not_read(monkeypatch):
-    """The flush after an update names the keys by the weights in memory, if they are there."""
-    found = scheduler()
-    named: list[int] = []
+@pytest.mark.hazard("flush-or-detach-under-way")
+def test_a_flush_waits_for_no_store(monkeypatch):
+    """A store that takes nothing would keep a server from being flushed for ever; an update of the
+    weights, which asserts that the flush was done, would end it. The flush after an update names
+    the keys by the weights in memory, if they are there."""
+    found, named = scheduler(busy=True), []
     monkeypatch.setattr(found, "name_keys", lambda: named.append(1))
     found._weights_changed = True
-    found.offload_tags = {"weights"}
-    assert found.flush_cache() and not named
-    found.offload_tags = set()
-    assert found.flush_cache() and named
+    for tags in ({"weights"}, set()):
+        found.offload_tags = tags
+        assert found.flush_cache() and not found.is_fully_idle()
+        assert len(named) == (not tags)
 
 
 @pytest.mark.parametrize(("tags", "flushes"), [(None, 1), (["kv_cache"], 1), (["weights"], 0)])
@@ -188,7 +170,7 @@ def test_new_weights_have_keys_of_their_own(update, monkeypatch):
     found.name_keys()
     found.on_update = lambda: setattr(runner, "model", "new")
     request = SimpleNamespace(flush_cache=True)
-    assert getattr(found, update)(request) == (update, request)
+    assert getattr(found, update)(request) is request
     assert len(names) == 2 and names[0] != names[1]
     # Weights that come in many pieces: named once, when the cache is flushed at the end.
     hidden: list[str] = []
@@ -227,28 +209,25 @@ def request(**changes):
 
 @pytest.mark.hazard("wrong-gauges")
 @pytest.mark.parametrize(
-    ("device", "fetched", "expected"),
-    [(12, 8, (4, 8)), (6, 8, (0, 6)), (12, 0, (12, 0)), (0, 8, (0, 0))],
+    ("device", "fetched", "retracted", "expected"),
+    [
+        (12, 8, False, (4, 8)),
+        (6, 8, False, (0, 6)),
+        (12, 0, False, (12, 0)),
+        (0, 8, False, (0, 0)),
+        (12, 8, True, (12, 0)),
+    ],
 )
-def test_storage_hits_are_reported_as_such(device, fetched, expected):
-    """Never as host hits, for the host keeps nothing; and no more than the request hit at all."""
-    req = request(cached_tokens_device=device)
-    report_storage_hit(req, fetched)
-    assert (req.cached_tokens_device, req.cached_tokens_storage) == expected
-    assert req.cached_tokens_host == 0
-
-
-@pytest.mark.hazard("wrong-gauges")
-def test_reported_once():
-    """The request runs in several chunks, and perhaps again after a retraction."""
-    found = scheduler()
-    req = request()
+def test_storage_hits_are_reported_as_such(device, fetched, retracted, expected):
+    """Never as host hits, for the host keeps nothing; no more than the request hit at all; and
+    once, though it runs in several chunks, and perhaps again after a retraction."""
+    found, req = scheduler(), request(cached_tokens_device=device, retracted_stain=retracted)
+    hits = {"r": fetched}
+    found.tree_cache.take_storage_hit = lambda rid: hits.pop(rid, 0)
     found.batch = SimpleNamespace(reqs=[req])
     found.get_new_batch_prefill(), found.get_new_batch_prefill()
-    assert (req.cached_tokens_device, req.cached_tokens_storage) == (4, 8)
-    retracted = request(retracted_stain=True)
-    report_storage_hit(retracted, 8)
-    assert retracted.cached_tokens_storage == 0
+    assert (req.cached_tokens_device, req.cached_tokens_storage) == expected
+    assert req.cached_tokens_host == 0
 
 
 def test_prefetches_know_the_line_and_who_runs():
@@ -389,36 +368,20 @@ def test_no_full_collection_looks_through_what_the_start_left():
 
 @pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize(("generates", "told"), [(False, [2, -1]), (True, [])])
-def test_models_that_only_embed_wait_for_what_is_loaded(generates: bool, told: list[int]):
+def test_who_waits_for_what_is_loaded(generates: bool, told: list[int]):
     """SGLang tells the layers which copy to wait for where a model generates, and nowhere else: an
-    embedding would be that of KV which is not there yet."""
-    found = scheduler()
-    found.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    heard: list[int] = []
+    embedding would be that of KV which is not there yet. A batch keeps the layer events of its
+    prefill: where decoding runs without CUDA graphs, it would wait for whatever copy was made with
+    them since. Slots that a draft model writes are not known: its verification writes to more than
+    the batch says."""
+    found, heard = scheduler(), []
+    found.spec_algorithm = SimpleNamespace(is_none=lambda: generates)
     found.tp_worker = SimpleNamespace(set_hicache_consumer=heard.append)
     found.is_generation = generates
-    for index in (2, -1):
-        loading = batch(1)
-        loading.hicache_consumer_index = index
-        assert found.run_batch(loading) is loading
+    for extend, index, waits_for in [(True, 2, 2), (True, -1, -1), (False, 2, -1)]:
+        if extend or generates:
+            running = batch(1, extend)
+            running.hicache_consumer_index = index
+            assert found.run_batch(running).hicache_consumer_index == waits_for
     assert heard == told
-
-
-@pytest.mark.hazard("copy-not-ordered")
-def test_decoding_waits_for_no_copy():
-    """A batch keeps the layer events of its prefill. Where decoding runs without CUDA graphs, it
-    would wait for whatever copy was made with them since."""
-    found = scheduler()
-    found.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    for extend, waits_for in [(True, 2), (False, -1)]:
-        running = batch(1, extend)
-        running.hicache_consumer_index = 2
-        assert found.run_batch(running).hicache_consumer_index == waits_for
-
-
-def test_slots_that_a_draft_model_writes_are_not_known():
-    """Its verification writes to more than the batch says."""
-    found = scheduler()
-    found.spec_algorithm = SimpleNamespace(is_none=lambda: False)
-    found.run_batch(batch(1))
-    assert found.tree_cache.written is None
+    assert found.tree_cache.written == ("slots" if generates else None)

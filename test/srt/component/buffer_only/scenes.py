@@ -1,0 +1,71 @@
+"""What many tests begin with, and bring to an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from component.buffer_only.cache import Cache
+from component.buffer_only.checks import check
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+
+
+def stored(*prompts: Sequence[int], **changes: Any) -> Cache:
+    """A cache with an empty tree, and a store that has all of ``prompts``."""
+    cache = Cache(**changes)
+    for tokens in prompts:
+        cache.compute(tokens)
+        cache.settle()
+    cache.flush()
+    cache.store.calls.clear()
+    cache.buffer.context.counters.clear()
+    return cache
+
+
+def measured(cache: Cache, call_seconds: float) -> None:
+    """A store whose calls take so long, and a model that computes 1,000 tokens a second."""
+    cache.buffer.ran(1.0, 1000)
+    cache.buffer.prefetches.fetches.call_seconds.add(call_seconds)
+    cache.buffer.prefetches.fetches.call_bytes.add(1e6)
+
+
+def reach(cache: Cache, state: State, rid: str = "r") -> None:
+    """Steps, with as little work as it takes, until the prefetch is in ``state``.
+
+    What holds it in a state that is usually over in a step goes when it is there.
+    """
+    if state is State.FOUND:
+        cache.hog()
+    for _ in range(20):
+        if cache.state(rid) is state:
+            cache.unhog()
+            return
+        if cache.state(rid) is State.QUERYING:
+            cache.threads["query"].run()  # what follows a query at once has not come yet
+            cache.calm()
+        cache.step(work=cache.state(rid) is State.FETCHING)
+    raise AssertionError(f"{state} is never reached: {cache.describe()}")
+
+
+def steps(cache: Cache, count: int, work: bool = True) -> None:
+    """So many scheduler steps; all is in order after each."""
+    for _ in range(count):
+        cache.step(work)
+        check(cache, content=False)
+
+
+def admit_in_line(
+    cache: Cache, line: dict[str, list[int]], after: Callable[[Cache], Any] = check
+) -> int:
+    """Steps of a scheduler that admits all that are ready, first in line first; tokens of hits."""
+    hits, line = 0, dict(line)
+    for _ in range(200):
+        if not line:
+            return hits
+        cache.buffer.prefetches.in_line(line)
+        cache.step()
+        for rid in list(line):
+            if cache.tree.check_prefetch_progress(rid):
+                hits += cache.compute(line.pop(rid), rid=rid)
+        after(cache)
+    raise AssertionError(f"never admitted: {list(line)}: {cache.describe()}")

@@ -1,0 +1,137 @@
+"""What is fetched and what is computed instead, by how fast the store and the model are."""
+
+from __future__ import annotations
+
+import pytest
+
+from component.buffer_only.cache import PAGE, prompt
+from component.buffer_only.ranks import Ranks
+from component.buffer_only.scenes import measured, steps, stored
+from component.buffer_only.test_prefetch import ALONE
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.worth import Choice
+
+
+@ALONE
+@pytest.mark.parametrize(
+    ("call_s", "in_store", "pages", "always", "choice", "hit"),
+    [
+        # Sixteen tokens take 16 ms to compute: nobody waits for a call of a second for them.
+        (1.0, 5, 5, False, Choice.UNASKED, 0),
+        (1.0, 5, 5, True, Choice.UNMEASURED, 4),
+        # All that is missing would take longer to compute than to fetch, what there is does not.
+        (0.03, 4, 10, False, Choice.SLOWER, 0),
+        # Twenty-five pages would take two rounds of calls, of 60 ms each, and 100 ms to compute;
+        # the store has those of the first round.
+        (0.06, 24, 26, False, Choice.FASTER, 24),
+    ],
+)
+def test_what_is_fetched(
+    call_s: float, in_store: int, pages: int, always: bool, choice: Choice, hit: int, alone: bool
+):
+    """No clock moves meanwhile."""
+    tokens = prompt(1, pages)
+    cache = stored(tokens[: in_store * PAGE], alone=alone, settings={"always_fetch": always})
+    measured(cache, call_s)
+    assert cache.serve("r", tokens) == hit * PAGE
+    assert cache.buffer.context.choices == {choice: 1}
+    assert hit or not cache.store.asked("batch_get_v1")
+
+
+@ALONE
+@pytest.mark.parametrize("in_store", [0, 5], ids=["nothing is stored", "all is stored"])
+def test_one_in_sixteen_waits_for_a_slow_store(in_store: int, alone: bool):
+    """To see whether it is still slow. An answer takes a step of the scheduler, and so would every
+    request whose few new tokens are computed sooner than anything is fetched."""
+    tokens = prompt(1, 5)
+    cache = stored(tokens[: in_store * PAGE], alone=alone)
+    waits = []
+    for number in range(48):
+        measured(cache, 1.0)
+        cache.want(f"r{number}", tokens)
+        cache.step(work=False)
+        waits.append(not cache.tree.check_prefetch_progress(f"r{number}"))
+        steps(cache, 3)
+        cache.buffer.prefetches.in_line([])
+    assert waits == ([False] * 15 + [True]) * 3
+    assert cache.buffer.context.choices[Choice.TRIAL] == (3 if in_store else 0)
+
+
+@ALONE
+def test_a_fetch_goes_on_when_the_rest_is_found(alone: bool):
+    """The calls that are under way for a hit of twelve pages would count against the fourteen that
+    it has grown to, as if all were still to come and behind them: it would be given up for slow."""
+    tokens = prompt(1, 15)
+    cache = stored(tokens, alone=alone)
+    content = dict(cache.store.content)
+    cache.store.drop(*list(content)[12:])
+    measured(cache, 0.04)
+    cache.want("r", tokens)
+    for _ in range(6):
+        cache.threads["query"].run()
+        cache.calm()
+        steps(cache, 1, work=False)
+        if cache.state("r") is State.FETCHING and cache.store.content != content:
+            assert cache.stage.used() == 12
+            cache.store.content.update(content)
+            cache.now += 0.6
+    assert cache.state("r") is State.FETCHING and cache.stage.used() == 12
+    assert cache.run("r", tokens) == 14 * PAGE
+    assert cache.buffer.context.choices == {Choice.FASTER: 1}
+
+
+@pytest.mark.parametrize("how", ["aborted", "gone", "out of time"])
+def test_who_waited_for_the_stage_counts_no_more(how: str):
+    """The next one in line is computed sooner than fetched, unless the first, which computes now,
+    takes longer than a fetch."""
+    first, short = prompt(3, 9), prompt(1, 4)
+    cache = stored(first, short)
+    measured(cache, 0.03)
+    cache.hog()
+    cache.want("first", first)
+    cache.want("r", prompt(2, 6, base=short))
+    steps(cache, 4)
+    if how == "aborted":
+        cache.tree.release_aborted_request("first")
+    elif how == "gone":
+        cache.buffer.prefetches.in_line(["r"])
+    else:
+        assert not cache.tree.check_prefetch_progress("first")
+        cache.step()
+        cache.now += 10.1
+    assert cache.prefetch("r").choice is None
+    cache.step()
+    faster = how == "out of time"
+    assert cache.prefetch("r").choice is (Choice.FASTER if faster else Choice.SLOWER)
+    assert cache.state("r") is (State.FOUND if faster else State.MISSED)
+
+
+def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
+    """Those before it compute for longer than its call takes."""
+    prompts = {f"r{number}": prompt(number, 5) for number in range(4)}
+    cache = stored(prompts["r3"])
+    measured(cache, 0.05)
+    for rid, tokens in prompts.items():
+        cache.want(rid, tokens)
+    steps(cache, 4)
+    assert [cache.state(rid) for rid in prompts] == [State.MISSED] * 3 + [State.STAGED]
+    assert cache.buffer.context.choices == {Choice.UNASKED: 3, Choice.FASTER: 1}
+
+
+@pytest.mark.hazard("ranks-part-in-collective")
+@pytest.mark.parametrize("slow", ["lookups", "fetches"])
+def test_ranks_go_by_the_slowest(slow: str):
+    """Or one would ask for, or fetch, what the other one computes."""
+    ranks = Ranks(2)
+    ranks.store(prompt(1, 5))
+    for cache, seconds in zip(ranks.caches, (5.0, 1e-6), strict=True):
+        if slow == "fetches":
+            measured(cache, seconds)
+        else:
+            cache.buffer.ran(1.0, 1000)
+            cache.buffer.prefetches.queries.seconds.add(seconds)
+    ranks.live()
+    ranks.each(lambda cache: cache.want("r", prompt(1, 5)))
+    ranks.live()
+    assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
+    assert ranks.each(lambda cache: dict(cache.buffer.context.choices)) == {Choice.UNASKED: 1}
