@@ -7,25 +7,11 @@ import pytest
 
 from sglang.srt.mem_cache.buffer_only.backup_queue import (
     EVICTED,
-    FLUSHED,
-    FULL,
     BackupQueue,
     Segment,
     settle,
 )
 from unit.buffer_only.nodes import chain
-
-
-def test_storage_ready():
-    """Backed up on the host, or all of it in the store."""
-    (node,) = chain(8)
-    assert not node.storage_backed and not node.storage_ready
-    node.stored = 7
-    assert not node.storage_backed
-    node.stored = 8
-    assert node.storage_backed and node.storage_ready
-    node.stored, node.backuped = 0, True
-    assert node.storage_ready and not node.storage_backed
 
 
 @pytest.mark.hazard("split-while-under-way")
@@ -68,31 +54,6 @@ def test_a_failure_in_front_of_a_split_leaves_the_part_behind_it_alone():
     assert node.storage_backed and not front.storage_backed
 
 
-def test_in_order_and_bounded():
-    """The bound is in tokens; what does not fit is counted and not half queued."""
-    queue = BackupQueue(max_tokens=10)
-    first, second, third = chain(4, 6, 1)
-    assert queue.add(first) and queue.add(second) and not queue.add(third)
-    assert queue.dropped[FULL] == 1 and third.pending is None
-    assert [pending.node for pending in queue] == [first, second] and queue.tokens == 10
-    queue.done(queue.head())
-    assert queue.head().node is second and first.pending is None and queue.tokens == 6
-
-
-def test_a_split_keeps_both_halves_in_one_entry():
-    """Or the front would never be written and the rest be out of reach."""
-    queue = BackupQueue(100)
-    (node,) = chain(8)
-    queue.add(node)
-    front = node.split(2)
-    middle = node.split(3)
-    (pending,) = queue
-    assert pending.pieces() == [front, middle, node]
-    assert front.pending is middle.pending is node.pending is pending
-    queue.done(pending)
-    assert front.pending is middle.pending is node.pending is None and queue.tokens == 0
-
-
 def test_what_is_deleted_is_dropped_and_the_rest_stays_in_its_place():
     """The last part of a split node is evicted first; its front keeps its place in the queue, ahead
     of the children that it has got meanwhile."""
@@ -108,12 +69,3 @@ def test_what_is_deleted_is_dropped_and_the_rest_stays_in_its_place():
     assert [pending.node for pending in queue] == [other] and queue.dropped[EVICTED] == 8
     queue.deleted(chain(3)[0])  # never queued
     assert queue.tokens == 4
-
-
-def test_flushed():
-    """Nothing of an emptied tree is written."""
-    queue = BackupQueue(100)
-    for node in chain(3, 4):
-        queue.add(node)
-    queue.clear(FLUSHED)
-    assert len(queue) == 0 and queue.tokens == 0 and queue.dropped[FLUSHED] == 7

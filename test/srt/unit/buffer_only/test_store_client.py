@@ -28,16 +28,6 @@ def test_probes_come_at_growing_intervals() -> None:
     assert probes(breaker, 60.0) == [11.0, 13.0, 17.0, 25.0, 33.0, 41.0, 49.0, 57.0]
 
 
-def test_an_answer_makes_it_up_again() -> None:
-    """Guards against a store that stays down though it answers."""
-    breaker = CircuitBreaker(1.0, 8.0)
-    breaker.timed_out(0.0)
-    assert breaker.try_probe(1.0)
-    breaker.probe_ended(answered=True)
-    assert breaker.closed
-    assert not breaker.try_probe(100.0)
-
-
 def test_a_store_that_answers_probes_only_is_asked_less_and_less() -> None:
     """Guards against a deadline a second, for a store whose look-ups work and whose reads hang."""
     breaker = CircuitBreaker(1.0, 8.0)
@@ -51,56 +41,31 @@ def test_a_store_that_answers_probes_only_is_asked_less_and_less() -> None:
     assert waits == [1.0, 4.0, 8.0, 8.0, 8.0]
 
 
-def test_a_call_that_works_ends_the_outage() -> None:
-    """Guards against long waits for a store that hangs once a day."""
+def test_what_makes_it_ask_again_soon() -> None:
+    """Guards against long waits for a store that hangs once a day, and against an interval that
+    grows with the number of threads whose calls hang together."""
     breaker = CircuitBreaker(1.0, 8.0)
     for _ in range(4):
-        breaker.timed_out(0.0)
+        assert breaker.timed_out(0.0)
         assert breaker.try_probe(100.0)
         breaker.probe_ended(answered=True)
+    assert breaker.closed and not breaker.try_probe(200.0)
     breaker.succeeded()
-    breaker.timed_out(0.0)
-    assert breaker.retry_in == 1.0
-
-
-def test_calls_that_hang_together_are_one_outage() -> None:
-    """Guards against an interval that grows with the number of threads, and a message for each."""
-    breaker = CircuitBreaker(1.0, 8.0)
-    assert breaker.timed_out(0.0)
-    assert not breaker.timed_out(0.5)
+    assert [breaker.timed_out(seconds) for seconds in (0.0, 0.5)] == [True, False]
     breaker.succeeded()  # a late answer of another call does not make it up
-    assert not breaker.closed
-    assert breaker.retry_in == 1.0
+    assert not breaker.closed and breaker.retry_in == 1.0
 
 
 def test_a_thread_is_used_again() -> None:
-    """Guards against a new thread for every call."""
-    threads = CallThreads("test")
-    assert [threads.start(lambda n=n: n).result(10) for n in range(20)] == list(range(20))
-    assert threads.made == 1
-    threads.close()
-
-
-def test_a_call_that_hangs_holds_up_nobody() -> None:
-    """Guards against calls that wait for the thread of another one."""
-    threads, gate = CallThreads("test"), threading.Event()
-    stuck = threads.start(lambda: gate.wait(30))
-    assert threads.start(lambda: "other").result(10) == "other"
-    assert not stuck.done()
-    gate.set()
-    assert stuck.result(10)
-    threads.close()
-
-
-def test_what_a_call_raises_ends_no_thread() -> None:
-    """Guards against a store that exits the interpreter, or just its thread."""
+    """Guards against a new thread for every call, and a store that exits the interpreter, or just
+    its thread."""
     threads = CallThreads("test")
 
     def leave() -> None:
         raise SystemExit(3)
 
     assert isinstance(threads.start(leave).exception(10), SystemExit)
-    assert threads.start(lambda: "on").result(10) == "on"
+    assert [threads.start(lambda n=n: n).result(10) for n in range(20)] == list(range(20))
     assert threads.made == 1
     threads.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,23 +46,6 @@ def test_who_left_the_queue():
     assert line.arrange(["a", "c", "d"]) == ([], False) and order(line) == ["a", "c", "d"]
     (gone,), moved = line.arrange(["d", "a"])
     assert gone.rid == "c" and moved and order(line) == ["d", "a", "c"]
-
-
-def test_an_arrival_that_is_in_no_queue():
-    """The queue is the same as before it came: it is gone all the same."""
-    line = line_of("a")
-    assert line.arrange(["a"]) == ([], False)
-    line.add(Prefetch("b", "key"))
-    (gone,), _ = line.arrange(["a"])
-    assert gone.rid == "b"
-
-
-def test_a_queue_that_is_the_same_is_not_gone_through():
-    """It is asked in each step, with as many as wait."""
-    line = line_of("a", "b")
-    line.arrange(["a", "b"])
-    line._by_rid = pytest.fail
-    assert line.arrange(["a", "b"]) == ([], False)
 
 
 def test_what_is_due():
