@@ -18,15 +18,6 @@ from sglang.srt.mem_cache.buffer_only.stage import Copier
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 
-def test_a_step_in_which_nobody_waits(monkeypatch: pytest.MonkeyPatch):
-    """Most steps of a server that decodes: what nobody wants is not computed."""
-    cache = Cache()
-    cache.compute(prompt(1, 3))
-    cache.settle()
-    monkeypatch.setattr(cache.stage, "_capacity", lambda *of: pytest.fail("pages are counted"))
-    cache.step()
-
-
 @pytest.mark.hazard("node-nowhere")
 def test_evicted_node_by_node_and_read_back():
     """A node without device KV is gone, a leaf as well as what is above it: nothing can match,

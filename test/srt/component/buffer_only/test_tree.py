@@ -149,18 +149,20 @@ def test_without_the_mode_everything_is_sglangs():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "value"),
     [
-        "SGLANG_HICACHE_BUFFER_READ_TIMEOUT",
-        "SGLANG_HICACHE_STORE_DEADLINE",
-        "SGLANG_HICACHE_STORE_MAX_CALLS",
-        "SGLANG_HICACHE_STORE_FIRST_RETRY",
-        "SGLANG_HICACHE_STORE_LONGEST_RETRY",
+        ("SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "a while"),
+        ("SGLANG_HICACHE_STORE_DEADLINE", "soon"),
+        ("SGLANG_HICACHE_STORE_DEADLINE", "-1"),
+        ("SGLANG_HICACHE_STORE_MAX_CALLS", "0"),
+        ("SGLANG_HICACHE_STORE_MAX_CALLS", "2.5"),
+        ("SGLANG_HICACHE_STORE_FIRST_RETRY", "inf"),
+        ("SGLANG_HICACHE_STORE_LONGEST_RETRY", ""),
     ],
 )
-def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str):
-    """And not when the store hangs for the first time."""
-    monkeypatch.setenv(name, "a while")
+def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+    """And not when the store hangs for the first time, or with bounds which nobody meant."""
+    monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} must be"):
         Cache()
 

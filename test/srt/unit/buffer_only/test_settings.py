@@ -40,13 +40,6 @@ def test_minimum(page: int, threshold: int, least: int):
     )
 
 
-def test_minimum_of_a_size_in_gigabytes():
-    """The same for a size that is given in bytes, by the flag that was given."""
-    settings.check_size(1, 36, 64, 36)
-    with pytest.raises(ValueError, match=f"{settings.SIZE_FLAG} 1 .* 35 pages .* at least 36"):
-        settings.check_size(1, 35, 64, 36)
-
-
 @given(st.integers(1, 128), st.integers(1, 4096), st.integers(0, 5000))
 def test_shares_hold_a_minimal_transfer(page: int, threshold: int, more: int):
     """The smallest hit that is fetched fits into what reads are sure of, in any stage that is
