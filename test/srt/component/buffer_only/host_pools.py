@@ -17,6 +17,13 @@ PAGE = 64
 
 KINDS = ("mha", "mla", "nsa")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+#: What goes through a real store: kind, layout and page size. Others differ in bytes alone.
+THROUGH_MOONCAKE = [
+    ("nsa", "page_first", PAGE),
+    ("nsa", "page_first_direct", PAGE),
+    ("mha", "page_first_direct", 1),
+    ("mla", "page_first_direct", 16),
+]
 
 
 def host_pool(kind: str, layout: str, stage: bool = True, heads: int = 2, page: int = PAGE) -> Any:

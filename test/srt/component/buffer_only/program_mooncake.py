@@ -25,8 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
 
 from component.buffer_only.backends import combined, config  # noqa: E402
 from component.buffer_only.host_pools import (  # noqa: E402
-    KINDS,
-    PAGE,
+    THROUGH_MOONCAKE,
     content,
     fill,
     hashes,
@@ -40,10 +39,6 @@ from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient  # 
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
     MooncakeStore,
 )
-
-#: Kinds of pools, their layouts and page sizes.
-PAGES = [("nsa", "page_first", PAGE), *((kind, "page_first_direct", PAGE) for kind in KINDS)]
-PAGES += [(kind, "page_first_direct", page) for kind in ("mha", "mla") for page in (1, 16)]
 
 PAGE_BYTES = 12 << 10
 """Of a page of the multi-head pool."""
@@ -223,7 +218,7 @@ SCENARIOS: dict[str, Callable[[Master], None]] = {
 }
 SCENARIOS |= {
     f"pages_{kind}_{layout}_{page}": partial(pages, kind=kind, layout=layout, page=page)
-    for kind, layout, page in PAGES
+    for kind, layout, page in THROUGH_MOONCAKE
 }
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from component import programs
-from component.buffer_only.host_pools import KINDS, PAGE
+from component.buffer_only.host_pools import THROUGH_MOONCAKE
 from component.buffer_only.masters import PROGRAM
 
 pytestmark = pytest.mark.skipif(
@@ -22,11 +22,7 @@ def output() -> str:
     return programs.run(__file__, "program_mooncake.py")
 
 
-POOLS = [("nsa", "page_first", PAGE), *((kind, "page_first_direct", PAGE) for kind in KINDS)]
-POOLS += [(kind, "page_first_direct", page) for kind in ("mha", "mla") for page in (1, 16)]
-
-
-@pytest.mark.parametrize(("kind", "layout", "page"), POOLS)
+@pytest.mark.parametrize(("kind", "layout", "page"), THROUGH_MOONCAKE)
 def test_another_server_reads_what_one_wrote(
     output: str, kind: str, layout: str, page: int
 ) -> None:
