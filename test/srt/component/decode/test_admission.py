@@ -70,6 +70,26 @@ def test_concurrent_equal_prompts_end_as_one_copy(page: int, first: int) -> None
     assert decoder.tree_cache.total_size() == (70 + 2) // page * page
 
 
+def test_a_turn_is_sent_the_index_of_its_delta() -> None:
+    """Guards against an index that is not announced, or of pages that the tree holds."""
+    decoder = Decoder(64, 1024, sparse=True)
+    (first,) = serve(decoder, ids(1, 150), new=50)
+    assert decoder.rooms[-1].state_pages.tolist() == decoder.rooms[-1].pages.tolist()
+    admit(decoder, [*first.origin_input_ids, *first.output_ids, *ids(2, 30)])
+    room = decoder.rooms[-1]
+    assert room.prefix_len == 192 and len(room.state_pages) == 1
+    finish(decoder)
+
+
+def test_of_a_full_hit_no_index_is_announced() -> None:
+    """Guards against a list of no pages: prefill sends nothing for it, and SGLang's decode would
+    wait for that."""
+    decoder = Decoder(64, 1024, sparse=True)
+    for _ in range(2):
+        serve(decoder, ids(1, 128))
+    assert len(decoder.rooms[-1].pages) == 0 and decoder.rooms[-1].state_pages is None
+
+
 # ---- memory ----
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from component.decode.ahead import Ahead
 from component.decode.checks import computed_tokens
@@ -18,14 +17,12 @@ from component.decode.overlapped import Overlapped, until_idle
 from component.decode.stages import bring_to, options
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits, StepTimes
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.overlap_utils import FutureMap
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
 NEW = list(range(50))
@@ -147,29 +144,6 @@ def test_no_turn_is_computed_here_without_a_place() -> None:
     finish(decoder)
 
 
-def test_the_place_of_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a draft input that is cut twice: spec v1 takes who has ended out of it when
-    it verifies, and SGLang's loop takes them out of the batch in its next turn."""
-    decoder = Decoder(16, 1024, local=200, chunk=64, steps=3)
-    decoder.max_running_requests = 3
-    first, second = (decoder.submit(ids(number, 20), new=9 * number) for number in (1, 2))
-    while not second.output_ids:
-        turn(decoder)
-    late = decoder.submit(ids(3, 20), new=9)
-    while not late.output_ids:
-        turn(decoder)
-    decoder.max_running_requests = 2
-    with monkeypatch.context() as patch:
-        patch.setattr(ScheduleBatch, "filter_batch", lambda *_, **__: None)
-        while not first.finished():
-            decoder.tick_batch()
-    assert decoder.running_batch.reqs == [first, second] and decoder.local == [late]
-    turn(decoder)
-    assert decoder.running_batch.reqs == [second, late]
-    finish(decoder)
-    assert [len(req.output_ids) for req in (first, second, late)] == [9, 18, 9]
-
-
 @PAGES
 def test_a_turn_that_waits_for_its_place(page: int) -> None:
     """Guards against a computed turn whose place in SGLang's ring of draft inputs is another step's
@@ -199,27 +173,6 @@ def test_a_turn_that_waits_for_its_place(page: int) -> None:
     decoder.play(play())
     decoder.answers_are_right()
     finish(decoder)
-
-
-class OnDevice:
-    """A tensor that lies on a GPU, as far as a CPU can tell: only its copy can be read."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def cpu(self) -> torch.Tensor:
-        return self._values.clone()
-
-
-def test_what_a_draft_starts_from_lies_on_the_host() -> None:
-    """Guards against requests that resume together, one computed here and one from prefill: SGLang
-    stacks their hidden states where they lie, and those of prefill lie on the host."""
-    req = SimpleNamespace()
-    fields = {"topk_p": 0.5, "topk_index": 3, "hidden_states": 1.0}
-    start = {name: OnDevice(torch.tensor([[value]])) for name, value in fields.items()}
-    own_first_drafts(SimpleNamespace(reqs=[req], spec_info=SimpleNamespace(**start)))
-    kept = req.output_topk_p, req.output_topk_index, req.hidden_states_tensor
-    assert [each.tolist() for each in kept] == [[0.5], [3], [1.0]]
 
 
 # ---- what else happens ----

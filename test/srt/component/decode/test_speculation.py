@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from component.decode.checks import check
 from component.decode.decoder import Decoder
@@ -266,3 +268,50 @@ def test_pools_of_other_slots_are_refused() -> None:
     indexed = type("Indexed", (Unlike,), {"get_state_buf_infos": lambda self: None})()
     with pytest.raises(ValueError, match="per-request state"):
         speculation.check_draft_pool(decoder.pool, indexed)
+
+
+# ---- beside turns that are computed here ----
+
+
+def test_the_place_of_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a draft input that is cut twice: spec v1 takes who has ended out of it when
+    it verifies, and SGLang's loop takes them out of the batch in its next turn."""
+    decoder = Decoder(16, 1024, local=200, chunk=64, steps=3)
+    decoder.max_running_requests = 3
+    first, second = (decoder.submit(ids(number, 20), new=9 * number) for number in (1, 2))
+    while not second.output_ids:
+        turn(decoder)
+    late = decoder.submit(ids(3, 20), new=9)
+    while not late.output_ids:
+        turn(decoder)
+    decoder.max_running_requests = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(ScheduleBatch, "filter_batch", lambda *_, **__: None)
+        while not first.finished():
+            decoder.tick_batch()
+    assert decoder.running_batch.reqs == [first, second] and decoder.local == [late]
+    turn(decoder)
+    assert decoder.running_batch.reqs == [second, late]
+    finish(decoder)
+    assert [len(req.output_ids) for req in (first, second, late)] == [9, 18, 9]
+
+
+class OnDevice:
+    """A tensor that lies on a GPU, as far as a CPU can tell: only its copy can be read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def cpu(self) -> torch.Tensor:
+        return self._values.clone()
+
+
+def test_what_a_draft_starts_from_lies_on_the_host() -> None:
+    """Guards against requests that resume together, one computed here and one from prefill: SGLang
+    stacks their hidden states where they lie, and those of prefill lie on the host."""
+    req = SimpleNamespace()
+    fields = {"topk_p": 0.5, "topk_index": 3, "hidden_states": 1.0}
+    start = {name: OnDevice(torch.tensor([[value]])) for name, value in fields.items()}
+    speculation.own_first_drafts(SimpleNamespace(reqs=[req], spec_info=SimpleNamespace(**start)))
+    kept = req.output_topk_p, req.output_topk_index, req.hidden_states_tensor
+    assert [each.tolist() for each in kept] == [[0.5], [3], [1.0]]

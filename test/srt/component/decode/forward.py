@@ -1,0 +1,110 @@
+"""What a decode scheduler's batches compute here: the tag of each token, in the place of its KV."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from component.decode import drafting, kv
+from sglang.srt.disaggregation.delta.decode.record import record_of
+
+
+class ForwardPasses:
+    """Part of ``Decoder``."""
+
+    pool: Any
+    draft_pool: Any
+    steps: int
+
+    def tick_batch(self, next_token: Any = lambda req: 2, accepted: Any = lambda req: 1) -> None:
+        """Prebuilt batch, decode batch, forward pass, results.
+
+        ``next_token``: what the target says next; ``accepted``: so many drafts are right, if there
+        are that many.
+        """
+        batch = self.get_next_disagg_decode_batch_to_run()
+        self.last_batch = self.cur_batch = batch
+        if batch is None:
+            self.cur_batch = None
+            return
+        if batch.forward_mode.is_extend():
+            self._run_chunk(batch, next_token)
+            return
+        running = list(batch.reqs)
+        if self.steps:
+            result = drafting.step(self, batch, next_token, accepted)
+        else:
+            result = self._forward(batch, next_token)
+        self.process_batch_result_decode(batch, result)
+        batch.filter_batch(v1_spec_info_filtered=True)
+        self.cur_batch = None
+        if batch.is_empty():
+            self.last_batch = None
+        for req in running:
+            if req.finished():
+                self.finished_texts.append(req.origin_input_ids + req.output_ids)
+
+    def _forward(self, batch: Any, next_token: Any) -> Any:
+        """One token more for each request of the batch."""
+        for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
+            token_ids = req.origin_input_ids + req.output_ids
+            assert len(token_ids) == req.kv_committed_len
+            values = kv.tags(token_ids, req.extra_key, weights=record_of(req).generation)
+            kv.write(self.pool, slot[None], values[-1:])
+        batch.output_ids = torch.tensor([next_token(req) for req in batch.reqs])
+        return SimpleNamespace(
+            copy_done=None,
+            logits_output=None,
+            next_token_ids=batch.output_ids,
+            can_run_cuda_graph=False,
+            num_accepted_tokens=0,
+        )
+
+    def _run_chunk(self, batch: Any, next_token: Any) -> None:
+        """The KV of a chunk, and its result."""
+        tokens = [next_token(req) for req in batch.reqs]
+        for slots, values in self.chunk_writes(batch):
+            kv.write(self.pool, slots, values)
+        if self.steps:
+            for slots, values in drafting.extend(batch, tokens):
+                kv.write(self.draft_pool, slots, values)
+        result = self.chunk_result(tokens)
+        reqs = list(batch.reqs)
+        self.process_batch_result(batch, result)
+        self.cur_batch = self.last_batch = None
+        for req in reqs:
+            if req.finished():
+                self.finished_texts.append(req.origin_input_ids + req.output_ids)
+
+    def chunk_writes(self, batch: Any) -> list[tuple[torch.Tensor, list[int]]]:
+        """Which slots a chunk fills with what: those of each request's row, and no others."""
+        found, at = [], 0
+        for req, start, length in zip(
+            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+        ):
+            slots = batch.out_cache_loc[at : at + length].clone()
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx, start : start + length]
+            assert torch.equal(slots, row.to(torch.int64))
+            assert start >= req.cache_protected_len, "shared pages are never written"
+            ids = req.origin_input_ids[: start + length]
+            assert batch.input_ids[at : at + length].tolist() == ids[start:]
+            values = kv.tags(ids, req.extra_key, weights=record_of(req).generation)
+            found.append((slots, values[start:]))
+            at += length
+        assert at == len(batch.out_cache_loc)
+        return found
+
+    @staticmethod
+    def chunk_result(tokens: list[int]) -> Any:
+        """What the forward pass of a chunk gives."""
+        return SimpleNamespace(
+            copy_done=None,
+            logits_output=None,
+            next_token_ids=torch.tensor(tokens),
+            can_run_cuda_graph=False,
+            extend_input_len_per_req=None,
+            extend_logprob_start_len_per_req=None,
+            delay_sample_func=None,
+        )
