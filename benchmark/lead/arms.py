@@ -76,7 +76,7 @@ LOADS: Mapping[str, tuple[str, ...]] = {
 SESSIONS: Mapping[str, tuple[Load, int]] = {
     "alone": (Load(talks=8, turns=5, cold_clients=(0,)), 3),
     "beside cold prompts": (Load(talks=6, turns=6, cold_clients=(2,)), 1),
-    "long turns": (Load(talks=6, turns=5, turn_tokens=500, cold_clients=(2,)), 2),
+    "long turns": (Load(talks=5, turns=4, turn_tokens=1000, cold_clients=(1,)), 3),
 }
 """What sessions send, and how often a pair plays it in a round."""
 BURST = throughput.Load()
