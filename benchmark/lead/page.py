@@ -68,6 +68,8 @@ BOUNDS = (
     Bound("burst", "thread + admission", "stock + r64", rate, 1.3),
 )
 """Of the group ``lead`` against stock."""
+ITL = (("local + thread + itl100", 0.1), ("local + thread + itl50", 0.05))
+"""Arms with a bound on inter-token latency, in seconds."""
 PARTS = (
     Bound(_BUSY, "thread", "stock", rate, 1),
     Bound(_BUSY, "local", "stock", rate, 1),
@@ -112,6 +114,15 @@ def verdict(rows: Sequence[Row], bound: Bound) -> Verdict:
     return Verdict(text, value >= bound.value if bound.at_least else value <= bound.value)
 
 
+def kept(rows: Sequence[Row], arm: str, limit: float) -> Verdict:
+    """Whether 99 of 100 gaps between tokens were within ``limit`` seconds, in each play."""
+    found = [row["gap_s"]["p99"] for row in rows if row["arm"] == arm]
+    slowest = max(found, default=math.nan)
+    text = f"{arm}: p99 of the gaps between tokens, the slowest of {len(found)} plays: "
+    text += f"{milliseconds(slowest)} (at most {milliseconds(limit)})"
+    return Verdict(text, slowest <= limit)
+
+
 def brings(rows: Sequence[Row], part: Bound) -> str:
     """Whether a part brings more than the rounds differ."""
     found = ratio(rows, part.load, part.arm, part.base, part.of)
@@ -145,9 +156,9 @@ def title(load: str) -> str:
         )
     about, plays = SESSIONS[load]
     (clients,) = about.cold_clients
-    beside = f"beside {clients} clients with cold prompts of {about.cold_tokens:,} tokens"
-    often = f", {plays} plays a round" if plays > 1 else ""
-    sessions = f"{about.talks} sessions of {about.turns} turns of {about.turn_tokens} new tokens"
+    beside = f"beside cold prompts of {about.cold_tokens:,} tokens, clients: {clients}"
+    often = f", plays a round: {plays}"
+    sessions = f"{about.talks} sessions of {about.turns} turns of {about.turn_tokens:,} new tokens"
     return f"{sessions} {beside if clients else 'alone'}{often}"
 
 
@@ -210,6 +221,7 @@ def page(rows: Sequence[Row]) -> str:
 def answers(rows: Sequence[Row]) -> str:
     """Each bound and each part, a line each."""
     bounds = "".join(f"- {verdict(rows, bound)}\n" for bound in BOUNDS)
+    bounds += "".join(f"- {kept(rows, *each)}\n" for each in ITL)
     parts = "".join(f"- {brings(rows, part)}\n" for part in PARTS)
     return (
         f"What is asked of the group, by the mean over the rounds:\n\n{bounds}\n"

@@ -10,7 +10,7 @@ import pytest
 from benchmark.harness.stream import Result
 from benchmark.lead import measure
 from benchmark.lead.arms import ARMS, configure
-from benchmark.lead.page import Bound, brings, rate, ratio, rounds, verdict
+from benchmark.lead.page import Bound, brings, kept, rate, ratio, rounds, verdict
 
 PARTS = {
     "thread": "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY",
@@ -83,3 +83,11 @@ def test_what_is_said_of_a_part(values: tuple[float, ...], holds: bool, said: st
     assert brings(rows[:1] + rows[3:4], part).startswith("no interval: ")
     lower = part._replace(at_least=False)
     assert verdict(rows, lower).holds != holds
+
+
+def test_a_bound_on_latency_holds_in_each_play() -> None:
+    """Guards against a play beyond the bound that a median hides, and a bound without a play."""
+    rows = [{"arm": "itl50", "gap_s": {"p99": p99}} for p99 in (0.01, 0.01, 0.06)]
+    assert kept(rows, "itl50", 0.06).holds
+    assert not kept(rows, "itl50", 0.05).holds
+    assert not kept(rows, "itl100", 0.1).holds
