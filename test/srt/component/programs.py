@@ -55,7 +55,7 @@ def run_scenarios(scenarios: Mapping[str, Callable[[], None]]) -> None:
     for name, scenario in scenarios.items():
         try:
             scenario()
-            print("PASSED", name, flush=True)
+            print(f"\nPASSED {name}\n", end="", flush=True)  # one write: libraries log between
         except BaseException:
             print("FAILED", name, traceback.format_exc(), flush=True)
     os._exit(0)

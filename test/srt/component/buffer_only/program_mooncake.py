@@ -229,7 +229,7 @@ def main() -> None:
         start = time.monotonic()
         try:
             scenario(master)
-            print("PASSED", name, flush=True)
+            print(f"\nPASSED {name}\n", end="", flush=True)  # one write: libraries log between
         except Exception:
             print("FAILED", name, traceback.format_exc(), flush=True)
         finally:
