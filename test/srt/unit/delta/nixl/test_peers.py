@@ -167,7 +167,8 @@ def test_any_order() -> None:
     run_state_machine_as_test(
         Lives, settings=settings(max_examples=tries(60), stateful_step_count=30, deadline=None)
     )
-    assert min(Lives.did[what] for what in ("refused", "again", "loaded", "removed")) > 10
+    least = min(Lives.did[what] for what in ("refused", "again", "loaded", "removed"))
+    assert least > tries(60) / 6
 
 
 def test_nixl_cannot_forget_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
