@@ -123,6 +123,11 @@ def kept(rows: Sequence[Row], arm: str, limit: float) -> Verdict:
     return Verdict(text, slowest <= limit)
 
 
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """All that is asked of the group."""
+    return [*(verdict(rows, each) for each in BOUNDS), *(kept(rows, *each) for each in ITL)]
+
+
 def brings(rows: Sequence[Row], part: Bound) -> str:
     """Whether a part brings more than the rounds differ."""
     found = ratio(rows, part.load, part.arm, part.base, part.of)
@@ -220,8 +225,7 @@ def page(rows: Sequence[Row]) -> str:
 
 def answers(rows: Sequence[Row]) -> str:
     """Each bound and each part, a line each."""
-    bounds = "".join(f"- {verdict(rows, bound)}\n" for bound in BOUNDS)
-    bounds += "".join(f"- {kept(rows, *each)}\n" for each in ITL)
+    bounds = "".join(f"- {each}\n" for each in verdicts(rows))
     parts = "".join(f"- {brings(rows, part)}\n" for part in PARTS)
     return (
         f"What is asked of the group, by the mean over the rounds:\n\n{bounds}\n"
@@ -241,15 +245,16 @@ def headline(rows: Sequence[Row]) -> str:
         f"{times(load, both, 'stock', ttft)} times the TTFT p50 of later turns"
         for load in (_BUSY, _ALONE)
     )
-    kept = sum(verdict(rows, bound).holds for bound in BOUNDS)
+    asked = verdicts(rows)
     return (
         f"Against stock 0.5.23, local turns with the sleeping thread give sessions {sessions}. "
         "With admission and the sleeping thread, a burst gets "
         f"{times('burst', thread, tuned)} times the requests/s of stock with "
         "`--num-reserved-decode-tokens 64`. Beside the "
         f"sleeping thread alone, admission gives {times('burst', thread, 'thread')} times, and "
-        f"{times('burst', thread, 'thread + r64')} times if the thread has that flag too. {kept} "
-        f"of {len(BOUNDS)} bounds hold. Ratios are means over the rounds with 95 % intervals.\n"
+        f"{times('burst', thread, 'thread + r64')} times if the thread has that flag too. "
+        f"{sum(each.holds for each in asked)} of {len(asked)} bounds hold. "
+        "Ratios are means over the rounds with 95 % intervals.\n"
     )
 
 
