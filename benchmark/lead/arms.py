@@ -50,7 +50,7 @@ BURST_ARMS = (
     Arm("thread + admission", _THREAD | _ADMISSION),
     Arm("thread + admission + r64", _THREAD | _ADMISSION, 64),
 )
-#: Chunks of up to 1,024 tokens: without a bound they delay running requests by more than it.
+#: Chunks of up to 1,024 tokens, so that a turn is one chunk without a bound.
 _LARGE = _THREAD | {LOCAL_TOKENS.name: "1024", LOCAL_CHUNK.name: "1024"}
 BOUND_ARMS = (
     Arm("thread", _THREAD),
