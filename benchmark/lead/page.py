@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 from benchmark.agentic.report.numbers import Interval, widened
@@ -99,7 +99,7 @@ def ratio(rows: Sequence[Row], load: str, arm: str, base: str, of: Value) -> Int
     t, which is NaN of fewer than two rounds."""
     ours, theirs = (rounds(rows, load, each, of) for each in (arm, base))
     ratios = [ours[number] / theirs[number] for number in ours if number in theirs]
-    middle = math.exp(fmean(map(math.log, ratios))) if ratios else math.nan
+    middle = geometric_mean(ratios) if ratios else math.nan
     if len(ratios) < 2:
         return Interval(middle, math.nan, math.nan)
     return widened(Interval(middle, middle, middle), ratios)

@@ -113,12 +113,13 @@ class LocalTurns:
         ranks: they decide from numbers that they agreed on."""
         for address in self.peers.keep(queue.kv_manager.prefill_info_table):
             self.measured.forget(address)
-        new = [each for each in ready(queue) if turn_of(each.req) is None]
+        entries = ready(queue)
+        new = [each for each in entries if turn_of(each.req) is None]
         if not new:
             return
         questions = [self._question(queue, entry) for entry in new]
         agreed = self._agree([vote for *_, vote in questions])
-        waiting = [turn_of(each.req) for each in ready(queue)]
+        waiting = [turn_of(each.req) for each in entries]
         queued = sum(turn.tokens for turn in waiting if turn is not None and turn.decision.local)
         for entry, (why, address, tokens, _), vote in zip(new, questions, agreed, strict=True):
             there = None if vote == NEVER else read_there(vote)
