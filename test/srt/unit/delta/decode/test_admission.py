@@ -1,8 +1,10 @@
-"""What requests take of the pool: never negative, never more than they can become; and summed."""
+"""What requests take of the pool: never negative, never more than they can become; and summed. The
+limits of their waits are read from variables."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,12 +15,15 @@ from sglang.srt.disaggregation.delta.decode.admission import (
     CeilSum,
     Claim,
     GrowthSum,
+    Limits,
     Track,
     entering,
     entry_cost,
     growth,
 )
+from sglang.srt.disaggregation.delta.manager import check_deadlines
 from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
+from sglang.srt.patchset import environment as env
 
 PAGES = st.sampled_from([1, 4, 16, 64])
 CLAIMS = st.builds(Claim, allocated=st.integers(0, 500), final=st.integers(0, 900))
@@ -118,3 +123,47 @@ def test_what_was_counted_leaves_no_entry() -> None:
         total.add(track)
         total.remove(track)
     assert pickle.dumps(total) == pickle.dumps(CeilSum(16))
+
+
+LIMITS = (env.ADMISSION_TIMEOUT, env.PREFIX_WAIT_TIMEOUT, env.WAIT_LOG, env.PREFIX_WAIT_TOKENS)
+DEADLINES = (
+    env.QUARANTINE_TIMEOUT, env.TRANSFER_TIMEOUT, env.CLAIM_TIMEOUT, env.PEER_TIMEOUT,
+    env.HANDSHAKE_TIMEOUT,
+)  # fmt: skip
+
+
+def read_limits() -> Limits:
+    """Those of a decode server with pages of 16 tokens."""
+    return Limits.read(16)
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        *((read_limits, each.name) for each in LIMITS),
+        *((check_deadlines, each.name) for each in DEADLINES),
+    ],
+)
+def test_wrong_settings_name_themselves(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], name: str
+) -> None:
+    """Guards against a server that starts with a limit it does not understand: a typing error that
+    is found hours later, when the limit first counts."""
+    read()
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ValueError, match=name):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "page", "window"), [("48", 16, 48), ("0", 16, 0), ("1", 16, 16), ("100", 64, 128)]
+)
+def test_each_limit_has_its_variable(
+    monkeypatch: pytest.MonkeyPatch, tokens: str, page: int, window: int
+) -> None:
+    """Guards against two limits that read each other's variable, and against a window that ends
+    within a page: only whole pages enter the tree."""
+    for number, variable in enumerate(LIMITS):
+        monkeypatch.setenv(variable.name, str(16 * number))
+    monkeypatch.setenv(env.PREFIX_WAIT_TOKENS.name, tokens)
+    assert Limits.read(page) == (0.0, 16.0, 32.0, window)
