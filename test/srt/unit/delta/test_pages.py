@@ -1,8 +1,10 @@
-"""Page arithmetic, and the plan of a delta transfer: exact, or refused with both numbers."""
+"""Page arithmetic, the plan of a delta transfer, and heads between ranks of different tensor
+parallel sizes: exact, or refused with both numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,11 +13,17 @@ from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta.pages import (
     DeltaMismatch,
+    HeadSlice,
     chunk_end,
+    heads_of,
+    of_one_shape,
     page_ceil,
     page_floor,
     plan_delta,
+    plan_heads,
     share_of_chunk,
+    slice_descriptors,
+    sources_of,
 )
 
 PAGES = st.sampled_from([1, 4, 16, 64])
@@ -128,3 +136,164 @@ def test_plan_accepts_exactly_the_right_combination(
     else:
         with pytest.raises(DeltaMismatch):
             plan_delta(1, destinations, prompt, page)
+
+
+# ---- head slices between ranks of different tensor parallel sizes, moved for real in arrays ----
+
+SIZES = (1, 2, 4)
+TOTALS = (1, 2, 4, 8)
+LAYOUTS = list(product(SIZES, SIZES, TOTALS))
+POOL_PAGES = 6
+
+
+def pools(size: int, total: int, page: int, buffers: int, head_bytes: int) -> np.ndarray:
+    """Every rank's KV, zeros: (rank, buffer, page, token, head, byte)."""
+    heads = len(heads_of(0, size, total))
+    return np.zeros((size, buffers, POOL_PAGES, page, heads, head_bytes), np.uint8)
+
+
+@pytest.mark.hazard("unequal-tensor-parallelism")
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    page=st.sampled_from([1, 4, 16]),
+    buffers=st.integers(1, 3),
+    head_bytes=st.sampled_from([1, 2, 8]),
+    base=st.sampled_from([0, 4096, 2**63 - 100, 2**64 - 2**20]),
+    data=st.data(),
+)
+def test_every_head_lands_once(
+    layout: tuple[int, int, int], page: int, buffers: int, head_bytes: int, base: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    """Guards against heads at wrong places, missing, or sent by two replicas, against bytes outside
+    the destination pages, and against addresses of 2**63 and more that turn negative."""
+    source_size, destination_size, total = layout
+    count = data.draw(st.integers(0, POOL_PAGES))
+    order = st.permutations(range(POOL_PAGES))
+    source_pages = np.array(data.draw(order)[:count], np.int32)
+    destination_pages = np.array(data.draw(order)[:count], np.int32)
+
+    # The model's KV, each byte another where a byte can tell, and each prefill rank's part of it.
+    shape = (buffers, POOL_PAGES, page, total, head_bytes)
+    whole = np.random.default_rng(0).integers(1, 256, shape, np.uint8)
+    source = pools(source_size, total, page, buffers, head_bytes)
+    for rank in range(source_size):
+        source[rank] = whole[..., heads_of(rank, source_size, total), :]
+    destination = pools(destination_size, total, page, buffers, head_bytes)
+    writes = np.zeros_like(destination)
+
+    for rank in range(destination_size):
+        wanted = np.zeros_like(destination[rank])
+        held = whole[..., heads_of(rank, destination_size, total), :]
+        wanted[:, destination_pages] = held[:, source_pages]
+        for sender in sources_of(rank, source_size, destination_size):
+            plan = plan_heads(sender, source_size, rank, destination_size, total)
+            # Each side's memory begins at ``base``.
+            ours, theirs = source[sender], destination[rank]
+            sources, destinations, length = slice_descriptors(
+                [base + i * ours[0].nbytes for i in range(buffers)],
+                [base + i * theirs[0].nbytes for i in range(buffers)],
+                source_pages,
+                destination_pages,
+                page=page,
+                source_item_len=ours[0, 0].nbytes,
+                destination_item_len=theirs[0, 0].nbytes,
+                head_bytes=head_bytes,
+                plan=plan,
+            )
+            assert sources.dtype == destinations.dtype == np.uint64
+            from_memory, to_memory = ours.reshape(-1), theirs.reshape(-1)
+            written = writes[rank].reshape(-1)
+            for start, end in zip(sources.tolist(), destinations.tolist(), strict=True):
+                start, end = start - base, end - base
+                assert 0 <= start <= ours.nbytes - length
+                assert 0 <= end <= theirs.nbytes - length
+                to_memory[end : end + length] = from_memory[start : start + length]
+                written[end : end + length] += 1
+        assert np.array_equal(destination[rank], wanted)
+        assert np.array_equal(writes[rank] == 1, wanted != 0)
+        assert writes[rank].max(initial=0) <= 1
+
+
+@pytest.mark.parametrize(("size", "total"), list(product(SIZES, TOTALS)))
+def test_heads_are_those_of_the_attention_layer(size: int, total: int) -> None:
+    """Guards against a layout that differs from the one SGLang's QKV projection loads: contiguous
+    heads, or one head for each group of neighbouring ranks."""
+    for rank in range(size):
+        if total >= size:
+            per_rank = total // size
+            assert heads_of(rank, size, total) == range(rank * per_rank, (rank + 1) * per_rank)
+        else:
+            head = rank // (size // total)
+            assert heads_of(rank, size, total) == range(head, head + 1)
+
+
+def test_whole_tokens_move_a_page_at_a_time() -> None:
+    """Guards against a descriptor for each token where a page is contiguous on both sides."""
+    sources, destinations, length = slice_descriptors(
+        [0, 1000], [5000, 9000], np.array([2, 0]), np.array([1, 3]),
+        page=16, source_item_len=128, destination_item_len=128, head_bytes=8,
+        plan=plan_heads(0, 2, 1, 4, 1),
+    )  # fmt: skip
+    assert length == 128
+    assert sources.tolist() == [256, 0, 1256, 1000]
+    assert destinations.tolist() == [5128, 5384, 9128, 9384]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "numbers"),
+    [
+        ((0, 2, 0, 3, 6), ("(2)", "(3)")),  # neither divides the other
+        ((0, 4, 0, 1, 6), ("6 KV heads", "4 ranks")),
+        ((0, 1, 0, 4, 3), ("3 KV heads", "4 ranks")),
+        ((2, 2, 0, 1, 2), ("rank 2 of 2",)),
+        ((0, 1, 0, 1, 0), ("0 KV heads",)),
+        ((3, 4, 0, 2, 4), ("rank 3 of 4", "rank 0 of 2")),  # not connected
+        ((1, 2, 0, 2, 2), ("rank 1 of 2", "rank 0 of 2")),
+    ],
+)
+def test_refused_layouts(arguments: tuple[int, ...], numbers: tuple[str, ...]) -> None:
+    """Guards against a layout rounded to fit: KV would be moved to other heads without a word."""
+    with pytest.raises(ValueError) as error:
+        plan_heads(*arguments)
+    for text in numbers:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"destination_item_len": 32}, "decode's pages of 4 tokens and 32 bytes"),
+        ({"source_item_len": 30}, "prefill's pages of 4 tokens and 30 bytes"),
+        ({"destination_pages": np.array([1, 2])}, "1 pages cannot be moved to 1 buffers and 2"),
+        ({"destination_bases": [0, 9]}, "2 buffers"),
+    ],
+)
+def test_refused_memory(changes: dict[str, object], text: str) -> None:
+    """Guards against writes into the neighbouring token where the two sides' pools do not have the
+    shape that the plan assumes, and against lists cut to fit."""
+    arguments: dict[str, object] = {
+        "source_bases": [0], "destination_bases": [0], "source_pages": np.array([1]),
+        "destination_pages": np.array([1]), "page": 4, "source_item_len": 32,
+        "destination_item_len": 64, "head_bytes": 8, "plan": HeadSlice(0, 1, 1),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=text):
+        slice_descriptors(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("item_lens", "latent", "alike"),
+    [
+        ([64] * 8, False, True),
+        ([64] * 4 + [48] * 4, False, True),  # values are shorter
+        ([64] * 4 + [48] * 4 + [64] + [48], False, True),  # a draft of one layer behind them
+        ([64] * 8 + [32] * 2, False, False),
+        ([64] * 4 + [48] * 4 + [64] * 2, False, False),
+        ([64] * 4 + [48] * 4 + [32] + [24], False, False),
+        ([64] * 5, True, True),
+        ([64] * 4 + [32] * 2, True, False),
+    ],
+)
+def test_layers_of_one_shape(item_lens: list[int], latent: bool, alike: bool) -> None:
+    """Guards against a draft model's heads that are cut like the target's, and are not."""
+    assert of_one_shape(item_lens, latent=latent) == alike

@@ -5,33 +5,34 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
 from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
-from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
-from unit.delta.prefill.fakes import FakeRooms, Handle, Script, ScriptedBackend, WatchedWorker
-from unit.delta.prefill.side import Side
+from unit.delta.prefill.rig import Handle, Script, Side, Transport
 
 #: No test waits so long unless it fails.
 LONG_S = 30.0
 
 
-class Gated(ScriptedBackend):
+class Gated(Transport):
     """Delivers at once, unless ``held``; hangs in the post of room 0 until a test lets it go on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held = False
         self.entered, self.go_on = threading.Event(), threading.Event()
+        #: By room, the threads that serve it.
+        self.threads: defaultdict[int, set[int]] = defaultdict(set)
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
+        self.threads[chunk.room].add(threading.get_ident())
         if chunk.room == 0:
             self.entered.set()
             assert self.go_on.wait(LONG_S)
@@ -41,56 +42,59 @@ class Gated(ScriptedBackend):
             yield handle
 
 
-class Bell(FakeRooms):
-    """Lets a test wait for what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.over: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def drained(self, room: int) -> None:
-        super().drained(room)
-        self.over.put(room)
-
-
-class Threads:
-    """A pool with everything around it."""
+class Threads(Side):
+    """A rank with a pool of real threads."""
 
     def __init__(self, **settings: int) -> None:
-        self.backend, self.bell, self.settings = Gated(), Bell(), Settings(**settings)
-        self.workers: list[WatchedWorker] = []
+        super().__init__()
+        self.transport, self.settings = Gated(), Settings(**settings)
+        self.workers: list[Any] = []
         self.prepared: list[int] = []
         #: The pool's clock is ahead by so much.
         self.ahead_s = 0.0
+        #: Rooms of which nothing is written any more, complete or stopped.
+        self._over: queue.SimpleQueue[int] = queue.SimpleQueue()
+        worker = transfer_pool.Worker
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transfer_pool, "Worker", self._worker)
+            patch.setattr(
+                transfer_pool, "Worker", lambda *given: self.workers.append(worker(*given))
+                or self.workers[-1]
+            )  # fmt: skip
             self.pool = TransferPool(
-                self.backend,
-                self.bell,
+                self.transport,
+                self.table,
                 self.settings,
                 AsyncTransferStats(),
                 prepare_thread=lambda: self.prepared.append(threading.get_ident()),
                 clock=lambda: time.monotonic() + self.ahead_s,
             )
-        #: By number.
-        self.rooms: dict[int, Room] = {}
+        self.manager.room_stopped = self.pool.cancel
+        self.sockets.send = lambda host, port, told: self._over.put(told.room)
+        delivered = self.manager.room_delivered
 
-    def _worker(self, *arguments: Any) -> WatchedWorker:
-        self.workers.append(WatchedWorker(*arguments))
-        return self.workers[-1]
+        def told(room: int) -> None:
+            delivered(room)
+            self._over.put(room)
+
+        self.manager.room_delivered = told
+
+    def open(self, room: int) -> None:
+        """A request that decode has announced."""
+        self.announce(room)
+        assert self.claim(room) is None
+        self.pool.open(self.requests[room])
 
     def send(self, room: int, chunks: int = 1) -> None:
         """A whole room."""
-        self.rooms[room] = Room(room)
-        self.pool.open(self.rooms[room])
+        self.open(room)
         now = time.monotonic()
         for index in range(chunks):
             last = index == chunks - 1
-            self.pool.submit(Chunk(room, ("a",), Script(index), last, now + LONG_S, now))
+            self.pool.submit(Chunk(room, ("D",), Script(), last, now + LONG_S, now))
 
     def over(self) -> int:
         """The next room of which nothing is under way any more."""
-        return self.bell.over.get(timeout=LONG_S)
+        return self._over.get(timeout=LONG_S)
 
     def wait_until_idle(self) -> None:
         """No worker has anything to do, however far ahead the clock is."""
@@ -109,26 +113,28 @@ def started() -> Iterator[Threads]:
     threads = Threads()
     threads.pool.start()
     yield threads
-    threads.backend.go_on.set()
+    threads.transport.go_on.set()
     threads.pool.stop(drain_s=0.0)
-    assert threads.backend.misuse == []
+    assert threads.transport.misuse == []
 
 
 @pytest.mark.hazard("chunks-overtake", "wrong-counts", "racing-peer-tables")
 def test_rooms_on_several_threads() -> None:
-    """Guards against chunks of one room on two threads (the backend complains), rooms that get lost
+    """Guards against chunks of one room on two threads, or out of order, rooms that get lost
     between queues, and threads that are not prepared."""
-    threads = Threads(queues=2, threads=5)
+    threads, rooms = Threads(queues=2, threads=5), range(1, 201)
     threads.pool.start()
-    for room in range(1, 201):
+    for room in rooms:
         threads.send(room, chunks=3)
-    assert {threads.over() for _ in range(200)} == set(range(1, 201))
-    for room in range(1, 201):
-        assert threads.bell.of(room) == ["done 0", "done 1", "done 2", "drained"]
-    assert len(set(threads.prepared)) == threads.settings.workers == 4
-    assert set(threads.backend.threads.values()) == set(threads.prepared)
+    assert {threads.over() for _ in rooms} == set(rooms)
     threads.pool.stop()
-    assert threads.backend.misuse == []
+    assert {threads.end(room) for room in rooms} == {"delivered"}
+    for room in rooms:
+        posted = [chunk.is_last for chunk, _ in threads.transport.posts if chunk.room == room]
+        assert posted == [False, False, True] and len(threads.transport.threads[room]) == 1
+    assert len(set(threads.prepared)) == threads.settings.workers == 4
+    assert set().union(*threads.transport.threads.values()) == set(threads.prepared)
+    assert threads.transport.misuse == []
 
 
 @pytest.mark.hazard("handle-release")
@@ -145,7 +151,7 @@ def test_start_and_stop() -> None:
             threads.pool.stop()
         assert threads.pool.alive() == 0 and threads.pool.troubles() == {}
         if is_started:
-            assert threads.bell.of(1) in (["done 0", "drained"], ["failed", "drained"])
+            assert threads.end(1) in ("delivered", "over")
     assert threading.active_count() == before
 
 
@@ -155,17 +161,17 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     the requests are told."""
     monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
     threads, posted = Threads(queues=1, threads=1), threading.Event()
-    threads.backend.held = True
+    threads.transport.held = True
     monkeypatch.setattr(
-        AsyncTransferStats, "level", lambda *_: posted.set() if threads.backend.posts else 0
+        AsyncTransferStats, "level", lambda *_: posted.set() if threads.transport.posts else 0
     )
     threads.pool.start()
     threads.send(1)
     assert posted.wait(LONG_S)
     threads.pool.stop(drain_s=0.0)
-    assert threads.pool.alive() == 0
-    assert threads.bell.failure(1)[0] is Reason.ABORTED
-    assert threads.backend.handles == send_queue.NEVER_RELEASED and threads.backend.released == 0
+    assert threads.pool.alive() == 0 and threads.end(1) == "stopped"
+    assert threads.transport.handles == send_queue.NEVER_RELEASED
+    assert threads.transport.released == 0
 
 
 @pytest.mark.hazard("source-given-away", "racing-peer-tables", "slow-peer")
@@ -173,18 +179,18 @@ def test_the_scheduler_never_waits_for_a_post(started: Threads) -> None:
     """Guards against a lock that is held during a post: with the transport stuck in its call,
     everything that the scheduler calls returns, and other workers go on."""
     started.send(0)
-    assert started.backend.entered.wait(LONG_S)
+    assert started.transport.entered.wait(LONG_S)
     same = started.same_worker(0, 1)
     other = next(n for n in range(1, 50) if started.same_worker(0, n) != n)
     started.send(same)
     started.send(other)
     assert started.over() == other
-    for room in started.rooms[same], started.rooms[0]:
-        started.pool.cancel(room, Reason.ABORTED)
-    assert started.bell.of(0) == started.bell.of(same) == []
-    started.backend.go_on.set()
-    assert {started.over() for _ in range(2)} == {0, same}
-    assert same not in {room for room, _, _ in started.backend.posts}
+    for room in (same, 0):
+        assert started.fail(room)
+    assert (started.over(), started.end(0)) == (same, "stopped")
+    started.transport.go_on.set()
+    assert started.over() == 0
+    assert same not in {chunk.room for chunk, _ in started.transport.posts}
 
 
 @pytest.mark.hazard("exception-ends-worker")
@@ -208,7 +214,7 @@ def test_a_worker_that_raises(started: Threads) -> None:
     started.workers[raises].step = broken  # type: ignore[method-assign]
     started.workers[dies].step = die  # type: ignore[method-assign]
     started.workers[raises].open = broken  # type: ignore[method-assign,assignment]
-    started.pool.open(Room(1))  # a command that raises, and a step
+    started.open(1)  # a command that raises, and a step
     (ended,) = [it for it in threading.enumerate() if it.name == f"kv-transfer-{dies}"]
     started.send(started.same_worker(1, 2) + 1)
     ended.join(LONG_S)
@@ -219,40 +225,41 @@ def test_a_worker_that_raises(started: Threads) -> None:
     text = f"each step of kv-transfer-{raises} raises, the last one AssertionError('a bug')"
     assert started.pool.troubles()[raises] == text
     started.workers[raises].step = step  # type: ignore[method-assign]
-    started.send(1)
-    assert started.over() == 1 and started.pool.alive() == 3
+    later = started.same_worker(1, 100)
+    started.send(later)
+    assert started.over() == later and started.pool.alive() == 3
 
 
 @pytest.mark.hazard("exception-ends-worker")
 def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCaptureFixture) -> None:
     """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
     fail with its name, rooms of others do not, and it serves again when it goes on."""
-    side, counted = Side(), STATS.totals["kv_transfer_stuck_workers"]
-    watchdog = Watchdog(started.pool, side.table)
-    for number in range(20):
-        side.claim(number)
+    counted, failed = STATS.totals["kv_transfer_stuck_workers"], started.manager.failure_records
+    watchdog = Watchdog(started.pool, started.table)
+    for number in range(1, 20):
+        started.claim(number)
     theirs = [number for number in range(20) if started.same_worker(0, number) == number]
-    assert side.enter(0), "its worker is about to hang with a write of it"
     started.send(0)
-    assert started.backend.entered.wait(LONG_S)
+    assert started.transport.entered.wait(LONG_S)
     for _ in range(2):
         watchdog.tick()
-        assert side.manager.failure_records == {} and caplog.text == ""
+        assert failed == {} and caplog.text == ""
         started.ahead_s += started.settings.stuck_s / 2 + 0.5
     for _ in range(3):
         watchdog.tick()
-    assert list(side.manager.failure_records) == theirs and len(theirs) < 20
+    assert sorted(failed) == theirs and len(theirs) < 20
     assert STATS.totals["kv_transfer_stuck_workers"] == counted + 1
     name = f"kv-transfer-{worker_of(0, started.settings.workers)}"
-    for text in side.manager.failure_records.values():
+    for text in failed.values():
         assert f"transfer worker {name} hangs in a call" in text
     assert caplog.text.count(f"KV transfer worker {name} hangs in a call of the transport") == 1
-    assert [number for number, room in side.requests.items() if room.is_over] == theirs
+    assert [number for number in range(20) if started.requests[number].is_over] == theirs
     late = started.same_worker(0, 100)
-    side.claim(late)
+    started.claim(late)
     watchdog.tick()
-    assert side.requests[late].is_over, "one that came since then"
-    started.backend.go_on.set()
+    assert started.requests[late].is_over, "one that came since then"
+    assert started.requests[0].is_over and not started.transport.released
+    started.transport.go_on.set()
     assert started.over() == 0
     started.wait_until_idle()
     watchdog.tick()
@@ -263,19 +270,18 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
 def test_a_process_that_was_stopped(started: Threads) -> None:
     """Guards against rooms that fail because the whole process did not run, or the thread that
     looks was kept waiting with the worker, or the worker had nothing to do for long."""
-    side = Side()
-    watchdog = Watchdog(started.pool, side.table)
-    for number in range(20):
-        side.claim(number)
+    watchdog = Watchdog(started.pool, started.table)
+    for number in range(1, 20):
+        started.claim(number)
     started.send(0)
-    assert started.backend.entered.wait(LONG_S)
+    assert started.transport.entered.wait(LONG_S)
     watchdog.tick()
     started.ahead_s += 3600
     watchdog.tick()  # first
-    started.backend.go_on.set()
+    started.transport.go_on.set()
     assert started.over() == 0
     started.wait_until_idle()
     for _ in range(2):
         watchdog.tick()
         started.ahead_s += 3600
-    assert side.manager.failure_records == {}
+    assert [*started.manager.failure_records] in ([], [0])

@@ -8,13 +8,14 @@ import logging
 from typing import Any
 
 import pytest
+import zmq
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from unit.delta.fakes import announcement
-from unit.delta.prefill.side import PORT, ROOM, Side
+from unit.delta.prefill.rig import PORT, ROOM, Side
 
 
 @pytest.fixture
@@ -142,28 +143,37 @@ def test_the_socket_of_a_decode_rank_that_is_gone(side: Side, is_registered: boo
 
 
 @pytest.mark.hazard("dead-peer-leftovers")
-def test_sockets_that_are_used_once(side: Side) -> None:
+def test_sockets_that_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write to a rank that is gone settles minutes after it was given up, and its room's end is
     told; a stranger is told to connect anew. Guards against the sockets that this opens staying for
     ever, and against a table that any sender of pings can grow."""
-    sockets = side.ranks._sockets = wire.PeerSockets(side.clock)
-    strangers = side.ranks._strangers = wire.PeerSockets(side.clock)
+    opened, opens = list[Any](), zmq.Context.socket
+
+    def socket(context: Any, kind: Any) -> Any:
+        opened.append(opens(context, kind))
+        return opened[-1]
+
+    def count() -> int:
+        return sum(not each.closed for each in opened)
+
+    monkeypatch.setattr(zmq.Context, "socket", socket)
+    side = Side(wire.PeerSockets)
     side.register("D", host="127.0.0.1")
     side.claim()
     side.announce(host="127.0.0.1")
     assert side.enter()
     side.ping()
     assert side.advance(120) == ["D"]
-    assert side.advance(5) == [] and not sockets._sockets
+    assert side.advance(5) == [] and count() == 0
     side.table.leave(ROOM)
-    assert len(sockets._sockets) == 1
+    assert count() == 1
     side.advance(121)
-    assert not sockets._sockets
+    assert count() == 0
     side.ranks.take(wire.Ping("a:1", "stranger", "127.0.0.1", PORT))
     side.ranks.refuse_stranger(announcement(8, host="127.0.0.2"))
-    assert len(strangers._sockets) == 2 and not sockets._sockets and side.ranks._heard == {}
-    side.advance(2)
-    assert not strangers._sockets
+    assert count() == 2
+    assert side.advance(2) == [] and count() == 0
+    assert side.advance(200) == [], "nobody waits for the stranger's next ping"
 
 
 def test_registrations_are_bounded(side: Side) -> None:
@@ -243,30 +253,3 @@ def test_a_scheduler_that_is_busy_with_one_thing(side: Side) -> None:
     assert side.told() == []
     side.advance(1)
     assert [room for _, room, _ in side.told()] == [9]
-
-
-@pytest.mark.hazard("other-side-not-told")
-def test_a_request_that_comes_as_its_announcement_ends(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a request that is taken in between the look at the clock and the end of its
-    room: the room is stopped, nobody says that it failed, and it waits for ever."""
-    stopped: list[tuple[int, Reason]] = []
-    monkeypatch.setattr(
-        side.manager, "room_stopped", lambda room, kind: stopped.append((room.number, kind))
-    )
-    side.announce()
-    unclaimed = side.table.unclaimed
-
-    def found(for_s: float = 0.0) -> list[int]:
-        rooms = unclaimed(for_s)
-        if rooms:
-            side.claim()
-        return rooms
-
-    monkeypatch.setattr(side.table, "unclaimed", found)
-    side.advance(30)
-    assert [room for _, room, _ in side.told()] == [ROOM] and not side.enter()
-    assert side.status() == KVPoll.Failed
-    assert "no request for it reached" in side.manager.failure_records[ROOM]
-    assert stopped == [(ROOM, Reason.TIMEOUT)]

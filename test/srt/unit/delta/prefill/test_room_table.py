@@ -1,5 +1,5 @@
 """The owner of a prefill rank's rooms: its picture, and what each order of steps comes to. Random
-orders of all threads are in ``test_room_machine.py``; rooms with their writes and messages in
+orders of all threads are in ``test_state_machine.py``; rooms with their writes and messages in
 ``unit/delta/transfer``."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Room, State
-from unit.delta.prefill.side import ERROR, ROOM, Side
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from unit.delta.prefill.rig import ERROR, ROOM, Side
 
 PAGE = Path(__file__).parents[5] / "docs/design.md"
 
@@ -61,17 +62,7 @@ class Scene(Side):
             elif getattr(self, f"do_{step}")() is False:
                 self.log.append(REFUSALS[step])
             self.log += [f"told {host}" for host, _, _ in self.told()]
-        return ", ".join([*self.log, self.end])
-
-    @property
-    def end(self) -> str:
-        """What the scheduler sees of its request."""
-        room = self.requests.get(ROOM) or Room(ROOM)
-        if room.delivered:
-            assert not room.is_stopped or room.state is State.ENDED
-            assert self.status() in (KVPoll.Success, None)
-            return "delivered"
-        return "over" if room.is_over else "stopped" if room.is_stopped else "open"
+        return ", ".join([*self.log, self.end()])
 
     # ---- steps: False where they are refused ----
 
@@ -89,7 +80,7 @@ class Scene(Side):
         return self.enter()
 
     def do_complete(self) -> bool:
-        return self.complete()
+        return self.table.complete(self.requests.get(ROOM) or Room(ROOM))
 
     def do_fail(self) -> bool:
         return self.fail()
@@ -102,7 +93,8 @@ class Scene(Side):
         self.table.leave(ROOM)
 
     def do_last(self) -> None:
-        self.last()
+        """A worker says that the last chunk is with all its peers."""
+        self.table.chunk_done(Chunk(ROOM, (), None, True, 0.0, 0.0))
 
     def do_take_back(self) -> None:
         self.table.take_back(ROOM)
@@ -277,7 +269,7 @@ def test_threads(stops: int) -> None:
         for thread in threads:
             thread.start()
         start.wait()
-        is_complete = scene.complete()
+        is_complete = scene.do_complete()
         assert scene.told() == []
         scene.table.leave(ROOM)
         for thread in threads:
@@ -291,6 +283,6 @@ def test_the_scheduler_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> Non
     request in every step."""
     scene, seen = Scene(), []
     scene.claim()
-    monkeypatch.setattr(scene.manager, "fail_known", lambda *_: seen.append(scene.end))
+    monkeypatch.setattr(scene.manager, "fail_known", lambda *_: seen.append(scene.end()))
     scene.fail()  # calls it with the lock held
     assert seen == ["over"]

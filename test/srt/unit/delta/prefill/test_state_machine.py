@@ -1,9 +1,16 @@
-"""Random lives of rooms on one worker, against a model that knows only what it asked for."""
+"""Random lives of rooms on one prefill rank: scheduler, worker, reader and decode ranks in any
+order, against a model that knows only what was asked for and what decode heard.
+
+What waits for the worker is done at its next step. While a worker is in a call of its transport,
+and while a decode rank is told, any of the others may come: ``meanwhile`` puts it there.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from typing import ClassVar
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,110 +24,240 @@ from hypothesis.stateful import (
 )
 
 from effort import tries
-from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import State
-from unit.delta.prefill.fakes import Bench, Handle
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.room import State as RoomState
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
+from unit.delta.fakes import Sockets
+from unit.delta.prefill.rig import Bench, Handle
 
-ROOMS = st.integers(0, 5)
-PEERS = st.sets(st.sampled_from(["a", "b", "stalled"]), max_size=3).map(sorted)
+#: The decode ranks that announce each room.
+PEERS = {1: ("D",), 2: ("D", "E"), 3: ("E",), 4: ("S",), 5: ("E", "S")}
+STALLED = "S"
+NUMBERS = st.sampled_from(list(PEERS))
 #: Rooms that live long enough to be served.
 RARELY = st.sampled_from([True, *[False] * 7])
 WINDOW, QUOTA = 4, 2
 
 
-class Lives(RuleBasedStateMachine):
-    """Numbers are used again, as the room table lets them: when nothing of the room before is under
-    way."""
+@dataclass(eq=False)
+class Life:
+    """A request on the scheduler."""
 
-    #: By what became of rooms, over all examples.
+    number: int
+    room: Room
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def has_last(self) -> bool:
+        return bool(self.chunks) and self.chunks[-1].is_last
+
+
+@dataclass(eq=False)
+class Listing:
+    """Pages that a decode rank listed for a room; it wants to hear one of two things."""
+
+    number: int
+    peer: str
+    #: Requests whose writes may go to these pages.
+    writers: list[Life] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+
+
+class Told(Sockets):
+    """Each listing has a host of its own."""
+
+    def __init__(self, lives: Lives) -> None:
+        super().__init__()
+        self._lives = lives
+
+    def send(self, host: str, port: int, message: Any) -> None:
+        super().send(host, port, message)
+        listing = self._lives.listings.get(host)
+        if isinstance(message, wire.Stopped) and listing is not None:
+            self._lives.hear(listing, "stopped")
+        self._lives.interrupted()
+
+
+class Lives(RuleBasedStateMachine):
+    """Numbers are used again."""
+
+    #: Over all examples: what decode ranks heard of requests that came, and how those ended.
     ends: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(window=WINDOW, quota=QUOTA)
-        #: Room number -> how many entries the diary had when its present life began; None: unknown.
-        self.alive: dict[int, int | None] = defaultdict(lambda: None)
-        #: Rooms that ended early by our own doing, in their present life.
-        self.cancelled: set[int] = set()
-        self.had_last: set[int] = set()
-        #: Chunks of the present life, in order: index and peers.
-        self.submitted: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
-        #: By room and index of a chunk.
-        self.deadlines: dict[tuple[int, int], float] = {}
-        #: Rooms that were completed before its present life began, per room.
-        self.completions: dict[int, int] = defaultdict(int)
-        #: Diary entries of a room when it was forgotten, per room.
-        self.silent: dict[int, int] = {}
+        self.bench = Bench(Told(self), window=WINDOW, quota=QUOTA)
+        self.transport = self.bench.transport
+        self.transport.meanwhile = self.interrupted
+        self.lives: dict[int, Life] = {}
+        #: All that ever were.
+        self.all: list[Life] = []
+        self.listings: dict[str, Listing] = {}
+        self.interruptions: list[Callable[[], object]] = []
+        self.complete = self.transport.complete
+        self.transport.complete = self.completed  # type: ignore[method-assign]
 
-    # ---- what the scheduler and other threads do ----
+    def interrupted(self) -> None:
+        """Other threads run here."""
+        while self.interruptions:
+            self.interruptions.pop()()
 
-    def open(self, room: int) -> None:
-        """Its request comes, unless it is here, or something of the one before is under way."""
-        handles = self.bench.backend.handles
-        if self.alive[room] is not None or any(h.room == room and not h.releases for h in handles):
+    def handles(self, life: Life) -> list[Handle]:
+        return [it for it in self.transport.handles if it.chunk in life.chunks]
+
+    # ---- what decode hears ----
+
+    def check(self, holds: bool, complaint: str) -> None:
+        """On the worker's thread, which swallows errors."""
+        if not holds:
+            self.transport.misuse.append(complaint)
+
+    def hear(self, listing: Listing, word: str) -> None:
+        self.check(listing.heard == [], f"{word} after {listing.heard}")
+        listing.heard.append(word)
+        for life in listing.writers:
+            is_over = all(it.over for it in self.handles(life))
+            self.check(is_over, f"room {life.number}: {word} while it is written")
+
+    def completed(self, chunk: Chunk) -> None:
+        (life,) = [life for life in self.all if chunk in life.chunks]
+        self.complete(chunk)
+        wanted = {(it, peer) for it in life.chunks for peer in it.peers}
+        self.check(life.has_last and wanted <= {*self.transport.posts}, "not all was posted")
+        is_done = all(it.state is State.DONE for it in self.handles(life))
+        self.check(is_done and life.room.reason is None, "not all is there")
+        self.check(self.lives.get(life.number) is life, "the note reads its metadata slot")
+        for listing in self.listings.values():
+            if life in listing.writers:
+                self.hear(listing, "complete")
+
+    # ---- the scheduler ----
+
+    def request(self, number: int) -> None:
+        table, first = self.bench.table, self.lives.get(number)
+        held = table.room(number)
+        before = held and (held.state, held.reason, dict(held.announcements))
+        if first is not None:
+            refused, reason = table.claim(number)
+            assert reason is not None and refused is not first.room and refused.is_over
+            table.forget(refused)
+            assert held and (held.state, held.reason, dict(held.announcements)) == before
             return
-        self.bench.open(room)
-        self.bench.rooms.stopped.discard(room)
-        self.alive[room] = len(self.bench.rooms.of(room))
-        self.completions[room] = len(self.bench.backend.completed)
-        self.silent.pop(room, None)
-        self.cancelled.discard(room)
-        self.had_last.discard(room)
-        self.submitted[room] = []
+        reason = self.bench.take(number)
+        if (
+            number not in self.bench.requests
+            or table.room(number) is not self.bench.requests[number]
+        ):
+            assert reason is not None
+            return
+        life = self.lives[number] = Life(number, self.bench.requests[number])
+        self.all.append(life)
+        for listing in self.listings.values():
+            if listing.number == number and not listing.heard:
+                listing.writers.append(life)
+
+    def poll(self, number: int) -> None:
+        """A request that has ended gives its pages to others."""
+        life = self.lives.get(number)
+        end = "open" if life is None else self.bench.end(number)
+        if life is None or end not in ("delivered", "over"):
+            return
+        if end == "over":
+            assert life.room.reason is not None
+            is_late = life.room.state is RoomState.OVERDUE
+            now = self.bench.clock.now
+            for handle in self.handles(life):
+                assert handle.over or (is_late and handle.chunk.deadline <= now), "it is read"
+        self.ends[end] += 1
+        self.bench.forget(number)
+        del self.lives[number], self.bench.requests[number]
+
+    def abort(self, number: int) -> None:
+        if number in self.lives:
+            self.bench.fail(number)
 
     @rule(
-        room=ROOMS, peers=PEERS, last=st.booleans(), handles=st.integers(0, 3),
-        fault=st.sampled_from(["", "", "", "post", "complete"]),
-        within=st.sampled_from([2.0, 120.0]),
+        number=NUMBERS, last=st.booleans(), handles=st.integers(0, 3),
+        fault=st.sampled_from(["", "", "", "", "error", "complete_error"]),
+        within=st.sampled_from([2.0, 120.0, 120.0]),
     )  # fmt: skip
-    def submit(
-        self, room: int, peers: list[str], last: bool, handles: int, fault: str, within: float
-    ) -> None:
-        self.open(room)
-        if room in self.had_last:
-            return
-        chunk = self.bench.submit(
-            room, *peers, last=last, within=within, handles=handles, to_nobody=not peers,
-            error=RuntimeError("post") if fault == "post" else None,
-            complete_error=RuntimeError("complete") if fault == "complete" else None,
-        )  # fmt: skip
-        self.deadlines[room, chunk.payload.index] = chunk.deadline
-        if self.alive[room] is not None:
-            self.submitted[room].append((chunk.payload.index, list(chunk.peers)))
-            if last:
-                self.had_last.add(room)
+    def chunk(self, number: int, last: bool, handles: int, fault: str, within: float) -> None:
+        """Sent as the scheduler does, which may know less than the table."""
+        life = self.lives.get(number)
+        if life is not None and life.room.is_announced and not life.has_last:
+            script = {fault: RuntimeError(fault)} if fault else {}
+            sent = self.bench.submit(number, last=last, within=within, handles=handles, **script)
+            life.chunks.append(sent)
 
-    @rule(room=ROOMS, really=RARELY)
-    def cancel(self, room: int, really: bool) -> None:
-        if not really:
-            return
-        self.bench.cancel(room, Reason.ABORTED)
-        if self.alive[room] is not None:
-            self.cancelled.add(room)
+    # ---- decode ranks ----
 
-    @rule(room=ROOMS, really=RARELY)
-    def stop_at_the_gate(self, room: int, really: bool) -> None:
-        if not really:
-            return
-        self.bench.rooms.stopped.add(room)
+    def announce(self, number: int, peer: str) -> None:
+        mine = [it for it in self.listings.values() if (it.number, it.peer) == (number, peer)]
+        if peer not in PEERS[number] or any(not it.heard for it in mine):
+            return  # decode refuses a number whose pages it still holds
+        listing, host = Listing(number, peer), f"{peer} {len(self.listings)}"
+        life = self.lives.get(number)
+        if life is not None and not life.room.is_complete and peer not in life.room.announcements:
+            listing.writers.append(life)
+        self.listings[host] = listing
+        self.bench.announce(number, peer, len(PEERS[number]), host=host)
 
-    @rule(room=ROOMS, really=RARELY)
-    def forget(self, room: int, really: bool) -> None:
-        if not really:
-            return
-        self.bench.forget(room)
-        self.alive[room] = None
-        self.silent.setdefault(room, len(self.bench.rooms.of(room)))
+    def withdraw(self, number: int, peer: str) -> None:
+        self.bench.withdraw(peer, number)
 
-    # ---- what the transport does ----
+    # ---- rules: what may happen ----
+
+    def action(self, name: str, number: int, peer: str) -> Callable[[], object]:
+        whole: dict[str, Callable[[], object]] = {
+            "request": lambda: self.request(number),
+            "poll": lambda: self.poll(number),
+            "abort": lambda: self.abort(number),
+            "announce": lambda: self.announce(number, peer),
+            "withdraw": lambda: self.withdraw(number, peer),
+        }
+        return whole[name]
+
+    NAMES = st.sampled_from(("request", "poll", "poll", "announce", "abort", "withdraw"))
+
+    @rule(number=NUMBERS, is_early=st.booleans())
+    def begin(self, number: int, is_early: bool) -> None:
+        """A request and its announcements, whichever comes first."""
+        self.poll(number)
+        if is_early:
+            self.request(number)
+        for peer in PEERS[number]:
+            self.announce(number, peer)
+        if number not in self.lives:
+            self.request(number)
+
+    @rule(number=NUMBERS)
+    def serve(self, number: int) -> None:
+        """All of a room at once, unless something is in its way."""
+        self.begin(number, is_early=False)
+        self.chunk(number, last=True, handles=1, fault="", within=120.0)
+        self.bench.run()
+        for handle in self._open():
+            handle.state = State.DONE
+        self.bench.run(0.05)
+
+    @rule(name=NAMES, number=NUMBERS, peer=st.sampled_from("DES"), really=RARELY)
+    def one(self, name: str, number: int, peer: str, really: bool) -> None:
+        if really or name in ("poll", "announce"):
+            self.action(name, number, peer)()
+
+    @rule(name=NAMES, number=NUMBERS, peer=st.sampled_from("DES"), really=RARELY)
+    def meanwhile(self, name: str, number: int, peer: str, really: bool) -> None:
+        if really or name == "poll":
+            self.interruptions.append(self.action(name, number, peer))
 
     def _open(self) -> list[Handle]:
-        return [h for h in self.bench.backend.open_handles() if h.peer != "stalled"]
+        return [it for it in self.transport.under_way() if it.peer != STALLED]
 
     @precondition(lambda self: self._open())
     @rule(
         data=st.data(),
-        state=st.sampled_from([State.DONE, State.DONE, State.DONE, State.ERROR, RuntimeError("x")]),
+        state=st.sampled_from([*[State.DONE] * 6, State.ERROR, RuntimeError("x")]),
     )
     def settle(self, data: st.DataObject, state: State | Exception) -> None:
         data.draw(st.sampled_from(self._open())).state = state
@@ -133,147 +270,87 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def one_step(self) -> None:
-        self.bench.worker.step(self.bench.clock.now)
+        self.bench.step()
 
     @rule(seconds=st.sampled_from([0.0, 0.001, *[0.05] * 6, 3.0, 61.0]))
     def run_for(self, seconds: float) -> None:
+        """The reader's clock ticks. Then a healthy peer with nothing under way has nothing that
+        waits for it, however many transfers to others are stuck."""
         self.bench.run(seconds)
-        self._nobody_waits_without_need()
+        busy = {it.peer for it in self.transport.handles if not it.releases}
+        posted = set(self.transport.posts)
+        for life in self.lives.values():
+            for chunk in life.chunks if not life.room.is_stopped else ():
+                for peer in chunk.peers:
+                    assert (chunk, peer) in posted or peer in busy
 
     # ---- what must hold ----
 
-    def _nobody_waits_without_need(self) -> None:
-        """A healthy peer with nothing under way has nothing that waits for it, however many
-        transfers to others are stuck."""
-        busy = {handle.peer for handle in self.bench.backend.handles if not handle.releases}
-        posted = set(self.bench.backend.posts)
-        for room, chunks in self.submitted.items():
-            if self.alive[room] is None or self._ended(room) or room in self.bench.rooms.stopped:
-                continue
-            for index, peers in chunks:
-                for peer in peers:
-                    assert (room, index, peer) in posted or peer in busy
-
-    def _ended(self, room: int) -> bool:
-        told = self._told(room)
-        return room in self.cancelled or "drained" in told or "failed" in told
-
-    def _told(self, room: int) -> list[str]:
-        start = self.alive[room]
-        assert start is not None
-        return self.bench.rooms.of(room)[start:]
-
     @invariant()
     def nobody_is_misused(self) -> None:
-        self.bench.check()
+        assert self.transport.misuse == []
 
     @invariant()
     def bounds(self) -> None:
         """Of transfers that are not late. A peer gets a place beyond the window if it has none."""
         under_way = {
-            (h.room, h.index, h.peer)
-            for h in self.bench.backend.handles
-            if not h.releases and h.state is State.IN_PROGRESS
-            and self.deadlines[h.room, h.index] > self.bench.clock.now
-        }  # fmt: skip
-        a_peer = Counter(peer for _, _, peer in under_way)
+            (it.chunk, it.peer)
+            for it in self.transport.under_way()
+            if not it.releases and it.chunk.deadline > self.bench.clock.now
+        }
+        a_peer = Counter(peer for _, peer in under_way)
         assert all(count <= QUOTA for count in a_peer.values())
         assert len(under_way) <= WINDOW + list(a_peer.values()).count(1)
 
     @invariant()
     def order_within_rooms(self) -> None:
-        seen: dict[tuple[int, str], int] = {}
-        for room, index, peer in self.bench.backend.posts:
-            assert seen.get((room, peer), -1) < index
-            seen[room, peer] = index
+        for life in self.lives.values():
+            for peer in PEERS[life.number]:
+                at = [life.chunks.index(c) for c, to in self.transport.posts
+                      if c in life.chunks and to == peer]  # fmt: skip
+                assert at == list(range(len(at)))
 
     @invariant()
-    def complete_if_and_only_if_all_was_delivered(self) -> None:
-        """Of the present lives: a room that failed, was cancelled or stopped is never complete."""
-        for room, start in self.alive.items():
-            if start is None:
-                continue
-            told = self._told(room)
-            posts = {index for index, _ in self.submitted[room]}
-            is_complete = self.bench.backend.completed[self.completions[room] :].count(room)
-            is_done = room in self.had_last and f"done {max(posts)}" in told
-            assert is_complete == is_done
-            if is_complete:
-                mine = [
-                    h for h in self.bench.backend.handles if h.room == room and h.index in posts
-                ]
-                assert all(handle.state is State.DONE for handle in mine)
-
-    @invariant()
-    def what_is_told(self) -> None:
-        for room, start in self.alive.items():
-            if start is None:
-                continue
-            told = self._told(room)
-            chunks = [entry for entry in told if entry.startswith("done")]
-            indices = [index for index, _ in self.submitted[room]]
-            assert chunks == [f"done {index}" for index in indices[: len(chunks)]]
-            for once in ("failed", "overdue", "drained"):
-                assert told.count(once) <= 1
-            if "drained" in told:
-                assert told[-1] == "drained"
-            if room in self.had_last and len(chunks) == len(indices):
-                assert told[-1] == "drained" and "failed" not in told
-
-    @invariant()
-    def quiet_if_and_only_if_nothing_is_under_way(self) -> None:
-        for room, start in self.alive.items():
-            if start is None:
-                continue
-            posts = {index for index, _ in self.submitted[room]}
-            under_way = any(
-                handle.room == room and handle.index in posts and not handle.releases
-                for handle in self.bench.backend.handles
-            )
-            if "drained" in self._told(room):
-                assert not under_way
-            elif self._ended(room):
-                assert under_way
-
-    @invariant()
-    def silence_after_forget(self) -> None:
-        for room, entries in self.silent.items():
-            if self.alive[room] is None:
-                assert len(self.bench.rooms.of(room)) == entries
+    def complete_or_given_up(self) -> None:
+        for life in self.lives.values():
+            notes = sum(chunk in life.chunks for chunk in self.transport.completed)
+            assert notes <= 1 and not (notes and life.room.reason)
+            assert not life.room.delivered or notes
 
     def teardown(self) -> None:
-        """When everything settles and every room is forgotten, nothing is left."""
+        """When everything settles and every room was ended, nothing is left and nobody waits."""
+        bench = self.bench
+        self.interrupted()
         for _ in range(200):
-            self.bench.let_doubt_pass()
-            if not self.bench.backend.open_handles() and not self.bench.worker.tables()["waiting"]:
+            bench.let_doubt_pass()
+            if not self.transport.under_way() and not bench.worker.tables()["waiting"]:
                 break
-            self.bench.settle()
-        for room in self.had_last - self.cancelled - self.bench.rooms.stopped:
-            if self.alive[room] is not None and "failed" not in self._told(room):
-                last = max(index for index, _ in self.submitted[room])
-                assert self._told(room)[-2:] == [f"done {last}", "drained"], "it waits for ever"
-        for room in range(6):
-            if self.alive[room] is not None:
-                self.bench.cancel(room, Reason.ABORTED)
-        self.bench.let_doubt_pass()
-        for room in range(6):
-            if self.alive[room] is not None:
-                assert self._told(room)[-1] == "drained"
-                self.ends[self._told(room)[-2:][0]] += 1
-            self.bench.forget(room)
-        self.bench.run(1.0)
-        self.bench.check_empty()
-        assert self.bench.run() is None
-        self.ends["complete"] += len(self.bench.backend.completed)
+            bench.settle()
+        for life in self.lives.values():
+            if life.has_last:
+                assert bench.end(life.number) in ("delivered", "over"), "it waits for ever"
+        for number in PEERS:
+            self.abort(number)
+            bench.run(1.0)
+            self.poll(number)
+        assert self.lives == {}
+        bench.advance(31)  # rooms whose request never comes
+        bench.check_empty()
+        assert bench.run() is None
+        assert [it for it in self.listings.values() if len(it.heard) != 1] == []
+        self.ends.update(it.heard[0] for it in self.listings.values() if it.writers)
 
 
 @pytest.mark.hazard(
-    "chunks-overtake", "writers-confused", "source-given-away", "siblings-write-on", "slow-peer"
-)
+    "chunks-overtake", "writers-confused", "source-given-away", "siblings-write-on", "slow-peer",
+    "room-number-reused", "late-word-revives-room",
+)  # fmt: skip
 @pytest.mark.fuzz
 def test_lives() -> None:
-    """Guards against a worker that serves no room as it should, and against lives in which little
-    happens."""
+    """Guards against a room that is complete and given up, pages that are given away while they
+    are read, decode ranks that are told too early, twice or never, a room that waits for ever or
+    for a stalled peer of another one, chunks out of order, and what stays; and against lives in
+    which little happens."""
     Lives.ends.clear()
     run_state_machine_as_test(
         Lives,
@@ -284,4 +361,5 @@ def test_lives() -> None:
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
-    assert min(Lives.ends["complete"], Lives.ends["failed"]) >= tries(60) / 6, Lives.ends
+    for what in ("delivered", "over", "complete", "stopped"):
+        assert Lives.ends[what] >= tries(60) / 6, Lives.ends

@@ -1,5 +1,5 @@
-"""One transfer worker, by named examples: how a room ends on it, who waits for whom, and how often
-it looks. Random lives of many rooms are in ``test_state_machine.py``."""
+"""One transfer worker under a real room table, by named examples: how a room ends on it, who waits
+for whom, and how often it looks. Random lives of many rooms are in ``test_state_machine.py``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, State, TransferError
-from unit.delta.prefill.fakes import Bench
-
-ERROR = ZeroDivisionError("the transport's")
+from unit.delta.prefill.rig import ERROR, Bench
 
 # ---- how a room ends ----
 
 
 def broken_off(bench: Bench) -> None:
-    bench.backend.handles[0].state = State.ERROR
+    bench.transport.handles[0].state = State.ERROR
 
 
 def raises_at_a_look(bench: Bench) -> None:
-    bench.backend.handles[0].state = ERROR
+    bench.transport.handles[0].state = ERROR
 
 
 def takes_too_long(bench: Bench) -> None:
@@ -34,12 +33,13 @@ def takes_too_long(bench: Bench) -> None:
 
 def cancelled(bench: Bench) -> None:
     for _ in range(2):
-        bench.cancel(1, Reason.PEER_LOST)
+        bench.fail(1, Reason.PEER_LOST, "it is gone")
 
 
 def cancelled_and_too_long(bench: Bench) -> None:
-    bench.cancel(1, Reason.PEER_LOST)
-    assert bench.rooms.of(1) == []
+    cancelled(bench)
+    bench.run()
+    assert bench.end(1) == "stopped"
     bench.run(6)
 
 
@@ -47,83 +47,76 @@ def forgotten(bench: Bench) -> None:
     bench.forget(1)
 
 
-def stopped_by_the_table(bench: Bench) -> None:
-    bench.rooms.stopped.add(1)
-
-
-def raise_once(owner: object, name: str, error: Exception = ERROR) -> None:
-    """The next call of this method raises."""
-    call = getattr(owner, name)
-
-    def raises(*arguments: object) -> None:
-        setattr(owner, name, call)
-        raise error
-
-    setattr(owner, name, raises)
-
-
 def the_table_raises(bench: Bench) -> None:
-    raise_once(bench.rooms, "complete")
+    enter = bench.table.enter
+
+    def raises_once(room: Any) -> bool:
+        bench.table.enter = enter  # type: ignore[method-assign]
+        raise ERROR
+
+    bench.table.enter = raises_once  # type: ignore[method-assign]
 
 
-def the_table_raises_at_first(bench: Bench) -> None:
-    raise_once(bench.rooms, "enter")
-
-
-def the_backend_refuses(bench: Bench) -> None:
-    raise_once(bench.backend, "post", TransferError(Reason.MISMATCH, "5 pages for 3"))
+REFUSED = TransferError(Reason.MISMATCH, "5 pages for 3")
 
 
 @dataclass(frozen=True)
 class End:
     """A way in which room 1 ends early."""
 
-    #: What the room table is told of it, in order.
-    told: list[str]
+    #: What its request and its decode ranks see at once, when its writes have settled, and when
+    #: what was broken off counts as over.
+    seen: str
     reason: Reason | None = None
     text: str = ""
-    #: Of its chunk: what the backend does with it.
+    error: Exception | None = None
+    #: Of its chunk: what the transport does with it.
     script: dict[str, Any] = field(default_factory=dict)
     #: Before it is posted, and while it is under way.
     first: Callable[[Bench], None] | None = None
     then: Callable[[Bench], None] | None = None
 
 
-FAILED, LATE = ["failed", "drained"], ["failed", "overdue", "drained"]
 ENDS = {
     "its post raises": End(
-        FAILED, Reason.TRANSPORT, f"room 1: a transfer to a could not be posted: {ERROR!r}",
+        "over told, over, over", Reason.TRANSPORT,
+        f"room 1: a transfer to a could not be posted: {ERROR!r}", ERROR,
         {"error": ERROR, "handles": 0},
     ),
     "its post raises half way": End(
-        FAILED, Reason.TRANSPORT, "a could not be posted", {"error": ERROR, "handles": 2}
+        "stopped, over told, over", Reason.TRANSPORT, "a could not be posted", ERROR,
+        {"error": ERROR, "handles": 2},
     ),
     "the backend names the reason": End(
-        FAILED, Reason.MISMATCH, "a could not be posted: 5 pages for 3", first=the_backend_refuses
+        "stopped, over told, over", Reason.MISMATCH, "a could not be posted: 5 pages for 3",
+        REFUSED, {"error": REFUSED},
     ),
     "decode cannot be told": End(
-        FAILED, Reason.TRANSPORT, f"a, b could not be notified that it is complete: {ERROR!r}",
+        "open, over told, over", Reason.TRANSPORT,
+        f"a, b could not be notified that it is complete: {ERROR!r}", ERROR,
         {"complete_error": ERROR},
     ),
-    "broken off": End(LATE, Reason.TRANSPORT, "failed in the transport", then=broken_off),
+    "broken off": End(
+        "open, over, over told", Reason.TRANSPORT, "failed in the transport", then=broken_off
+    ),
     "raises at a look": End(
-        LATE, Reason.TRANSPORT, f"a transfer to a failed in the transport: {ERROR!r}",
-        then=raises_at_a_look,
+        "open, over, over told", Reason.TRANSPORT,
+        f"a transfer to a failed in the transport: {ERROR!r}", ERROR, then=raises_at_a_look,
     ),
     "late": End(
-        LATE, Reason.TIMEOUT, "not delivered to a (posted), b (posted) within 5.0 s",
-        then=takes_too_long,
+        "over, over told, over", Reason.TIMEOUT,
+        "not delivered to a (posted), b (posted) within 5.0 s", then=takes_too_long,
     ),
-    "cancelled": End(["drained"], Reason.PEER_LOST, then=cancelled),
+    "cancelled": End("stopped, over told, over", Reason.PEER_LOST, "it is gone", then=cancelled),
     "cancelled, and late": End(
-        ["overdue", "drained"], Reason.PEER_LOST, then=cancelled_and_too_long
+        "over, over told, over", Reason.PEER_LOST, "it is gone", then=cancelled_and_too_long
     ),
-    "forgotten": End([], then=forgotten),
-    "stopped": End(["drained"], then=stopped_by_the_table),
-    "stopped at first": End(["drained"], first=stopped_by_the_table),
-    "the table raises": End(FAILED, Reason.TRANSPORT, repr(ERROR), then=the_table_raises),
-    "the table raises at first": End(
-        FAILED, Reason.TRANSPORT, repr(ERROR), first=the_table_raises_at_first
+    "cancelled at first": End(
+        "over told, over, over", Reason.PEER_LOST, "it is gone", first=cancelled
+    ),
+    "forgotten": End("over, over, over", then=forgotten),
+    "the table raises": End(
+        "over told, over, over", Reason.TRANSPORT, repr(ERROR), ERROR, first=the_table_raises
     ),
 }  # fmt: skip
 
@@ -132,42 +125,46 @@ ENDS = {
 @pytest.mark.parametrize("how", ENDS)
 def test_a_room_ends_early(how: str) -> None:
     """Guards against an end that costs another room or the next one of its number, that is told
-    twice or without its cause, and against a late write that completes a room which was given
-    up."""
-    end, bench = ENDS[how], Bench()
-    bench.open(1, 2)
+    twice, too early or without its cause, and against a late write that completes a room which was
+    given up."""
+    end, bench, seen = ENDS[how], Bench(), list[str]()
+    before = STATS.failures[end.reason] if end.reason else 0
+
+    def look() -> None:
+        hosts = [host for host, room, _ in bench.told() if room == 1]
+        assert hosts in ([], ["a", "b"])
+        seen.append(bench.end(1) + " told" * bool(hosts))
+
+    bench.open(1, peers="ab")
+    bench.open(2)
+    room = bench.requests[1]
+    bench.submit(1, last=True, within=5.0, **end.script)
+    bench.submit(2, last=True)
     if end.first is not None:
         end.first(bench)
-    bench.submit(1, "a", "b", last=True, within=5.0, **end.script)
-    bench.submit(2, last=True)
     bench.run()
     if end.then is not None:
         end.then(bench)
+    look()
     bench.settle()
+    look()
     bench.let_doubt_pass()
-    assert bench.rooms.of(1) == end.told and bench.rooms.of(2) == ["done 0", "drained"]
-    assert bench.rooms.completed == {2} and bench.backend.completed == [2]
-    if "failed" in end.told:
-        (failed,) = [entry for entry in bench.rooms.entries if entry[0] == "failed"]
-        assert failed[2] is end.reason and end.text in failed[3]
-        if end.reason is Reason.MISMATCH:
-            assert isinstance(failed[4], TransferError)
-        else:
-            is_raised = "error" in end.script or repr(ERROR) in end.text
-            assert failed[4] is (ERROR if is_raised else None)
-    counted = {reason: count for reason, count in bench.stats.failures.items() if count}
-    assert counted == ({end.reason: 1} if end.reason else {})
-    began = len(bench.backend.handles)
+    look()
+    assert ", ".join(seen) == end.seen and bench.end(2) == "delivered"
+    assert [chunk.room for chunk in bench.transport.completed] == [2]
+    assert (room.error, end.text in (room.reason or "")) == (end.error, True)
+    if end.reason is not None:
+        assert STATS.failures[end.reason] == before + 1
+        assert bench.stats.failures[end.reason] == 1 == sum(bench.stats.failures.values())
+    began = len(bench.transport.handles)
     bench.forget(1)
-    bench.rooms.stopped.clear()
     bench.open(1)
     bench.submit(1, last=True)
     bench.run()
     bench.settle()
-    assert bench.rooms.of(1)[len(end.told) :] == ["done 1", "drained"]
-    assert len(bench.backend.handles) == began + 1
-    bench.forget(1)
-    bench.forget(2)
+    assert bench.end(1) == "delivered" and len(bench.transport.handles) == began + 1
+    for number in (1, 2):
+        bench.forget(number)
     bench.check_empty()
 
 
@@ -182,17 +179,16 @@ def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
     bench.submit(1, handles=3)
     bench.submit(1, last=True)
     bench.run()
-    done, under_way, error = bench.backend.handles
+    done, under_way, error = bench.transport.handles
     done.state, error.state = State.DONE, broken
     bench.run(1.0)
-    assert bench.rooms.of(1) == ["failed"] and bench.backend.released == 0
+    assert bench.end(1) == "stopped" and bench.transport.released == 0
     under_way.state = State.DONE
     bench.run(Settings.doubt_s - 2)
-    assert bench.rooms.of(1) == ["failed", "overdue"], "the request goes; decode waits"
-    assert bench.rooms.busy == {1} and bench.backend.released == 0
+    assert bench.end(1) == "over" and bench.told() == [], "the request goes; decode waits"
+    assert bench.transport.released == 0
     bench.run(2)
-    assert bench.rooms.of(1) == LATE and bench.rooms.busy == set()
-    assert len(bench.backend.posts) == 1
+    assert len(bench.told()) == 1 and len(bench.transport.posts) == 1
     bench.forget(1)
     bench.check_empty()
 
@@ -200,67 +196,68 @@ def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
 @pytest.mark.hazard("slow-peer", "dead-peer-leftovers", "siblings-write-on", "handle-release")
 def test_deadlines() -> None:
     """Guards against a chunk that waits for ever behind a stalled peer; and against a handle that
-    is released, or a room that is called quiet, because time ran out: it is waited for, rarely."""
+    is released, or a decode rank that is told, because time ran out: it is waited for, rarely."""
     bench = Bench(quota=1)
-    bench.open(1, 2)
-    bench.submit(1, "slow", within=5.0)
-    bench.submit(2, "slow", within=5.0)
+    bench.open(1, 2, peers=["slow"])
+    for number in (1, 2):
+        bench.submit(number, within=5.0)
     bench.run(4.9)
-    assert bench.rooms.entries == []
+    assert bench.end(1) == bench.end(2) == "open"
     bench.run(0.2)
-    assert "slow (posted) within 5.0 s" in bench.rooms.failure(1)[1]
-    reason, text = bench.rooms.failure(2)
-    assert reason is Reason.TIMEOUT and "TRANSFER_TIMEOUT" in text
-    assert text.startswith("room 2: a chunk was not delivered to slow (queued) within 5.0 s")
-    assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.of(2) == FAILED
-    looks = bench.backend.looks
+    posted, queued = (bench.requests[number].reason or "" for number in (1, 2))
+    assert "slow (posted) within 5.0 s" in posted and "TRANSFER_TIMEOUT" in queued
+    assert queued.startswith("room 2: a chunk was not delivered to slow (queued) within 5.0 s")
+    assert bench.end(1) == bench.end(2) == "over"
+    assert [room for _, room, _ in bench.told()] == [2]
+    looks = bench.transport.looks
     bench.run(100)
-    assert 480 <= bench.backend.looks - looks <= 505 and bench.backend.released == 0
-    assert bench.rooms.busy == {1}
+    assert 480 <= bench.transport.looks - looks <= 505 and bench.transport.released == 0
     bench.settle()
-    assert bench.rooms.of(1) == LATE and bench.rooms.busy == set()
+    assert [room for _, room, _ in bench.told()] == [1]
 
 
 @pytest.mark.hazard("exception-ends-worker")
-def test_a_bug_costs_its_own_room() -> None:
+def test_a_bug_costs_its_own_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a worker that trips over one transfer again and again, and never looks at
     those behind it; and against a word that nothing is written, which a bug cannot know."""
-    bench = Bench()
+    bench, calls = Bench(), list[float]()
+    queued = bench.stats.queued
+
+    def raises_once(seconds: float) -> None:
+        calls.append(seconds)
+        if len(calls) == 1:
+            raise ERROR
+        queued(seconds)
+
+    monkeypatch.setattr(bench.stats, "queued", raises_once)
     bench.open(1, 2)
-    raise_once(bench.stats, "queued")
-    bench.submit(1, last=True)
-    bench.submit(2, last=True)
+    for number in (1, 2):
+        bench.submit(number, last=True)
     bench.run()
     bench.settle()
-    reason, text = bench.rooms.failure(1)
-    assert reason is Reason.INTERNAL
+    text = bench.requests[1].reason or ""
     assert "unexpected error in transfer worker 0: ZeroDivisionError" in text
-    assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.of(2) == ["done 0", "drained"]
-    assert bench.rooms.busy == {1}
+    assert (bench.end(1), bench.end(2)) == ("over", "delivered") and bench.told() == []
     assert bench.worker.tables() | {"rooms": 0} == dict.fromkeys(bench.worker.tables(), 0)
-    bench.check()
 
 
 @pytest.mark.hazard("handle-release", "exception-ends-worker")
-def test_what_else_raises() -> None:
-    """Guards against a callback's or a release's exception that stops the worker, loses the next
-    callback, or has a handle released again."""
-    bench = Bench()
-    bench.open(1, 2)
-    calls: list[object] = []
+def test_a_release_that_raises() -> None:
+    """Guards against an exception that stops the worker, or has a handle released again."""
+    bench, calls = Bench(), list[object]()
 
-    def broken(handle: object, *_: object) -> None:
+    def broken(handle: object) -> None:
         calls.append(handle)
         raise RuntimeError("broken")
 
-    bench.rooms.chunk_done = bench.rooms.room_failed = broken  # type: ignore[method-assign]
-    bench.backend.release = broken  # type: ignore[method-assign]
+    bench.transport.release = broken  # type: ignore[method-assign]
+    bench.open(1, 2)
     bench.submit(1, handles=2, last=True)
-    bench.submit(2, error=ERROR, handles=0)
+    bench.submit(2, handles=1, error=ERROR)
     bench.run()
     bench.settle()
-    assert bench.rooms.of(1) == bench.rooms.of(2) == ["drained"]
-    assert [each for each in calls if each in bench.backend.handles] == bench.backend.handles
+    assert (bench.end(1), bench.end(2)) == ("delivered", "over")
+    assert calls == bench.transport.handles and len(bench.told()) == 1
 
 
 @pytest.mark.hazard("handle-release")
@@ -269,17 +266,16 @@ def test_stop() -> None:
     more."""
     bench = Bench(quota=1)
     bench.open(1, 2)
-    bench.submit(1)
-    bench.run()
-    bench.submit(2)
+    for number in (1, 2):
+        bench.submit(number)
+        bench.run()
     bench.worker.stop()
     bench.open(3)
     bench.submit(3)
-    assert bench.rooms.of(1) == ["failed"] and bench.rooms.of(2) == FAILED
-    assert bench.worker.busy
+    assert (bench.end(1), bench.end(2)) == ("stopped", "over") and bench.worker.busy
     bench.settle()
-    assert not bench.worker.busy and bench.rooms.of(1) == FAILED
-    assert len(bench.backend.posts) == 1 and bench.worker.give_up() == 0
+    assert bench.end(1) == "over" and not bench.worker.busy
+    assert len(bench.transport.posts) == 1 and bench.worker.give_up() == 0
 
 
 def test_after_a_suspension() -> None:
@@ -289,10 +285,10 @@ def test_after_a_suspension() -> None:
     bench.open(1)
     bench.submit(1, last=True, within=5.0)
     bench.run()
-    bench.backend.settle()
-    bench.clock.now += 100
+    bench.transport.settle()
+    bench.clock.now += 20
     bench.run()
-    assert bench.rooms.of(1) == ["done 0", "drained"]
+    assert bench.end(1) == "delivered"
 
 
 # ---- who waits for whom ----
@@ -302,15 +298,14 @@ def test_turns_between_peers() -> None:
     """Guards against a long queue for one peer that is served before another's short one, and
     against a worker that cannot be told to cancel while it posts a long queue."""
     bench = Bench(window=64, quota=64)
-    bench.open(1, 2, 3)
-    for _ in range(4):
-        bench.submit(1, "a")
-    bench.submit(2, "b")
-    bench.submit(3, "b")
-    assert bench.worker.step(bench.clock.now) == 0.0
-    bench.cancel(3, Reason.ABORTED)
+    for room, peer in ((1, "a"), (2, "b"), (3, "b")):
+        bench.open(room, peers=peer)
+    for room in (1, 1, 1, 1, 2, 3):
+        bench.submit(room)
+    assert bench.step() == 0.0
+    bench.fail(3)
     bench.run()
-    assert [peer for _, _, peer in bench.backend.posts] == ["a", "b", "a", "a", "a"]
+    assert [peer for _, peer in bench.transport.posts] == ["a", "b", "a", "a", "a"]
 
 
 @pytest.mark.hazard("slow-peer")
@@ -318,18 +313,17 @@ def test_a_window_that_is_full() -> None:
     """Guards against unbounded posting, and against stopped peers that take all places between
     them: a peer that has nothing under way may always post one."""
     bench = Bench(window=4, quota=4)
-    bench.open(1, 2, 3)
-    for _ in range(9):
-        for room, peer in enumerate(("stopped-1", "stopped-2", "healthy"), 1):
-            bench.submit(room, peer)
+    for room, peer in enumerate(("stopped-1", "stopped-2", "healthy"), 1):
+        bench.open(room, peers=[peer])
+        for chunk in range(9):
+            bench.submit(room, last=chunk == 8)
     for count in range(9):
         bench.run()
-        under_way = [peer for _, _, peer in bench.backend.posts]
-        assert under_way.count("healthy") == count + 1
-        assert len(bench.backend.open_handles(peer="healthy")) == 1
+        posted = [peer for _, peer in bench.transport.posts]
+        assert posted.count("healthy") == count + 1
+        assert len(bench.transport.under_way(peer="healthy")) == 1
         bench.settle(3)
-    assert len(bench.backend.open_handles()) == 4
-    assert bench.rooms.of(3) == [f"done {index}" for index in range(9)]
+    assert len(bench.transport.under_way()) == 4 and bench.end(3) == "delivered"
 
 
 @pytest.mark.hazard("slow-peer", "peer-lost-for-ever")
@@ -338,26 +332,26 @@ def test_a_dead_peer_that_comes_back() -> None:
     against a dead peer that gets more than one place to try, deadline after deadline."""
     bench = Bench(window=8, quota=3)
     for batch in range(10):
-        for room in range(10 * batch, 10 * batch + 10):
-            bench.open(room)
-            bench.submit(room, "dead", within=1.0)
+        rooms = range(10 * batch, 10 * batch + 10)
+        bench.open(*rooms, peers=["dead"])
+        for room in rooms:
+            bench.submit(room, within=1.0)
         bench.run(2)
-        assert len(bench.backend.open_handles()) == 3 + batch
-    for room in range(99):
+        assert len(bench.transport.under_way()) == 3 + batch
+    for room in range(100):
         bench.forget(room)
-    assert bench.worker.tables()["rooms"] == 1
-    bench.open(*range(100, 112))
-    for room in range(100, 112):
-        bench.submit(room, "dead", last=True)
+    again = range(100, 112)
+    bench.open(*again, peers=["dead"])
+    for room in again:
+        bench.submit(room, last=True)
     bench.run()
     bench.settle(100)
-    assert len(bench.backend.handles) == 12 + 1 + 3, "it is back: its whole quota"
-    for room in range(100, 112):
+    assert len(bench.transport.handles) == 12 + 1 + 3, "it is back: its whole quota"
+    for room in again:
         bench.settle(room)
-        assert bench.rooms.of(room) == ["done 0", "drained"]
+        assert bench.end(room) == "delivered"
         bench.forget(room)
     bench.settle()
-    bench.forget(99)
     bench.check_empty()
 
 
@@ -365,23 +359,22 @@ def test_too_many_overdue_transfers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against looking at ever more dead transfers, against releasing one that is under way,
-    and against giving up without a word: its room is never said to be quiet."""
+    and against giving up without a word: its decode rank is never told."""
     monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
     bench = Bench(overdue=2)
-    bench.open(1, 2, 3)
     for room in (1, 2, 3):
-        bench.submit(room, f"peer-{room}", within=room)
+        bench.open(room, peers=[f"peer-{room}"])
+        bench.submit(room, within=room)
     with caplog.at_level(logging.ERROR):
         bench.run(10)
     assert "peer-1 has not settled" in caplog.text
     assert bench.worker.tables()["overdue"] == 2
-    assert [bench.backend.handles[0]] == send_queue.NEVER_RELEASED
+    assert [bench.transport.handles[0]] == send_queue.NEVER_RELEASED
     bench.settle()
-    assert bench.rooms.of(1) == ["failed", "overdue"] and bench.rooms.busy == {1}
-    assert bench.rooms.of(2) == bench.rooms.of(3) == LATE
-    assert [handle.releases for handle in bench.backend.handles] == [0, 1, 1]
-    assert bench.worker.tables()["peers"] == 0
-    bench.check()
+    assert [bench.end(room) for room in (1, 2, 3)] == ["over"] * 3
+    assert [host for host, _, _ in bench.told()] == ["peer-2", "peer-3"]
+    assert [handle.releases for handle in bench.transport.handles] == [0, 1, 1]
+    assert bench.worker.tables()["peers"] == 0 and bench.transport.misuse == []
 
 
 # ---- how often it looks ----
@@ -398,7 +391,7 @@ def test_pauses(transfers: int) -> None:
     bench.open(1)
     for number in range(transfers):
         bench.submit(1, last=number == transfers - 1)
-    start, steps, step = bench.clock.now, [], bench.worker.step
+    start, steps, step = bench.clock.now, list[float](), bench.worker.step
 
     def counted(now: float) -> float | None:
         steps.append(now)
@@ -406,15 +399,15 @@ def test_pauses(transfers: int) -> None:
 
     bench.worker.step = counted  # type: ignore[method-assign]
     for seconds, least, most in ((1.0, 600, 750), (1.0, 600, 640), (8.1, 0, 9999), (1.0, 30, 50)):
-        looks = bench.backend.looks
+        looks = bench.transport.looks
         bench.run(seconds)
-        assert least <= (bench.backend.looks - looks) / transfers <= most
+        assert least <= (bench.transport.looks - looks) / transfers <= most
     in_the_first_second = [now for now in steps if now <= start + 1.0]
     assert len(in_the_first_second) <= 750 + transfers
     bench.settle()
-    looks = bench.backend.looks
+    looks = bench.transport.looks
     bench.run(3600)
-    assert bench.run() is None and bench.backend.looks == looks
+    assert bench.run() is None and bench.transport.looks == looks
 
 
 @pytest.mark.parametrize("took", [10e-6, 100e-6, 1e-3, 5e-3, 12e-3])
@@ -425,6 +418,6 @@ def test_short_transfers_are_noticed_soon(took: float) -> None:
     bench.open(1)
     bench.submit(1, last=True)
     bench.run(took)
-    bench.backend.settle()
+    bench.transport.settle()
     bench.run(max(50e-6, took / 16))
-    assert bench.rooms.of(1) == ["done 0", "drained"]
+    assert bench.end(1) == "delivered"

@@ -1,0 +1,298 @@
+"""A prefill rank without a transfer library: its room table, its decode ranks and SGLang's status
+of each room (``Side``), and one worker over a transport that does what the test says (``Bench``).
+Sockets record, and the test moves the clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
+from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.room import State as RoomState
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
+from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
+from unit.delta.fakes import Clock, Manager, Sockets, announcement
+
+ROOM, PORT = 7, 4000
+ERROR = ZeroDivisionError("the transport's")
+
+
+class Side:
+    """Decode ranks D and E are registered; each listens at a host of its own name."""
+
+    def __init__(self, sockets: Any = None, **options: Any) -> None:
+        self.clock, self.manager = Clock(), Manager()
+        self.manager.attn_tp_rank = 3
+        #: ``wire.PeerSockets``: real ones.
+        self.sockets = sockets or Sockets()
+        self.table = self.manager.rooms = RoomTable(self.manager, self.clock, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            if sockets is not wire.PeerSockets:
+                patch.setattr(wire, "PeerSockets", lambda clock: self.sockets)
+            self.ranks = self.manager.decode_ranks = DecodeRanks(
+                self.manager, self.table, self.clock
+            )
+        #: By number, the request that is here.
+        self.requests: dict[int, Room] = {}
+        for peer in "DE":
+            self.register(peer)
+
+    def register(self, peer: str, host: str = "") -> None:
+        registered = SimpleNamespace(endpoint=host or peer, dst_port=PORT)
+        self.manager.decode_kv_args_table[peer] = registered
+
+    def announce(self, room: int = ROOM, peer: str = "D", of: int = 1, **fields: Any) -> bool:
+        """A decode rank announces a room; ``of``: how many will."""
+        return self.table.announce(room, peer, announcement(room, **{"host": peer} | fields), of)
+
+    def claim(self, room: int = ROOM) -> str | None:
+        """A request comes, as ``DeltaSender`` takes it; why it was refused."""
+        self.manager.update_status(room, KVPoll.Bootstrapping)
+        claimed, refused = self.table.claim(room)
+        if refused is not None:
+            assert self.table.fail(room, Reason.ABORTED, refused, meant=claimed)
+            assert claimed.is_stopped and claimed.is_over and not claimed.delivered
+        if refused is None or self.table.room(room) is claimed:
+            self.requests[room] = claimed
+        return refused
+
+    def withdraw(self, peer: str = "D", room: int = ROOM, **fields: Any) -> None:
+        """A decode rank gives a room up."""
+        fields = {"host": peer, "port": PORT, "reason": "bored"} | fields
+        self.ranks.take(wire.Withdraw(room, peer, **fields))
+
+    def ping(self, peer: str = "D") -> None:
+        """A sign of life."""
+        self.ranks.take(wire.Ping("a:1", peer, peer, PORT))
+
+    def enter(self, room: int = ROOM) -> bool:
+        """Whether a worker may post a write."""
+        return self.table.enter(self.requests.get(room) or Room(room))
+
+    def fail(self, room: int = ROOM, kind: Reason = Reason.ABORTED, text: str = "aborted") -> bool:
+        return self.table.fail(room, kind, text)
+
+    def forget(self, room: int = ROOM) -> None:
+        """The request of a room is done with."""
+        if room in self.requests:
+            self.table.forget(self.requests[room])
+            self.manager.forget_status(room)
+
+    def status(self, room: int = ROOM) -> KVPoll | None:
+        return self.manager.request_status.get(room)
+
+    def end(self, number: int = ROOM) -> str:
+        """What the scheduler sees of its request."""
+        room = self.requests.get(number) or Room(number)
+        if room.delivered:
+            assert not room.is_stopped or room.state is RoomState.ENDED
+            assert self.status(number) in (KVPoll.Success, None)
+            return "delivered"
+        return "over" if room.is_over else "stopped" if room.is_stopped else "open"
+
+    def told(self) -> list[tuple[str, int, str]]:
+        """Which hosts were told of which room, and why, since the last look."""
+        stopped = [sent for sent in self.sockets.take() if isinstance(sent[2], wire.Stopped)]
+        assert {(port, it.writer) for _, port, it in stopped} <= {(PORT, 3)}
+        return [(host, it.room, it.reason) for host, _, it in stopped]
+
+    def advance(self, seconds: float, *, turns: bool = True) -> list[str]:
+        """Time passes, with the reader's clock ticking as it should, and the scheduler's turns with
+        it unless it is busy with one thing; the decode ranks to drop."""
+        silent: list[str] = []
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(self.clock.now + 1, end)
+            if turns:
+                self.table.scheduler_time.turn()
+            silent += self.ranks.tick()
+        return silent
+
+
+@dataclass(frozen=True)
+class Script:
+    """The payload of a test's chunk: what the transport does with it."""
+
+    #: Handles that a post gives.
+    handles: int = 1
+    #: Raised after them.
+    error: Exception | None = None
+    #: Raised when its peers are told that the room is complete.
+    complete_error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Handle:
+    """One transfer, which the test settles; ``state`` may also be an exception to raise."""
+
+    chunk: Chunk
+    peer: str
+    state: State | Exception = State.IN_PROGRESS
+    looks: int = 0
+    releases: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it has settled."""
+        return self.state is not State.IN_PROGRESS
+
+
+@dataclass
+class Transport:
+    """Posts what the payload's ``Script`` says; refuses releases that are early or repeated."""
+
+    handles: list[Handle] = field(default_factory=list)
+    #: Chunks with their peers, in order.
+    posts: list[tuple[Chunk, str]] = field(default_factory=list)
+    #: Last chunks of rooms whose peers were told that they are complete, in order.
+    completed: list[Chunk] = field(default_factory=list)
+    #: How it was misused; must be asserted empty, since workers swallow errors.
+    misuse: list[str] = field(default_factory=list)
+    #: What other threads do while a worker is in a call.
+    meanwhile: Callable[[], None] = lambda: None
+
+    def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
+        self.posts.append((chunk, peer))
+        for _ in range(chunk.payload.handles):
+            self.meanwhile()
+            handle = Handle(chunk, peer)
+            self.handles.append(handle)
+            yield handle
+        if chunk.payload.error is not None:
+            raise chunk.payload.error
+
+    def complete(self, chunk: Chunk) -> None:
+        if not chunk.is_last:
+            self.misuse.append(f"room {chunk.room} is complete before its last chunk")
+        if chunk.payload.complete_error is not None:
+            raise chunk.payload.complete_error
+        self.completed.append(chunk)
+        self.meanwhile()
+
+    def state(self, handle: Handle) -> State:
+        handle.looks += 1
+        if handle.releases:
+            self.misuse.append("looked at after its release")
+        if isinstance(handle.state, Exception):
+            raise handle.state
+        return handle.state
+
+    def release(self, handle: Handle) -> None:
+        handle.releases += 1
+        if handle.releases > 1 or not handle.over:
+            self.misuse.append(f"release {handle.releases} in state {handle.state}")
+
+    def under_way(self, room: int | None = None, peer: str | None = None) -> list[Handle]:
+        return [
+            it
+            for it in self.handles
+            if not it.over and room in (None, it.chunk.room) and peer in (None, it.peer)
+        ]
+
+    def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
+        """Everything under way (of ``room``) settles."""
+        for handle in self.under_way(room):
+            handle.state = state
+
+    @property
+    def looks(self) -> int:
+        """Questions about handles so far."""
+        return sum(handle.looks for handle in self.handles)
+
+    @property
+    def released(self) -> int:
+        """Handles released so far."""
+        return sum(handle.releases for handle in self.handles)
+
+
+class Bench(Side):
+    """A rank with one worker. What other threads want of it waits until its next step."""
+
+    def __init__(self, sockets: Any = None, **settings: int) -> None:
+        super().__init__(sockets)
+        self.transport = Transport()
+        self.stats = AsyncTransferStats(clock=self.clock)
+        self.worker = Worker(
+            self.transport, self.table, Settings(**settings), self.stats, 0, self.clock
+        )
+        self._commands: deque[Callable[[], None]] = deque()
+        self.manager.room_stopped = lambda room, kind: self._commands.append(
+            lambda: self.worker.cancel(room, kind)
+        )
+
+    def open(self, *numbers: int, peers: str | list[str] = "D") -> None:
+        """Requests begin, which their decode ranks have announced."""
+        for number in numbers:
+            for peer in peers:
+                self.announce(number, peer, len(peers))
+            self.take(number)
+
+    def take(self, number: int) -> str | None:
+        """A request begins; why it was refused."""
+        refused = self.claim(number)
+        if refused is None:
+            room = self.requests[number]
+            self._commands.append(lambda: self.worker.open(room))
+        return refused
+
+    def submit(
+        self, number: int, *, last: bool = False, within: float = 120.0, **script: Any
+    ) -> Chunk:
+        """The next chunk of a room, for all its decode ranks."""
+        peers = tuple(self.requests[number].announcements)
+        now = self.clock.now
+        chunk = Chunk(number, peers, Script(**script), last, now + within, now)
+        self._commands.append(lambda: self.worker.submit(chunk))
+        return chunk
+
+    def forget(self, room: int = ROOM) -> None:
+        gone = self.requests[room]
+        self._commands.append(lambda: self.worker.forget(gone))
+        super().forget(room)
+
+    def step(self) -> float | None:
+        """What the worker's thread does at once; the pause that it asks for."""
+        while self._commands:
+            self._commands.popleft()()
+        return self.worker.step(self.clock.now)
+
+    def run(self, seconds: float = 0.0) -> float | None:
+        """Step as a thread would for so long; then the pause that the last step asked for."""
+        until = self.clock.now + seconds
+        for _ in range(200_000):
+            wait = self.step()
+            if wait == 0.0 or self._commands:
+                continue
+            if wait is None or self.clock.now + wait > until:
+                self.advance(until - self.clock.now)
+                return wait
+            self.advance(wait)
+        raise AssertionError("the worker spins")
+
+    def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
+        """Everything under way settles, and the worker has the time to notice."""
+        self.transport.settle(room, state)
+        self.run(0.5)
+
+    def let_doubt_pass(self) -> None:
+        """What the transport broke off counts as over."""
+        self.run(Settings.doubt_s)
+
+    def check_empty(self) -> None:
+        """Nothing is left once all requests are gone, and every handle was released once."""
+        self.run(1.0)
+        assert self.transport.misuse == []
+        assert not any(self.worker.tables().values()), self.worker.tables()
+        assert self.table.numbers() == []
+        assert {handle.releases for handle in self.transport.handles} <= {1}

@@ -1,0 +1,153 @@
+"""Transfer threads: how many, which of them serves a room, and who takes a core from whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.disaggregation.delta.prefill import transfer_pool
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import worker_of
+from sglang.srt.patchset.environment import QUEUES, THREADS
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """The settings of a machine with so many cores, and these variables."""
+
+    def settings(cpus: int | None, queues: str | None, threads: str | None) -> Settings:
+        for name, value in ((QUEUES.name, queues), (THREADS.name, threads)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        return Settings.read(cpus)
+
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [(1, 4), (2, 4), (64, 4), (79, 4), (80, 5), (128, 8), (192, 12), (999, 12)]
+)
+def test_settings(read: Callable[..., Settings], cpus: int, threads: int) -> None:
+    """Guards against a default that is not SGLang's, and against variables that are not read."""
+    made = read(cpus, None, None)
+    assert (made.queues, made.threads, made.workers) == (4, threads, 4 * (threads // 4))
+    made = read(cpus, "3", "7")
+    assert (made.queues, made.threads, made.threads_per_queue, made.workers) == (3, 7, 2, 6)
+
+
+@pytest.mark.hazard("wrong-counts")
+@pytest.mark.parametrize(
+    ("queues", "threads", "named"),
+    [
+        ("0", None, QUEUES.name),
+        ("-1", None, QUEUES.name),
+        ("four", None, QUEUES.name),
+        ("1000000", "1000000", QUEUES.name),
+        ("4", "0", THREADS.name),
+        ("4", "", THREADS.name),
+        ("4", "3", THREADS.name),
+        ("4", "100000", THREADS.name),
+        ("8", None, THREADS.name),
+    ],
+)
+def test_wrong_settings(
+    read: Callable[..., Settings], queues: str, threads: str | None, named: str
+) -> None:
+    """Guards against a wrong count that is taken for another, or fails without its name."""
+    with pytest.raises(ValueError, match=named):
+        read(2, queues, threads)
+
+
+@pytest.mark.hazard("chunks-overtake")
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 64, 2**32, 2**40])
+@pytest.mark.parametrize("workers", [1, 3, 4, 12])
+def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
+    """Guards against rooms of one remainder (data parallel attention) that all go to one worker,
+    and against two answers for one room."""
+    rooms = [3 + stride * index for index in range(2000)]
+    shares = Counter(worker_of(room, workers) for room in rooms)
+    assert set(shares) == set(range(workers))
+    assert max(shares.values()) <= 1.25 * len(rooms) / workers
+    assert all(worker_of(room, workers) == worker_of(room, workers) for room in rooms)
+    assert worker_of(2**63 + 5, workers) < workers
+
+
+# ---- threads that stand back, and those that must not ----
+
+ON_LINUX = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="threads have numbers of their own on Linux"
+)
+
+_PROGRAM = """
+import ctypes, os, threading
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import (
+    batch_scheduling,
+    use_batch_scheduling,
+)
+
+libc = ctypes.CDLL(None)
+def native():  # as a library does: a thread that Python does not know
+    asleep = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    number, seconds = ctypes.c_ulong(), ctypes.c_void_p(60)
+    start = ctypes.cast(libc.sleep, ctypes.c_void_p)
+    assert libc.pthread_create(ctypes.byref(number), None, start, seconds) == 0
+
+def said(threads):
+    return [(os.sched_getscheduler(t), os.getpriority(os.PRIO_PROCESS, t)) for t in threads]
+
+def tasks():
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+mine, end = threading.get_native_id(), threading.Event()
+native()
+before = tasks()
+with batch_scheduling(7):
+    native()
+    python = threading.Thread(target=end.wait)
+    python.start()
+new = tasks() - before - {python.native_id}
+print(said([mine]), sorted(set(said(before - {mine}))), said([python.native_id]), said(new))
+end.set()
+os._exit(0)
+"""
+
+
+@ON_LINUX
+@pytest.mark.hazard("spinning-workers")
+def test_native_threads_of_a_library() -> None:
+    """Guards against the calling thread, one that was there before, or one of Python's that gives
+    its core away: it may hold the interpreter's lock; and against a library's threads that take as
+    much of the cores as the scheduler does."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    as_ever = [(os.SCHED_OTHER, nice)]
+    expected = [as_ever, as_ever, as_ever, [(os.SCHED_BATCH, min(nice + 7, 19))]]
+    assert done.stdout.strip() == " ".join(map(str, expected)), done.stderr
+
+
+@ON_LINUX
+def test_a_worker() -> None:
+    """Guards against workers that get less of a core than the scheduler while they hold the
+    interpreter's lock, and against the caller's own policy."""
+    found = []
+
+    def look() -> None:
+        transfer_pool.use_batch_scheduling()
+        found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)))
+
+    thread = threading.Thread(target=look)
+    before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+    thread.start()
+    thread.join()
+    assert found == [(os.SCHED_BATCH, before[1])]
+    assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == before
