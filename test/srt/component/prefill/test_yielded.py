@@ -174,30 +174,6 @@ class Looked(dict[str, Any]):
         return super().values()
 
 
-def test_a_paused_server_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against rooms that look through all requests again and again while nothing is sent on:
-    a thousand of them were all that the process that speaks HTTP did."""
-    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
-    tokenizer = Tokenizer()
-    tokenizer.rid_to_state = requests = Looked()
-    rooms = range(ROOM, ROOM + 3)
-
-    async def play() -> list[Any]:
-        states = [tokenizer.arrive(room, sent=False) for room in rooms]
-        for room in rooms:
-            tokenizer.take_yielded(RoomYielded(room))
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert requests.times <= len(rooms)
-        for state in states:
-            tokenizer.send(state)
-        await asyncio.gather(*tokenizer.asyncio_tasks)
-        return states
-
-    for state in asyncio.run(play()):
-        answer_of(state)
-
-
 def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a stranger's numbers, each of which looked through all requests again and
     again: 1,000 of them took 28 % of the process that speaks HTTP; and against more of them than

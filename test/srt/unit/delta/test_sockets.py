@@ -169,13 +169,6 @@ def test_nothing_unsent_is_thrown_away(peers: Peers, monkeypatch: pytest.MonkeyP
     assert peers.received() == [PONG]
 
 
-def test_two_thousand_peers(peers: Peers) -> None:
-    """Guards against a bound below the number of decode ranks that a server may have."""
-    for number in range(2000):
-        peers.send(9, host=f"127.1.{number // 250}.{number % 250 + 1}")
-    assert peers.count == 2000
-
-
 def test_sockets_that_nobody_uses_any_more(peers: Peers) -> None:
     """Guards against a socket for each decode rank that ever was, with which ZeroMQ would try to
     connect for ever; one in use stays, and one that was dropped opens again."""

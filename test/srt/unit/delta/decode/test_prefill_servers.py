@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -285,33 +284,3 @@ def test_freed_after_the_bound_and_said_so(
         deferred.free(freed.append)
     assert freed == [entry] and prefills.servers.deferred_rooms() == [8]
     assert DeferredFree().poll() == KVPoll.Success
-
-
-@pytest.mark.parametrize("walk", ["a lost server", "a word"])
-def test_no_room_is_given_up_while_rooms_are_walked(prefills: Prefills, walk: str) -> None:
-    """The scheduler gives rooms up while the heartbeat walks them and the reader looks them up.
-    Guards against "dictionary changed size during iteration" in the thread that notices dead
-    servers."""
-    prefills.connect()
-    deferred = prefills.give_up(7)
-    is_given_up, seen = threading.Event(), list[bool]()
-
-    def give_up() -> None:
-        prefills.give_up(8)
-        is_given_up.set()
-
-    scheduler = threading.Thread(target=give_up)
-
-    def meanwhile(*_: object) -> None:
-        if scheduler.ident is None:
-            scheduler.start()
-            seen.append(is_given_up.wait(0.05))
-
-    if walk == "a lost server":
-        prefills.sockets.drop = meanwhile  # type: ignore[method-assign]
-        prefills.servers.lost(ADDRESS, True, "gone")
-    else:
-        deferred.progress.stop = meanwhile
-        prefills.servers.take(wire.Stopped(7, 0, "because"))
-    scheduler.join()
-    assert seen == [False] and is_given_up.is_set()

@@ -1,14 +1,304 @@
-"""What the choice is worth: talks, as events, against sending all turns to one side."""
+"""What the choice is worth: talks on one prefill and one decode server, as events, against sending
+all turns to one side. No clock runs.
+
+Decode's loop is ``LocalTurns``' in short: requests are admitted between two steps, chunks alternate
+with decode steps as ``Pace`` has them. Prefill computes all that waits in one step. A router gives
+the client an answer when prefill's half has ended and decode's has begun, as SGLang's Rust router
+does.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import heapq
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from statistics import median
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode.turn_choice import Measured
-from unit.delta.decode.talks import Talks, World
+from sglang.srt.disaggregation.delta.decode.turn_choice import (
+    Choice,
+    Decision,
+    Limits,
+    Load,
+    Measured,
+    Pace,
+    read,
+    read_there,
+)
+
+PREFILL = "prefill"
+MOST_IN_A_STEP = 8192
+REMOTE = Decision(False, "long")
+
+
+@dataclass(frozen=True)
+class World:
+    """Who talks, and what the servers take: seconds and tokens. A pair is a constant and a slope
+    over tokens (``chunk``, ``prefill``) or requests (``step``)."""
+
+    talks: int = 6
+    turns: int = 10
+    first: int = 512
+    new: int = 112
+    answer: int = 40
+    think: float = 0.0
+    """From an answer to the next turn, on average."""
+    cold: int = 0
+    """Clients that send a prompt of ``cold_tokens`` when they have the answer to the last one."""
+    cold_tokens: int = 5000
+    chunk: tuple[float, float] = (0.014, 0.0001)
+    step: tuple[float, float] = (0.004, 0.0006)
+    prefill: tuple[float, float] = (0.012, 0.00008)
+    wire: float = 0.015
+    """To prefill's queue, and from its step to decode."""
+    answering: float = 0.0
+    """From prefill's look at a transfer that is over to the client's end of its answer."""
+    front: float = 0.005
+    """Between client and decode, each way."""
+    noise: float = 0.15
+    """Of each time, as the spread of its logarithm."""
+    spikes: float = 0.0
+    """Of all times, the part that takes five times as long: others use the machine, too."""
+
+
+#: Waits so many seconds; or, with None, until something wakes it.
+Process = Iterator[float | None]
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request. ``talk`` is negative for cold prompts; ``is_later``: not the first of its talk."""
+
+    talk: int
+    is_later: bool
+    tokens: int
+    answer: int
+    sent: float
+    admitted: float = 0.0
+    decision: Decision = REMOTE
+    #: Tokens that decode has to compute, and of the answer that it has.
+    left: int = 0
+    got: int = 0
+    #: Prefill's half of the request has ended.
+    has_prefill: bool = False
+    ttft: float | None = None
+    is_over: bool = False
+    #: What it goes through where prefill computes it.
+    remote: Process = iter(())
+
+
+def taken(turns: list[Turn]) -> list[Turn]:
+    """All of them; none is left."""
+    found = turns.copy()
+    turns.clear()
+    return found
+
+
+class Talks:
+    """One run. ``where``: ``remote``, ``always`` (local) or ``chosen``."""
+
+    def __init__(
+        self, world: World, where: str, seed: int, measured: Measured | None = None
+    ) -> None:
+        self.world, self.where, self._seed = world, where, seed
+        self._random, self._now = random.Random(seed), 0.0
+        self._events: list[tuple[float, int, Process]] = []
+        self._numbers = itertools.count()
+        self._limits = Limits(256, 512, always=where == "always")
+        self.measured = measured or Measured()
+        self._choice, self._pace = Choice(self._limits), Pace(self._limits.share)
+        self._clients: dict[int, Process] = {}
+        self._loops = {"decode": self._decode(), "prefill": self._prefill()}
+        self._idle = set(self._loops)
+        self._arrived: list[Turn] = []
+        self._landed: list[Turn] = []
+        self._local: list[Turn] = []
+        self._running: list[Turn] = []
+        self._waiting: list[Turn] = []
+        self._unanswered: list[Turn] = []
+        self._open = world.talks
+        #: Of later turns, seconds.
+        self.ttft: list[float] = []
+        self.seconds = 0.0
+
+    @property
+    def ttft_p50(self) -> float:
+        return median(self.ttft)
+
+    @property
+    def per_second(self) -> float:
+        """Turns of talks."""
+        return self.world.talks * self.world.turns / self.seconds
+
+    def play(self) -> Talks:
+        """To the end of the last talk."""
+        world = self.world
+        begin = 1.0 if world.cold else 0.0
+        for talk in range(-world.cold, world.talks):
+            self._clients[talk] = self._client(talk)
+            at = begin + self._random.uniform(0, world.think) if talk >= 0 else 0.0
+            self._after(at, self._clients[talk])
+        while self._open:
+            self._now, _, process = heapq.heappop(self._events)
+            delay = next(process, None)
+            if delay is not None:
+                self._after(delay, process)
+        self.seconds = self._now - begin
+        return self
+
+    def _after(self, delay: float, process: Process) -> None:
+        heapq.heappush(self._events, (self._now + delay, next(self._numbers), process))
+
+    def _wake(self, loop: str) -> None:
+        if loop in self._idle:
+            self._idle.remove(loop)
+            self._after(0.0, self._loops[loop])
+
+    def _about(self, constant: float, slope: float = 0.0, count: int = 0) -> float:
+        seconds = constant + slope * count
+        if self._random.random() < self.world.spikes:
+            seconds *= 5
+        return seconds * self._random.lognormvariate(0, self.world.noise)
+
+    # ---- the clients ----
+
+    def _client(self, talk: int) -> Process:
+        world = self.world
+        is_cold, numbers = talk < 0, itertools.count() if talk < 0 else range(world.turns)
+        pauses = random.Random(f"{self._seed} {talk}")  # the same, wherever turns are computed
+        for number in numbers:
+            if number:
+                has_pause = world.think and not is_cold
+                yield pauses.expovariate(1 / world.think) if has_pause else 0.004
+            tokens = world.new + 1 if number else world.first
+            turn = Turn(talk, number > 0, tokens, world.answer, self._now)
+            if is_cold:
+                turn = Turn(talk, False, world.cold_tokens, 8, self._now)
+            yield self._about(world.front)
+            self._arrived.append(turn)
+            self._wake("decode")
+            yield None  # until it has the answer
+            if turn.is_later:
+                assert turn.ttft is not None
+                self.ttft.append(turn.ttft)
+        self._open -= 1
+
+    def _see(self, turn: Turn) -> None:
+        """Something of the turn is at the router."""
+        if not turn.got or not turn.has_prefill:
+            return
+        back = self._about(self.world.front)
+        if turn.ttft is None:
+            turn.ttft = self._now + back - turn.sent
+        if turn.got == turn.answer and not turn.is_over:
+            turn.is_over = True
+            self._after(back, self._clients[turn.talk])
+
+    # ---- decode ----
+
+    def _decode(self) -> Process:
+        """Its loop."""
+        while True:
+            for turn in taken(self._arrived):
+                self._admit(turn)
+            if self._local and self._pace.may_run(len(self._running)):
+                yield from self._chunk()
+                continue
+            for turn in taken(self._landed):
+                self.measured.shown(PREFILL, turn.tokens, self._now - turn.admitted)
+                self._token([turn])
+            if not self._running:
+                self._idle.add("decode")
+                yield None
+                continue
+            self._pace.step()
+            turns = [*self._running]
+            seconds = self._about(*self.world.step, len(turns))
+            yield seconds
+            self.measured.step.add(seconds)
+            self._token(turns)
+
+    def _admit(self, turn: Turn) -> None:
+        turn.admitted = self._now
+        if self.where != "remote":
+            self._pace.costs = read(self.measured.votes())
+            queued = sum(each.left for each in self._local)
+            load = Load(queued, len(self._running), self._pace.debt)
+            there = read_there(self.measured.vote_there(PREFILL, turn.tokens))
+            turn.decision = self._choice.decide(turn.tokens, load, self._pace.costs, there)
+            self._choice.made(turn.decision)
+        if turn.decision.local:
+            turn.left, turn.has_prefill = turn.tokens, True
+            self._local.append(turn)
+        else:
+            turn.remote = self._remote(turn)
+            self._after(0.0, turn.remote)
+
+    def _chunk(self) -> Process:
+        """The next one."""
+        room, ready = self._limits.chunk, list[Turn]()
+        for turn in self._local:
+            took = min(turn.left, room)
+            turn.left, room = turn.left - took, room - took
+            if not turn.left:
+                ready.append(turn)
+        tokens = self._limits.chunk - room
+        self._local = [turn for turn in self._local if turn.left]
+        self._pace.chunk(tokens, len(self._running))
+        seconds = self._about(*self.world.chunk, tokens)
+        yield seconds
+        self.measured.chunk.add(tokens, seconds)
+        self._token(ready)
+
+    def _token(self, turns: Iterable[Turn]) -> None:
+        """One more for each; those without one run from now on."""
+        for turn in turns:
+            if not turn.got:
+                self._running.append(turn)
+            turn.got += 1
+            if turn.got == turn.answer:
+                self._running.remove(turn)
+            self._see(turn)
+
+    # ---- prefill ----
+
+    def _prefill(self) -> Process:
+        """Its loop: all that waits is one step."""
+        while True:
+            for turn in taken(self._unanswered):
+                self._after(self._about(self.world.answering), turn.remote)
+            turns, tokens = list[Turn](), 0
+            while self._waiting and (not turns or tokens < MOST_IN_A_STEP):
+                turns.append(self._waiting.pop(0))
+                # It never saw the KV of the last answer.
+                tokens += turns[-1].tokens + (self.world.answer if turns[-1].is_later else 0)
+            if not turns:
+                self._idle.add("prefill")
+                yield None
+                continue
+            yield self._about(*self.world.prefill, tokens)
+            for turn in turns:
+                self._after(self._about(self.world.wire), turn.remote)
+
+    def _remote(self, turn: Turn) -> Process:
+        """A turn on prefill, from its announcement to the client's answer."""
+        yield self._about(self.world.wire)
+        self._waiting.append(turn)
+        self._wake("prefill")
+        yield None  # until it is computed
+        self._unanswered.append(turn)
+        self._landed.append(turn)
+        self._wake("prefill")
+        self._wake("decode")
+        yield None  # until prefill looks at its transfers
+        turn.has_prefill = True
+        self._see(turn)
+
+
+# ---- the choice against either side ----
 
 SEEDS = 8
 A_TENTH = 1.1
