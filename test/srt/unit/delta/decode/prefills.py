@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,11 +15,12 @@ import msgspec
 import pytest
 import requests
 
+from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode import prefill_servers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-from unit.delta.fakes import Manager, Sockets
+from unit.delta.fakes import Sockets
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7
 #: What a server says: a status and a body, an error, or a function that returns one of them; None:
@@ -62,8 +64,13 @@ class Prefills:
         patch.setattr(wire, "PeerSockets", lambda: self.sockets)
         self._get = requests.get
         patch.setattr(requests, "get", self.get)
-        self.manager = Manager()
-        self.manager.max_failures = 1
+        self.manager = bare.decode("nixl")
+        self.manager.__dict__.update(
+            max_failures=1, heartbeat_interval=5.0, local_ip="10.9.9.9", rank_port=4999
+        )
+        #: Sockets of SGLang's receivers that were closed.
+        self.dropped: list[tuple[str, int]] = []
+        self.manager.drop_socket = lambda *address: self.dropped.append(address)
         self.servers = self.manager.servers = PrefillServers(self.manager, self.topology)
         self.beat = Beats(self.servers)
         patch.setattr(prefill_servers, "time", self.beat)
@@ -121,8 +128,9 @@ class Prefills:
 
     def ask(self, address: str = ADDRESS) -> bool:
         """As at each step, until the answer is there; whether the server is known then."""
-        known = self.servers.ensure(address)
+        known, until = self.servers.ensure(address), time.monotonic() + 30
         while not known and self.servers.is_asking(address):
+            assert time.monotonic() < until
             known = self.servers.ensure(address)
         return known
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.capability import STOCK
 from sglang.srt.disaggregation.delta.decode import deferred_free
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
 from unit.delta.decode.prefills import ADDRESS, ROOM, Prefills, run_of_ours
-from unit.delta.fakes import Clock, Manager
+from unit.delta.fakes import Clock
 
 OTHER = "10.0.0.1:80"  # the beginning of ``ADDRESS``
 
@@ -134,7 +134,7 @@ def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
     assert list(prefills.manager.prefill_info_table) == [ADDRESS]
     assert list(prefills.manager.connection_pool) == [f"{ADDRESS}_0_0_0"]
     ranks = [(rank["rank_ip"], rank["rank_port"]) for rank in prefills.ranks]
-    assert prefills.sockets.dropped == prefills.manager.dropped == (ranks if is_gone else [])
+    assert prefills.sockets.dropped == prefills.dropped == (ranks if is_gone else [])
     prefills.connect(OTHER, name="b")
     prefills.room(8, OTHER)
     assert prefills.give_up(8, OTHER) is not None, "a room of the next server there"
@@ -189,9 +189,8 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
     """Guards against the first of several prefill ranks speaking for all, against one that says it
     twice, in every order with giving up; against a changed reason of a failure, an entry that
     stays, and pages held on a server where no other room reads what arrived."""
-    manager = Manager()
-    servers = manager.servers = PrefillServers(manager, lambda address: True)
-    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    manager, asked = bare.decode("nixl", ROOM), list[int]()
+    servers, manager.collect_arrivals = manager.servers, asked.append
     for writer in before:
         servers.take(wire.Stopped(ROOM, writer, "because"))
     servers.fail(ROOM, Reason.TIMEOUT, "too late")
@@ -202,7 +201,7 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
     assert (deferred is None) == (len(stopped) >= writers)
     for number, writer in enumerate(after if deferred is not None else ()):
         assert deferred.is_drained() == (len(stopped) >= writers)
-        assert manager.collected == number + 1
+        assert asked == [ROOM] * (number + 1)
         servers.take(wire.Stopped(ROOM, writer, "again"))
         stopped.add(writer)
     if deferred is not None:
@@ -212,8 +211,9 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
     manager.forget_status(ROOM)
     servers.take(wire.Stopped(ROOM, 0, "late"))
     servers.fail(ROOM, Reason.PEER_FAILED, "late")
-    assert not servers.deferred_rooms() and not manager.progresses
-    assert not manager.request_status and not manager.failure_records
+    manager.required_prefill_response_num_table.clear()  # SGLang's receiver's
+    manager.addr_to_rooms_tracker.clear()
+    assert not any(manager.open_rooms().values())
 
 
 def test_words_about_other_rooms(prefills: Prefills) -> None:
@@ -227,14 +227,14 @@ def test_words_about_other_rooms(prefills: Prefills) -> None:
     for room in (8, 9):
         prefills.servers.take(wire.Stopped(room, 0, "because"))
     assert not deferred.is_drained() and prefills.end_of(7) is None
-    assert 9 not in prefills.manager.request_status and 9 not in prefills.manager.progresses
+    assert not any(9 in rooms for rooms in prefills.manager.open_rooms().values())
     assert prefills.servers.deferred(7) is deferred and prefills.servers.deferred(8) is None
     assert prefills.servers.progress_of(7) is deferred.progress
     prefills.manager.forget_status(7)
     prefills.room(7)  # the new request, about to be refused
     prefills.servers.take(wire.Stopped(7, 0, "because"))
     assert deferred.is_drained() and prefills.end_of(7) is None
-    assert 7 not in prefills.manager.progresses
+    assert 7 not in prefills.manager.open_rooms()["transfer_statuses"]
 
 
 def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
@@ -243,7 +243,7 @@ def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
     hides the other or ends the scheduler."""
     prefills.connect()
     prefills.servers.withdraw(ADDRESS, prefills.ranks, ROOM, "the client went away")
-    told = wire.Withdraw(ROOM, "decode-agent", "10.9.9.9", 4999, "the client went away", True)
+    told = wire.Withdraw(ROOM, "decode", "10.9.9.9", 4999, "the client went away", True)
     ranks = [(rank["rank_ip"], rank["rank_port"]) for rank in prefills.ranks]
     assert prefills.sockets.take() == [(*rank, told) for rank in ranks]
     prefills.sockets.refuse.add("127.0.0.1")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -22,7 +23,7 @@ from sglang.srt.disaggregation.delta.prefill.room import State as RoomState
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
-from unit.delta.fakes import Clock, Manager, Sockets, announcement
+from unit.delta.fakes import Clock, Sockets, announcement
 
 ROOM, PORT = 7, 4000
 ERROR = ZeroDivisionError("the transport's")
@@ -32,7 +33,7 @@ class Side:
     """Decode ranks D and E are registered; each listens at a host of its own name."""
 
     def __init__(self, sockets: Any = None, **options: Any) -> None:
-        self.clock, self.manager = Clock(), Manager()
+        self.clock, self.manager = Clock(), bare.prefill("nixl")
         self.manager.attn_tp_rank = 3
         #: ``wire.PeerSockets``: real ones.
         self.sockets = sockets or Sockets()
