@@ -27,7 +27,7 @@ class Server:
         self.pair = Pair(lambda rank, group: None, gloo=True)
         for rank, group in zip(self.ranks, self.pair.groups, strict=True):
             rank.attn_tp_cpu_group = group
-        self._turn = turn
+        self.look = turn
 
     def prefill(self, room: int = ROOM, withdrawn: Sequence[int] = ()) -> list[Any]:
         """A request is computed on both ranks, and its transfers are under way; but on the ranks
@@ -42,7 +42,7 @@ class Server:
 
     def turn(self) -> list[int]:
         """One step of both; the rooms that ended, which are the same."""
-        ours, theirs = self.pair.call(lambda rank: self._turn(self.ranks[rank]))
+        ours, theirs = self.pair.call(lambda rank: self.look(self.ranks[rank]))
         assert ours == theirs
         assert self.ranks[0].free() == self.ranks[1].free(), "their next decisions would differ"
         return ours
@@ -155,7 +155,7 @@ def test_a_step_costs_what_sglangs_does(server: Server) -> None:
     """Guards against a second reduction in every step of a server where nothing ends."""
     server.prefill()
     server.pair.collectives()
-    server._turn = Prefiller.turn
+    server.look = Prefiller.turn
     server.turn()
     assert server.pair.collectives() == [2]
     server.finish()
