@@ -140,6 +140,7 @@ def test_a_room_ends_early(how: str) -> None:
     def look() -> None:
         hosts = [host for host, room, _ in bench.told() if room == 1]
         assert hosts in ([], ["a", "b"])
+        assert not hosts or not bench.transport.under_way(1), "it is written on"
         seen.append(bench.end(1) + " told" * bool(hosts))
 
     bench.open(1, peers="ab")
