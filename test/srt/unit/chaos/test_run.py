@@ -1,66 +1,80 @@
-"""A whole arm against a fake pair: what is lost, wrong or leaked comes out at the end."""
+"""A whole arm on servers that are made up: what is lost, wrong or leaked comes out at the end."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from benchmark.harness.checks import Load
 from benchmark.harness.process import ServerFailed
-from chaos import run
+from chaos import clients, run
 from chaos.bank import Bank, Question
+from chaos.clients import Addresses, Life
 from chaos.events import EventFile
-from chaos.plan import Fault, FaultKind, How, Leave, Plan, Send
+from chaos.plan import Plan, Send
 from chaos.run import Account, Chaos
+from chaos.servers import Servers
 from chaos.tally import Outcome
-from unit.chaos.fake_pair import FakePair
-
-pytestmark = pytest.mark.slow
 
 BANK = Bank(tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4))
-SENDS = tuple(
-    Send(0.02 * i, i, i % 8, Leave(How.DISCONNECT, 0.05) if i == 3 else None) for i in range(12)
-)
-ONE = "1.0-000008"
-"""A request of the plan."""
+PLAN = Plan(1, 0, 0.5, tuple(Send(0.0, i, i % 8) for i in range(12)), ())
+ONE = "1.0-000000"
+"""The first request of the plan."""
+IDLE = Load(0, 0)
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of which all is well; a test changes what one of the methods says."""
     monkeypatch.setattr(run, "AFTERMATH_S", 0.0)
     monkeypatch.setattr(run, "SEEN_DEAD_AFTER_S", 0.1)
+    well = Mock(spec=Servers, incarnations=[], master=None)
+    well.addresses = Addresses("http://decode", "http://prefill", "127.0.0.1", 1)
+    well.start.return_value, well.dead.return_value = 0.1, []
+    well.settle.return_value = {"decode": IDLE, "prefill": IDLE}
+    well.count_staged.return_value, well.count_turns.return_value = Counter(), None
+    return well
 
 
-def play(
-    folder: Path,
-    tamper: Callable[[dict[str, Any], list[int]], Any] | None = None,
-    faults: tuple[Fault, ...] = (),
-    **pair_is: Any,
-) -> Account:
-    """Runs the plan; ``pair_is``: attributes of the ``FakePair``."""
-    # Long enough for all to be sent on a busy machine.
-    plan = Plan(1, 0, 2.0, SENDS, faults)
-    with FakePair(BANK, tamper) as pair, EventFile(folder / "events.jsonl") as events:
-        for name, value in pair_is.items():
-            setattr(pair, name, value)
-        servers: Any = pair
-        return Chaos(servers, plan, BANK, "fake-1", events).run()
+Play = Callable[..., Account]
 
 
-def test_a_clean_arm(tmp_path: Path) -> None:
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch, servers: Any, tmp_path: Path) -> Play:
+    """Runs the plan. ``bad``: what decode says to requests whose id has ``to`` in it."""
+
+    def carry_out(bad: list[int] | None = None, to: str = ONE) -> Account:
+        async def live(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+            tokens = bad if bad is not None and to in life.rid else life.question.answer
+            life.decode.output_ids = list(tokens)
+            life.decode.finish_reasons = [{"type": "length"}] if tokens else []
+            life.decode.finished_at = time.monotonic()
+            told.get("on_answer", lambda: None)()
+
+        monkeypatch.setattr(clients, "live", live)
+        with EventFile(tmp_path / "events.jsonl") as events:
+            return Chaos(servers, PLAN, BANK, "made up", events).run()
+
+    return carry_out
+
+
+def test_a_clean_arm(play: Play, tmp_path: Path) -> None:
     """Guards against false alarms, against requests that are counted twice or not at all, and
     against a verdict that the event log does not have."""
-    account = play(tmp_path)
-    assert account.tally.clean and account.tally.requests == 12
-    assert account.tally.outcomes == {Outcome.RIGHT: 11, Outcome.ABORTED: 1}
+    account = play()
+    assert account.tally.clean and account.tally.outcomes == {Outcome.RIGHT: len(PLAN.sends)}
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     for what in ("sent", "ended", "judged"):
-        assert sorted(e["number"] for e in events if e["what"] == what) == list(range(12))
+        numbers = sorted(event["number"] for event in events if event["what"] == what)
+        assert numbers == list(range(len(PLAN.sends)))
 
 
 @pytest.mark.parametrize(
@@ -68,69 +82,64 @@ def test_a_clean_arm(tmp_path: Path) -> None:
     [([0, 1, 99], Outcome.WRONG), ([0, 1], Outcome.WRONG), ([], Outcome.UNEXPLAINED)],
     ids=["another token", "too short", "no answer"],
 )
-def test_one_bad_answer_is_found(tmp_path: Path, bad: list[int], outcome: Outcome) -> None:
+def test_one_bad_answer_is_found(play: Play, bad: list[int], outcome: Outcome) -> None:
     """Guards the point of it all: one bad answer among good ones makes the run fail, and the report
     names the request."""
-    account = play(tmp_path, lambda body, tokens: bad if body["rid"] == ONE else tokens)
+    account = play(bad)
     assert not account.tally.clean
-    assert account.tally.outcomes[outcome] == 1
     ((life, verdict),) = account.bugs
     assert (life.rid, verdict.outcome) == (ONE, outcome)
 
 
-def test_abort_all_hits_those_under_way(tmp_path: Path) -> None:
-    """Guards against an abort of everything that excuses requests sent before or after it."""
-    account = play(tmp_path, faults=(Fault(0.15, FaultKind.ABORT_ALL_DECODE),))
-    assert account.tally.clean
-    aborted, right = (account.tally.outcomes[o] for o in (Outcome.ABORTED, Outcome.RIGHT))
-    assert aborted > 1 and right > 1 and aborted + right == 12
-
-
-def test_a_server_broken_for_good_is_found(tmp_path: Path) -> None:
+def test_a_server_broken_for_good_is_found(play: Play) -> None:
     """Guards against a pair that survives the faults and then answers nobody right."""
-    account = play(tmp_path, lambda body, tokens: [5, 5] if ".last-" in body["rid"] else tokens)
-    assert len(account.tally.problems) == run.LAST_QUESTIONS
-    assert "asked again at the end" in account.tally.problems[0]
+    problems = play([5, 5], to=".last-").tally.problems
+    assert len(problems) == run.LAST_QUESTIONS
+    assert "asked again at the end" in problems[0]
 
 
 @pytest.mark.parametrize(
-    ("pair_is", "problem"),
+    ("found", "problem"),
     [
-        ({"held": 16}, "decode holds 16 tokens after the last request"),
-        ({"unbalanced": True}, "TimeoutError: {'decode': 5} is all that was logged"),
-        ({"master": "a store", "staged": Counter(store_read_pages=19)}, "19 pages came from the"),
-        ({"stuck": True}, "TimeoutError: the stage holds a page"),
-        ({"turns": Counter({("local", "x"): 1, ("remote", "x"): 20})}, "decode computed 1 of 21"),
+        (
+            {"settle.return_value": {"decode": Load(0, 16), "prefill": IDLE}},
+            "decode holds 16 tokens after the last request",
+        ),
+        ({"wait_balanced.side_effect": TimeoutError("unchecked")}, "TimeoutError: unchecked"),
+        ({"wait_drained.side_effect": TimeoutError("a page")}, "TimeoutError: a page"),
+        (
+            {"master": "a store", "count_staged.return_value": Counter(store_read_pages=19)},
+            "19 pages came from the store",
+        ),
+        (
+            {"count_turns.return_value": Counter({("local", "x"): 1, ("remote", "x"): 20})},
+            "decode computed 1 of 21 turns",
+        ),
     ],
-    ids=["leaked tokens", "invariants unchecked", "store unread", "leaked stage", "turns unused"],
+    ids=["leaked tokens", "invariants unchecked", "leaked stage", "store unread", "turns unused"],
 )
 def test_what_no_client_sees_is_found(
-    tmp_path: Path, pair_is: dict[str, Any], problem: str
+    play: Play, servers: Any, found: dict[str, Any], problem: str
 ) -> None:
     """Guards against memory and staging pages that are lost while all answers are right, and
     against a run that does not try what its arm is called."""
-    account = play(tmp_path, **pair_is)
-    assert not account.tally.clean
-    assert any(problem in found for found in account.tally.problems)
-    assert (account.tally.leaked_tokens > 0) == ("held" in pair_is)
+    servers.configure_mock(**found)
+    tally = play().tally
+    assert not tally.clean and problem in tally.problems
+    assert (tally.leaked_tokens > 0) == ("holds" in problem)
 
 
-def test_errors_in_logs_are_found(tmp_path: Path) -> None:
-    """Guards against a traceback that no client got to know of."""
-    log = tmp_path / "decode.1.log"
-    log.write_text("Traceback (most recent call last):\n  x\nKeyError: 7\n")
-    server = SimpleNamespace(process=SimpleNamespace(log=log), killed_at=None)
-    (problem,) = play(tmp_path, incarnations=[server]).tally.problems
-    assert "KeyError: 7" in problem
-
-
-def test_a_server_that_dies_by_itself_is_found(tmp_path: Path) -> None:
-    """Guards against a crash that passes for one of our kills: it is named, and started again."""
-    (log := tmp_path / "decode.1.log").write_text("up\n")
+def test_a_server_that_dies_by_itself_is_found(play: Play, servers: Any, tmp_path: Path) -> None:
+    """Guards against a crash that passes for one of our kills: it is named, and started again; and
+    against a traceback in a log that no client got to know of."""
+    (log := tmp_path / "decode.1.log").write_text("Traceback (most recent call last):\nKeyError: 7")
     failure = ServerFailed("decode", "it ended with status 3", log, "the last line")
     process = SimpleNamespace(failure=lambda: failure, log=log, stop=lambda: None)
-    dead = SimpleNamespace(role="decode", name="decode.1", process=process, killed_at=None)
-    account = play(tmp_path, died=[dead])
-    assert not account.tally.clean and account.tally.restarts == 1
-    (problem,) = account.tally.problems
-    assert problem == "decode.1 died: it ended with status 3\nthe last line"
+    one = SimpleNamespace(role="decode", name="decode.1", process=process, killed_at=None)
+    servers.incarnations = [one]
+    servers.dead.side_effect = lambda: [] if one.killed_at else [one]
+    tally = play().tally
+    assert not tally.clean and tally.restarts == 1
+    died, logged = tally.problems
+    assert died == "decode.1 died: it ended with status 3\nthe last line"
+    assert "KeyError: 7" in logged
