@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
-from benchmark.harness.client import Result
 from benchmark.harness.command import RunFailed
 from benchmark.harness.models import TINY_ARITH
 from benchmark.harness.report import plain
-from benchmark.harness.servers import Sizes
-from benchmark.hicache_buffer_only import page
 from benchmark.hicache_buffer_only.compare import (
     AGENTS,
     ALWAYS,
@@ -24,21 +19,15 @@ from benchmark.hicache_buffer_only.compare import (
     BUFFER_ONLY,
     CACHE,
     SMALL,
-    TRACES,
-    UNSHARED,
     Load,
     Outcome,
     Run,
     configurations,
     finished,
-    found_in,
-    kept,
     of_arm,
-    order,
     same_answers,
     scaled,
 )
-from benchmark.hicache_buffer_only.compare import write as write_results
 from benchmark.hicache_buffer_only.master import ALLOCATED, CAPACITY, EVICTED, Master
 from benchmark.hicache_buffer_only.memory import Memory
 from benchmark.traces.read import write
@@ -110,17 +99,6 @@ def run(arm: str, round_: int, storage: float, ttft_s: float = 0.5, answer: str 
     )
 
 
-def test_rounds_are_interleaved() -> None:
-    """A machine that grows slower would make the arm that comes last the slower one."""
-    made = list(order(TRACES, 5))
-    assert len(set(made)) == len(made) == 5 * len(TRACES) * 4
-    firsts = [next(arm for round_, _, arm in made if round_ == at) for at in range(5)]
-    assert len(set(firsts)) == 4
-    for at in range(5):
-        for trace in TRACES:
-            assert sorted(a for r, t, a in made if (r, t) == (at, trace)) == sorted(ARMS)
-
-
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """It takes longer than one goes undisturbed; but runs of another load say nothing here."""
     path = tmp_path / "runs.jsonl"
@@ -130,14 +108,6 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert finished(path, Load(rounds=5)) == [mine]
     with pytest.raises(RunFailed, match="another load"):
         finished(path, Load(speed=3.0))
-
-
-def test_traces_that_were_compared_before_stay(tmp_path: Path) -> None:
-    """Each may be a command of its own, over days; but not what was there before the first."""
-    path = tmp_path / "summary.json"
-    assert kept(path, {"agents"}) == {}
-    path.write_text(json.dumps({"traces": {"agents": {"requests": 3}, "unshared": {}}}))
-    assert kept(path, {"agents"}) == {"agents": {"requests": 3}}
 
 
 def test_rounds_add_up() -> None:
@@ -152,69 +122,9 @@ def test_rounds_add_up() -> None:
     assert plain(arm)["ttft_mean_of_rounds_s"] == [0.75, 2.25, None]
 
 
-@pytest.mark.parametrize(
-    ("by_source", "found"),
-    [
-        ({}, "miss"),
-        ({"device": 0, "storage": 0}, "miss"),
-        ({"device": 64}, "device"),
-        ({"device": 64, "host": 640}, "host"),
-        ({"device": 640, "storage": 16}, "store"),
-    ],
-)
-def test_requests_are_told_apart_by_what_they_waited_for(
-    by_source: dict[str, int], found: str
-) -> None:
-    """The mean over all hides a slow store behind many misses."""
-    assert found_in(Result("r", 0.0, cached_by_source=by_source)) == found
-
-
-def test_a_table_names_the_commits_of_its_own_runs(tmp_path: Path) -> None:
-    """Guards against a trace whose runs were made weeks ago, or in pieces, under the date and the
-    commit of the last command, which measured another one."""
-    old = [
-        replace(run(arm, at, 0), commit=f"c{at}") for arm in (CACHE, BUFFER_ONLY) for at in (0, 1)
-    ]
-    records = {AGENTS: [Record(0.0, 32, 2, (0, 2))]}
-    write_results(tmp_path, {AGENTS: None}, records, old, Console(), Load())
-    records = {UNSHARED: records[AGENTS]}
-    new = [replace(each, trace=UNSHARED, commit="c1") for each in old]
-    write_results(tmp_path, {UNSHARED: None}, records, [*old, *new], Console(), Load())
-    told = json.loads((tmp_path / "summary.json").read_text())["traces"]
-    assert told[AGENTS]["commits"] == ["c0", "c1"]
-    assert page.measured(told[AGENTS], "c1") == " Measured at commits c0, c1."
-    assert page.measured({**told[AGENTS], "commits": ["c1"]}, "c1") == page.measured({}, "c1") == ""
-
-
 def test_answers_are_compared_over_all_runs() -> None:
     """An arm that answers faster and wrong must not look good."""
     runs = [run(name, 0, 0) for name in ARMS]
     assert same_answers(runs)
     assert not same_answers([*runs, run(CACHE, 1, 0, answer="b")])
     assert not same_answers([*runs, run(CACHE, 1, 0, answer="")])
-
-
-def test_table_and_plot(tmp_path: Path) -> None:
-    """The numbers of each arm stand in its own column, and an arm without answers draws too."""
-    arms = {name: of_arm([run(name, 0, hits)]) for name, hits in ((CACHE, 0), (BUFFER_ONLY, 200))}
-    head, rows = page.table(plain({"arms": arms}))
-    table = {row[0]: row[1:] for row in rows}
-    assert head == ["", "stock, cache", "buffer_only"]
-    assert table["cached prompt tokens"] == ["10.0%", "30.0%"]
-    assert table["from the store"] == ["0.0%", "20.0%"]
-    assert table["TTFT: mean, p50, p90, p99, ms"][0] == "750, 750, 950, 995"
-    assert table["TTFT mean of requests with a store hit, ms (requests)"] == ["-", "500 (1)"]
-    assert page.against_stock(plain({"arms": arms})) == (
-        "`buffer_only` compared with stock's `cache`: 3.00 times as many cached prompt tokens; "
-        "TTFT +0.0%, +0.0%, +0.0% (mean, p50, p90); E2E +0.0% (mean); ITL +0.0% (mean)."
-    )
-    arms["none"] = of_arm([run(CACHE, 0, 0, answer="")])
-    page.draw(tmp_path / "plot.png", plain({"arms": arms}))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_sizes_of_the_servers() -> None:
-    """A page holds a block of the trace."""
-    for config in configurations(TINY_ARITH, Load(block_tokens=32)).values():
-        assert config.sizes == Sizes(32_768, 32, 1024, 64)
-        assert config.prefetch_threshold == 32

@@ -71,11 +71,3 @@ def test_workers_take_turns_with_the_prompts_of_the_trace() -> None:
         expected = [(PROMPTS.prompt(r), r.output_length) for r in records[server::2]]
         got = [(b["input_ids"], b["sampling_params"]["max_new_tokens"]) for b in bodies[server]]  # type: ignore[index]
         assert sorted(got) == sorted(expected)
-
-
-def test_times_of_the_trace() -> None:
-    """Sent all at once, the load would be another one."""
-    records = [Record(0.0, 3, 1, (0,)), Record(60.0, 3, 1, (1,))]
-    replayed, _ = serve(records, gate=2)
-    first, second = replayed.results
-    assert second.started_at - first.started_at >= 0.05

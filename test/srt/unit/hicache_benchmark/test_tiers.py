@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmark.harness import metrics
 from benchmark.hicache_buffer_only.fleet import hits
 from benchmark.hicache_buffer_only.page import cached
 
@@ -24,13 +23,6 @@ def test_each_source_is_a_tier() -> None:
     found = hits(PAGE)
     assert found == {"prompt": 1000, "device": 100, "host": 20, "storage": 30}
     assert cached(found) == 0.15
-
-
-def test_servers_add_up_and_warm_up_is_taken_off() -> None:
-    """Both workers count; what was there before the load does not."""
-    both = metrics.total([hits(PAGE), hits(PAGE)])
-    assert metrics.gained(hits(PAGE), both) == hits(PAGE)
-    assert cached(dict.fromkeys(hits(PAGE), 0.0)) == 0
 
 
 def test_tokens_without_a_source_are_refused() -> None:

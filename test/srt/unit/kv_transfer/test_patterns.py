@@ -20,14 +20,6 @@ def test_rooms_share_no_page(count: int, rooms: int, pattern: str) -> None:
     assert sorted(pages) == list(range(1, rooms * count + 1))
 
 
-def test_contiguous_rooms_are_one_run_and_scattered_ones_many() -> None:
-    """A "scattered" load whose neighbours the library merges."""
-    (plain,) = Case(2048, page_size=1, pattern="contiguous").plans(0)
-    (mixed,) = Case(2048, page_size=1).plans(0)
-    assert len(patterns.merged(plain.source, plain.destination)[0]) == 1
-    assert len(patterns.merged(mixed.source, mixed.destination)[0]) >= 2045
-
-
 @given(data=st.data(), count=counts)
 def test_merged_runs_cover_every_page(data: st.DataObject, count: int) -> None:
     """The bare arm moving less than the others do."""
@@ -62,25 +54,3 @@ def test_chunks_are_the_whole_room_in_order() -> None:
     assert np.array_equal(np.concatenate(parts), plan.source) and all(len(p) for p in parts)
     with pytest.raises(ValueError, match="--chunks 11"):
         Case(10, page_size=1, chunks=11).plans(0)
-
-
-@pytest.mark.parametrize("run", [1, 4, 16])
-def test_runs_have_their_length(run: int) -> None:
-    """Page lists of other runs than the table says."""
-    pages = patterns.runs_for(64, run, seed=5)
-    assert sorted(pages) == list(range(1, 65))
-    assert (np.diff(pages.reshape(-1, run), axis=1) == 1).all()
-    with pytest.raises(ValueError, match="runs of 5"):
-        patterns.runs_for(64, 5, seed=0)
-
-
-def test_unknown_pattern() -> None:
-    """An error that does not name the flag."""
-    with pytest.raises(ValueError, match="--pattern diagonal"):
-        patterns.pages_for("diagonal", 1, 1, 0)
-
-
-@pytest.mark.parametrize("tokens, page, pages", [(512, 16, 32), (513, 16, 33), (1, 64, 1)])
-def test_whole_pages(tokens: int, page: int, pages: int) -> None:
-    """The last tokens of a prompt left behind."""
-    assert Case(tokens, page).pages == pages

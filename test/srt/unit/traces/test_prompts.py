@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.record import Record
 
@@ -27,9 +25,3 @@ def test_the_same_in_every_process() -> None:
     record = Record(0, 4, 1, (123_456,))
     assert Prompts(VOCABULARY, 4).prompt(record) == [339, 115, 606, 136]
     assert Prompts(VOCABULARY, 4, seed=1).prompt(record) != Prompts(VOCABULARY, 4).prompt(record)
-
-
-def test_another_block_size_is_refused() -> None:
-    """An unscaled record would be answered with a prompt of the wrong length."""
-    with pytest.raises(ValueError, match="blocks of 16"):
-        Prompts(VOCABULARY, 16).prompt(Record(0, 700, 1, (0, 1)))

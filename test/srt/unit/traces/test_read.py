@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.traces.invalid import Invalid
-from benchmark.traces.read import read, write
+from benchmark.traces.read import read
 from benchmark.traces.record import Record
 
 GOOD = '{"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 7]}\n'
@@ -48,13 +48,6 @@ def test_lines_that_are_refused(tmp_path: Path, line: str, says: str) -> None:
     """A trace in another format or block size would be replayed as something else."""
     with pytest.raises(ValueError, match=says):
         list(lines(tmp_path, GOOD + line))
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """A generated trace can be kept and given by path."""
-    records = [Record(0.0, 512, 1, (0,)), Record(2.5, 513, 9, (0, 1))]
-    assert write(tmp_path / "t", records) == 2
-    assert list(read(tmp_path / "t")) == records
 
 
 def test_invalid_lines_are_left_out_and_counted(tmp_path: Path) -> None:

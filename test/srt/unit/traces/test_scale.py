@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,18 +19,6 @@ def test_every_block_stays_one(tokens: int, block: int, answer: int) -> None:
     assert found.timestamp == 250.0
     assert abs(found.input_length - tokens * block / 512) < 1
     assert abs(found.output_length - answer * block / 512) <= 1
-
-
-def test_scale_of_one_changes_nothing() -> None:
-    """Guards against rounding where nothing is to be rounded."""
-    record = Record(7.0, 700, 3, (0, 7))
-    assert scaled(record, 512) == record
-
-
-def test_wrong_scales() -> None:
-    """A speed of zero would never send the second request."""
-    with pytest.raises(ValueError, match="speed"):
-        scaled(Record(7.0, 700, 3, (0, 7)), 512, speed=0)
 
 
 def test_requests_that_do_not_fit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmark.traces.record import Record
-from benchmark.traces.sessions import Recent, annotate
+from benchmark.traces.sessions import annotate
 
 NEW = [(str(number), 0) for number in range(4)]
 #: A prompt's blocks, the last of which is partial, and how many tokens that has; then for each
@@ -49,16 +49,6 @@ def test_sessions_of_prompts(case: str) -> None:
     assert [(r.session_id, r.turn) for r in annotate(records, prefix="")] == expected
 
 
-def test_a_shorter_prompt_goes_on_with_nothing() -> None:
-    """Two people who ask one question of the same long text are two; the text is shared then."""
-    records = [
-        Record(0, 1400, 1, (1, 2, 3)),
-        Record(1, 1300, 1, (1, 2, 4)),
-        Record(2, 1500, 1, (1, 2, 5)),
-    ]
-    assert [r.session_id for r in annotate(records)] == ["derived-0", "derived-1", "derived-2"]
-
-
 def test_what_names_its_session_keeps_it() -> None:
     """A trace that says what its sessions are is right; only missing turns are counted."""
     records = [
@@ -75,24 +65,3 @@ def test_what_names_its_session_keeps_it() -> None:
         ("b", 7),
     ]
     assert got[3] is records[3]
-
-
-def test_memory_has_a_bound() -> None:
-    """A long trace must not fill the memory: forgotten conversations begin anew, nothing else."""
-    records = [Record(i, 1024, 1, (2 * i, 2 * i + 1)) for i in range(100)]
-    again = Record(100, 1536, 1, (0, 1, 1000))
-    assert list(annotate([*records, again]))[-1].session_id == "derived-0"
-    assert list(annotate([*records, again], remember=20))[-1].session_id == "derived-100"
-
-
-def test_recent_forgets_the_longest_unused() -> None:
-    """What is used again and again, as an instruction's blocks, must stay."""
-    recent: Recent[int, int] = Recent(8)
-    for key in range(1000):
-        recent.note(key, key)
-        assert key == 0 or recent.use(0) == 0
-        assert len(recent) <= 8
-    assert recent.use(997) == 997
-    assert recent.use(500) is None
-    recent.pop(0)
-    assert recent.use(0) is None
