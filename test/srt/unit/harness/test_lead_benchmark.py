@@ -10,7 +10,7 @@ import pytest
 from benchmark.harness.stream import Result
 from benchmark.lead import measure
 from benchmark.lead.arms import ARMS, configure
-from benchmark.lead.page import Bound, brings, kept, rate, ratio, rounds, verdict
+from benchmark.lead.page import Bound, brings, rate, verdict
 
 PARTS = {
     "thread": "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY",
@@ -55,15 +55,6 @@ def row(arm: str, number: int, value: float) -> dict[str, Any]:
     return {"load": "alone", "arm": arm, "round": number, "requests_per_s": value}
 
 
-def test_a_round_is_the_median_of_its_plays() -> None:
-    """Guards against plays on the same servers that are counted as rounds of their own."""
-    rows = [row("stock", 1, v) for v in (1, 9, 2)] + [row("stock", 2, 4), row("local", 1, 7)]
-    assert rounds(rows, "alone", "stock", rate) == {1: 2, 2: 4}
-    found = ratio(rows, "alone", "local", "stock", rate)  # of the common round
-    assert found.value == 3.5
-    assert not found.excludes_one, "one round is no interval"
-
-
 @pytest.mark.parametrize(
     ("values", "holds", "said"),
     [
@@ -83,11 +74,3 @@ def test_what_is_said_of_a_part(values: tuple[float, ...], holds: bool, said: st
     assert brings(rows[:1] + rows[3:4], part).startswith("no interval: ")
     lower = part._replace(at_least=False)
     assert verdict(rows, lower).holds != holds
-
-
-def test_a_bound_on_latency_holds_in_each_play() -> None:
-    """Guards against a play beyond the bound that a median hides, and a bound without a play."""
-    rows = [{"arm": "itl50", "gap_s": {"p99": p99}} for p99 in (0.01, 0.01, 0.06)]
-    assert kept(rows, "itl50", 0.06).holds
-    assert not kept(rows, "itl50", 0.05).holds
-    assert not kept(rows, "itl100", 0.1).holds

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmark.agentic.fleet.rig import layout
 from benchmark.harness.client import Result
 from benchmark.harness.report import write_summary
@@ -46,59 +44,11 @@ def test_arms_differ_in_what_they_are_called() -> None:
     }
 
 
-def test_arms_of_the_bound_differ_in_the_bound() -> None:
-    """Guards against an arm without the bound that its column names."""
-    flag, found = "--disaggregation-decode-local-max-itl-ms", {}
-    for arm in measure.bounded_arms(Load()):
-        (decode,) = (each for each in layout(arm, Path("m"), 5000) if each.role == "decode")
-        words = decode.command
-        found[arm.title] = (
-            "--disaggregation-decode-local-tokens" in words,
-            words[words.index(flag) + 1] if flag in words else None,
-        )
-    assert found == {
-        "PD, remote": (False, None),
-        "PD, chosen": (True, None),
-        "PD, chosen, 100 ms": (True, "100"),
-        "PD, chosen, 50 ms": (True, "50"),
-    }
-
-
 def result(label: str, at: float, *token_times: float, error: str | None = None) -> Result:
     times = list(token_times)
     ids = [len(label), *range(len(times))]
     end = times[-1] if times else at
     return Result(label, at, times, ids, finished_at=end, prompt_tokens=10, error=error)
-
-
-def test_numbers_are_those_of_the_talks() -> None:
-    """Guards against cold prompts in the talks' numbers, and against counting those that were
-    answered before or after."""
-    played = Played(
-        [result("c0.0", 10.0, 11.0, 11.1), result("c0.1", 12.0, 12.5, 12.7, 14.0)],
-        [result("cold 1.0.0", 8.0, 9.0), result("cold 1.0.1", 9.0, 13.0), result("x", 13.0, 15.0)],
-        seconds=4.0,
-    )
-    gained: dict[str, dict[str, float]] = {
-        **{role: {} for role in measure.ENGINES},
-        "computed": {"prefill": 30.0, "decode": 4.0, "aggregated": 0.0},
-        "turns": {"local cheaper": 1.0, "remote long": 2.0, "remote explore": 0.0},
-        "times": {"actual local sum": 3.0, "actual local count": 2.0, "actual remote count": 0.0},
-        "gaps": {"true 0.05": 3.0, "true 0.1": 7.0, "true +Inf": 9.0, "false +Inf": 2.0},
-    }
-    found = measure.numbers(SMALL, played, gained)
-    assert (found.requests, found.failed, found.requests_per_s) == (2, 0, 0.5)
-    assert (found.ttft_first_s.p50, found.ttft_later_s.p50) == (1.0, 0.5)
-    assert found.gap_s.p50 == pytest.approx(0.2)
-    assert found.cold_tokens_per_s == SMALL.cold_tokens / 4.0
-    assert (found.prefill_tokens, found.local_tokens, found.local_turns) == (30.0, 4.0, 1.0)
-    assert found.reasons == {"local cheaper": 1.0, "remote long": 2.0}
-    assert found.took_s == {"actual local": 1.5}
-    assert found.gaps == {"all": 3.0, "100 ms": 2, "50 ms": 3}
-    assert found.decode_gaps == {
-        "chunk": 9.0, "chunk 100 ms": 2.0, "chunk 50 ms": 6.0,
-        "plain": 2.0, "plain 100 ms": 2.0, "plain 50 ms": 2.0,
-    }  # fmt: skip
 
 
 def test_answers_are_compared_where_all_arms_were_asked() -> None:
@@ -161,24 +111,3 @@ def test_each_claim_can_fail(tmp_path: Path) -> None:
     assert len(page.claims(good)) == 6
     del good["runs"][page.REMOTE]
     assert page.claims(good) == []
-
-
-@pytest.mark.parametrize(
-    ("chunks", "tokens", "holds"),
-    [
-        (1, 1, [True, True, True]),
-        (2, 1, [False, True, True]),
-        (3, 1, [False, False, True]),
-        (1, 2, [True, True, False]),
-    ],
-)
-def test_a_bound_that_is_not_kept(chunks: int, tokens: int, holds: list[bool]) -> None:
-    """Guards against gaps that are summed with those of other arms, or shares of others."""
-    gaps = {"all": 100, "50 ms": tokens, "100 ms": 0}
-    decode = dict.fromkeys(("chunk", "plain"), 100)
-    decode |= {"chunk 50 ms": chunks, "chunk 100 ms": 0, "plain 50 ms": 50, "plain 100 ms": 9}
-    run = {"gaps": gaps, "decode_gaps": decode}
-    of = {"load": {"cold_clients": [2, 2]}, "runs": {"PD, chosen, 50 ms": {"2": [run, run]}}}
-    found = page.bounds_kept(of)
-    assert [claim.holds for claim in found] == holds
-    assert "of 200 (at most 1 %)" in str(found[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -50,18 +49,6 @@ def test_bytes_moved_are_those_sent_where_they_are_counted() -> None:
     assert (stock.bytes_moved, stock.counted_by) == (1.5 * 2**20, "whole prompts")
 
 
-def test_samples_by_some_of_their_labels() -> None:
-    """Guards against tokens that were found in a cache being counted as computed."""
-    text = (
-        "# TYPE t_total counter\n"
-        't_total{mode="compute",rank="0"} 1.0\n'
-        't_total{mode="compute",rank="1"} 2.0\n'
-        't_total{mode="cache",rank="0"} 4.0\n'
-    )
-    assert metrics.by_labels(text, "t_total", "mode") == {("compute",): 3.0, ("cache",): 4.0}
-    assert metrics.by_labels(text, "other_total", "mode") == {}
-
-
 def result(label: str, ids: list[int], start: float, times: list[float]) -> Result:
     return Result(
         label,
@@ -71,14 +58,6 @@ def result(label: str, ids: list[int], start: float, times: list[float]) -> Resu
         completion_tokens=len(ids),
         finished_at=times[-1],
     )
-
-
-def test_percentiles_interpolate() -> None:
-    """Guards against off-by-one ranks, which show most in short runs."""
-    assert report.percentile([3, 1, 2], 50) == 2
-    assert report.percentile([0, 10], 90) == 9
-    assert report.percentile([5], 99) == 5
-    assert math.isnan(report.percentile([], 50))
 
 
 def test_summary_of_two_requests() -> None:

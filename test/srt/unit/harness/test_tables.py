@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -72,25 +71,6 @@ def test_no_results_that_nobody_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {str(path.relative_to(REPOSITORY)) for path in left} == set()
 
 
-def run(requests_per_s: float) -> dict:
-    return {"summary": {"requests_per_s": requests_per_s}}
-
-
-def test_each_gain_has_its_cause() -> None:
-    """Guards against a sentence that gives the flag what the progress thread is worth."""
-    two = {"stock": run(1.0), "flag": run(3.0)}
-    assert "no arm without the flag" in tables.attribution(two)
-    three = {**two, "patched": run(2.0)}
-    assert "gives 2.00 times" in tables.attribution(three)
-    assert "flag 1.50 times that" in tables.attribution(three)
-    four = {**three, "flag, spinning": run(1.2)}
-    assert "sleeping gives 2.50 times" in tables.attribution(four)
-    assert "the flag gives 1.20 times" in tables.attribution(four)
-
-
-BYTES_PER_TOKEN = 256
-
-
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_figures_are_those_of_the_results(name) -> None:
     """Guards against a bar that no committed run shows. Run ``python -m benchmark.figures`` after a
@@ -105,16 +85,3 @@ def test_every_figure_is_shown_on_the_first_page() -> None:
     page = (figures.REPOSITORY / "README.md").read_text()
     assert {path.name for path in figures.FOLDER.iterdir()} == set(figures.FIGURES)
     assert all(f"(docs/figures/{name})" in page for name in figures.FIGURES)
-
-
-def test_two_turns_move_the_pages_that_were_measured() -> None:
-    """Guards against a drawing that counts other pages than the servers do: over all turns of all
-    sessions its counts are the bytes of each round."""
-    summary = json.loads(figures.LOCAL.read_text())
-    load = summary["load"]
-    whole = sum(figures.pages(tokens) for tokens in figures.prompts(load))
-    moved = {"PD, stock": whole, "PD, remote": whole - sum(figures.held(load))}
-    for arm, pages in moved.items():
-        for measured in summary["runs"][arm]["0"]:
-            tokens = pages * figures.PAGE * load["talks"]
-            assert measured["bytes_moved"] == tokens * BYTES_PER_TOKEN
