@@ -56,6 +56,11 @@ class Louder:
     def run(self, steps=1):
         return super().run(steps) + ["louder"]
 
+class Loudest:
+    @override
+    def run(self, steps=1):
+        return super().run(steps) + ["loudest"]
+
 class Drifted:
     @override
     def run(self, steps=2, *, fast=False):

@@ -77,10 +77,3 @@ def test_metaclasses_stay():
     base = abc.ABCMeta("Abstract", (), {"go": abc.abstractmethod(lambda self: 1)})
     combined = combine(base, type("Mixin", (), {"go": lambda self: 2}))
     assert type(combined) is abc.ABCMeta and combined().go() == 2
-
-
-def test_identity():
-    """Found by pickle, and printed in logs, under upstream's name."""
-    combined = combine(Message, Prefix)
-    assert (combined.__module__, combined.__qualname__) == (Message.__module__, "Message")
-    assert combined.__doc__ == Message.__doc__

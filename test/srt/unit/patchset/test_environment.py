@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -94,23 +93,6 @@ def test_each_is_listed_once() -> None:
     assert {each.group for each in VARIABLES} == set(environment.GROUPS)
     printed = "".join(map(environment.table, environment.GROUPS))
     assert printed.count("\n| `SGLANG_") == len(VARIABLES)
-
-
-def test_imports_next_to_nothing() -> None:
-    """Guards against a slow start of every interpreter of the environment."""
-    tree = ast.parse(Path(environment.__file__).read_text())
-    imported = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else map(_name, node.names))
-    }
-    light = {"__future__", "collections.abc", "dataclasses", "math", "os", "typing"}
-    assert imported <= light
-
-
-def _name(alias: ast.alias) -> str:
-    return alias.name
 
 
 #: Who may look into the environment: the hook can import nothing, and attach.py leaves a mark there

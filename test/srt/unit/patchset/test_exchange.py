@@ -44,29 +44,27 @@ def names(engines: Any) -> tuple[str, str]:
 STOCK = ("stock", "stock part")
 
 
-@pytest.mark.parametrize("status", [GroupStatus.ATTACHED, GroupStatus.PENDING])
+@pytest.mark.parametrize(
+    ("status", "meanwhile"),
+    [
+        (GroupStatus.ATTACHED, ("ours", "our part")),
+        (GroupStatus.PENDING, ("ours", "our part")),
+        (GroupStatus.OFF, STOCK),
+        (GroupStatus.STOCK, STOCK),
+    ],
+)
 def test_names_are_put_back(
-    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus
+    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus, meanwhile: tuple[str, str]
 ) -> None:
-    """Guards against NIXL or a store that stays changed for whoever else uses it in this process,
-    also after an error."""
+    """Guards against a feature that is switched off and still changes what SGLang makes, and
+    against NIXL or a store that stays changed for whoever else uses it, also after an error."""
     attach(monkeypatch, status)
     with exchanged("feature", "engines", OURS):
-        assert names(engines) == ("ours", "our part")
+        assert names(engines) == meanwhile
     assert names(engines) == STOCK
     with pytest.raises(ZeroDivisionError), exchanged("feature", "engines", OURS):
         raise ZeroDivisionError
     assert names(engines) == STOCK
-
-
-@pytest.mark.parametrize("status", [GroupStatus.OFF, GroupStatus.STOCK])
-def test_a_group_that_is_not_attached_exchanges_nothing(
-    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus
-) -> None:
-    """Guards against a feature that was switched off and still changes what SGLang makes."""
-    attach(monkeypatch, status)
-    with exchanged("feature", "engines", OURS):
-        assert names(engines) == STOCK
 
 
 @pytest.mark.parametrize(("module", "name"), [("engines", "Other"), ("others", "Engine")])

@@ -16,8 +16,6 @@ from sglang.srt.patchset import __version__, current
 from sglang.srt.patchset.base_version import installed_version
 from sglang.srt.patchset.table import BASE_VERSION, CURRENT_VERSION
 
-from .conftest import clean_environment
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[4]
@@ -72,39 +70,6 @@ def test_a_namespace_package_of_sglang_stays_one(wheel):
     theirs = {str(file.parent) for file in metadata.files("sglang") or ()}
     ours = {str(Path(name).parent) for name in wheel.namelist() if name.endswith("__init__.py")}
     assert not ours & theirs
-
-
-def test_works_beside_sglang(wheel, fake_sglang):
-    """As installed from a wheel: all in one folder, found through the .pth alone."""
-    wheel.extractall(fake_sglang.folder)
-    fake_sglang.set_table((("Engine", "Loud"),))
-    code = f"""
-import site, sys
-site.addsitedir({str(fake_sglang.folder)!r})
-import sglang_disagg_patchset_hook, sglang, sglang.srt.patchset.combine as part
-from sglang.srt.consumer import Engine
-print(Engine().run(), len(sglang.__path__), sglang_disagg_patchset_hook.__file__, part.__file__)
-"""
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env=clean_environment(PYTHONPATH=_dependencies(fake_sglang.folder)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("['stock', 'loud'] 1 ")
-    assert result.stdout.count(str(fake_sglang.folder)) == 2
-
-
-def _dependencies(folder: Path) -> str:
-    """A path with the one library that the mixins import, and no other installation of ours."""
-    import typing_extensions
-
-    libraries = folder / "libraries"
-    libraries.mkdir()
-    (libraries / "typing_extensions.py").symlink_to(typing_extensions.__file__)
-    return str(libraries)
 
 
 def test_no_release_of_sglang_comes_with_the_package(wheel: zipfile.ZipFile) -> None:
