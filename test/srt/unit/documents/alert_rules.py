@@ -13,6 +13,7 @@ import yaml
 from unit.documents.pages import ROOT
 
 RULES = ROOT / "docs/operations/prometheus_rules.yaml"
+RUNBOOK = ROOT / "docs/operations/runbook.md"
 TESTS = ROOT / "docs/operations/prometheus_rules_test.yaml"
 #: Put there by Prometheus, not by the server.
 SCRAPED = {"instance", "job"}
@@ -22,6 +23,17 @@ def rules() -> dict[str, dict[str, Any]]:
     """Each alert by its name."""
     content = yaml.safe_load(RULES.read_text())
     return {rule["alert"]: rule for group in content["groups"] for rule in group["rules"]}
+
+
+def expressions() -> list[str]:
+    """What each alert asks."""
+    return [rule["expr"] for rule in rules().values()]
+
+
+def runbook_queries() -> list[str]:
+    """What the runbook has its reader ask."""
+    (block,) = re.findall(r"```promql\n(.*?)```", RUNBOOK.read_text(), re.DOTALL)
+    return [line for line in block.splitlines() if not line.startswith("#")]
 
 
 def cases() -> list[dict[str, Any]]:

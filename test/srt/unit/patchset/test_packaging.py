@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works laid beside SGLang."""
+"""The wheel: what is in it."""
 
 from __future__ import annotations
 
