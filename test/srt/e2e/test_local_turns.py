@@ -26,7 +26,6 @@ from e2e.support import (
     ask_both,
     ask_decode,
     assert_right,
-    balancer,
     frozen,
     pair_config,
     prompt_maker,
@@ -204,42 +203,6 @@ def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> N
     computed = metrics.gained(computed_before, metrics.scrape(pair.prefill_url))
     work = sum(v for k, v in computed.items() if "realtime_tokens" in k)
     assert work < 2 * len(turn) + 1000, computed
-    settle(pair)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("served", [16], indirect=True)
-def test_the_mini_load_balancer(
-    served: Pair, model: Path, reference: Reference, logs: Path
-) -> None:
-    """SGLang's small load balancer in Python reads prefill's half of an answer where it is asked
-    for log probabilities: an empty one that it cannot read would be the client's error."""
-    pair, tokens = served, prompt_maker(model, seed=17)
-    before = turns(pair)
-    with balancer(pair, logs, mini=True) as url:
-
-        def ask(ids: Ids, **more: Any) -> Any:
-            """The answer; the last piece of it, where it streams."""
-            body = {"input_ids": ids, "sampling_params": GREEDY, **more}
-            answer = requests.post(f"{url}/generate", json=body, timeout=60)
-            assert answer.status_code == 200, answer.text
-            streams = more.get("stream", False)
-            return json.loads(answer.text.split("data: ")[-2] if streams else answer.text)
-
-        talk = tokens(300)
-        for number, stream in enumerate((False, True, False, True)):
-            (expected,) = reference.answers([talk], 12)
-            more = {"return_logprob": True} if number > 1 else {}
-            found = ask(talk, stream=stream, **more)
-            # A server that streams sends pieces, with ``--incremental-streaming-output``.
-            assert found["output_ids"] == expected[-len(found["output_ids"]) :] != []
-            assert found["meta_info"]["completion_tokens"] == 12
-            if number > 1:
-                probabilities = found["meta_info"]["output_token_logprobs"]
-                assert [token for _, token, _ in probabilities][-1] == expected[-1]
-            talk = [*talk, *expected, *tokens(60 + number)]
-    counted = turns(pair, before)
-    assert counted["remote", "long"] == 1 and counted["local", "always"] == 3, counted
     settle(pair)
 
 

@@ -219,68 +219,45 @@ def test_second_turn_moves_only_new_pages(
     assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
 
 
-def greedy(**more: Any) -> dict[str, Any]:
-    """Sampling parameters for eight tokens, each the most probable one."""
-    return {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, **more}
+#: Sampling parameters, other wishes, and the status that decode answers with.
+AT_THE_EDGE: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    # SGLang hands them to the tokenizer as tensors; metadata hold 128 of them.
+    ({}, {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1, 2]}, 200),
+    ({}, {"return_logprob": True, "top_logprobs_num": 129}, 400),
+    # Has no room any more when SGLang has built it.
+    ({}, {"session_params": {"id": "unknown"}}, 400),
+    ({"structural_tag": "{}"}, {}, 400),
+    ({"structural_tag": ""}, {}, 400),
+    ({"regex": "\0"}, {}, 400),
+    ({"json_schema": "[" * 100_000}, {}, 400),
+    ({"json_schema": '{"type": "unknown"}'}, {}, 400),
+    ({"ebnf": "root ::= root"}, {}, 500),  # no token is drawn that the grammar takes
+    ({"ebnf": 'root ::= "1" x\nx ::= x', "temperature": 1}, {}, 200),  # ends after a token
+]
 
 
 @pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
-def test_what_a_pair_cannot_serve_is_refused(
-    served: Served, model: Path, reference: Reference
-) -> None:
-    """Guards against a client whose request ends both servers: that of a session has no room any
-    more when SGLang has built it, and metadata hold 128 top log probabilities."""
-    pair = served.pair
-    prompt = prompt_maker(model, seed=9)(300)
-    for wishes, said in (
-        ({"session_params": {"id": "unknown"}}, ""),
-        ({"return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num"),
-    ):
-        for answer in ask_both(pair, prompt, greedy(), **wishes):
-            assert answer.status_code == 400 and said in answer.text, answer.text
-    settle(pair)
-    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
-    settle(pair)
-
-
-@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
-def test_grammars_that_lead_nowhere(served: Served, model: Path, reference: Reference) -> None:
-    """Guards against a client whose grammar ends both servers: xgrammar raises at some that it
+def test_requests_at_the_edge(served: Served, model: Path, reference: Reference) -> None:
+    """Guards against a client whose request ends both servers: xgrammar raises at grammars that it
     cannot compile, and the sampler at one that allows no token; prefill's half of such a request
     freed its pages twice. The other half must neither wait for its deadline nor leave anything."""
     pair, prompt = served.pair, prompt_maker(model, seed=14)(300)
-    dead = 'root ::= "1" x\nx ::= x'
-    refused = [
-        ({"structural_tag": "{}"}, 400),
-        ({"structural_tag": ""}, 400),
-        ({"regex": "\0"}, 400),
-        ({"json_schema": "[" * 100_000}, 400),
-        ({"json_schema": '{"type": "unknown"}'}, 400),
-        ({"ebnf": "root ::= root"}, 500),  # no token is drawn that the grammar takes
-        ({"ebnf": dead, "temperature": 1}, 200),  # ends early, after the first token
-    ]
-    for sampling, status in refused:
+    for sampling, wishes, status in AT_THE_EDGE:
         params = {"temperature": 0, "max_new_tokens": 8, **sampling}
-        prefill, decode = (answer.status_code for answer in ask_both(pair, prompt, params))
-        assert decode == status and prefill in (200, status), (sampling, prefill, decode)
+        prefill, decode = ask_both(pair, prompt, params, **wishes)
+        assert decode.status_code == status, (sampling, wishes, decode.text)
+        assert prefill.status_code in (200, status), (sampling, wishes, prefill.text)
+        if wishes and status == 200:
+            tops = decode.json()["meta_info"]["output_top_logprobs"]
+            assert [len(each) for each in tops] == [3] * 8
     pair.check()
     assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
     pair.check()
 
 
-@pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
-def test_top_log_probabilities(served: Served, model: Path, reference: Reference) -> None:
-    """Guards against a request for more than one top log probability that ends the prefill
-    server's tokenizer: SGLang hands it tensors there."""
-    pair, prompt = served.pair, prompt_maker(model, seed=10)(300)
-    more = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1, 2]}
-    prefill, decode = ask_both(pair, prompt, greedy(), **more)
-    assert (prefill.status_code, decode.status_code) == (200, 200), (prefill.text, decode.text)
-    told = decode.json()["meta_info"]
-    assert [len(tops) for tops in told["output_top_logprobs"]] == [3] * 8
-    settle(pair)
-    assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
-    settle(pair)
+def greedy(**more: Any) -> dict[str, Any]:
+    """Sampling parameters for eight tokens, each the most probable one."""
+    return {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, **more}
 
 
 @pytest.mark.hazard("room-number-reused")
