@@ -109,24 +109,6 @@ def test_talks(served: Pair, model: Path, reference: Reference) -> None:
 
 
 @pytest.mark.nightly
-def test_the_choice(model: Path, reference: Reference, logs: Path) -> None:
-    """Guards against a choice that is made by other numbers than those of real servers, and against
-    answers that depend on it. Both sides are measured, and both are tried."""
-    tokens = prompt_maker(model, seed=7)
-    always = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"}
-    with Pair(local_config(model, logs, page_size=16, decode_env=always), logs) as pair:
-        prompts = [tokens(40 + 31 * i) for i in range(4)]
-        take_turns(pair, reference, prompts, 6, 8, lambda: tokens(21))
-        counted = turns(pair)
-        assert counted["local", "unmeasured"] > 0 and counted["remote", "unmeasured"] > 0
-        assert sum(n for (_, reason), n in counted.items() if reason == "cheaper") > 5, counted
-        samples = pair.metrics()[1]
-        assert samples["sglang:decode_turn_actual_seconds_count"] == sum(counted.values())
-        assert 0 < samples["sglang:decode_turn_expected_seconds_count"] < sum(counted.values())
-        settle(pair)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2), (2, 1)])
 def test_several_ranks(
     model: Path, reference: Reference, logs: Path, prefill_tp: int, decode_tp: int

@@ -29,11 +29,15 @@ kernels, kernels_v2 = once_more(spec_utils), once_more(eagle_info_v2)
 # With numpy 2 a range over a tensor of one value needs this.
 interpreter.tl.core.tensor.__index__ = lambda value: int(value.handle.data.item())
 
-FORMS = {
-    name: form.function
-    for name, form in speculative._FORMS["sglang.srt.speculative.spec_utils"].items()
-}
-FORMS_V2 = speculative._FORMS["sglang.srt.speculative.eagle_info_v2"]
+
+def forms_of(module: ModuleType) -> ModuleType:
+    """The stand-in's forms of its kernels."""
+    found = ModuleType(module.__name__)
+    speculative.edit(found)
+    return found
+
+
+forms, forms_v2 = forms_of(spec_utils), forms_of(eagle_info_v2)
 RNG = random.Random(5)
 POOL_LEN = 96
 
@@ -48,7 +52,7 @@ def same(name: str, batch: int, *arguments: object, changed: tuple[int, ...]) ->
     pairs = [(a.clone(), a.clone()) if isinstance(a, torch.Tensor) else (a, a) for a in arguments]
     theirs, ours = ([pair[side] for pair in pairs] for side in (0, 1))
     getattr(kernels, name)[(batch,)](*theirs)
-    FORMS[name](*ours)
+    getattr(forms, name)[(batch,)](*ours)
     for at in changed:
         assert torch.equal(theirs[at], ours[at]), (name, theirs[at], ours[at])
 
@@ -100,21 +104,21 @@ for _ in range(40):
     drafts = steps + 1
     slots = [torch.zeros(size * steps, dtype=torch.int64) for _ in range(2)]
     name = "assign_draft_cache_locs_page_size_1"
-    for out, launch in zip(slots, (getattr(kernels_v2, name), FORMS_V2[name]), strict=True):
+    for out, launch in zip(
+        slots, (getattr(kernels_v2, name), getattr(forms_v2, name)), strict=True
+    ):
         launch[(size,)](rows, table, lens, out, POOL_LEN, 1, steps)
     assert torch.equal(*slots), name
     theirs = torch.zeros(size * drafts, dtype=torch.int64)
     ends = rows, table, lens, lens + drafts
     kernels_v2.assign_extend_cache_locs[(size,)](*ends, theirs, POOL_LEN, power(size))
-    assert torch.equal(
-        theirs, FORMS_V2["assign_extend_cache_locs_func"](*ends, size, drafts, "cpu")
-    )
+    assert torch.equal(theirs, forms_v2.assign_extend_cache_locs_func(*ends, size, drafts, "cpu"))
     ids = torch.randint(0, 600, (size, drafts))
     counts = torch.tensor([RNG.randint(1, drafts) for _ in range(size)], dtype=torch.int32)
     last = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
     name = "fill_new_verified_id"
-    for out, launch in zip(last, (getattr(kernels_v2, name), FORMS_V2[name]), strict=True):
-        launch[(size,)](ids, counts, out, drafts)
+    for out, module in zip(last, (kernels_v2, forms_v2), strict=True):
+        getattr(module, name)[(size,)](ids, counts, out, drafts)
     assert torch.equal(*last), name
 print("CHECKED", flush=True)
 os._exit(0)

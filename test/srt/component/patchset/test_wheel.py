@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.patchset import BASE_VERSION, GROUPS, __version__
+from sglang.srt.patchset import GROUPS, __version__
 from unit.patchset.conftest import clean_environment
 
 ROOT = Path(__file__).parents[4]
@@ -111,48 +111,6 @@ def test_it_attaches(installed: Environment) -> None:
     said = installed.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="1")
     assert said.returncode == 0, said.stdout + said.stderr
     assert f"version  {__version__}\n" in said.stdout
-    assert said.stdout.count(": attached\n") == len(GROUPS)
-
-
-PROJECT = f"""
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-[project]
-name = "sglang"
-version = "{BASE_VERSION}"
-[tool.setuptools.packages.find]
-exclude = ["tests*"]
-"""
-
-
-@pytest.mark.nightly
-def test_beside_an_editable_sglang(tmp_path: Path, wheel: Path) -> None:
-    """SGLang's own images have it as an editable installation, behind a finder of setuptools'.
-    Guards against a wheel whose folder Python takes for all of SGLang. In every run
-    ``unit/patchset/test_hook.py`` has such a finder."""
-    environment, sources = Environment(tmp_path / "venv"), tmp_path / "python"
-    venv.create(environment.folder, symlinks=True)
-    here = Path(sysconfig.get_path("purelib"))
-    for name in of_sglang():
-        if name.startswith("sglang/"):
-            (sources / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(here / name, sources / name)
-    (sources / "pyproject.toml").write_text(PROJECT)
-    for entry in here.iterdir():
-        is_theirs = entry.name == "sglang" or entry.name.startswith("sglang-")
-        is_there = (environment.packages / entry.name).exists()
-        if OURS not in entry.name and not is_theirs and not is_there:
-            (environment.packages / entry.name).symlink_to(entry)
-    environment.uv("install", "--no-deps", "--no-build-isolation", "-e", sources)
-    environment.uv("install", "--no-deps", wheel)
-    code = "import sglang, sglang.srt.patchset as p; print(sglang.__file__, p.__file__)"
-    said = environment.python("-c", code, SGLANG_CPU_STANDIN="1")
-    assert said.returncode == 0, said.stderr
-    theirs, ours = said.stdout.split()
-    assert theirs.startswith(str(sources)) and ours.startswith(str(environment.packages))
-    said = environment.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="1")
-    assert said.returncode == 0, said.stdout + said.stderr
     assert said.stdout.count(": attached\n") == len(GROUPS)
 
 

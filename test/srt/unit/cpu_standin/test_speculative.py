@@ -3,6 +3,9 @@
 The forms of Triton kernels are compared with these in ``component/cpu_standin``.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -83,9 +86,11 @@ def test_no_kv_is_moved() -> None:
     """Guards against accepted drafts whose KV stays where it was."""
     pointers = torch.zeros(1)
     same, other = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
-    speculative._move_kv(pointers, pointers, same, same, 1, 4, BYTES_PER_TILE=128)
+    module: Any = SimpleNamespace(__name__="sglang.kernels.ops.kvcache.cache_move")
+    speculative.edit(module)
+    module.copy_all_layer_kv_cache_func(pointers, pointers, same, same, 1, 4, BYTES_PER_TILE=128)
     with pytest.raises(NotImplementedError, match="moving KV"):
-        speculative._move_kv(pointers, pointers, same, other, 1, 4)
+        module.copy_all_layer_kv_cache_func(pointers, pointers, same, other, 1, 4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=3))

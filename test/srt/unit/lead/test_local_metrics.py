@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import prometheus_client
+
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.lead.metrics import LocalMetrics
 
@@ -19,4 +21,5 @@ def test_gaps_beyond_the_bound_are_counted() -> None:
         metrics.gap(seconds, has_chunk, bound)  # nobody scrapes
         metrics.bind(labels)
         metrics.gap(seconds, has_chunk, bound)
-    assert METRICS["decode_itl_breaches"].child(labels)._value.get() == 1
+    name = METRICS["decode_itl_breaches"].exported_name
+    assert prometheus_client.REGISTRY.get_sample_value(name, labels) == 1

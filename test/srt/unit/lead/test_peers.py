@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,60 +17,73 @@ from sglang.srt.disaggregation.lead.prefill_exit import MOST_ROOMS, Peers, Rooms
 HERE = "10.0.0.1:8998"
 
 
+@dataclass
+class Network:
+    """What servers answer, in order: a status or an error; and questions that nobody has put."""
+
+    answers: list[Any]
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    at_once: bool = True
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Addresses that were asked. What is put into it first is answered: a status or an error."""
-    answers: list[Any] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> Network:
+    """The network below ``Peers``; a question's thread runs at once, or when a test says so."""
+    network = Network([])
 
     def get(url: str, timeout: float) -> Any:
-        answer = answers.pop(0)
+        answer = network.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return SimpleNamespace(status_code=answer)
 
-    class AtOnce:
-        """In the place of a thread."""
-
+    class Thread:
         def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool):
-            self.start = lambda: target(*args)
+            self._run = lambda: target(*args)
+
+        def start(self) -> None:
+            self._run() if network.at_once else network.waiting.append(self._run)
 
     monkeypatch.setattr(prefill_exit.requests, "get", get)
-    monkeypatch.setattr(prefill_exit.threading, "Thread", AtOnce)
-    return answers
+    monkeypatch.setattr(prefill_exit.threading, "Thread", Thread)
+    return network
 
 
-def test_a_server_is_asked_once_and_again_when_another_one_may_be_there(asked: list[Any]) -> None:
+def test_a_server_is_asked_once_and_again_when_another_one_may_be_there(asked: Network) -> None:
     """Guards against a question in each step, and against a stock server after an upgraded one."""
     peers = Peers()
-    asked[:] = [200]
+    asked.answers = [200, 404]
     assert peers.releases(HERE) and peers.releases(HERE)
     assert peers.keep({HERE: 1}) == [] and peers.releases(HERE)
     assert peers.keep({}) == [HERE]
-    asked[:] = [404]
     assert not peers.releases(HERE) and not peers.releases(HERE)
 
 
-def test_a_server_that_does_not_answer_is_asked_again(asked: list[Any]) -> None:
+def test_a_server_that_does_not_answer_is_asked_again(asked: Network) -> None:
     """Guards against a server that stays stock because it was busy once."""
     peers = Peers()
-    asked[:] = [requests.ConnectionError("refused"), 200]
+    asked.answers = [requests.ConnectionError("refused"), 200]
     # The thread is done before the question is looked at: the entry is gone already.
     assert not peers.releases(HERE)
     assert peers.releases(HERE)
 
 
-def test_a_question_that_fails_while_servers_are_looked_through() -> None:
+def test_a_question_that_fails_while_servers_are_looked_through(asked: Network) -> None:
     """Its thread takes its entry away then: an error would end the scheduler."""
-    peers = Peers()
-    peers._releases = {HERE: None, "10.0.0.2:8998": True, "10.0.0.3:8998": True}
+    peers, gone, kept = Peers(), "10.0.0.3:8998", "10.0.0.2:8998"
+    asked.answers = [200, 200, requests.ConnectionError("refused")]
+    assert peers.releases(kept) and peers.releases(gone)
+    asked.at_once = False
+    assert not peers.releases(HERE)
 
     class Table:
         def __contains__(self, address: object) -> bool:
-            peers._releases.pop(HERE, None)
-            return address == "10.0.0.2:8998"
+            while asked.waiting:
+                asked.waiting.pop()()
+            return address == kept
 
-    assert "10.0.0.3:8998" in peers.keep(Table())
-    assert list(peers._releases) == ["10.0.0.2:8998"]
+    assert gone in peers.keep(Table())
+    assert peers.keep({kept: 1}) == []
 
 
 def test_the_oldest_rooms_are_forgotten() -> None:
