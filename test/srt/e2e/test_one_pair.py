@@ -5,6 +5,7 @@ The scenarios of a backend share one pair, which each leaves idle, balanced and 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -260,26 +261,49 @@ def greedy(**more: Any) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, **more}
 
 
+#: What a request asks for, and how its tokens are drawn. A load balancer reads prefill's answer,
+#: too, where log probabilities are asked for.
+WISHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"return_logprob": True}, {}),
+    ({}, {"json_schema": '{"type": "integer"}'}),
+]
+
+
+def three_samples(
+    served: Served, tokens: Any, reference: Reference, balancer_url: str | None = None
+) -> None:
+    """Ask both servers, or a load balancer, for three samples of a prompt, in every way: each is
+    the reference's answer, and the prompt's KV crosses once."""
+    served.events.read()
+    for (wish, sampling), stream in itertools.product(WISHES, (False, True)):
+        prompt, params, more = tokens(300), greedy(n=3, **sampling), {**wish, "stream": stream}
+        if balancer_url is None:
+            answers = ask_both(served.pair, prompt, params, **more)
+        else:
+            body = {"input_ids": prompt, "sampling_params": params, **more}
+            answers = [requests.post(f"{balancer_url}/generate", json=body, timeout=30)]
+        assert {answer.status_code for answer in answers} == {200}, answers[-1].text
+        found = samples_in(answers[-1].text, streamed=stream)
+        settle(served.pair)
+        if sampling:
+            assert found == [found[0]] * 3 != [[]] * 3
+        else:
+            assert found == reference.answers([prompt], 8) * 3
+        admitted, sent = served.events.read()
+        assert len(admitted) == 4  # the prompt and three samples
+        assert len(admitted[0].pages) == -(-len(prompt) // served.page)
+        assert all(len(each.pages) <= 1 for each in admitted[1:])
+        assert_tiled(admitted, sent, served.page_bytes)
+
+
 @pytest.mark.hazard("room-number-reused")
 @pytest.mark.parametrize("served", EVERY_RUN, indirect=True)
 def test_parallel_samples(served: Served, model: Path, reference: Reference) -> None:
     """SGLang gives all samples of a request (``n`` above 1) one room number. Guards against a
     client that waits for ever or gets an error, against samples from KV that was never written,
     and against a prompt whose KV crosses more than once."""
-    pair, page = served.pair, served.page
-    prompt = prompt_maker(model, seed=8)(300)
-    expected = reference.answers([prompt], 8)[0]
-    served.events.read()
-    for wishes in ({}, {"return_logprob": True}, {"stream": True}):
-        prefill, decode = ask_both(pair, prompt, greedy(n=3), **wishes)
-        assert (prefill.status_code, decode.status_code) == (200, 200), (prefill.text, decode.text)
-        assert samples_in(decode.text, streamed="stream" in wishes) == [expected] * 3
-        settle(pair)
-    admitted, sent = served.events.read()
-    assert len(admitted) == 12  # the prompt and three samples, three times
-    assert len(admitted[0].pages) == -(-len(prompt) // page)
-    assert all(len(each.pages) <= 1 for each in admitted[1:])  # of a prompt that is held
-    assert_tiled(admitted, sent, served.page_bytes)
+    three_samples(served, prompt_maker(model, seed=8), reference)
 
 
 @pytest.mark.parametrize("mini", [False, True], ids=["router", "mini-lb"])
@@ -287,33 +311,9 @@ def test_parallel_samples(served: Served, model: Path, reference: Reference) -> 
 def test_parallel_samples_through_a_load_balancer(
     served: Served, model: Path, reference: Reference, mini: bool
 ) -> None:
-    """The same as clients ask for them: SGLang's load balancers give a request one room, and read
-    prefill's answer, too, where log probabilities are asked for."""
-    pair, tokens = served.pair, prompt_maker(model, seed=12 + mini)
-    served.events.read()
-    with balancer(pair, served.logs, mini=mini) as url:
-        for wish, sampling in (
-            ({}, {}),
-            ({"return_logprob": True}, {}),
-            ({}, {"json_schema": '{"type": "integer"}'}),
-        ):
-            for stream in (False, True):
-                prompt = tokens(300)
-                body = {"sampling_params": greedy(n=3, **sampling), "stream": stream, **wish}
-                body |= {"input_ids": prompt}
-                answer = requests.post(f"{url}/generate", json=body, timeout=30)
-                assert answer.status_code == 200, answer.text
-                found = samples_in(answer.text, streamed=stream)
-                settle(pair)
-                if sampling:
-                    assert found == [found[0]] * 3 != [[]] * 3
-                else:
-                    assert found == reference.answers([prompt], 8) * 3
-                admitted, sent = served.events.read()
-                assert len(admitted) == 4  # the prompt, whose KV crosses once, and three samples
-                assert len(admitted[0].pages) == -(-len(prompt) // served.page)
-                assert all(len(each.pages) <= 1 for each in admitted[1:])
-                assert_tiled(admitted, sent, served.page_bytes)
+    """The same as clients ask for them: SGLang's load balancers give a request one room."""
+    with balancer(served.pair, served.logs, mini=mini) as url:
+        three_samples(served, prompt_maker(model, seed=12 + mini), reference, url)
 
 
 def samples_in(body: str, *, streamed: bool) -> list[list[int]]:
