@@ -1,10 +1,13 @@
-"""Plans of chaos runs: repeatable, and no kind of fault is left out."""
+"""Plans of chaos runs: repeatable, and no kind of fault is left out; and what the arms run."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from chaos.plan import CURRENT_EVERY_S, HEAVY, LIGHT, LOCAL, STORE, Plan, make_plans
+from chaos.servers import LEAD, current_config
 
 THREADS = (5,) * 8
 
@@ -31,3 +34,18 @@ def test_the_long_run_holds_every_fault(seed: int) -> None:
     assert set.union(*map(kinds, arms)) == {*HEAVY, *lights}
     (arm,) = make_plans(seed, 1, 600.0, THREADS, light=lights, every_s=CURRENT_EVERY_S)
     assert kinds(arm) == {*HEAVY, *lights}
+
+
+def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -> None:
+    """Guards against a comparison of two stock pairs, or of two different ones."""
+    for lead, stock in zip(
+        current_config(tmp_path, 16, stock=False).layout(),
+        current_config(tmp_path, 16, stock=True).layout(),
+        strict=True,
+    ):
+        assert lead.env == {**stock.env, "SGLANG_PATCHSET": "1", **LEAD}
+        assert stock.env["SGLANG_PATCHSET"] == "0" and not LEAD.keys() & stock.env.keys()
+        # Ports are new for each pair.
+        assert [a for a in stock.command if not a.isdecimal()] == [
+            a for a in lead.command if not a.isdecimal()
+        ]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from benchmark.harness.command import RunFailed
 from benchmark.harness.models import TINY_ARITH
 from benchmark.harness.report import plain
 from benchmark.hicache_buffer_only.compare import (
@@ -23,7 +21,6 @@ from benchmark.hicache_buffer_only.compare import (
     Outcome,
     Run,
     configurations,
-    finished,
     of_arm,
     same_answers,
     scaled,
@@ -97,17 +94,6 @@ def run(arm: str, round_: int, storage: float, ttft_s: float = 0.5, answer: str 
             Outcome(2 * ttft_s, 1.0, None, "miss", answer),
         ),
     )
-
-
-def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """It takes longer than one goes undisturbed; but runs of another load say nothing here."""
-    path = tmp_path / "runs.jsonl"
-    assert finished(path, Load(rounds=1)) == []
-    mine = run(CACHE, 0, 50)
-    path.write_bytes(msgspec.json.encode(mine) + b"\n")
-    assert finished(path, Load(rounds=5)) == [mine]
-    with pytest.raises(RunFailed, match="another load"):
-        finished(path, Load(speed=3.0))
 
 
 def test_rounds_add_up() -> None:
