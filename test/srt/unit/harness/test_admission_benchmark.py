@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[4]
 
 
-def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs(tmp_path: Path) -> None:
     """Guards against a stand-in for the scheduler that lacks what admission has come to read."""
-    monkeypatch.delenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS")  # as it is run
     arguments = ["--steps", "8", "--pages", "16", "--running", "8", "--out", str(tmp_path)]
     arguments += ["--line", "300", "--copies", "4"]
     done = subprocess.run(
