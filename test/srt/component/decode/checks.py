@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 def holders(decoder: Any) -> list[Any]:
@@ -50,7 +51,7 @@ def check(decoder: Any) -> None:
 
 def check_idle(decoder: Any) -> None:
     """The same of an idle server, and that each request ended exactly once."""
-    assert decoder.is_fully_idle() and decoder._nothing_waits
+    assert decoder.is_fully_idle() and decoder.nothing_waits
     check(decoder)
     assert invariants.idle_problems(decoder) == []
     assert decoder.tree_cache.protected_size() == 0
@@ -60,14 +61,28 @@ def check_idle(decoder: Any) -> None:
 
 
 def _claims(decoder: Any) -> list[str]:
-    queue = decoder.disagg_decode_prealloc_queue
-    return invariants.claims_problems(
-        queue._budget.claims,
-        [req for req in decoder.running_batch.reqs if not req.finished()],
+    running = [req for req in decoder.running_batch.reqs if not req.finished()]
+    claims = decoder.tree_cache.claims
+    if claims is None:  # nobody was admitted yet
+        return []
+    problems = invariants.claims_problems(
+        claims,
+        running,
         [*decoder.in_transfer, *decoder.waiting_queue, *decoder.local],
         decoder.disagg_decode_transfer_queue.deferred_requests,
         decoder.max_total_num_tokens,
     )
+    if decoder.steps:
+        step = ScheduleBatch(
+            reqs=running,
+            token_to_kv_pool_allocator=decoder.token_to_kv_pool_allocator,
+            spec_algorithm=decoder.spec_algorithm,
+            enable_overlap=decoder.enable_overlap,
+        )
+        wanted = step.new_tokens_required_next_decode()
+        if claims.reserved < wanted:  # SGLang would retract some, and abort the last one
+            problems.append(f"a step takes {wanted} tokens, {claims.reserved} are reserved")
+    return problems
 
 
 def _tables(decoder: Any, held: list[Any]) -> list[str]:
@@ -143,20 +158,11 @@ def _of_tree(tree: Any) -> Iterator[Expected]:
         stack += [(child, values[-1]) for child in node.children.values()]
 
 
-def computed_tokens(turns: Any, req: Any, otherwise: int) -> int:
-    """How many tokens of ``req`` have KV, or ``otherwise`` if it is no turn under way here."""
-    for batch, some in turns._launched:
-        for turn, start in zip(some, batch.prefix_lens, strict=True):
-            if turn.req is req:
-                return int(start)  # the rest is in flight
-    return next((turn.done for turn in turns._queue if turn.req is req), otherwise)
-
-
 def _of_request(decoder: Any, req: Any) -> Expected:
     """What has arrived of a request; of a warm-up request nothing ever does."""
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
-    if decoder.local_turns is not None:
-        arrived = computed_tokens(decoder.local_turns, req, arrived)
+    if req in decoder.local:
+        arrived = decoder.computed.get(req.rid, req.cache_protected_len)
     visible = 0 if is_fake(req) else arrived
     # The draft model has not seen which token is behind a chunk that is not the last one.
     goes_on = req.cache_protected_len < visible < req.kv_committed_len

@@ -6,6 +6,7 @@ token, transfers are done by the test, and outputs are counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,13 +80,25 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         local: int = 0,
         lost: int = 0,
         chunk: int = 16,
+        limits: Limits | None = None,
+        costs: tuple[int, ...] | None = COSTS,
+        clock: Callable[[], float] | None = None,
+        device: str = "cpu",
         latent: bool = False,
         sparse: bool = False,
     ) -> None:
         """``local``: every turn of so many new tokens is computed here, in chunks of ``chunk``;
-        ``lost``: of so many if prefill is lost; ``latent``: the pools are those of MLA models,
-        ``sparse``: with an index, in pages of 64."""
-        self.steps = steps
+        ``lost``: of so many if prefill is lost; or ``limits`` says which. ``costs``: what is agreed
+        on, None for what is measured, by ``clock``; ``device``: as which it looks. ``latent``:
+        the pools are those of MLA models, ``sparse``: with an index, in pages of 64."""
+        self.steps, self.costs = steps, costs
+        #: Seconds, as the queues and the local turns read them; a test moves them.
+        self.now = 0.0
+        #: Tokens of each chunk of local turns, as they are launched; and how far each is computed.
+        self.chunks: list[int] = []
+        self.computed: dict[str, int] = {}
+        #: Who had a part in the last step of the draft model.
+        self.drafted: set[str] = set()
         self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
         self.server_args = without_engine.set_arguments(page, **drafting.arguments(steps))
         self.server_args.disaggregation_decode_enable_radix_cache = True
@@ -113,15 +126,17 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         self.finished_texts: list[list[int]] = []
         self._set_plain_state()
         if local or lost:
-            self.server_args.disaggregation_decode_local_tokens = local
-            self.server_args.disaggregation_decode_local_tokens_when_lost = lost
-            start_check.equip(self, self.server_args)
             limits = Limits(local, chunk, always=True, when_lost=lost)
-            self.__dict__["local_turns"] = turns = LocalTurns(self, limits)
-            turns.measured.votes = lambda: list(COSTS)
+        if limits is not None:
+            self.server_args.disaggregation_decode_local_tokens = limits.tokens
+            self.server_args.disaggregation_decode_local_tokens_when_lost = limits.when_lost
+            start_check.equip(self, self.server_args)
+            self.server_args.device = device
+            turns = LocalTurns(self, limits, clock or (lambda: self.now))
+            self.__dict__["local_turns"] = turns
+            measured = turns.measured.votes
+            turns.measured.votes = lambda: measured() if self.costs is None else list(self.costs)
         self._build_queues(group or dist.group.WORLD, reserve)
-        #: Seconds, as the queues read them; a test moves them.
-        self.now = 0.0
         self.disagg_decode_prealloc_queue.clock = lambda: self.now
 
     def _set_plain_state(self) -> None:
@@ -267,6 +282,11 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         return req
 
     @property
+    def nothing_waits(self) -> bool:
+        """Whether the scheduler may sleep."""
+        return bool(self._nothing_waits)
+
+    @property
     def local(self) -> list[Any]:
         """Requests that are computed here and have not joined the batch."""
         return [] if self.local_turns is None else self.local_turns.requests
@@ -383,6 +403,6 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
                     self.write_late(given_up)
             self.tick_queues()
             self.tick_batch()
-            if self._nothing_waits:
+            if self.nothing_waits:
                 return
         raise AssertionError(f"not idle after {limit} steps: {len(self.queued)} queued")

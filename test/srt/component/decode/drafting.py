@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from component.decode import kv
-from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 
 #: What draft slots hold between a draft and its verification, when they are nobody's yet.
 TRANSIENT = -9
@@ -56,6 +56,11 @@ def _tags(req: Any, ids: list[int]) -> list[int]:
 
 def step(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> Any:
     """Draft, verify, draft again from what was accepted; as SGLang's ``EAGLEWorker`` does."""
+    # In its first step a request drafts from what came with its prompt, also when it is back.
+    for req, start in zip(batch.reqs, batch.spec_info.hidden_states[:, 0].tolist(), strict=True):
+        goes_on = start == 0 and req.rid in decoder.drafted
+        assert goes_on or start == req.bootstrap_room or is_fake(req)
+    decoder.drafted = {req.rid for req in batch.reqs}
     verify, targets = _draft(decoder, batch, next_token, accepted)
     verify.prepare_for_verify(batch, decoder.page_size)
     batch.spec_info = verify

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ class ForwardPasses:
     pool: Any
     draft_pool: Any
     steps: int
+    chunks: list[int]
+    computed: dict[str, int]
 
     def tick_batch(self, next_token: Any = lambda req: 2, accepted: Any = lambda req: 1) -> None:
         """Prebuilt batch, decode batch, forward pass, results.
@@ -65,8 +68,7 @@ class ForwardPasses:
     def _run_chunk(self, batch: Any, next_token: Any) -> None:
         """The KV of a chunk, and its result."""
         tokens = [next_token(req) for req in batch.reqs]
-        for slots, values in self.chunk_writes(batch):
-            kv.write(self.pool, slots, values)
+        self.chunk_of(batch)()
         if self.steps:
             for slots, values in drafting.extend(batch, tokens):
                 kv.write(self.draft_pool, slots, values)
@@ -78,9 +80,11 @@ class ForwardPasses:
             if req.finished():
                 self.finished_texts.append(req.origin_input_ids + req.output_ids)
 
-    def chunk_writes(self, batch: Any) -> list[tuple[torch.Tensor, list[int]]]:
-        """Which slots a chunk fills with what: those of each request's row, and no others."""
-        found, at = [], 0
+    def chunk_of(self, batch: Any) -> Callable[[], None]:
+        """A chunk is launched; the call ends it: it fills the slots of each request's row, and no
+        others."""
+        found, ends, at = [], {}, 0
+        self.chunks.append(batch.extend_num_tokens)
         for req, start, length in zip(
             batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
         ):
@@ -92,9 +96,16 @@ class ForwardPasses:
             assert batch.input_ids[at : at + length].tolist() == ids[start:]
             values = kv.tags(ids, req.extra_key, weights=record_of(req).generation)
             found.append((slots, values[start:]))
+            ends[req.rid] = start + length
             at += length
         assert at == len(batch.out_cache_loc)
-        return found
+
+        def end_of_chunk() -> None:
+            for slots, values in found:
+                kv.write(self.pool, slots, values)
+            self.computed |= ends
+
+        return end_of_chunk
 
     @staticmethod
     def chunk_result(tokens: list[int]) -> Any:

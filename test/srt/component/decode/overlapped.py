@@ -2,27 +2,37 @@
 
 A step's writes happen when the loop waits for its result, the latest that a device may do them;
 prefill writes as soon as it is told of pages, the earliest it can.
+
+With spec v2 (``Ahead``) a step is launched before the result of the last one is in; SGLang's own
+batch, draft input and future map run. A step first looks up in its requests' rows which slots it
+writes, verifies, and is waited for again before the draft model runs over what was accepted.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from component.decode import kv
+from component.decode import drafting, kv
 from component.decode.actions import TOKENS
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 TOKEN = 2
+#: SGLang's class, without what is attached to it.
+_STOCK = [each for each in Scheduler.__mro__ if "run_batch" in vars(each)][-1]
 
 
 class Stop(Exception):
@@ -114,21 +124,16 @@ class Overlapped(Decoder):
 
     def _run_chunk_later(self, batch: ScheduleBatch) -> Any:
         """Chunks are written when the loop waits for their result, like decode steps."""
-        writes, result = self.chunk_writes(batch), self.chunk_result([TOKEN] * len(batch.reqs))
+        result = self.chunk_result([TOKEN] * len(batch.reqs))
         batch.output_ids = result.next_token_ids
-
-        def end_of_step() -> None:
-            for slots, values in writes:
-                kv.write(self.pool, slots, values)
-
-        result.copy_done = SimpleNamespace(synchronize=end_of_step)
+        result.copy_done = SimpleNamespace(synchronize=self.chunk_of(batch))
         return result
 
 
 def until_idle(decoder: Overlapped) -> Iterator[None]:
     for _ in range(2000):
         decoder.check_now()
-        if decoder._nothing_waits and not decoder.result_queue:
+        if decoder.nothing_waits and not decoder.result_queue:
             return
         yield
     raise AssertionError("not idle")
@@ -149,3 +154,173 @@ def random_talks(decoder: Overlapped, seed: int) -> Iterator[None]:
         yield
         decoder.check_now()
     yield from until_idle(decoder)
+
+
+# ---- spec v2 ----
+
+
+class Event:
+    """The end of a piece of work on a stream; whoever waits for it waits for all before it."""
+
+    def __init__(self, stream: deque[Event], work: Callable[[], None]) -> None:
+        self._stream, self._work = stream, work
+        stream.append(self)
+
+    def synchronize(self) -> None:
+        while self in self._stream:
+            self._stream.popleft()._work()
+
+
+class Ahead(Overlapped):
+    """A decode scheduler with spec v2. ``steps``: of the draft model.
+
+    The target's answer to a request is a text of its own (``said``); how many drafts of a step are
+    right depends on the request and the place.
+    """
+
+    def __init__(self, page: int, tokens: int, *, steps: int, **options: Any) -> None:
+        super().__init__(page, tokens, steps=steps, **options)
+        device = torch.device("cpu")
+        self.future_map = FutureMap(self.max_running_requests, 0, 1024, device, self.spec_algorithm)
+        self.draft_worker = SimpleNamespace(speculative_num_draft_tokens=steps + 1)
+        self.stream: deque[Event] = deque()
+        #: The texts of the last launched step's requests, as the device knows them.
+        self._texts: dict[str, list[int]] = {}
+
+    @staticmethod
+    def said(req: Any, place: int) -> int:
+        """Token ``place`` of the answer."""
+        return (int(req.rid[1:]) * 7 + place**2) % 50
+
+    def first_token(self, req: Any) -> int:
+        return self.said(req, 0)
+
+    def answers_are_right(self) -> None:
+        """Who was not aborted has its text, up to its end."""
+        for req in self.submitted:
+            new = req.sampling_params.max_new_tokens
+            text = [self.said(req, place) for place in range(new)]
+            aborted = (
+                req.finished_reason is None or req.finished_reason.to_json()["type"] == "abort"
+            )
+            assert aborted or req.output_ids[:new] == text
+
+    def check_now(self) -> None:
+        """What has been processed is right at any time, whatever is in flight."""
+        check(self)
+
+    def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:  # SGLang's own, below what is attached to it
+            patch.setattr(_STOCK, "run_batch", lambda self, batch, *_: self.launch(batch))
+            return super(Overlapped, self).run_batch(batch)  # Overlapped's is another device
+
+    def launch(self, batch: ScheduleBatch) -> Any:
+        """Put a step onto the stream; what SGLang's ``run_batch`` leaves behind."""
+        self.forward_ct += 1
+        if batch.forward_mode.is_extend():
+            return self._launch_chunk(batch)
+        reqs = list(batch.reqs)
+        # In its first step a request drafts from what came with its prompt.
+        starts = self.future_map.hidden_states_buf[batch.spec_info.future_indices.indices]
+        for req, start in zip(reqs, starts[:, 0].tolist(), strict=True):
+            assert start == (0 if req.rid in self._texts else req.bootstrap_room)
+        known = {req.rid: self._texts.get(req.rid, _ids(req)) for req in reqs}
+        self._texts = {rid: list(text) for rid, text in known.items()}
+        rows, lens = batch.req_pool_indices.clone(), batch.seq_lens.clone()
+        assert lens.tolist() == [len(text) - 1 for text in known.values()]
+        assert len(batch.spec_info.future_indices.indices) == len(reqs)
+        launched = _Step(self, reqs, rows, lens, self._texts)
+        start = EagleDraftInput(
+            topk_p=torch.ones(len(reqs), 1),
+            topk_index=torch.zeros(len(reqs), 1, dtype=torch.int64),
+            hidden_states=torch.zeros(len(reqs), 1),
+            verified_id=torch.zeros(len(reqs), dtype=torch.int32),
+            new_seq_lens=launched.ends,
+            verify_done=Event(self.stream, launched.verify),
+        )
+        future = self.future_map.alloc_future_indices(len(reqs))
+        self.future_map.store_to_map_for_new_batch(future, start)
+        start.future_indices = future
+        batch.spec_info, batch.seq_lens = start, start.new_seq_lens
+        batch.output_ids = -future.indices
+        return SimpleNamespace(
+            copy_done=Event(self.stream, launched.extend_draft),
+            logits_output=None,
+            next_token_ids=launched.tokens.view(-1),
+            accept_lens=launched.accepted,
+            next_draft_input=start,
+            can_run_cuda_graph=False,
+            num_accepted_tokens=0,
+            delay_sample_func=None,
+        )
+
+    def _launch_chunk(self, batch: ScheduleBatch) -> Any:
+        """The same of a chunk of local turns: of one that goes on the target says anything."""
+        tokens = [self.said(req, 0) for req in batch.reqs]
+        end_of_chunk, drafts = self.chunk_of(batch), drafting.extend(batch, tokens)
+
+        def compute() -> None:
+            end_of_chunk()
+            for slots, values in drafts:
+                kv.write(self.draft_pool, slots, values)
+
+        start, result = batch.spec_info, self.chunk_result(tokens)
+        result.copy_done, result.next_draft_input = Event(self.stream, compute), start
+        future = self.future_map.alloc_future_indices(len(tokens))
+        self.future_map.store_to_map_for_new_batch(future, start)
+        start.future_indices = future
+        batch.seq_lens, batch.output_ids = start.new_seq_lens, -future.indices
+        return result
+
+
+class _Step:
+    """What a step does on the device, in two parts."""
+
+    def __init__(
+        self,
+        decoder: Ahead,
+        reqs: list[Any],
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        texts: dict[str, list[int]],
+    ) -> None:
+        self._decoder, self._reqs, self._rows, self._lens = decoder, reqs, rows, lens
+        self._texts = texts
+        width = decoder.steps + 1
+        self.ends = torch.zeros_like(lens)
+        self.accepted = torch.zeros(len(reqs), dtype=torch.int32)
+        self.tokens = torch.full((len(reqs), width), -1)
+        self._weights = [record_of(req).generation for req in reqs]
+
+    def verify(self) -> None:
+        """Look up slots, draft, verify."""
+        decoder, width = self._decoder, self._decoder.steps + 1
+        table = decoder.req_to_token_pool.req_to_token
+        self._slots = table[self._rows[:, None], self._lens[:, None] + torch.arange(width)].long()
+        for at, req in enumerate(self._reqs):
+            text, slots = self._texts[req.rid], self._slots[at]
+            place = len(text) - len(req.origin_input_ids)
+            right = (place + int(req.rid[1:])) % width
+            said = [decoder.said(req, place + ahead) for ahead in range(right + 1)]
+            drafts = [*said[:right], *[63] * (width - 1 - right)]
+            kv.write(decoder.draft_pool, slots[:-1], [drafting.TRANSIENT] * (width - 1))
+            kv.write(decoder.pool, slots, self._tags(at, [*text, *drafts])[-width:])
+            text += said
+            self.tokens[at, : len(said)] = torch.tensor(said)
+            self.accepted[at] = len(said)
+        self.ends.copy_(self._lens + self.accepted)
+
+    def extend_draft(self) -> None:
+        """The draft model over what was accepted, and over the rest of the slots."""
+        for at, req in enumerate(self._reqs):
+            right = self._tags(at, self._texts[req.rid])[int(self._lens[at]) + 1 :]
+            count = len(right)
+            kv.write(self._decoder.draft_pool, self._slots[at][:count], right)
+            kv.write(self._decoder.draft_pool, self._slots[at][count:], [drafting.TRANSIENT])
+
+    def _tags(self, at: int, ids: list[int]) -> list[int]:
+        return kv.tags(ids, self._reqs[at].extra_key, weights=self._weights[at])
+
+
+def _ids(req: Any) -> list[int]:
+    return list(req.origin_input_ids + req.output_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from component.decode.checks import check, computed_tokens
+from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.steps import PROMPT, evict_all, retract, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -81,8 +81,7 @@ def _computed_here(decoder: Decoder, stage: str) -> Any:
     req = decoder.submit(PROMPT, new=ANSWER)
     tick(decoder)
     assert decoder.local == [req]
-    done = req.cache_protected_len
-    while stage == "between chunks" and computed_tokens(decoder.local_turns, req, done) == done:
+    while stage == "between chunks" and req.rid not in decoder.computed:
         decoder.tick_batch()
     while stage in ("computed", "running here") and not req.output_ids:
         decoder.tick_batch()
@@ -118,7 +117,14 @@ def abort_all(decoder: Decoder, req: Any) -> None:
 def flush(decoder: Decoder, req: Any) -> None:
     answer = decoder.flush_cache_wrapped(FlushCacheReqInput())
     assert not answer.success and "requests are in progress" in answer.message
-    assert ("1 in local prefill" in answer.message) == bool(decoder.local)
+    under_way = {
+        "running": decoder.running_batch.reqs,
+        "in local prefill": decoder.local,
+        "in transfer": decoder.in_transfer,
+    }
+    for what, reqs in under_way.items():
+        said = f"{len(reqs)} {what}" if reqs else what
+        assert (said in answer.message) == bool(reqs)
 
 
 def new_weights(decoder: Decoder, req: Any) -> None:

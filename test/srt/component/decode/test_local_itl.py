@@ -1,4 +1,7 @@
-"""The bound on inter-token latency, on SGLang's own loop: chunks beside requests that run."""
+"""The bound on inter-token latency, on SGLang's own loop: chunks beside requests that run.
+
+How large a chunk may be, and what a breach changes, is in ``unit/delta/decode/test_itl.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.stages import fail_room
 from component.decode.steps import admit, finish, ids, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, Limits
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -25,99 +27,64 @@ CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
 BREACHES = "decode_itl_breaches"
 
 
-def bound(decoder: Decoder, max_itl: float | None, **options: Any) -> LocalTurns:
-    """The decoder's local turns, with this bound in seconds."""
-    options = {"chunk": 256, "always": True} | options
-    limits = Limits(400, max_itl=max_itl, page=PAGE, **options)
-    decoder.__dict__["local_turns"] = turns = LocalTurns(decoder, limits)
-    return turns
+def costs(slack: float) -> tuple[int, ...]:
+    """What the ranks agree on, where chunks may take ``slack``."""
+    return (int(CONSTANT * 1e6), int(SLOPE * 1e9), int(STEP * 1e6), int(slack * 1e6))
 
 
-def agree_on(turns: LocalTurns, slack: float) -> None:
-    """What the ranks agree on from now on."""
-    costs = [int(CONSTANT * 1e6), int(SLOPE * 1e9), int(STEP * 1e6), int(slack * 1e6)]
-    turns.measured.votes = lambda: costs
-
-
-def recorded(turns: LocalTurns) -> list[int]:
-    """The chunks' sizes, as they are launched."""
-    sizes, launched = list[int](), turns.times.launched
-
-    def note(tokens: int, at: float) -> None:
-        if tokens:
-            sizes.append(tokens)
-        launched(tokens, at)
-
-    turns.times.launched = note
-    return sizes
-
-
-@pytest.fixture
-def decoder() -> Decoder:
-    return Decoder(PAGE, 4096, local=400, chunk=256)
+def bound(seconds: float | None = 0.1, **options: Any) -> Limits:
+    return Limits(400, 256, **{"always": True} | options, max_itl=seconds, page=PAGE)
 
 
 @pytest.mark.parametrize(
-    ("slack", "sizes", "others"),
+    ("slack", "sizes", "way"),
     [
-        (0.05, [256, 44], 1),
-        (0.02, [144, 144, 12], 1),  # 150 tokens fit, in whole pages
-        (0.0115, [64, 64, 64, 64, 44], 1),
-        (0.001, [256, 44], 0),  # nobody is delayed
+        (0.05, [256, 44], "beside another"),
+        (0.02, [144, 144, 12], "beside another"),  # 150 tokens fit, in whole pages
+        (0.0115, [64, 64, 64, 64, 44], "beside another"),
+        (0.001, [256, 44], "alone"),
+        (0.02, [144, 144, 12], "without prefill"),
+        (0.001, [64, 64, 64, 64, 44], "without prefill"),  # one gap in a hundred each
     ],
 )
-def test_chunks_beside_requests_that_run(
-    decoder: Decoder, slack: float, sizes: list[int], others: int
-) -> None:
-    """Guards against a chunk that delays running requests beyond the bound, and against a turn in
-    small chunks that would delay nobody."""
-    turns = bound(decoder, 0.1)
-    agree_on(turns, slack)
-    for _ in range(others):
-        decoder.submit([3, 2, 1], new=60)
+def test_chunks(slack: float, sizes: list[int], way: str) -> None:
+    """Guards against a chunk that delays running requests beyond the bound, also where a turn's
+    prefill server is lost; against small chunks that would delay nobody; and against a turn that
+    was taken and waits for ever, or fails, since no chunk fits."""
+    limits = bound(when_lost=400)
+    decoder = Decoder(PAGE, 4096, limits=limits, costs=costs(slack))
+    running = [decoder.submit([3, 2, 1], new=900)] if way != "alone" else []
     turn(decoder, 2)
-    seen = recorded(turns)
-    decoder.submit(ids(1, 300))
-    turn(decoder, 20)
-    assert seen == sizes
+    decoder.chunks.clear()
+    (req,) = admit(decoder, ids(1, 300), ready=way != "without prefill")
+    if way == "without prefill":
+        fail_room(decoder, req)
+    steps = []
+    while not req.output_ids:
+        launched = len(decoder.chunks)
+        turn(decoder)
+        steps += [len(each.output_ids) for each in running if len(decoder.chunks) > launched]
+    assert decoder.chunks == sizes
+    apart = STEPS_BEFORE_BREACH if slack == 0.001 else 1
+    assert all(b - a >= apart for a, b in zip(steps, steps[1:], strict=False))
+    decoder.abort("")
     finish(decoder)
 
 
-@pytest.mark.parametrize("slack", [0.002, 0.0115])
-def test_what_does_not_fit_goes_to_prefill(decoder: Decoder, slack: float) -> None:
+@pytest.mark.parametrize(
+    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "cheaper"))]
+)
+def test_what_does_not_fit_goes_to_prefill(slack: float, where: tuple[str, str]) -> None:
     """Guards against a turn that is computed here though none of its chunks fits."""
-    turns = bound(decoder, 0.1, always=False)
-    turns._vote = lambda candidate: 9_000_000  # prefill is slow
-    agree_on(turns, slack)
+    decoder = Decoder(PAGE, 4096, limits=bound(always=False), costs=costs(slack))
+    turns = decoder.local_turns
+    turns.measured.shown("10.0.0.1:8998", 100, 60.0)  # prefill is slow
     decoder.submit([3, 2, 1], new=60)
     turn(decoder, 2)
     before = turns.metrics.turns.copy()
-    req = decoder.submit(ids(1, 300))
-    decoder.tick_queues()
-    where = ("remote", "itl") if slack == 0.002 else ("local", "cheaper")
+    (req,) = admit(decoder, ids(1, 300))
     assert turns.metrics.turns - before == {where: 1}
-    assert (req in decoder.in_transfer) == (slack == 0.002)
-    finish(decoder)
-
-
-def test_a_turn_that_began_is_computed_to_its_end(decoder: Decoder) -> None:
-    """Guards against a turn that waits for ever, since others began to run and no chunk fits any
-    more; and against one whose chunks then come more often than in one gap of a hundred."""
-    turns = bound(decoder, 0.1)
-    agree_on(turns, 0.001)
-    seen = recorded(turns)
-    (remote,) = admit(decoder, [3, 2, 1, *[7] * 401], new=600)
-    long = decoder.submit(ids(1, 400))
-    turn(decoder)  # the first chunk, of 256 tokens, alone
-    decoder.deliver(remote)
-    decoder.tick_queues()
-    steps = []
-    while not long.output_ids:
-        turn(decoder)
-        steps.append(len(remote.output_ids))
-    assert seen == [256, 64, 64, 16]
-    chunks = [tokens for tokens, later in zip(steps, steps[1:], strict=False) if tokens == later]
-    assert all(b - a >= STEPS_BEFORE_BREACH for a, b in zip(chunks, chunks[1:], strict=False))
+    assert (req in decoder.in_transfer) == (where[0] == "remote")
     finish(decoder)
 
 
@@ -127,21 +94,20 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
     that run chunks of different sizes."""
 
     def build(rank: int, group: RankGroup) -> SimpleNamespace:
-        decoder = Decoder(PAGE, 4096, local=400, chunk=256, group=group)
-        return SimpleNamespace(decoder=decoder, turns=bound(decoder, 0.1), rank=rank)
+        decoder = Decoder(PAGE, 4096, group=group, limits=bound(), costs=costs(0.001))
+        return SimpleNamespace(decoder=decoder, rank=rank)
 
     def begin(side: SimpleNamespace) -> None:
         side.running = side.decoder.submit([3, 2, 1], new=60)
         turn(side.decoder, 2)
-        side.sizes = recorded(side.turns)
-        agree_on(side.turns, 0.001)
+        side.decoder.chunks.clear()
         side.decoder.submit(ids(1, 300))
         turn(side.decoder, 5)
 
     def go_on(side: SimpleNamespace) -> None:
-        agree_on(side.turns, (0.02, 0.05)[side.rank])
+        side.decoder.costs = costs((0.02, 0.05)[side.rank])
         turn(side.decoder, 20)
-        assert side.sizes == [144, 144, 12] and not side.running.finished()
+        assert side.decoder.chunks == [144, 144, 12] and not side.running.finished()
         finish(side.decoder)
 
     with ranks_reduce():
@@ -151,33 +117,6 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
         pair.close()
 
 
-@pytest.mark.parametrize(
-    ("slack", "sizes"), [(0.02, [144, 144, 12]), (0.001, [64, 64, 64, 64, 44])]
-)
-def test_fallback_prefill_is_bounded_too(slack: float, sizes: list[int]) -> None:
-    """Guards against a turn whose prefill server is lost, and that stops running requests for as
-    long as one chunk takes; and against one that fails because no chunk fits: then each chunk is
-    as small as it may be, in one gap of a hundred."""
-    decoder = Decoder(PAGE, 4096, local=400, lost=400, chunk=256)
-    turns = bound(decoder, 0.1, when_lost=400)
-    agree_on(turns, slack)
-    running = decoder.submit([3, 2, 1], new=900)
-    turn(decoder, 2)
-    seen = recorded(turns)
-    (lost,) = admit(decoder, ids(1, 300), new=8, ready=False)
-    fail_room(decoder, lost)
-    steps = []
-    while not lost.output_ids:
-        launched = len(seen)
-        turn(decoder)
-        if len(seen) > launched:
-            steps.append(len(running.output_ids))
-    assert seen == sizes and turns.metrics.turns["local", "no_prefill"] == 1
-    apart = STEPS_BEFORE_BREACH if slack == 0.001 else 1
-    assert all(b - a >= apart for a, b in zip(steps, steps[1:], strict=False))
-    finish(decoder)
-
-
 # ---- with a clock ----
 
 
@@ -185,28 +124,36 @@ class Timed(Overlapped):
     """Its clock runs in steps only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
-        super().__init__(PAGE, 8192, rows=24, local=400, chunk=256)
-        self.late = 0.0
-        turns = bound(self, max_itl)
-        turns._clock = lambda: self.now
+        super().__init__(PAGE, 8192, rows=24, limits=bound(max_itl), costs=None)
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(local_scheduler, "time", clock)
-        #: Gaps with a chunk and without.
-        self.gaps: dict[bool, list[float]] = {True: [], False: []}
-        count = turns.metrics.gap
-
-        def note(seconds: float, has_chunk: bool, limit: float | None) -> None:
-            self.gaps[has_chunk].append(seconds)
-            count(seconds, has_chunk, limit)
-
-        turns.metrics.gap = note
+        #: Seconds from one token of a request to its next one, where a chunk ran between them.
+        self.gaps: list[float] = []
+        self._told: dict[str, float] = {}
+        self._chunk_before = False
+        self.breaches = STATS.totals[BREACHES]
 
     def run_batch(self, batch: Any, *arguments: Any) -> Any:
         if batch.forward_mode.is_extend():
-            self.now += CONSTANT + SLOPE * batch.extend_num_tokens + self.late
+            self.now += CONSTANT + SLOPE * batch.extend_num_tokens
         elif batch.forward_mode.is_decode():
             self.now += STEP
         return super().run_batch(batch, *arguments)
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        if batch.forward_mode.is_extend():
+            self._chunk_before = True
+        elif batch.forward_mode.is_decode():
+            told = {req.rid: self.now for req in batch.reqs if not req.finished()}
+            waited = [at - self._told[rid] for rid, at in told.items() if rid in self._told]
+            if self._chunk_before and waited:
+                self.gaps.append(max(waited))
+            self._told, self._chunk_before = told, False
+
+    def new_breaches(self) -> int:
+        """How many were counted since."""
+        return int(STATS.totals[BREACHES] - self.breaches)
 
 
 def busy(decoder: Timed, turns: int) -> Iterator[None]:
@@ -226,72 +173,44 @@ def busy(decoder: Timed, turns: int) -> Iterator[None]:
 def test_gaps_of_running_requests(monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
     """Guards against a bound that is not kept, and one that is kept by computing nothing; without a
     bound chunks are as large as ever."""
-    decoder, before = Timed(monkeypatch, max_itl), STATS.totals[BREACHES]
+    decoder = Timed(monkeypatch, max_itl)
     decoder.play(busy(decoder, 30))
     finish(decoder)
-    with_chunk = decoder.gaps[True]
-    assert len(with_chunk) > 30
+    assert len(decoder.gaps) > 30
     if max_itl is None:
-        assert max(with_chunk) == pytest.approx(CONSTANT + 256 * SLOPE + STEP, abs=1e-3)
-        assert STATS.totals[BREACHES] == before
+        assert max(decoder.chunks) == 256 and decoder.new_breaches() == 0
         return
-    passed = sum(gap > max_itl for gap in with_chunk)
-    assert passed <= 0.01 * len(with_chunk) + 1
-    assert STATS.totals[BREACHES] - before == passed
-    assert max(with_chunk) > 0.6 * max_itl
+    assert 0.6 * max_itl < sorted(decoder.gaps)[-3]
+    passed = sum(gap > max_itl for gap in decoder.gaps)
+    assert passed == decoder.new_breaches() <= 0.01 * len(decoder.gaps) + 1
 
 
-def test_chunks_that_take_longer_than_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against breaches that change nothing."""
-    decoder = Timed(monkeypatch, 0.03)
-    sizes = recorded(decoder.local_turns)
-    decoder.play(busy(decoder, 20))
-    usual = max(sizes[-10:])
-    decoder.late = 0.012
-    sizes.clear()
-    decoder.play(busy(decoder, 10))
-    assert 0 < max(sizes[-5:]) < usual
-    finish(decoder)
-
-
-def test_who_has_ended_waits_for_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against gaps of a request that has ended: with overlap scheduling one more step of it
-    is in flight, and the next request may come much later."""
+@pytest.mark.parametrize("what", ["a pause", "the end"])
+def test_what_is_no_gap(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Guards against a pause, or the time behind an answer's end (with overlap scheduling one more
+    step of it is in flight), that counts as the wait for a token: a breach would be reported, and
+    all chunks behind it would be smaller."""
     decoder = Timed(monkeypatch, 0.03)
 
-    def alone() -> Iterator[None]:
-        decoder.submit(ids(1, 20), new=5)
+    def script() -> Iterator[None]:
+        running = decoder.submit([3, 2, 1], new=60 if what == "a pause" else 5)
+        while not running.finished() and len(running.output_ids) < 20:
+            yield
+        if what == "a pause":
+            decoder.submit(ids(1, 20), new=2)
+            while not decoder.chunks:  # it is in flight then
+                yield
+            decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+            decoder.now += 60.0
+            decoder.continue_generation(ContinueGenerationReqInput())
+        else:
+            yield from until_idle(decoder)
+            decoder.now += 60.0
+            decoder.submit(ids(1, 20), new=5)
         yield from until_idle(decoder)
 
-    decoder.play(alone())
-    assert [len(decoder.gaps[has_chunk]) for has_chunk in (False, True)] == [3, 0]
-    finish(decoder)
-
-
-def test_a_pause_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a pause that is counted as the wait for a token: all chunks behind it would
-    be smaller, and the histogram would hold it."""
-    decoder = Timed(monkeypatch, 0.03)
-    slack = list[float]()
-
-    def paused() -> Iterator[None]:
-        running = decoder.submit([3, 2, 1], new=60)
-        while len(running.output_ids) < 3:
-            yield
-        decoder.submit(ids(1, 20), new=2)
-        while decoder.local == []:
-            yield
-        yield
-        slack.append(decoder.local_turns.measured.gaps.slack)
-        decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
-        decoder.now += 60.0
-        decoder.continue_generation(ContinueGenerationReqInput())
-        yield from until_idle(decoder)
-
-    decoder.play(paused())
-    gaps = decoder.gaps[True] + decoder.gaps[False]
-    assert len(gaps) > 40 and max(gaps) < 1.0
-    assert decoder.local_turns.measured.gaps.slack >= slack[0]
+    decoder.play(script())
+    assert decoder.new_breaches() == 0
     finish(decoder)
 
 
@@ -299,8 +218,7 @@ def test_a_turn_whose_first_token_is_on_its_way(monkeypatch: pytest.MonkeyPatch)
     """Guards against a large chunk right behind the one that ends a turn: with overlap scheduling
     it is launched before the turn runs, and would delay its second token."""
     decoder = Timed(monkeypatch, 0.03)
-    agree_on(decoder.local_turns, 0.015)
-    sizes = recorded(decoder.local_turns)
+    decoder.costs = costs(0.015)
 
     def two() -> Iterator[None]:
         decoder.submit(ids(1, 256), new=20)
@@ -308,5 +226,5 @@ def test_a_turn_whose_first_token_is_on_its_way(monkeypatch: pytest.MonkeyPatch)
         yield from until_idle(decoder)
 
     decoder.play(two())
-    assert sizes[:2] == [256, 96]
+    assert decoder.chunks[:2] == [256, 96]
     finish(decoder)

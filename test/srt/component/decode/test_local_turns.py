@@ -1,27 +1,28 @@
-"""Turns that a decode server computes itself: which, in which chunks, and with which answers.
+"""Turns that a decode server computes itself: which, in which chunks, and with which answers; and
+which of those whose prefill server is lost.
 
-What happens to one that is under way is in ``test_stages``.
+What happens to one that is under way, and what such a loss leaves behind, is in ``test_stages``.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from component.decode.ahead import Ahead
-from component.decode.decoder import Decoder
-from component.decode.overlapped import Overlapped, random_talks
-from component.decode.stages import bring_to, options
-from component.decode.steps import PROMPT, admit, finish, land, serve, turn
-from sglang.srt.disaggregation.delta.decode.local_turns import only_prefill_can
-from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN
+from benchmark.harness import without_engine
+from component.decode.checks import check_idle
+from component.decode.decoder import VOCABULARY, Decoder
+from component.decode.overlapped import Ahead, Overlapped, random_talks
+from component.decode.pair import Pair, RankGroup, ranks_reduce
+from component.decode.peer import Room, Unasked
+from component.decode.stages import fail_room, freeze
+from component.decode.steps import PROMPT, admit, finish, land, serve, tick, turn
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN, Limits
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
-from sglang.srt.managers import scheduler_runtime_checker_mixin
-from sglang.srt.managers.io_struct import PauseGenerationReqInput
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 NEW = list(range(50))
@@ -73,126 +74,74 @@ def test_at_least_a_token_is_computed(decoder: Decoder, prompt: list[int], prefi
     assert req.output_ids == [2] * 3 and req.cached_tokens == req.delta.hit_tokens
 
 
-def test_what_goes_to_prefill(decoder: Decoder) -> None:
-    """Guards against a decode server that computes what is longer than it was told, and against a
-    prefill server that is left waiting since it does not know that decode may."""
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({}, "local always"),
+        ({"bootstrap_host": "10.0.0.9"}, "remote not_shared"),  # it is a stock server
+        ({"origin_input_ids": PROMPT + [7] * 201}, "remote long"),
+        ({"return_logprob": True, "logprob_start_len": 80}, "local always"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "remote input_logprobs"),
+        ({"return_hidden_states": True}, "remote hidden_states"),
+        ({"return_routed_experts": True}, "remote routed_experts"),
+        ({"session": object()}, "remote session"),
+        ({"input_embeds": [[0.0]]}, "remote not_shared"),
+        ({"sampling_params": SamplingParams(max_new_tokens=0)}, "remote no_output"),
+    ],
+)
+def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
+    """Guards against an answer without what only prefill sends, against a decode server that
+    computes what is longer than it was told, and against a prefill server that is left waiting."""
+    decoder = Decoder(16, 1024, local=200, chunk=CHUNK)
     decoder.kv_manager.stock_peers.add("10.0.0.9:8998")
-    stock = decoder.submit(PROMPT + NEW, host="10.0.0.9")
-    (long,) = admit(decoder, PROMPT + [7] * 201)
-    assert decoder.in_transfer == [stock, long] and decoder.local == []
-    assert not decoder.room(stock).yielded
-    assert decoder.local_turns.metrics.turns["remote", "long"] == 1
-    finish(decoder)
-
-
-def timed(decoder: Decoder) -> list[float]:
-    """The seconds that prefill was measured to take, from now on; the clock is ``decoder.now``."""
-    seen: list[float] = []
-    turns = decoder.local_turns
-    turns._clock = lambda: decoder.now
-    turns.measured.shown = lambda address, tokens, seconds: seen.append(seconds)
-    return seen
+    req = decoder.submit(PROMPT)
+    assert all(hasattr(req, name) for name in changes)
+    req.__dict__.update(changes)
+    decoder.tick_queues()
+    assert decoder.local_turns.metrics.turns == {tuple(where.split()): 1}
+    is_local = where.startswith("local")
+    assert (req in decoder.local) == is_local == decoder.rooms[0].yielded
 
 
 def test_prefill_is_timed_to_the_first_token(decoder: Decoder) -> None:
-    """Guards against a side that is timed to an earlier moment than the other, and against a
-    request that was retracted and is timed again when it comes back."""
-    seen = timed(decoder)
-    reqs = admit(decoder, PROMPT + [7] * 201, PROMPT + [8] * 301, new=8)
+    """Guards against a side that is timed to an earlier moment than the other; against a decode
+    server that is full and takes its own queue for a slow prefill, so that it would compute more
+    turns itself; and against a request that was retracted and is timed again."""
+
+    def seconds() -> float | None:
+        found: float | None = decoder.local_turns.measured.there("10.0.0.1:8998", 210)
+        return found
+
+    decoder.max_running_requests = 2
+    admit(decoder, *(PROMPT + [token] * (200 + token) for token in (7, 8, 9)), new=8)
     decoder.now = 5.0
     land(decoder)
-    assert decoder.in_transfer == [] and not seen
+    assert decoder.in_transfer == [] and seconds() is None
     decoder.now = 7.0
     decoder.tick_batch()
-    assert seen == [7.0, 7.0] and all(req.output_ids for req in reqs)
+    assert len(decoder.waiting_queue) == 1 and seconds() == pytest.approx(7.0, rel=0.1)
+    decoder.now = 60.0
     decoder.retract()
     assert len(decoder.retracted) == 1
     finish(decoder)
-    assert len(seen) == 2
+    assert seconds() == pytest.approx(7.0, rel=0.1)
 
 
-def test_a_full_batch_is_no_time_of_prefills(decoder: Decoder) -> None:
-    """Guards against a decode server that is full and takes its own queue for a slow prefill: it
-    would compute more turns itself."""
-    seen = timed(decoder)
-    decoder.max_running_requests = 1
-    admit(decoder, *(PROMPT + [token] * 201 for token in (7, 8)))
-    for req in decoder.in_transfer:
-        decoder.deliver(req)
-    decoder.now = 5.0
-    turn(decoder)
-    assert len(decoder.waiting_queue) == 1 and seen == [5.0] * 2
-    decoder.now = 60.0
-    finish(decoder)
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize(("share", "steps"), [(1.0, 1), (0.5, 1), (0.25, 3)])
-def test_decode_steps_between_two_chunks(decoder: Decoder, share: float, steps: int) -> None:
+def test_decode_steps_between_two_chunks() -> None:
     """Guards against answers under way that stand still while a long turn is computed."""
-    decoder.local_turns.pace._share = share
+    limits = Limits(200, CHUNK, share=0.25, always=True)
     # A chunk takes as long as a step.
-    decoder.local_turns.measured.votes = lambda: [1000, 0, 1000, UNKNOWN]
+    decoder = Decoder(16, 1024, limits=limits, costs=(1000, 0, 1000, UNKNOWN))
     running = decoder.submit([3, 2, 1], new=40)
     turn(decoder, 2)
-    long = decoder.submit(PROMPT + [9] * 150)
-    lengths = [len(running.output_ids)]
+    long, lengths = decoder.submit([9] * 150), [len(running.output_ids)]
     while not long.output_ids:
         turn(decoder)
         lengths.append(len(running.output_ids))
     chunks = [at for at in range(1, len(lengths)) if lengths[at] == lengths[at - 1]]
-    assert len(chunks) == 5 + (decoder.page_size == 16 and bool(decoder.steps))  # of 32 tokens
-    assert {later - at for at, later in zip(chunks, chunks[1:], strict=False)} == {steps + 1}
+    assert len(chunks) == 5  # of 32 tokens
+    assert {later - at for at, later in zip(chunks, chunks[1:], strict=False)} == {3 + 1}
     finish(decoder)
-
-
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("chunk", [1, 7, 33])
-def test_a_chunk_ends_anywhere(page: int, chunk: int) -> None:
-    """Guards against a draft slot at the end of a chunk that keeps what the target would have said
-    there, where the prompt goes on with another token; and against tokens counted twice as
-    cached."""
-    decoder = Decoder(page, 1024, local=200, chunk=chunk, steps=3)
-    (first,) = serve(decoder, PROMPT[:75], new=9)
-    text = first.origin_input_ids + first.output_ids
-    held = page_floor(len(text) - 2, page)
-    second = decoder.submit([*text, *NEW[:41]], new=9)
-    while not second.finished():
-        turn(decoder)
-    assert second.cached_tokens == second.cached_tokens_device == held
-    # By that its drafts are counted among those of hits.
-    assert [req.delta.hit_tokens for req in (first, second)] == [0, held]
-    finish(decoder)
-    assert all(room.yielded for room in decoder.rooms)
-
-
-@pytest.mark.parametrize("stage", ["taken", "between chunks", "computed"])
-def test_the_idle_check_knows_of_turns(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """Guards against SGLang's check of an idle server, which would take the pages of a turn that a
-    pause holds for leaked ones, and end the server."""
-    decoder, checked = Decoder(16, 1024, **options(stage)), list[bool]()
-    mixin = scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin
-    monkeypatch.setattr(mixin, "self_check_during_idle", lambda self: checked.append(True))
-    bring_to(decoder, stage)
-    decoder.self_check_during_idle()
-    assert not checked
-    finish(decoder)
-    decoder.self_check_during_idle()
-    assert checked
-
-
-def test_memory_is_released_after_the_turns(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a release of memory that waits for ever for turns that a pause holds."""
-    monkeypatch.setattr(Decoder, "release_when_idle", lambda self: None)
-    bring_to(decoder, "taken")
-    decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
-    turn(decoder, 2)
-    assert decoder.local
-    decoder._waiting_release = object()
-    turn(decoder, 40)
-    assert not decoder.local
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -215,40 +164,171 @@ def test_overlapped(page: int, seed: int, steps: int, monkeypatch: pytest.Monkey
     assert turns["local", "always"] > 10 and turns["remote", "long"] > 0
 
 
-def request(**changes: Any) -> Any:
-    plain = {
-        "return_logprob": False,
-        "logprob_start_len": -1,
-        "return_hidden_states": False,
-        "return_routed_experts": False,
-        "input_embeds": None,
-        "multimodal_inputs": None,
-        "session": None,
-        "sampling_params": SimpleNamespace(max_new_tokens=8, n=1),
-        "to_finish": None,
-        "origin_input_ids": [1, 2, 3],
-    }
-    assert changes.keys() <= plain.keys()
-    return SimpleNamespace(**plain | changes)
+# ---- the prefill server is lost ----
+
+LOST = 100
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({}, None),
-        ({"return_logprob": True, "logprob_start_len": 3}, None),
-        ({"return_logprob": True, "logprob_start_len": 0}, "input_logprobs"),
-        ({"return_hidden_states": True}, "hidden_states"),
-        ({"return_routed_experts": True}, "routed_experts"),
-        ({"input_embeds": [[0.0]]}, "embeddings"),
-        ({"multimodal_inputs": object()}, "multimodal"),
-        ({"session": object()}, "session"),
-        ({"sampling_params": SimpleNamespace(max_new_tokens=0, n=2)}, "no_output"),
-        ({"to_finish": object()}, "aborted"),
-    ],
-)
-def test_only_prefill_can(changes: dict[str, Any], why: str | None) -> None:
-    """Guards against an answer without what only prefill sends, and names that SGLang changed."""
-    assert only_prefill_can(request(**changes)) == why
-    real = Req("r", "", [1, 2, 3], SamplingParams())
-    assert all(hasattr(real, name) for name in vars(request()))
+@pytest.fixture
+def remote() -> Decoder:
+    """It holds the history, and leaves every turn to prefill as long as there is one."""
+    decoder = Decoder(16, 1024, lost=LOST, chunk=32)
+    serve(decoder, PROMPT)
+    return decoder
+
+
+@pytest.mark.parametrize("at", ["handshake", "in transfer", "in line"])
+def test_new_talks_fail_by_name(remote: Decoder, at: str) -> None:
+    """Guards against a decode server that computes whole prompts, and against a request that waits
+    for ever for a server that is lost, or for memory that it will not be given, with everybody
+    behind it: what it had, or another one has, may still be written to for a while."""
+    if at == "in line":
+        admit(remote, [7] * 600)
+    (req,) = admit(remote, [8] * 500, ready=at != "handshake")
+    assert (req in remote.in_transfer) == (at == "in transfer")
+    freeze(remote, req)
+    turn(remote, 2)
+    (other,) = admit(remote, [9] * 20, host="10.0.0.2")
+    turn(remote)
+    reason = remote.mailbox.reasons[req.rid]
+    assert "--disaggregation-decode-fallback-prefill-tokens" in reason["message"]
+    assert reason["status_code"] == 500
+    assert other in remote.in_transfer
+    finish(remote)
+    assert ("local", "no_prefill") not in remote.local_turns.metrics.turns
+
+
+@pytest.mark.parametrize("lost", [LOST, 0], ids=["hidden states", "without the flag"])
+def test_what_only_prefill_can(lost: int) -> None:
+    """Guards against an answer without what the client asked for, and against turns that are
+    computed here by a server that was not told to."""
+    decoder = Decoder(16, 1024, local=10, lost=lost)
+    req = decoder.submit(PROMPT)
+    req.return_hidden_states = bool(lost)
+    tick(decoder)
+    fail_room(decoder, req)
+    turn(decoder)
+    assert req.finished() and decoder.mailbox.reasons[req.rid]["status_code"] == 500
+    finish(decoder)
+
+
+# ---- a server that cannot be reached ----
+
+
+@pytest.fixture
+def unreachable(remote: Decoder) -> Decoder:
+    """No prefill server answers; it is asked ten times."""
+    remote.kv_manager.servers = Unasked(asking=False)
+    remote.disagg_decode_prealloc_queue.__dict__["_max_ensure_retries"] = 10
+    return remote
+
+
+def seconds(decoder: Decoder, count: int = 1) -> None:
+    """So many pass, with a turn of the scheduler's loop in each."""
+    for _ in range(count):
+        decoder.now += 1.0
+        turn(decoder)
+
+
+def arrive(decoder: Decoder, prompt: list[int], new: int = 8) -> Any:
+    """A request whose prefill server is not known yet."""
+    return decoder.submit(prompt, new=new, ready=False, pending=True)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_server_that_cannot_be_reached(unreachable: Decoder, before: bool) -> None:
+    """Guards against a turn that waits until a server that it can do without was asked often; and
+    against a new talk that fails at once, since a server was asked for others before, or waits for
+    ever."""
+    if before:
+        req = arrive(unreachable, PROMPT + NEW)
+        seconds(unreachable, 9)
+        assert req.output_ids == [2] * 8
+        room = unreachable.rooms[-1]
+        assert room.cleared and not (room.yielded or room.withdrawn)  # nobody was there to be told
+    req = arrive(unreachable, [7] * (LOST + 1))
+    seconds(unreachable, 5)
+    assert not req.finished()
+    seconds(unreachable, 11)
+    assert req.finished() and unreachable.mailbox.ends[req.rid] == 1
+    finish(unreachable)
+    assert unreachable.local_turns.metrics.turns["local", "no_prefill"] == before
+
+
+def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
+    """Guards against a new talk that fails at the first attempt, where the server may come back;
+    and against requests of other servers that wait behind it for memory that it does not take."""
+    (held,) = admit(unreachable, [7] * 600)
+    req = arrive(unreachable, [8] * 500)
+    other = unreachable.submit([9] * 20, host="10.0.0.2")
+    seconds(unreachable, 4)
+    assert unreachable.in_transfer == [held, other] and not unreachable.room(req).cleared
+    unreachable.room(req).state = KVPoll.WaitingForInput  # it came back, the handshake is done
+    unreachable.disagg_decode_prealloc_queue.pending_reqs = []
+    finish(unreachable)
+    assert len(req.output_ids) == 8
+
+
+class NumberedRoom(Room):
+    """Its number is in the manager's table until it is cleared, as a backend's receiver's is."""
+
+    def __init__(self, rooms: dict[int, int], number: int) -> None:
+        super().__init__()
+        self._rooms, self._number = rooms, number
+        rooms[number] = KVPoll.Bootstrapping
+
+    def clear(self) -> None:
+        super().clear()
+        self._rooms.pop(self._number, None)
+
+
+class Unreached:
+    """A rank of a decode server whose prefill server does not answer."""
+
+    def __init__(self, rank: int, group: RankGroup) -> None:
+        self.decoder = Decoder(16, 1024, lost=LOST, chunk=32, group=group)
+        self.decoder.submit(PROMPT, new=1)
+        self.manager = self.decoder.kv_manager
+        self.manager.servers = Unasked(asking=False)
+        queue = self.decoder.disagg_decode_prealloc_queue
+        queue._create_receiver_and_enqueue = self._enqueue
+
+    def _enqueue(self, req: Any) -> Any:
+        room = NumberedRoom(self.manager.request_status, req.bootstrap_room)
+        self.decoder.rooms.append(room)
+        entry = DecodeRequest(req=req, kv_receiver=room)
+        self.decoder.disagg_decode_prealloc_queue.queue.append(entry)
+        return entry
+
+    def arrive(self, number: int, room: int) -> Any:
+        """A turn arrives, under the number ``room``."""
+        req = without_engine.request(number, PROMPT + NEW, 2, VOCABULARY)
+        req.bootstrap_host, req.bootstrap_room = "10.0.0.1", room
+        req.disagg_prefill_dp_rank = 0
+        self.decoder.init_req_max_new_tokens(req)
+        self.decoder.submitted.append(req)
+        self.decoder._add_request_to_queue(req)
+        return req
+
+
+@pytest.mark.hazard("room-number-reused", "ranks-part-in-collective")
+def test_a_number_that_comes_again() -> None:
+    """The prefill server could not be reached, and later one rank's question is answered before the
+    other's. Guards against a number that is in use on one rank and not on the other: only one of
+    them refuses the next request of that number, and the server hangs."""
+    with ranks_reduce():
+        pair = Pair(Unreached)
+        try:
+            pair.run(lambda side: side.decoder.drain())
+            reqs = pair.run(lambda side: side.arrive(1, room=77))
+            pair.run(lambda side: seconds(side.decoder, 6))
+            assert all(req.finished() for req in reqs)
+            pair.sides[0].manager.try_ensure_parallel_info = lambda address: True
+            pair.run(lambda side: seconds(side.decoder))
+            reqs = pair.run(lambda side: side.arrive(2, room=77))
+            pair.run(lambda side: seconds(side.decoder, 6))
+            assert [req.output_ids for req in reqs] == [[2, 2]] * 2
+            pair.run(lambda side: check_idle(side.decoder))
+        finally:
+            pair.close()
+    assert [side.manager.request_status for side in pair.sides] == [{}, {}]

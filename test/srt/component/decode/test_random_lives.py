@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.delta import rank_agreement
 from sglang.srt.disaggregation.delta.decode import candidates, record, retraction
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
 from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
-from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
 
@@ -134,12 +133,12 @@ def live(
     turns that they compute, each with a clock of its own."""
 
     def build(rank: int, group: RankGroup) -> RankLife:
-        local = {"local": limits.tokens, "lost": limits.when_lost} if limits is not None else {}
+        def clock() -> float:  # one rank is slower than the other
+            return time.monotonic() * (1 + 2 * rank)
+
         policy = ("lru", "mru")[rank]
-        decoder = Decoder(16, 640, policy=policy, group=group, steps=draft_steps, **local)
-        if limits is not None:  # one rank is slower than the other
-            turns = LocalTurns(decoder, limits, lambda: time.monotonic() * (1 + 2 * rank))
-            decoder.__dict__["local_turns"] = turns
+        turns = {"limits": limits, "costs": None, "clock": clock}
+        decoder = Decoder(16, 640, policy=policy, group=group, steps=draft_steps, **turns)
         return RankLife(decoder, rank, seed, **weights)
 
     pair = Pair(build, gloo=gloo)

@@ -1,8 +1,14 @@
-"""Lengths, budget and both pools of a decode server with a draft model (EAGLE, top-k 1)."""
+"""A decode server with a draft model (EAGLE, top-k 1): lengths, budget and both pools.
+
+Spec v1; and spec v2 (``SGLANG_ENABLE_SPEC_V2=1``), where a step is launched before the last one's
+result is known: ``Ahead`` has the device, which is as slow as it may be, and prefill is as fast as
+it can. That a step's tokens are reserved, and that a request drafts from its own start, is checked
+after every step of any such server (``checks``, ``drafting``).
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +17,13 @@ import torch
 
 from component.decode.checks import check
 from component.decode.decoder import Decoder
-from component.decode.steps import (
-    admit,
-    evict_all,
-    finish,
-    ids,
-    land,
-    run,
-    serve,
-    tick,
-    turn,
-)
+from component.decode.overlapped import Ahead, until_idle
+from component.decode.steps import admit, finish, ids, land, run, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import speculation
+from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.pages import page_floor
+from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache import radix_cache, utils
-from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
 PAGES = [1, 2, 16]
 
@@ -46,74 +43,6 @@ def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
         text = [*req.origin_input_ids, *req.output_ids, *ids(number + 2, 11)]
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_whole_prompt_is_never_a_hit(page: int, more: int) -> None:
-    """Guards against a slot shared by whom the next token does not fit: of a prompt of whole pages
-    at least the last is always moved."""
-    decoder = Decoder(page, 1024, steps=1)
-    prompt = ids(3, 32 + more)
-    for hit in (0, page_floor(32 + more - 1, page)):
-        (req,) = serve(decoder, prompt)
-        assert req.delta.hit_tokens == hit and len(decoder.rooms[-1].pages) >= 1
-
-
-class Texts:
-    """What the target says: a text of its own for each request, whatever is drafted."""
-
-    def __init__(self) -> None:
-        self._asked: dict[str, tuple[int, int]] = {}
-
-    def __call__(self, req: Any) -> int:
-        """The next token; of one step, one after the other."""
-        length = len(req.output_ids)
-        asked, ahead = self._asked.get(req.rid, (length, -1))
-        ahead = ahead + 1 if asked == length else 0
-        self._asked[req.rid] = length, ahead
-        return (int(req.rid[1:]) * 7 + (length + ahead) ** 2) % 50
-
-
-@pytest.mark.parametrize("local", [0, 200], ids=["from prefill", "computed here"])
-@pytest.mark.parametrize("page", PAGES)
-def test_retractions_change_no_answer(page: int, local: int) -> None:
-    """Guards against a resumed request that starts from another one's hidden state, or from none:
-    SGLang keeps none from where it was retracted, so the first step drafts from what came with its
-    prompt: prefill sent it, or it is on the request. That draft is lost, and no token is."""
-
-    def answers(*, retract: bool) -> list[list[int]]:
-        decoder = Decoder(page, 1024, local=local, chunk=16, steps=3)
-        starts: dict[str, list[int]] = defaultdict(list)
-        resumes: Counter[str] = Counter()
-
-        def accepted(req: Any) -> int:
-            batch = decoder.running_batch
-            start = int(batch.spec_info.hidden_states[batch.reqs.index(req), 0])
-            if start:  # not what the draft model left there in the step before
-                starts[req.rid].append(start)
-            return 0 if start else 2
-
-        reqs, said = admit(decoder, *(ids(number, 40) for number in (1, 2, 3)), new=30), Texts()
-        for req in decoder.in_transfer:
-            decoder.deliver(req)
-        for step in range(80):
-            tick(decoder)
-            if retract and step % 3 == 2:
-                decoder.retract()
-                resumes.update(req.rid for req in decoder.retracted)
-                if step % 6 == 5:
-                    evict_all(decoder)
-                check(decoder)
-            decoder.tick_batch(said, accepted)
-            check(decoder)
-        finish(decoder)
-        assert bool(resumes) == retract
-        for req in reqs:
-            assert starts[req.rid] == [req.bootstrap_room] * (1 + resumes[req.rid])
-        return [req.output_ids for req in reqs]
-
-    assert answers(retract=True) == answers(retract=False)
-
-
 def test_the_start_of_a_draft_is_the_requests_own() -> None:
     """Guards against views into a metadata slot: the slot is another room's before a request that
     waits for a place in the batch has run."""
@@ -130,42 +59,22 @@ def test_the_start_of_a_draft_is_the_requests_own() -> None:
     finish(decoder)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize(("steps", "drafts"), [(1, 2), (3, 4), (7, 8), (15, 16), (16, 17)])
-def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, drafts: int) -> None:
+@pytest.mark.parametrize("steps", [1, 3, 7, 15, 16])
+def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, overlap: bool) -> None:
     """Guards against a budget that lets requests in which SGLang retracts in their first step, and
-    aborts if they are alone."""
+    aborts if they are alone; with spec v2 beside the slots that a request holds ahead."""
     decoder = Decoder(page, 1024, steps=steps)
+    decoder.enable_overlap = overlap
     batch = ScheduleBatch(
         reqs=[object()],
         token_to_kv_pool_allocator=decoder.token_to_kv_pool_allocator,
         spec_algorithm=decoder.spec_algorithm,
-        enable_overlap=False,
+        enable_overlap=overlap,
     )
-    assert decoder.server_args.speculative_num_draft_tokens == drafts
-    wanted = speculation.step_tokens(decoder, page)
-    assert wanted == batch.new_tokens_required_next_decode()
-
-
-@pytest.mark.parametrize("page", [*PAGES, 64])  # 64: a step takes more than is reserved at most
-def test_what_a_step_takes_is_reserved(page: int) -> None:
-    """Guards against requests near their end that reserve nothing more, while each step of SGLang's
-    wants room for all its drafts; and against sums that take one token a step for granted."""
-    decoder = Decoder(page, 2048, steps=3, reserve=16)
-    reqs = [decoder.submit(ids(number, 30), new=10 * number) for number in range(1, 5)]
-    tick(decoder)
-    land(decoder, *reqs)
-    claims = decoder.disagg_decode_prealloc_queue._budget.claims
-    for step in range(100):
-        decoder.tick_batch(accepted=lambda req, step=step: step + int(req.rid[1:]))
-        check(decoder)
-        batch = decoder.running_batch
-        if batch.is_empty():
-            break
-        batch.filter_batch(v1_spec_info_filtered=True)
-        assert claims.reserved >= batch.new_tokens_required_next_decode()
-    assert [len(req.output_ids) for req in reqs] == [10, 20, 30, 40]
-    finish(decoder)
+    ahead = 2 * (steps + 1) if overlap else 0
+    assert speculation.step_tokens(decoder, page) - ahead == batch.new_tokens_required_next_decode()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -174,34 +83,6 @@ def test_who_was_admitted_is_not_aborted_for_memory(page: int) -> None:
     decoder = Decoder(page, 640, steps=3, reserve=16)
     reqs = serve(decoder, *(ids(number, 60) for number in range(1, 9)), new=60)
     assert [len(req.output_ids) for req in reqs] == [60] * 8
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_keys_of_a_text_are_built_once(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against pairs of a whole text that are made anew at each match, at its adoption and at
-    its end: 25 ms each for 100,000 tokens. Of what is in the tree the tree's own are used."""
-    built: list[int] = []
-
-    def counted(tokens: list[Any]) -> Any:
-        pairs = convert_to_bigram_key(tokens)
-        built.append(0 if pairs is tokens else len(pairs))
-        return pairs
-
-    for module in (radix_cache, utils):
-        monkeypatch.setattr(module, "convert_to_bigram_key", counted)
-    decoder = Decoder(page, 640, steps=3)
-    prompt = ids(1, 128)
-    serve(decoder, prompt[:33])
-    holder, other = admit(decoder, ids(2, 300), prompt[:65], new=9)
-    (blocked,) = admit(decoder, [*prompt, *ids(3, 200)], new=9)
-    assert decoder.queued == [blocked]
-    decoder.deliver(other)  # what is blocked is matched once more
-    turn(decoder, 4)
-    decoder.deliver(holder)
-    finish(decoder)
-    # At its end a text's last page is looked at again, of which only whole ones were in the tree.
-    texts = [len(req.origin_input_ids) + len(req.output_ids) - 1 for req in decoder.submitted]
-    assert sum(built) <= sum(length - 1 + page - 1 for length in texts)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -214,27 +95,16 @@ def test_a_text_as_long_as_the_pool_is_admitted(page: int) -> None:
     assert longest.output_ids and len(behind.output_ids) == 4
 
 
-def test_who_is_let_in_finds_room_for_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_let_in_finds_room_for_the_first_step() -> None:
     """Guards against requests that reserve half of their first step, as of their answers: the pool
     fills up, and the first batch of them retracts some, or aborts them."""
-    retractions: list[int] = []
-    original = ScheduleBatch.retract_decode
-    monkeypatch.setattr(
-        ScheduleBatch,
-        "retract_decode",
-        lambda batch, *args: (retractions.append(1), original(batch, *args))[1],
-    )
     decoder = Decoder(16, 640, steps=3)
     # Four pages each, of which the last has room for half of a step and the answer.
     reqs = admit(decoder, *(ids(number, 55) for number in range(1, 13)), new=2)
     tick(decoder)
     assert len(decoder.in_transfer) == 8  # five pages each
-    for req in decoder.in_transfer:
-        decoder.deliver(req)
-    turn(decoder, 2)
-    assert not retractions
     finish(decoder)
-    assert [len(req.output_ids) for req in reqs] == [2] * 12 and not retractions
+    assert [(len(req.output_ids), req.retraction_count) for req in reqs] == [(2, 0)] * 12
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -253,21 +123,19 @@ def test_waiting_for_a_prefix_is_worth_it(page: int, monkeypatch: pytest.MonkeyP
         finish(decoder)
 
 
-class Unlike:
-    """A pool of other pages."""
-
-    page_size, size = 2, 640
-
-
-def test_pools_of_other_slots_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("unlike", "told"),
+    [
+        ({"page_size": 2, "size": 640}, "differ in page size"),
+        ({"get_state_buf_infos": lambda: None}, "per-request state"),
+    ],
+)
+def test_pools_of_other_slots_are_refused(unlike: dict[str, Any], told: str) -> None:
     """Guards against a draft model whose pages are not the target's: its KV would land anywhere."""
     decoder = Decoder(16, 640, steps=1)
     speculation.check_draft_pool(decoder.pool, decoder.draft_pool)
-    with pytest.raises(ValueError, match="differ in page size"):
-        speculation.check_draft_pool(decoder.pool, Unlike())
-    indexed = type("Indexed", (Unlike,), {"get_state_buf_infos": lambda self: None})()
-    with pytest.raises(ValueError, match="per-request state"):
-        speculation.check_draft_pool(decoder.pool, indexed)
+    with pytest.raises(ValueError, match=told):
+        speculation.check_draft_pool(decoder.pool, SimpleNamespace(**unlike))
 
 
 # ---- beside turns that are computed here ----
@@ -315,3 +183,114 @@ def test_what_a_draft_starts_from_lies_on_the_host() -> None:
     speculation.own_first_drafts(SimpleNamespace(reqs=[req], spec_info=SimpleNamespace(**start)))
     kept = req.output_topk_p, req.output_topk_index, req.hidden_states_tensor
     assert [each.tolist() for each in kept] == [[0.5], [3], [1.0]]
+
+
+# ---- spec v2 ----
+
+
+def talk(decoder: Ahead, chats: int, turns: int, new: int) -> Iterator[None]:
+    """Conversations whose turns go on from the answers before, and hit all of them but the slot of
+    the last committed token. Where the last step accepted more than was asked for, that too."""
+    texts = [ids(number, 30 + 11 * number) for number in range(1, chats + 1)]
+    committed = [0] * chats
+    for number in range(turns):
+        reqs = [decoder.submit(text, new=new) for text in texts]
+        yield from until_idle(decoder)
+        if decoder.max_total_num_tokens > 2048:  # of a smaller pool something was evicted
+            for req, held in zip(reqs, committed, strict=True):
+                least, most = (page_floor(max(held - by, 0), decoder.page_size) for by in (1, 0))
+                assert least <= req.delta.hit_tokens <= most
+        committed = [len(req.origin_input_ids) + new - 1 for req in reqs]
+        texts = [
+            [*req.origin_input_ids, *req.output_ids[:new], *ids(number + 3, 7)] for req in reqs
+        ]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("page", PAGES)
+def test_conversations(page: int, steps: int) -> None:
+    """Guards against KV of either model that is not that of its tokens, in a request's slots or in
+    the tree, against memory that nobody owns, and against lengths that count what is allocated
+    ahead of a text."""
+    decoder = Ahead(page, 4096, steps=steps)
+    decoder.play(talk(decoder, chats=5, turns=4, new=24))
+    decoder.answers_are_right()
+    finish(decoder)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_conversations_on_a_pool_that_evicts(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where every third step retracts some, and resumes them from the tree and from
+    copies of both pools: what a step in flight accepts for them then is lost, and comes again."""
+    monkeypatch.setattr(scheduler_module, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 3)
+    decoder = Ahead(page, 1024, steps=3, reserve=64)
+    decoder.play(talk(decoder, chats=5, turns=4, new=40))
+    assert any(req.retraction_count for req in decoder.submitted)
+    ends = {req.finished_reason.to_json()["type"] for req in decoder.submitted}
+    assert ends == {"length"}, "nobody is aborted for memory"
+    decoder.answers_are_right()
+    finish(decoder)
+
+
+class Grammar:
+    """One that allows everything, and keeps what it was told of."""
+
+    finished, current_token = False, None
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def accept_token(self, token: int) -> None:
+        self.tokens.append(token)
+        self.current_token = token
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+class Constrained(Ahead):
+    """Each step's drafts are masked by what the grammars know when it is launched."""
+
+    behind = 0
+
+    def launch(self, batch: ScheduleBatch) -> Any:
+        result = super().launch(batch)
+        for req in batch.reqs:
+            if req.grammar is not None and not req.finished():
+                known = len(req.origin_input_ids) + len(req.grammar.tokens)
+                self.behind += known != len(self._texts[req.rid])
+        return result
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["as attached", "in SGLang's loop"])
+def test_a_grammar_knows_all_tokens_of_the_steps_before(
+    attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a mask of the tokens that were allowed a step ago: the answer would not be
+    what the grammar says, and its request would be aborted. The others overlap again behind it."""
+    if not attached:
+        monkeypatch.delattr(DisaggScheduler, "run_batch")
+    decoder = Constrained(16, 640, steps=3)
+
+    def script() -> Iterator[None]:
+        constrained, free = decoder.submit(ids(1, 30), new=20), decoder.submit(ids(2, 30), new=60)
+        constrained.grammar = Grammar()
+        yield from until_idle(decoder)
+        assert constrained.grammar.tokens[:20] == constrained.output_ids[:20]
+        assert len(free.output_ids) >= 60
+
+    decoder.play(script())
+    assert bool(decoder.behind) != attached
+    decoder.answers_are_right()
+    finish(decoder)
+
+
+def test_steps_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against accept lengths of requests that are counted in their last step, and in the
+    one that was launched before that was known."""
+    decoder = Ahead(16, 640, steps=3)
+    counted: list[str] = []
+    monkeypatch.setattr(decoder.decode_metrics, "speculated", lambda req: counted.append(req.rid))
+    decoder.play(talk(decoder, chats=3, turns=1, new=24))
+    assert sorted(counted) == sorted(req.rid for req in decoder.submitted)

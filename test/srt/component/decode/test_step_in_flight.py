@@ -1,6 +1,6 @@
 """With overlap scheduling, a step still writes, and reads, slots of requests that have ended.
 
-``overlapped`` has the loop, the device and the peer; ``ahead`` the same with a draft model (spec
+``overlapped`` has the loop, the device and the peer; ``Ahead`` the same with a draft model (spec
 v2), where a step looks up on the device which slots it writes.
 """
 
@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from component.decode import kv
-from component.decode.ahead import Ahead
 from component.decode.checks import check
-from component.decode.overlapped import TOKEN, Overlapped, until_idle
+from component.decode.overlapped import TOKEN, Ahead, Overlapped, until_idle
 from component.decode.steps import finish, ids
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.record import record_of
@@ -59,32 +58,26 @@ CASES += [(1, 40, 3, 64), (2, 40, 3, 64), (16, 40, 3, 64)]
 
 
 @pytest.mark.hazard("page-of-step-in-flight")
+@pytest.mark.parametrize("protected", [True, False])
 @pytest.mark.parametrize(("page", "tokens", "steps", "room"), CASES)
 def test_pages_of_the_step_in_flight_are_announced_after_it(
-    page: int, tokens: int, steps: int, room: int
+    page: int, tokens: int, steps: int, room: int, protected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against KV that prefill wrote and a step, launched earlier, writes over: the tree
     would share it for ever. The slot may have been freed, be the last of a page that the tree
-    evicted at once, or one that a request held ahead of its text. Others are announced at once."""
-    decoder = decoder_of(page, steps)
-    decoder.play(one_ends_and_one_arrives(decoder, tokens, room))
-    assert decoder.seen == 0
-    finish(decoder)
-    decoder = decoder_of(page, steps)
-    decoder.play(one_ends_and_one_arrives(decoder, tokens, 400))
-    assert decoder.seen == 1
-    finish(decoder)
-
-
-@pytest.mark.parametrize(("page", "tokens", "steps", "room"), CASES)
-def test_announced_at_once_they_are_written_over(
-    page: int, tokens: int, steps: int, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a script that shows nothing."""
-    monkeypatch.setattr(StepWrites, "after", lambda self, pages, announce: announce())
-    decoder = decoder_of(page, steps)
-    with pytest.raises(AssertionError, match="hold other"):
-        decoder.play(one_ends_and_one_arrives(decoder, tokens, room))
+    evicted at once, or one that a request held ahead of its text. Others are announced at once.
+    Without the protection it does."""
+    if not protected:
+        monkeypatch.setattr(StepWrites, "after", lambda self, pages, announce: announce())
+        decoder = decoder_of(page, steps)
+        with pytest.raises(AssertionError, match="hold other"):
+            decoder.play(one_ends_and_one_arrives(decoder, tokens, room))
+        return
+    for left, at_once in ((room, 0), (400, 1)):
+        decoder = decoder_of(page, steps)
+        decoder.play(one_ends_and_one_arrives(decoder, tokens, left))
+        assert decoder.seen == at_once
+        finish(decoder)
 
 
 @pytest.mark.hazard("row-of-step-in-flight")
