@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from component.decode import kv
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.steps import admit, finish, ids, land, run, serve, tick, turn
 from sglang.srt.disaggregation import decode
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 WAIT_TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT"
@@ -53,41 +56,19 @@ def test_a_stock_prefill_server_is_served_as_today() -> None:
     assert stock.output_ids == patched.output_ids
 
 
-@pytest.mark.hazard("matched-twice")
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("page", [1, 16])
-def test_concurrent_equal_prompts_end_as_one_copy(page: int, first: int) -> None:
-    """Guards against two copies of one prompt, both missed and both moved, where one leaks or is
-    freed twice; whichever arrives first."""
-    decoder = Decoder(page, 640)
-    reqs = admit(decoder, ids(1, 70), ids(1, 70), new=3)
-    assert decoder.in_transfer == reqs
-    for req in (reqs[first], reqs[1 - first]):
-        land(decoder, req)
-        decoder.tick_batch()
-        check(decoder)
-    finish(decoder)
-    assert decoder.tree_cache.total_size() == (70 + 2) // page * page
-
-
 def test_a_turn_is_sent_the_index_of_its_delta() -> None:
-    """Guards against an index that is not announced, or of pages that the tree holds."""
-    decoder = Decoder(64, 1024, sparse=True)
-    (first,) = serve(decoder, ids(1, 150), new=50)
-    assert decoder.rooms[-1].state_pages.tolist() == decoder.rooms[-1].pages.tolist()
-    admit(decoder, [*first.origin_input_ids, *first.output_ids, *ids(2, 30)])
-    room = decoder.rooms[-1]
-    assert room.prefix_len == 192 and len(room.state_pages) == 1
-    finish(decoder)
-
-
-def test_of_a_full_hit_no_index_is_announced() -> None:
-    """Guards against a list of no pages: prefill sends nothing for it, and SGLang's decode would
+    """Guards against an index that is not announced, or of pages that the tree holds; and, of a
+    full hit, against a list of no pages: prefill sends nothing for it, and SGLang's decode would
     wait for that."""
     decoder = Decoder(64, 1024, sparse=True)
-    for _ in range(2):
-        serve(decoder, ids(1, 128))
-    assert len(decoder.rooms[-1].pages) == 0 and decoder.rooms[-1].state_pages is None
+    (first,) = serve(decoder, ids(1, 150), new=50)
+    text = [*first.origin_input_ids, *first.output_ids]
+    admit(decoder, [*text, *ids(2, 30)])
+    serve(decoder, text[:192])
+    first_turn, delta, full_hit = decoder.rooms
+    assert [len(room.pages) for room in decoder.rooms] == [3, 1, 0]
+    assert len(first_turn.state_pages) == 3 and len(delta.state_pages) == 1
+    assert delta.prefix_len == 192 and full_hit.state_pages is None
 
 
 # ---- memory ----
@@ -153,17 +134,6 @@ def test_locked_tree_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
     assert decoder.in_transfer == [fits]
 
 
-@pytest.mark.hazard("admission-count")
-def test_one_token_more_is_one_page_more() -> None:
-    """Guards against costs that are not rounded up to pages: each of these requests seems to need
-    one token, and takes a page."""
-    decoder = Decoder(16, 640, rows=40)
-    prefix = ids(1, 160)
-    serve(decoder, prefix)
-    admit(decoder, *([*prefix, number % 50] for number in range(40)))
-    finish(decoder)
-
-
 # ---- order ----
 
 
@@ -174,22 +144,66 @@ def blocked_decoder() -> tuple[Decoder, Any, Any]:
     return decoder, running, decoder.submit(ids(2, 300), new=4)
 
 
-@pytest.mark.hazard("starvation")
-def test_blocked_head_is_not_matched_again(matches: list[int]) -> None:
-    """Guards against matching a blocked prompt on every step: that costs its length each time, and
-    keeps its prefix young in the eviction order by mere polling."""
-    decoder, running, blocked = blocked_decoder()
+def insert(decoder: Decoder, token_ids: list[int]) -> None:
+    """Some other request's KV enters the tree: slots that nobody else owns."""
+    tree, allocator = decoder.tree_cache, decoder.token_to_kv_pool_allocator
+    slots = allocator.alloc(len(token_ids))
+    kv.write(decoder.pool, slots, kv.tags(token_ids, None))
+    params = InsertParams(key=RadixKey(token_ids, None), value=slots)
+    allocator.free(slots[: tree.insert(params).prefix_len])
+
+
+def lacks_memory() -> tuple[Decoder, list[Any]]:
+    decoder, _, blocked = blocked_decoder()
+    return decoder, [blocked]
+
+
+def shares_what_it_could_evict() -> tuple[Decoder, list[Any]]:
+    """The prefix of each looks like free memory once its lease is given back."""
+    decoder = Decoder(16, 640)
+    serve(decoder, ids(1, 160))
+    run(decoder, ids(2, 400))
+    return decoder, [decoder.submit([*ids(1, 160), *ids(n, 100)], new=4) for n in (3, 4, 5)]
+
+
+def cannot_finish() -> tuple[Decoder, list[Any]]:
+    """Tokens are free, and not enough for the end of all answers."""
+    decoder = Decoder(16, 640)
+    run(decoder, ids(1, 100), new=300)
+    admit(decoder, ids(2, 150), new=100)
+    return decoder, [decoder.submit(ids(3, 150), new=100)]
+
+
+@pytest.mark.hazard("starvation", "lost-lock")
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        (lacks_memory, "no_tokens"),
+        (shares_what_it_could_evict, "no_tokens"),
+        (cannot_finish, "cannot_finish"),
+    ],
+)
+def test_a_blocked_head_is_matched_once(
+    why: Callable[[], tuple[Decoder, list[Any]]], reason: str, matches: list[int]
+) -> None:
+    """Guards against matching a blocked prompt on every step, or whenever a token is generated or
+    anything enters the tree: that costs its length each time, and keeps its prefix young in the
+    eviction order by mere polling; against leases of a step that end with their requests still
+    queued; and against a counter of refusals that counts steps."""
+    decoder, blocked = why()
     matches.clear()
-    for _ in range(20):
-        decoder.tick_queues()
-    # While the running request generates, the pool changes but not for the better.
-    for _ in range(20):
-        decoder.tick_batch()
-        decoder.tick_queues()
-    assert decoder.queued == [blocked] and len(matches) == 1
-    decoder.abort(running.rid)
+    protected = decoder.tree_cache.protected_size()
+    for number in range(30):
+        tick(decoder)
+        if number % 3 == 1:
+            decoder.tick_batch()
+        elif number % 3 == 2 and number < 12 and why is lacks_memory:
+            insert(decoder, ids(number + 10, 16))
+        assert decoder.tree_cache.protected_size() == protected
+    assert decoder.queued == blocked and len(matches) == 1
+    assert decoder.decode_metrics.refusals[reason] == 1
     finish(decoder)
-    assert len(blocked.output_ids) == 4
+    assert all(len(req.output_ids) == req.sampling_params.max_new_tokens for req in blocked)
 
 
 @pytest.mark.hazard("starvation")
@@ -226,23 +240,41 @@ def test_those_behind_let_go_for_the_first(matches: list[int]) -> None:
     finish(decoder)
 
 
-@pytest.mark.hazard("lost-lock")
-def test_a_step_that_admits_nobody_leaves_no_lock(matches: list[int]) -> None:
-    """Guards against leases of a step that end with their requests still queued; and against a head
-    whose own prefix looks like free memory once its lease is given back: it would be matched and
-    refused on every step while others run."""
-    decoder = Decoder(16, 640)
-    serve(decoder, ids(1, 160))
-    run(decoder, ids(2, 400))
-    matches.clear()
-    blocked = [decoder.submit([*ids(1, 160), *ids(start, 100)], new=4) for start in (3, 4, 5)]
-    protected = decoder.tree_cache.protected_size()
-    for _ in range(30):
-        turn(decoder)
-        assert decoder.tree_cache.protected_size() == protected
-    assert decoder.queued == blocked and matches == [260]
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_longer_prefix_lets_a_blocked_head_in(matches: list[int], steps: int) -> None:
+    """Guards against a head that is not tried again when another request's KV lands that it goes on
+    with: as soon as it shares it, it needs less. With a draft model it is found by pairs."""
+    decoder = Decoder(16, 640, steps=steps)
+    text = ids(2, 321)
+    (leader,) = admit(decoder, text, new=8)
+    head = decoder.submit([*text, *ids(5, 40)], new=4)
+    tick(decoder, 5)
+    assert decoder.queued == [head] and len(matches) == 2
+    land(decoder, leader)
+    tick(decoder)
+    assert decoder.in_transfer == [head] and decoder.rooms[-1].prefix_len == 320
     finish(decoder)
-    assert [len(req.output_ids) for req in blocked] == [4] * 3
+
+
+def test_what_is_remembered_is_one_requests(matches: list[int]) -> None:
+    """Guards against another prompt's prefix: clients name requests, and may use a name again, with
+    another prompt, when the first one that had it was aborted or answered."""
+    decoder = Decoder(16, 640)
+    serve(decoder, ids(2, 64))
+    run(decoder, ids(1, 300))
+    (blocked,) = admit(decoder, ids(2, 400), new=4)
+    assert decoder.queued == [blocked]
+    decoder.abort(blocked.rid)
+    tick(decoder)
+    again = decoder.submit(ids(3, 80), new=4)
+    again.rid = blocked.rid
+    matches.clear()
+    tick(decoder)
+    assert decoder.in_transfer == [again] and matches == [80]
+    assert decoder.rooms[-1].prefix_len == 0
+    decoder.drain()
+    assert decoder.mailbox.ends[again.rid] == 2
+    check(decoder)
 
 
 # ---- a prefix that is just arriving ----
@@ -321,23 +353,12 @@ def test_requests_in_transfer_leave_room_for_one_that_runs() -> None:
     finish(decoder)
 
 
-#: SGLang's estimate is 4,096 tokens, beside 512 that are reserved; here both are an eighth or less.
-ESTIMATE, RESERVE, ANSWER = 128, 64, 512
-
-
 def test_long_answers_are_seldom_retracted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a reserve of nothing for a request that has generated more than SGLang's
-    estimate of an answer: its next tokens would be given to others, and it would be retracted."""
-    monkeypatch.setattr(decode, "CLIP_MAX_NEW_TOKEN", ESTIMATE)
-    decoder = Decoder(16, 1024, reserve=RESERVE)
-    (req,) = run(decoder, ids(1, 64), new=ANSWER)
-    claims = decoder.disagg_decode_prealloc_queue._budget.claims
-    while not req.finished():
-        left = 64 + ANSWER - req.kv_allocated_len
-        assert min(left, RESERVE) - 16 < claims.reserved <= RESERVE
-        decoder.tick_batch()
-    finish(decoder)
-    decoder = Decoder(16, 2048, reserve=RESERVE)
-    reqs = serve(decoder, *(ids(start, 48) for start in range(12)), new=ANSWER)
-    assert all(len(req.output_ids) == ANSWER for req in reqs)
+    estimate of an answer: its next tokens would be given to others, and it would be retracted.
+    That estimate is 4,096 tokens, beside 512 that are reserved; here both are less."""
+    monkeypatch.setattr(decode, "CLIP_MAX_NEW_TOKEN", 128)
+    decoder = Decoder(16, 2048, reserve=64)
+    reqs = serve(decoder, *(ids(start, 48) for start in range(12)), new=512)
+    assert [len(req.output_ids) for req in reqs] == [512] * 12
     assert sum(req.retraction_count for req in reqs) <= 20
