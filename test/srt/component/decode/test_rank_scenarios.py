@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from component.decode.checks import check, check_idle
+from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, ranks_reduce
-from component.decode.steps import ids, in_tree, run
+from component.decode.steps import admit, ids, in_tree, run, serve
 from sglang.srt.disaggregation.delta.rank_agreement import RanksDiverged
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -45,39 +45,17 @@ class Server:
 
         return self.pair.run(checked)
 
-    def submit(self, token_ids: list[int], **options: Any) -> int:
-        """A request arrives at both ranks; its number."""
-        self.each(lambda decoder: decoder.submit(token_ids, **options))
-        return len(self.decoders[0].submitted) - 1
+    def admit(self, *prompts: list[int], new: int = 4) -> None:
+        """Requests arrive at both ranks, and a step is made."""
+        self.each(lambda decoder: admit(decoder, *prompts, new=new))
 
-    def tick(self) -> None:
-        self.each(lambda decoder: decoder.tick_queues())
+    def last_rooms(self) -> list[Any]:
+        return [decoder.rooms[-1] for decoder in self.decoders]
 
-    def admit(self, token_ids: list[int], new: int = 4, **options: Any) -> int:
-        """The same, and a step."""
-        number = self.submit(token_ids, new=new, **options)
-        self.tick()
-        return number
-
-    def rooms(self, number: int) -> list[Any]:
-        return [decoder.rooms[number] for decoder in self.decoders]
-
-    def deliver(self, number: int) -> None:
-        self.each(lambda decoder: decoder.deliver(decoder.submitted[number]))
-
-    def count(self, of: str) -> list[int]:
-        """How many requests each rank has "in_transfer", "held" or in its "waiting_queue"."""
-        return [len(getattr(decoder, of)) for decoder in self.decoders]
-
-    def finish(self) -> None:
-        """Everything ends, and nothing is left."""
-        self.each(lambda decoder: decoder.drain())
-        self.each(check_idle)
-
-    def serve(self, token_ids: list[int]) -> None:
-        """Serve a prompt to its end, so that both trees keep it."""
-        self.submit(token_ids, new=1)
-        self.finish()
+    def serve(self, *prompts: list[int]) -> None:
+        """Serve prompts to their end, so that both trees keep them; nothing else is left."""
+        self.each(lambda decoder: serve(decoder, *prompts))
+        self.pair.collectives()
 
 
 @pytest.fixture
@@ -92,66 +70,56 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 EITHER = pytest.mark.parametrize("rank", [0, 1])
 
 
-def test_an_idle_step_has_no_collective(server: Server) -> None:
-    """Guards against a server that spends its idle time, or every decode step, in reductions."""
-    server.serve(PROMPT)
-    server.pair.collectives()
-    server.tick()
-    assert server.pair.collectives() == []
+def test_reductions_of_a_step(server: Server) -> None:
+    """Guards against a server that spends its idle time in reductions, and against a collective for
+    each request: twenty are handshaken, admitted, refused and polled with one reduction for each of
+    these three, and one is all that a waiting queue costs, or requests that were retracted."""
 
+    def step() -> list[int]:
+        server.each(lambda decoder: decoder.tick_queues())
+        return server.pair.collectives()
 
-def test_one_reduction_admits_many(server: Server) -> None:
-    """Guards against a collective for each request: twenty are handshaken, admitted, refused and
-    polled with one reduction for each of these three, and one is all that a waiting queue costs."""
     server.serve(PROMPT)
-    server.pair.collectives()
-    for number in range(20):
-        server.submit([*PROMPT, number], new=2)
-    server.tick()
-    queued = len(server.decoders[0].queued)
-    assert queued == 12
+    assert step() == []
+    server.admit(*([*PROMPT, number] for number in range(20)), new=2)
+    assert [len(decoder.queued) for decoder in server.decoders] == [12, 12]
     assert server.pair.collectives() == [20, ADMISSION, 8], "handshakes, admission, transfers"
-    server.tick()
-    assert server.pair.collectives() == [ADMISSION, 16]
-    server.finish()
+    assert step() == [ADMISSION, 16]
+    server.serve()
+    server.each(lambda decoder: run(decoder, *(ids(start, 40) for start in (1, 2, 3)), steps=3))
+    server.each(lambda decoder: decoder.retract())
+    assert [len(decoder.retracted) for decoder in server.decoders] == [1, 1]
+    server.pair.collectives()
+    assert step() == [ADMISSION]
+    server.serve()
 
 
 def test_another_request_on_one_rank_ends_the_server(server: Server) -> None:
     """Guards against ranks that go on with different requests in one place: each would put its own
     into pages that the others have given to another one."""
-    number = server.submit(PROMPT, new=1)
-    server.decoders[1].submitted[number].rid = "another"
+    server.each(lambda decoder: decoder.submit(PROMPT))
+    server.decoders[1].submitted[0].rid = "another"
     with pytest.raises(RanksDiverged, match="--disaggregation-decode-enable-radix-cache"):
-        server.tick()
-
-
-def test_retracted_requests_cost_one_more(server: Server) -> None:
-    """Guards against a reduction for each retracted request."""
-    server.each(lambda decoder: run(decoder, *(ids(start, 40) for start in (1, 2, 3)), steps=3))
-    server.each(lambda decoder: decoder.retract())
-    assert server.count("retracted") == [1, 1]
-    server.pair.collectives()
-    server.tick()
-    assert server.pair.collectives() == [ADMISSION]
-    server.finish()
+        server.each(lambda decoder: decoder.tick_queues())
 
 
 @EITHER
 def test_metadata_of_another_room_on_one_rank(server: Server, rank: int) -> None:
-    """Guards against wrong metadata that only the rank that has them finds out about."""
-    req = server.admit(PROMPT)
-    server.deliver(req)
-    wrong = server.decoders[rank]
-    wrong.metadata.bootstrap_room[wrong.rooms[req].metadata_index, 0] = 4711
-    server.tick()
-    reasons = [
-        str(decoder.mailbox.reasons[decoder.submitted[req].rid]) for decoder in server.decoders
-    ]
-    assert "metadata of room 4711" in reasons[rank]
-    server.tick()
-    assert server.count("held") == [0, 0]
-    assert [decoder.tree_cache.total_size() for decoder in server.decoders] == [0, 0]
-    server.finish()
+    """Guards against another request's first token in an answer, and against wrong metadata that
+    only the rank that has them finds out about."""
+    server.admit(PROMPT)
+    server.each(lambda decoder: decoder.deliver(decoder.submitted[0]))
+    wrong, (room, _) = server.decoders[rank], server.last_rooms()
+    wrong.metadata.bootstrap_room[room.metadata_index, 0] = 4711
+    server.each(lambda decoder: decoder.tick_queues())
+    (req,) = wrong.submitted
+    reason = wrong.mailbox.reasons[req.rid]["message"]
+    assert f"metadata slot {room.metadata_index} holds the metadata of room 4711" in reason
+    server.each(lambda decoder: decoder.tick_queues())
+    for decoder in server.decoders:
+        assert decoder.submitted[0].output_ids == [] == decoder.held
+        assert decoder.tree_cache.total_size() == 0
+    server.serve()
 
 
 @pytest.mark.hazard("ranks-disagree-on-prefix")
@@ -165,9 +133,9 @@ def test_a_tree_that_forgot_more(server: Server, rank: int) -> None:
     server.decoders[rank].tree_cache.evict(EvictParams(num_tokens=32))
     left = in_tree(server.decoders[rank], PROMPT)
     assert left == 64 < in_tree(server.decoders[1 - rank], PROMPT)
-    number = server.admit([*PROMPT, 1])
-    assert [room.prefix_len for room in server.rooms(number)] == [left, left]
-    server.finish()
+    server.admit([*PROMPT, 1])
+    assert [room.prefix_len for room in server.last_rooms()] == [left, left]
+    server.serve()
 
 
 @EITHER
@@ -177,9 +145,9 @@ def test_a_prefill_server_that_one_rank_does_not_know(server: Server, rank: int)
     server.serve(PROMPT)
     server.decoders[rank].kv_manager.stock_peers.add("10.0.0.1:8998")
     server.admit([*PROMPT, 1])
-    rooms = [decoder.rooms[-1] for decoder in server.decoders]
-    assert [(room.prefix_len, len(room.pages)) for room in rooms] == [(0, 11), (0, 11)]
-    server.finish()
+    found = [(room.prefix_len, len(room.pages)) for room in server.last_rooms()]
+    assert found == [(0, 11), (0, 11)]
+    server.serve()
 
 
 def test_pools_that_differ_go_by_the_smallest(
@@ -189,14 +157,14 @@ def test_pools_that_differ_go_by_the_smallest(
     the log says so, once."""
     poor = server.decoders[1].token_to_kv_pool_allocator
     lost = poor.alloc(320)
-    for start in (1, 2):
-        for decoder in server.decoders:
+    for decoder in server.decoders:
+        for start in (1, 2):
             decoder.submit(ids(start, 200), new=4)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             server.pair.call(lambda rank: server.decoders[rank].tick_queues())
-    assert server.count("in_transfer") == [1, 1]
+    assert [len(decoder.in_transfer) for decoder in server.decoders] == [1, 1]
     complaints = [line for line in caplog.messages if "pools of this server's ranks differ" in line]
     assert len(complaints) == 2  # one from each rank
     poor.free(lost)
-    server.finish()
+    server.serve()
