@@ -19,7 +19,6 @@ from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.unserved import check_values
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
@@ -35,40 +34,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.aio_rwlock import RWLock
 
-
-def test_what_metadata_hold() -> None:
-    """Guards against bounds that are not those of SGLang's buffers, where it raises."""
-    buffers = MetadataBuffers(1, 16, torch.float32)
-    most = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
-    most.bootstrap_room, most.return_logprob, most.top_logprobs_num = 2**63 - 1, True, 128
-    most.output_ids, most.metadata_buffer_index = [1], 0
-    most.output_top_logprobs_val, most.output_top_logprobs_idx = [[0.5] * 128], [[1] * 128]
-    most.output_token_logprobs_val, most.output_token_logprobs_idx = [0.5], [1]
-    fields = {"bootstrap_room": 2**63 - 1, "return_logprob": True, "top_logprobs_num": 128}
-    check_values(asked({}, **fields), [3], False, 1000)
-    buffers.set_buf(most)
-    assert buffers.bootstrap_room[0, 0].item() == 2**63 - 1
-    for name, value in (("bootstrap_room", 2**63), ("output_top_logprobs_val", [[0.5] * 129])):
-        over = copy.copy(most)
-        setattr(over, name, value)
-        with pytest.raises((ValueError, RuntimeError)):
-            buffers.set_buf(over)
-
-
 FIELDS: dict[str, Any] = {
     "input_ids": [3, 2, 1],
     "bootstrap_host": "h",
     "bootstrap_room": 1,
     "rid": "a",
 }
-
-
-def asked(sampling: Any, **fields: Any) -> GenerateReqInput:
-    """As a client sends it, and SGLang has normalized it."""
-    obj = GenerateReqInput(sampling_params=sampling, **FIELDS | fields)
-    obj.top_logprobs_num = fields.get("top_logprobs_num", 0)
-    obj.logprob_start_len = fields.get("logprob_start_len", -1)
-    return obj
 
 
 #: SGLang builds the request of a session without its room, and raises at the others.
@@ -84,7 +55,6 @@ INVALID = [
     ({}, {"input_ids": [3, -1]}, "input_ids has -1"),
     ({}, {"input_ids": [VOCABULARY, 1]}, f"input_ids has {VOCABULARY}"),
     ({}, {"input_ids": [2**70]}, f"input_ids has {2**70}"),
-    ({}, {"input_ids": []}, "input_ids is empty"),
     ({}, {"token_ids_logprob": [-3]}, "token_ids_logprob has -3"),
     ({}, {"token_ids_logprob": [[1]]}, "token_ids_logprob has [1]"),
     ({}, {"top_logprobs_num": -1}, "top_logprobs_num is -1"),
@@ -115,29 +85,23 @@ INVALID = [
     ({}, {"extra_key": "\ud800"}, "unpaired surrogate"),
     ({"custom_params": 5}, {}, "custom_params is 5"),
     ({"structural_tag": ""}, {}, "structural_tag is empty"),
+    ({"top_k": "a"}, {}, "top_k is 'a'"),
+    ({"top_p": [1]}, {}, "top_p is [1]"),
+    ({"n": 2**40}, {}, f"n is {2**40}"),  # lists of this length would be made of its fields
+    ({"n": 1025}, {}, "n is 1025"),  # one client's samples would fill the line
+    ({"n": 0}, {}, "n is 0"),
+    ({"n": "2"}, {}, "n is '2'"),
+    ({"stop": 5}, {}, "stop is 5"),
+    ({"json_schema": "[" * 100_000}, {}, "recursion"),  # xgrammar ends the process
+    ({"stop_regex": "([a"}, {}, "unterminated character set"),
+    ({"stop_regex": "(?<=a+)b"}, {}, "look-behind requires fixed-width pattern"),
+    ({"stop": "a"}, {}, "stop needs the tokenizer"),
+    ({"min_new_tokens": 1}, {}, "min_new_tokens needs the tokenizer"),
+    ({"n": None}, {}, "n is None"),
+    ({"unknown": 5}, {}, "unknown"),
+    ({}, {"custom_labels": {"a": "b"}}, "custom_labels has ['a']"),
+    ({"max_new_tokens": 4096}, {}, "maximum context length"),  # SGLang's own
 ]
-
-
-@pytest.mark.parametrize(("sampling", "fields", "told"), INVALID)
-def test_what_would_raise_in_a_scheduler_is_refused(
-    sampling: dict[str, Any], fields: dict[str, Any], told: str
-) -> None:
-    """Guards against one client's ids and numbers that end both servers: SGLang's tokenizer, which
-    answers a ``ValueError`` with status 400, sends them on to the schedulers."""
-    obj = asked(sampling, **fields)
-    with pytest.raises(ValueError, match=re.escape(told)):
-        check_values(obj, obj.input_ids, False, VOCABULARY)
-
-
-def test_ordinary_values_are_served() -> None:
-    """Guards against a refusal of what SGLang serves."""
-    sampling = {"stop_token_ids": [1], "logit_bias": {"2": -100}, "temperature": 0, "top_k": -1}
-    fields = {"token_ids_logprob": [0, VOCABULARY - 1], "top_logprobs_num": 5}
-    check_values(asked(sampling, **fields), [3, 2, 1], False, VOCABULARY)
-    # As SGLang's own checks of health come, and as stock answers it, with status 400.
-    check_values(asked({"json_schema": "$$ANY$$"}, bootstrap_room=0), [0], False, VOCABULARY)
-    check_values(asked({}, bootstrap_room=None, bootstrap_host=None), [0], False, VOCABULARY)
-    check_values(asked({}), [10**6], True, VOCABULARY)
 
 
 class Tokenizer(TokenizerManager):
@@ -149,6 +113,7 @@ class Tokenizer(TokenizerManager):
             dp_size=1,
             tokenizer_metrics_allowed_custom_labels=["tenant"],
             disable_radix_cache=False,
+            disaggregation_decode_enable_radix_cache=False,
             enable_lora=False,
             enable_trace=False,
             language_only=False,
@@ -196,48 +161,61 @@ def answer(tokenizer: Tokenizer, obj: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("sampling", "fields", "told"),
-    [
-        ({}, {"input_ids": [-1]}, "input_ids has -1"),
-        ({"top_k": "a"}, {}, "top_k is 'a'"),
-        ({"top_p": [1]}, {}, "top_p is [1]"),
-        ({"n": 2**40}, {}, f"n is {2**40}"),  # lists of this length would be made of its fields
-        ({"n": 1025}, {}, "n is 1025"),  # one client's samples would fill the line
-        ({"n": 0}, {}, "n is 0"),
-        ({"n": "2"}, {}, "n is '2'"),
-        ({"stop": 5}, {}, "stop is 5"),
-        ({"json_schema": "[" * 100_000}, {}, "recursion"),  # xgrammar ends the process
-        ({"stop_regex": "([a"}, {}, "unterminated character set"),
-        ({"stop_regex": "(?<=a+)b"}, {}, "look-behind requires fixed-width pattern"),
-        ({"stop": "a"}, {}, "stop needs the tokenizer"),
-        ({"min_new_tokens": 1}, {}, "min_new_tokens needs the tokenizer"),
-        ({"n": None}, {}, "n is None"),
-        ({"unknown": 5}, {}, "unknown"),
-        ({}, {"custom_labels": {"a": "b"}}, "custom_labels has ['a']"),
-        ({"max_new_tokens": 4096}, {}, "maximum context length"),  # SGLang's own
-    ],
-)
+@pytest.mark.parametrize(("sampling", "fields", "told"), INVALID)
 def test_the_tokenizer_of_each_server_of_a_pair_refuses(
     mode: str, sampling: dict[str, Any], fields: dict[str, Any], told: str
 ) -> None:
-    """Guards against a check that one of the two servers lacks: the other would wait for a room;
-    against memory that a refused request takes for good; and against a client that is told of an
-    internal error, where it sent something wrong."""
+    """Guards against one client's ids and numbers that end both servers: SGLang's tokenizer, which
+    answers a ``ValueError`` with status 400, sends them on to the schedulers; against a check that
+    one of the two lacks: the other would wait for a room; and against memory that a refused request
+    takes for good."""
     tokenizer = Tokenizer(mode)
     with pytest.raises(ValueError, match=re.escape(told)):
         answer(tokenizer, GenerateReqInput(sampling_params=sampling, **FIELDS | fields))
     assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 
+SAMPLING = {"stop_token_ids": [1], "logit_bias": {"2": -100}, "temperature": 0, "top_k": -1}
+
+
 @pytest.mark.parametrize(
-    ("mode", "fields"),
-    [("prefill", {"custom_labels": {"tenant": "a"}}), ("null", {"input_ids": [-1]})],
-    ids=["a label that it allows", "a server of no pair is stock"],
+    ("mode", "sampling", "fields"),
+    [
+        ("prefill", {}, {"custom_labels": {"tenant": "a"}}),
+        ("null", {}, {"input_ids": [-1]}),  # a server of no pair is stock
+        ("prefill", SAMPLING, {"token_ids_logprob": [0, VOCABULARY - 1], "top_logprobs_num": 5}),
+        ("decode", {"json_schema": "$$ANY$$"}, {"bootstrap_room": 0}),
+        # As SGLang's own checks of health come, and as stock answers it, with status 400.
+        ("decode", {}, {"bootstrap_room": None, "bootstrap_host": None}),
+        (
+            "decode",
+            {},
+            {"bootstrap_room": 2**63 - 1, "return_logprob": True, "top_logprobs_num": 128},
+        ),
+    ],
 )
-def test_what_is_served(mode: str, fields: dict[str, Any]) -> None:
-    obj = GenerateReqInput(sampling_params={}, **FIELDS | fields)
+def test_what_is_served(mode: str, sampling: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Guards against a refusal of what SGLang serves."""
+    obj = GenerateReqInput(sampling_params=sampling, **FIELDS | fields)
     assert answer(Tokenizer(mode), obj)["meta_info"] == {"id": "a"}
+
+
+def test_what_metadata_hold() -> None:
+    """Guards against bounds, those in the tables above, that are not those of SGLang's buffers,
+    where it raises."""
+    buffers = MetadataBuffers(1, 16, torch.float32)
+    most = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
+    most.bootstrap_room, most.return_logprob, most.top_logprobs_num = 2**63 - 1, True, 128
+    most.output_ids, most.metadata_buffer_index = [1], 0
+    most.output_top_logprobs_val, most.output_top_logprobs_idx = [[0.5] * 128], [[1] * 128]
+    most.output_token_logprobs_val, most.output_token_logprobs_idx = [0.5], [1]
+    buffers.set_buf(most)
+    assert buffers.bootstrap_room[0, 0].item() == 2**63 - 1
+    for name, value in (("bootstrap_room", 2**63), ("output_top_logprobs_val", [[0.5] * 129])):
+        over = copy.copy(most)
+        setattr(over, name, value)
+        with pytest.raises((ValueError, RuntimeError)):
+            buffers.set_buf(over)
 
 
 def test_a_batch_with_one_that_is_refused() -> None:
@@ -261,34 +239,33 @@ def test_samples_leave_nothing() -> None:
 def test_an_id_that_is_in_use() -> None:
     """Guards against a refused request that takes along what is noted of the one whose id it has,
     and that is being looked at."""
-    tokenizer = Tokenizer()
-    first = GenerateReqInput(sampling_params={}, **FIELDS)
-    tokenizer._req_stats_init(first)
+    earlier = GenerateReqInput(sampling_params={}, **FIELDS)
+    tokenizer, first = Tokenizer(), {"a": SimpleNamespace(obj=earlier)}
+    tokenizer.rid_to_state = dict(first)
     with pytest.raises(ValueError, match="Duplicate request IDs"):
         answer(tokenizer, GenerateReqInput(sampling_params={}, **FIELDS))
-    assert tokenizer.rid_to_state["a"].obj is first
+    assert tokenizer.rid_to_state == first
 
 
-def tokenize(*, flag: bool, radix_cache: bool) -> Any:
-    """One request with embeddings in the place of tokens; returns what is checked and sent."""
-    manager: Any = TokenizerManager.__new__(TokenizerManager)
-    manager.server_args = SimpleNamespace(
-        disable_radix_cache=not radix_cache, disaggregation_decode_enable_radix_cache=flag
-    )
-    manager.mm_processor = None
-    manager._validate_one_request = lambda obj, input_ids: None
-    manager._create_tokenized_object = lambda obj, text, ids, input_embeds, *_: input_embeds
-    return asyncio.run(manager._tokenize_one_request(GenerateReqInput(input_embeds=[[0.5, 0.25]])))
-
-
-def test_input_embeds() -> None:
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        (True, f"input_embeds .* {FLAG}.* without the flag"),
+        (False, "Please add `--disable-radix-cache`"),
+    ],
+)
+def test_input_embeds(flag: bool, told: str) -> None:
     """Guards against SGLang's advice to add ``--disable-radix-cache``, which the flag refuses; and
     against a refusal, or another text, on a server that does not use the flag."""
-    with pytest.raises(ValueError, match=f"input_embeds .* {FLAG}.* without the flag"):
-        tokenize(flag=True, radix_cache=True)
-    assert tokenize(flag=False, radix_cache=False) == [[0.5, 0.25]]
-    with pytest.raises(ValueError, match="Please add `--disable-radix-cache`"):
-        tokenize(flag=False, radix_cache=True)
+    tokenizer = Tokenizer("decode")
+    tokenizer.server_args.disaggregation_decode_enable_radix_cache = flag
+    embeds = {name: value for name, value in FIELDS.items() if name != "input_ids"}
+    embeds["input_embeds"] = [[0.5, 0.25]]
+    with pytest.raises(ValueError, match=told):
+        answer(tokenizer, GenerateReqInput(sampling_params={}, **embeds))
+    tokenizer.server_args.disable_radix_cache = True
+    if not flag:
+        assert answer(tokenizer, GenerateReqInput(sampling_params={}, **embeds))
 
 
 class Output(SchedulerOutputProcessorMixin):
