@@ -10,13 +10,13 @@ import pytest
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, ranks_reduce
-from component.decode.stages import ANSWER, bring_to
+from component.decode.stages import ANSWER, bring_to, options
 from component.decode.steps import PROMPT, admit, finish, in_tree, serve, tick
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.managers import scheduler_runtime_checker_mixin
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
-    FlushCacheReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
@@ -46,20 +46,6 @@ def give_up(decoder: Decoder, count: int) -> list[Any]:
     tick(decoder)
     assert decoder.held == reqs and decoder.is_fully_idle()
     return reqs
-
-
-def test_old_requests_do_not_match_what_is_new(decoder: Decoder) -> None:
-    """Guards against an answer from KV of two versions of the weights: a request that prefill was
-    sent before the update takes its whole prompt from there, and a retracted one its copy."""
-    retracted = bring_to(decoder, "retracted")
-    early = decoder.submit(PROMPT, new=4, ready=False)
-    decoder.update_weights()
-    decoder.submit(PROMPT, new=1)
-    tick(decoder)
-    assert retracted.cache_protected_len == 0
-    finish(decoder)
-    room = decoder.rooms[decoder.submitted.index(early)]
-    assert room.prefix_len == 0 and len(room.pages) == -(-80 // decoder.page_size)
 
 
 def test_nobody_waits_for_a_prefix_that_will_not_be_shared(
@@ -101,25 +87,6 @@ def test_every_kind_of_update(decoder: Decoder, call: str, request_of: Any) -> N
     assert len(decoder.held) == 2
     decoder.tp_worker = SimpleNamespace(is_hybrid_swa=False, **{name: lambda request: (False, "")})
     assert not getattr(decoder, name)(last).success
-    finish(decoder)
-
-
-def test_a_flush_that_somebody_asks_for(decoder: Decoder) -> None:
-    """Guards against a flush that waits for a prefill server which stands still; against one that
-    takes the tree from running requests; and against a refusal that does not say why."""
-    serve(decoder, PROMPT)
-    running = bring_to(decoder, "running")
-    answer = decoder.flush_cache_wrapped(FlushCacheReqInput())
-    assert not answer.success and "2 running" in answer.message
-    assert in_tree(decoder, PROMPT) == 80
-    (transfer,) = admit(decoder, [1] * 40)
-    assert "1 in transfer" in decoder.flush_cache_wrapped(FlushCacheReqInput()).message
-    decoder.abort(transfer.rid)
-    tick(decoder)
-    while not running.finished() or decoder.running_batch.reqs or decoder.last_batch:
-        decoder.tick_batch()
-    assert decoder.held and decoder.flush_cache_wrapped(FlushCacheReqInput()).success
-    assert in_tree(decoder, PROMPT) == 0
     finish(decoder)
 
 
@@ -241,6 +208,39 @@ def test_memory_is_released_beside_requests_that_are_paused(
     decoder.continue_generation(ContinueGenerationReqInput())
     finish(decoder)
     assert len(late.output_ids) == 4 and (len(req.output_ids) == ANSWER) == (not all_leave)
+
+
+@pytest.mark.parametrize("stage", ["taken", "between chunks"])
+def test_a_turn_that_a_pause_holds(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against health checks that are left to the next batch while a pause holds all there
+    is: the server would be taken for dead; against SGLang's check of an idle server, which would
+    take the pages of such a turn for leaked ones, and end the server; and against a release of
+    memory that waits for ever."""
+    decoder, checked = Decoder(16, 1024, **options(stage)), list[bool]()
+    mixin = scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin
+    monkeypatch.setattr(mixin, "self_check_during_idle", lambda self: checked.append(True))
+
+    def leaves_health_to_a_batch() -> bool:
+        return not decoder.is_fully_idle(for_health_check=True)
+
+    bring_to(decoder, stage)
+    assert leaves_health_to_a_batch()
+    decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
+    tick(decoder)
+    decoder.self_check_during_idle()
+    assert decoder.local and not checked and not leaves_health_to_a_batch()
+    answers = with_saver(decoder)
+    assert decoder.release_memory_occupation(RELEASE) is None  # chunks run for it
+    assert leaves_health_to_a_batch()
+    for _ in range(60):
+        decoder.tick_batch()
+        decoder.tick_queues()
+    assert decoder.offload_tags == {"kv_cache"} and len(answers) == 1
+    decoder.self_check_during_idle()
+    assert checked
+    decoder.resume_memory_occupation(RESUME)
+    decoder.continue_generation(ContinueGenerationReqInput())
+    finish(decoder)
 
 
 def test_ranks_release_memory_in_one_step() -> None:
