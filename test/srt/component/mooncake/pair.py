@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from component.transfer import pair
-from component.transfer.managers import without_engine
+from component.transfer.bare import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines

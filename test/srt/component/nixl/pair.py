@@ -12,7 +12,7 @@ import pytest
 from nixl import _api
 
 from component.transfer import pair
-from component.transfer.managers import without_engine
+from component.transfer.bare import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.nixl import conn

@@ -27,7 +27,7 @@ from component.pools.memory import (
     scattered,
     snapshot,
 )
-from component.transfer.managers import without_engine
+from component.transfer.bare import without_engine
 from component.transfer.pair import until
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from component.transfer.managers import buffers
+from component.transfer.bare import buffers
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.decode.invariants import idle_rooms
