@@ -1,14 +1,11 @@
-"""What Mooncake alone does with a room: dummies, heads, failed sessions, metadata over TCP.
+"""What Mooncake alone does with a room: dummies, failed sessions, metadata over TCP.
 
 What both backends must do is in ``component/transfer``; tests run as they do there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-import torch
 
 from component.mooncake.pair import Pair
 from component.transfer.pair import ADDRESS, LOST, pages, until
@@ -38,26 +35,6 @@ def test_dummy_rank_sends_nothing_and_proves_nothing(pair: Pair) -> None:
     pair.serve(31, 6)  # what it said is here by then
     assert not deferred.is_drained(), "a rank that writes nothing spoke for the one that writes"
     deferred.stop_following()
-
-
-@pytest.mark.hazard("unequal-tensor-parallelism")
-def test_rank_of_another_size_gets_its_heads(pair: Pair) -> None:
-    """Guards against another head than the decode rank holds, against bytes outside its half, and
-    against bytes counted that went to nobody."""
-    table, session = pair.prefill.manager.decode_kv_args_table, pair.peer
-    # Decode has two ranks, this is the second one: pages of half the size, for the second head.
-    table[session] = dataclasses.replace(
-        table[session], dst_attn_tp_size=2, dst_tp_rank=1, dst_kv_item_len=64
-    )
-    before = pair.sent()
-    for layer in pair.prefill.kv:
-        layer[30] = torch.rand_like(layer[30])
-    pair.serve(30, 9)
-    for ours, theirs in zip(pair.decode.kv, pair.prefill.kv, strict=True):
-        expected = torch.zeros_like(ours).view(-1, 4, 4)
-        expected[9] = theirs[30].view(4, 2, 4)[:, 1]
-        assert torch.equal(ours.view(-1, 4, 4), expected)
-    assert pair.sent() - before == pair.page_bytes // 2
 
 
 def test_metadata_over_tcp_arrive(pair: Pair) -> None:

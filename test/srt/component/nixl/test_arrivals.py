@@ -53,11 +53,12 @@ class Rank:
         assert all((buffer == buffer[:, :1]).all() for buffer in self.buffers)
         return [buffer[:, 0].tolist() for buffer in self.buffers]
 
-    def receiver(self) -> Any:
+    def receiver(self, room: int = ROOM) -> Any:
         """The request's, in transfer."""
+        self.manager.update_status(room, KVPoll.WaitingForInput)
         made: Any = NixlKVReceiver.__new__(NixlKVReceiver)
         made.__dict__.update(
-            kv_mgr=self.manager, bootstrap_room=ROOM, bootstrap_addr=ADDRESS, conclude_state=None,
+            kv_mgr=self.manager, bootstrap_room=room, bootstrap_addr=ADDRESS, conclude_state=None,
             started_transfer=True, init_time=time.time(), required_prefill_response_num=1,
         )  # fmt: skip
         return made
@@ -230,6 +231,23 @@ def test_notifications_that_cannot_be_read(
     assert receiver.poll() == KVPoll.Failed
     assert "WAITING_TIMEOUT" in rank.manager.failure_records[ROOM]
     assert not rank.manager.servers.defer_free(ROOM, ADDRESS, 1, 1).is_drained()
+
+
+@pytest.mark.hazard("drained-per-request")
+def test_many_rooms_are_read_once_a_step() -> None:
+    """Guards against one call of the agent for each of a decode server's rooms in every step, also
+    of those that were given up and may still be written to."""
+    rank, drains = Rank(), []
+    servers, agent = rank.manager.servers, rank.manager.agent
+    read = agent.get_new_notifs
+    agent.get_new_notifs = lambda: drains.append(1) or read()
+    deferred = [servers.defer_free(room, ADDRESS, 1, 1) for room in range(10, 15)]
+    receivers = [rank.receiver(room) for room in (ROOM, 6, 7)]
+    for _ in range(5):
+        for receiver in receivers:
+            assert receiver.poll() == KVPoll.WaitingForInput
+        assert not any(each.is_drained() for each in deferred)
+    assert len(drains) == 5
 
 
 @pytest.mark.fuzz

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
-from component.transfer.pair import ADDRESS, DONE, LOST, Pair, pages, until
+from component.transfer.pair import ADDRESS, DONE, LAYERS, LOST, PAGES, Pair, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -84,6 +86,42 @@ def test_a_room_is_delivered_or_refused(pair: Pair, room: str) -> None:
     assert pair.decode.aux[5].tolist() == [77] * 16
     assert pair.sent() - before == len(sources) * pair.page_bytes
     pair.clear(sender, receiver)
+
+
+@pytest.mark.hazard("racing-peer-tables")
+def test_many_rooms_at_once(pair: Pair) -> None:
+    """Guards against bytes of one room at another's places, and against a room that is lost, where
+    chunks of many are posted, looked at and released side by side."""
+    numbers = np.random.default_rng(7)
+    sources, targets = (numbers.permutation(PAGES - 1) + 1 for _ in range(2))
+    rooms = [pair.ready_room(*targets[at : at + 4], slot=at % 8) for at in range(0, 44, 4)]
+    for part in (0, 2):
+        for at, (sender, _) in enumerate(rooms):
+            sender.send(pages(*sources[4 * at + part : 4 * at + part + 2]))
+    for sender, receiver in rooms:
+        assert pair.finish(sender, receiver) == DONE
+        pair.clear(sender, receiver)
+    assert pair.arrived(sources[:44].tolist(), targets[:44].tolist())
+
+
+@pytest.mark.hazard("unequal-tensor-parallelism")
+def test_a_decode_rank_of_another_size(pair: Pair) -> None:
+    """Guards against another head than the decode rank holds, against bytes outside its half, and
+    against bytes counted that went to nobody."""
+    decode, before = pair.decode.manager, pair.sent()
+    # Decode has two ranks, this is the second one: pages of half the size, for the second head.
+    decode.attn_tp_size, decode.kv_args.engine_rank = 2, 1
+    decode.kv_args.kv_item_lens = [64] * 2 * LAYERS
+    pair.prefill.manager.forget_peer(pair.peer)
+    pair.register()
+    for layer in pair.prefill.kv:
+        layer[30] = torch.rand_like(layer[30])
+    pair.serve(30, 9)
+    for ours, theirs in zip(pair.decode.kv, pair.prefill.kv, strict=True):
+        expected = torch.zeros_like(ours).view(-1, 4, 4)
+        expected[9] = theirs[30].view(4, 2, 4)[:, 1]
+        assert torch.equal(ours.view(-1, 4, 4), expected)
+    assert pair.sent() - before == pair.page_bytes // 2
 
 
 def test_a_stock_decode_server(pair: Pair) -> None:
