@@ -118,7 +118,7 @@ def test_a_prefix_that_does_not_fit(say: Dialect) -> None:
     prefill.sender(prompt_pages=5)
     assert "2 destination pages" in prefill.manager.failure_records[ROOM]
     prefill.manager.rooms.fail(ROOM, Reason.MISMATCH, "again")
-    assert prefill.manager.decode_ranks._sockets.sent == []
+    assert prefill.manager.sockets.sent == []
 
 
 @both

@@ -1,78 +1,105 @@
-"""New connections to prefill servers: SGLang's own classes over a scripted network."""
+"""New connections to prefill servers, and what decode learns of them: SGLang's own classes over a
+scripted network. Questions in the background are asked where a test's step ends."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import requests
+import zmq
 
 from component.transfer import bare
-from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta.decode import prefill_servers
+from sglang.srt.disaggregation.delta.decode.handshakes import Connections
 from sglang.srt.disaggregation.nixl import conn
-from sglang.srt.disaggregation.utils import TransferBackend
+from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 
 HOST, PORT = "10.0.0.1", 8998
 ADDRESS = f"{HOST}:{PORT}"
+TOPOLOGY = {
+    "attn_tp_size": 1, "attn_cp_size": 1, "pp_size": 1, "page_size": 4, "kv_cache_dtype": "auto",
+    "follow_bootstrap_room": False,
+}  # fmt: skip
+
+
+class Hangs(BaseException):
+    """No answer comes."""
 
 
 class Network:
-    """Prefill servers' bootstrap servers, as far as HTTP shows them."""
+    """Prefill servers' bootstrap servers, as far as HTTP shows them; and the pool that asks them in
+    the background."""
 
     def __init__(self) -> None:
-        self.scheduler = threading.current_thread()
-        #: What was asked on the scheduler's thread: nothing may be.
+        self.is_step = False
+        #: What was asked by the scheduler: nothing may be.
         self.blocking: list[str] = []
         self.asked: list[str] = []
         self.dp_size = 1
         self.rank_port = 4000
+        #: None: as a stock server, which has no such route.
+        self.says: capability.Capabilities | None = None
         #: Data-parallel ranks by room, as far as prefill knows them.
         self.rooms: dict[str, int] = {}
         self.refuses = False
-        #: Questions with such a text in them are not answered while it is clear.
+        #: Questions with such a text in them are not answered.
         self.hangs = ""
-        self.gate = threading.Event()
+        self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._hanging: list[Future[Any]] = []
+
+    def submit(self, address: str, ask: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        self._jobs.append((Future(), partial(ask, *arguments)))
+        return self._jobs[-1][0]
+
+    def answer(self) -> None:
+        """Everything that was submitted, but for what hangs."""
+        for future, ask in [
+            job for job in self._jobs if not self.hangs or job[0] not in self._hanging
+        ]:
+            try:
+                future.set_result(ask())
+            except Hangs:
+                self._hanging.append(future)
+        self._jobs = [job for job in self._jobs if not job[0].done()]
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
-        if threading.current_thread() is self.scheduler:
+        if self.is_step:
             self.blocking.append(what)
-        elif self.hangs and self.hangs in what:
-            assert self.gate.wait(60)
+        if self.hangs and self.hangs in what:
+            raise Hangs
         if self.refuses:
             raise requests.ConnectionError
 
     def get(self, url: str, timeout: float, **_: Any) -> Any:
         self._ask(url)
+        answer: Any = {"rank_ip": HOST, "rank_port": self.rank_port}
         if "pd_capabilities" in url:
-            return SimpleNamespace(status_code=404, ok=False, text="", content=b"")
-        if "prefill_dp_rank=-1" in url:
-            answer: dict[str, Any] = {
-                "attn_tp_size": 1,
-                "attn_cp_size": 1,
-                "dp_size": self.dp_size,
-                "pp_size": 1,
-                "page_size": 4,
-                "kv_cache_dtype": "auto",
-                "follow_bootstrap_room": False,
-            }
-        elif self.rank_port:
-            answer = {"rank_ip": HOST, "rank_port": self.rank_port}
-        else:
-            return SimpleNamespace(status_code=404, text="no such rank")
-        return SimpleNamespace(status_code=200, json=lambda: answer)
+            answer = self.says
+        elif "prefill_dp_rank=-1" in url:
+            answer = {**TOPOLOGY, "dp_size": self.dp_size}
+        elif not self.rank_port:
+            answer = None
+        content = msgspec.json.encode(answer)
+        status = 404 if answer is None else 200
+        return SimpleNamespace(
+            status_code=status, text="", content=content, json=lambda: msgspec.json.decode(content)
+        )
 
     def post(self, url: str, json: Any, timeout: float) -> Any:
         self._ask(url)
-        known = {
-            str(r): self.rooms[str(r)] for r in json["bootstrap_rooms"] if str(r) in self.rooms
-        }
+        rooms = map(str, json["bootstrap_rooms"])
+        known = {room: self.rooms[room] for room in rooms if room in self.rooms}
         return SimpleNamespace(status_code=200, json=lambda: known)
 
 
@@ -81,23 +108,25 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     made = Network()
     monkeypatch.setattr(requests, "get", made.get)
     monkeypatch.setattr(requests, "post", made.post)
+    monkeypatch.setattr(prefill_servers, "AddressPool", lambda name: made)
     return made
 
 
 class Decode:
     """The queue of a decode rank; what needs an engine is left out."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
+    def __init__(self, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._network, self.now = network, 1000.0
+        clocked = partial(Connections, clock=lambda: self.now)
+        monkeypatch.setattr(prefill_servers, "Connections", clocked)
         self.registered: list[int] = []
         self.manager = manager = bare.decode("nixl")
         manager.kv_args.page_size, manager.kv_args.engine_rank = 4, 0
-        manager.server_args.kv_cache_dtype = "auto"
-        manager.server_args.disaggregation_transfer_backend = "nixl"
-        manager.__dict__.update(
-            enable_all_cp_ranks_for_transfer=False, enable_staging=False, waiting_timeout=300
-        )
-        manager.servers.connections._clock = lambda: self.now
+        manager.server_args.__dict__.update(
+            kv_cache_dtype="auto", disaggregation_transfer_backend="nixl",
+            speculative_algorithm=None,
+        )  # fmt: skip
+        manager.waiting_timeout = 300
         self.queue: Any = DecodePreallocQueue.__new__(DecodePreallocQueue)
         self.queue.__dict__.update(
             queue=[],
@@ -122,39 +151,38 @@ class Decode:
     def request(self, room: int, dp_rank: int | None = None, host: str = HOST) -> Any:
         """A request arrives; its receiver."""
         req = SimpleNamespace(
-            rid=f"r{room}",
-            bootstrap_host=host,
-            bootstrap_port=PORT,
-            bootstrap_room=room,
-            disagg_prefill_dp_rank=dp_rank,
-            origin_input_ids=[1],
-        )
+            rid=f"r{room}", bootstrap_host=host, bootstrap_port=PORT, bootstrap_room=room,
+            disagg_prefill_dp_rank=dp_rank, origin_input_ids=[1],
+        )  # fmt: skip
         self.queue.add(req)
         return self.queue.queue[-1].kv_receiver
 
-    def step(self) -> None:
-        """What every step of the scheduler does about connections."""
-        self.now += 0.1
-        self.queue._resolve_pending_reqs()
+    def steps(self, count: int = 6, seconds: float = 0.1) -> None:
+        """What every step of the scheduler does about connections; then what it asked is
+        answered."""
+        for _ in range(count):
+            self.now += seconds
+            self._network.is_step = True
+            self.queue._resolve_pending_reqs()
+            self._network.is_step = False
+            self._network.answer()
 
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        def stepped() -> Any:
-            self.step()
-            return condition()
-
-        until(stepped, what)
+    def why(self, room: int) -> str:
+        """The cause of a room that failed."""
+        text: str = self.manager.failure_records[room]
+        return text
 
 
 @pytest.fixture
-def decode(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
-    made = Decode(monkeypatch)
-    yield made
-    network.gate.set()
-    made.manager.servers._pool.shutdown()  # or its threads ask the network of the next test
+def decode(network: Network, monkeypatch: pytest.MonkeyPatch) -> Decode:
+    return Decode(network, monkeypatch)
 
 
 def is_ready(receiver: Any) -> bool:
     return bool(receiver.poll() == KVPoll.WaitingForInput)
+
+
+# ---- questions before a room can be announced ----
 
 
 @pytest.mark.parametrize("dp_rank", [None, 1])
@@ -165,8 +193,8 @@ def test_nothing_is_asked_on_the_schedulers_thread(
     SGLang makes each in a step of its scheduler."""
     network.dp_size, network.rooms["7"] = 2, 1
     receiver = decode.request(7, dp_rank)
-    decode.until(lambda: is_ready(receiver), "connected")
-    assert network.blocking == [] and decode.registered == [4000]
+    decode.steps()
+    assert is_ready(receiver) and network.blocking == [] and decode.registered == [4000]
     assert any("query_dp_ranks" in url for url in network.asked) == (dp_rank is None)
     before = len(network.asked)
     assert is_ready(decode.request(8, 1)), "connected: at once, and without a question"
@@ -181,19 +209,16 @@ def test_a_server_that_hangs(network: Network, decode: Decode, hangs: str) -> No
     and against a request that waits for ever."""
     network.dp_size, network.rooms["7"], network.hangs = 2, 1, hangs
     receiver = decode.request(7)
-    decode.until(lambda: any(hangs in url for url in network.asked), "asked")
-    for _ in range(50):
-        decode.step()
+    decode.steps(50)
     assert len([url for url in network.asked if hangs in url]) == 1
     assert network.blocking == [] and not is_ready(receiver)
-    decode.now += 300
-    decode.step()
+    decode.steps(1, seconds=300)
     assert receiver.poll() == KVPoll.Failed and decode.queue.pending_reqs == []
-    reason = decode.manager.failure_records[7]
-    assert ADDRESS in reason and "SGLANG_DISAGGREGATION_WAITING_TIMEOUT" in reason
-    network.gate.set()
+    assert ADDRESS in decode.why(7) and "SGLANG_DISAGGREGATION_WAITING_TIMEOUT" in decode.why(7)
+    network.hangs = ""
     late = decode.request(8, 1)
-    decode.until(lambda: is_ready(late), "the next request connects when it answers again")
+    decode.steps()
+    assert is_ready(late), "the next request connects when it answers again"
 
 
 @pytest.mark.parametrize("ends", ["client went away", "late answer", "gave up"])
@@ -201,80 +226,37 @@ def test_nothing_is_kept_of_a_server_that_nobody_asks_for(
     network: Network, decode: Decode, ends: str
 ) -> None:
     """Guards against an entry for each address that a client has ever named."""
-    servers = decode.manager.servers
+    servers, hosts = decode.manager.servers, [f"10.9.9.{number}" for number in range(3)]
     network.refuses = ends != "late answer"
     network.hangs = "" if network.refuses else "pd_capabilities"
-    receivers = [decode.request(number, host=f"10.9.9.{number}") for number in range(3)]
+    receivers = [decode.request(number, host=host) for number, host in enumerate(hosts)]
+    decode.steps(300 if ends == "gave up" else 2)
     if ends == "gave up":
-        decode.until(lambda: decode.queue.pending_reqs == [], "given up")
         assert {receiver.poll() for receiver in receivers} == {KVPoll.Failed}
-        assert "10.9.9.2:8998 could not be reached" in decode.manager.failure_records[2]
-    decode.until(lambda: len(network.asked) >= 3, "asked")
+        assert decode.queue.pending_reqs == []
+        assert "10.9.9.2:8998 could not be reached" in decode.why(2)
     decode.queue.pending_reqs.clear()
-    network.gate.set()
-    decode.until(lambda: not servers._asked and not servers.refusals, "forgotten")
+    network.hangs = ""
+    decode.steps()
+    assert not any(servers.is_asking(f"{host}:{PORT}") for host in hosts)
+    assert not servers.refusals
 
 
-def test_an_answer_for_a_client_that_left_is_not_the_next_ones(
-    network: Network, decode: Decode
-) -> None:
-    """Guards against a request that fails by what a server answered long ago, and against an entry
-    for each data-parallel rank that a client has named."""
-    network.rank_port = 0  # no such rank, yet
-    decode.request(7, 0)
-    decode.until(lambda: any("dp_rank=0&" in url for url in network.asked), "asked")
-    decode.queue.pending_reqs.clear()
-    connections = decode.manager.servers.connections
-    decode.until(lambda: not connections._ranks, "forgotten")
-    network.rank_port = 4000
-    late = decode.request(8, 0)
-    decode.until(lambda: late.poll() != KVPoll.Bootstrapping, "decided")
-    assert is_ready(late), decode.manager.failure_records.get(8)
-
-
-def test_a_rank_that_prefill_never_names(network: Network, decode: Decode) -> None:
-    """The router sent the other half of the request to nobody. Guards against a request that waits
-    for its data-parallel rank for ever."""
+def test_a_rank_that_is_not_named(network: Network, decode: Decode) -> None:
+    """The router sent the other half of the request to nobody. Guards against a server that is
+    asked in every step for minutes, against a request whose rank is known and that waits for one
+    whose is not, and against a request that waits for its data-parallel rank for ever."""
     network.dp_size = 2
     receiver = decode.request(7)
-    decode.until(lambda: any("query_dp" in url for url in network.asked), "asked")
-    decode.now += 300
-    decode.until(lambda: receiver.conclude_state is not None, "failed")
-    assert receiver.poll() == KVPoll.Failed
-    assert "data-parallel rank" in decode.manager.failure_records[7]
-
-
-class AtOnce:
-    """Answers every question before the next line, so that no step overtakes an answer."""
-
-    def shutdown(self) -> None: ...
-
-    @staticmethod
-    def submit(address: str, ask: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(ask(*arguments))
-        return future
-
-
-def test_a_rank_that_is_not_named_is_asked_for_more_and_more_rarely(
-    network: Network, decode: Decode
-) -> None:
-    """Guards against a server that is asked in every step for minutes, and against a request whose
-    rank is known and that waits for one whose is not."""
-    network.dp_size, decode.manager.waiting_timeout = 2, 10**6
-    servers = decode.manager.servers
-    servers._pool.shutdown()
-    servers._pool = servers.connections._pool = AtOnce()
-    decode.request(7)
-    for _ in range(2000):  # 200 s
-        decode.step()
+    decode.steps(2000)  # 200 s
     assert 0 < len(network.asked) < 260
     network.rooms["8"] = 1
     late = decode.request(8)
-    for _ in range(6):  # no time passes
-        decode.queue._resolve_pending_reqs()
+    decode.steps(6, seconds=0.0)
     assert is_ready(late), "asked for at once"
     assert [entry.req.bootstrap_room for entry in decode.queue.pending_reqs] == [7]
+    decode.steps(1, seconds=300)
+    assert receiver.poll() == KVPoll.Failed and "data-parallel rank" in decode.why(7)
 
 
 @pytest.mark.parametrize("lost", ["connected", "while it is asked"])
@@ -283,32 +265,37 @@ def test_a_prefill_server_that_was_restarted(network: Network, decode: Decode, l
     against requests whose rank the router names, which SGLang takes for one that is connected:
     they failed for ever where no other request looked for the server."""
     network.dp_size = 2
-    if lost == "while it is asked":
-        network.hangs = "prefill_dp_rank=1"
+    network.hangs = "prefill_dp_rank=1" if lost == "while it is asked" else ""
     before = decode.request(6, 1)
-    if lost == "connected":
-        decode.until(lambda: is_ready(before), "connected")
-    else:
-        decode.until(lambda: any("prefill_dp_rank=1" in url for url in network.asked), "asked")
+    decode.steps()
+    assert is_ready(before) == (lost == "connected")
     decode.manager.servers.lost(ADDRESS, True, "restarted")
     assert before.poll() == KVPoll.Failed
-    network.gate.set()
     network.hangs, network.rank_port = "", 5000
     receiver = decode.request(7, 1)
-    decode.until(lambda: receiver.poll() != KVPoll.Bootstrapping, "decided")
-    assert is_ready(receiver), decode.manager.failure_records.get(7)
+    decode.steps()
+    assert is_ready(receiver), decode.manager.failure_records
     assert decode.registered[-1] == 5000
 
 
-def test_a_rank_that_does_not_exist(network: Network, decode: Decode) -> None:
-    """Guards against a request that waits where the server says that it has no such rank."""
+@pytest.mark.parametrize("left", [False, True])
+def test_a_rank_that_does_not_exist(network: Network, decode: Decode, left: bool) -> None:
+    """Guards against a request that waits where the server says that it has no such rank, and
+    against one that fails by what was answered to a client that ``left`` long ago."""
     network.rank_port = 0
     receiver = decode.request(7, 0)
-    decode.until(lambda: receiver.poll() == KVPoll.Failed, "failed")
-    assert "Could not fetch bootstrap info" in decode.manager.failure_records[7]
+    decode.steps(2)
+    assert any("dp_rank=0&" in url for url in network.asked)
+    if left:
+        decode.queue.pending_reqs.clear()
+    decode.steps()
+    if not left:
+        assert receiver.poll() == KVPoll.Failed
+        assert "Could not fetch bootstrap info" in decode.why(7)
     network.rank_port = 4000
-    again = decode.request(8, 0)
-    decode.until(lambda: is_ready(again), "asked anew for the next request")
+    late = decode.request(8, 0)
+    decode.steps()
+    assert is_ready(late), decode.manager.failure_records
 
 
 def test_a_server_that_cannot_be_reached(network: Network, decode: Decode) -> None:
@@ -318,10 +305,11 @@ def test_a_server_that_cannot_be_reached(network: Network, decode: Decode) -> No
     for room in (7, 8):
         network.asked.clear()
         receiver = decode.request(room)
-        began = decode.now
-        decode.until(lambda made=receiver: made.poll() == KVPoll.Failed, "failed")
-        assert len(network.asked) == 15 and decode.now - began > 13
-        assert "could not be reached" in decode.manager.failure_records[room]
+        decode.steps(130)
+        assert receiver.poll() == KVPoll.Bootstrapping, "thirteen seconds"
+        decode.steps(70)
+        assert receiver.poll() == KVPoll.Failed and len(network.asked) == 15
+        assert "could not be reached" in decode.why(room)
     assert network.blocking == [] and decode.queue.pending_reqs == []
 
 
@@ -329,8 +317,115 @@ def test_an_aborted_request_is_not_initialised(network: Network, decode: Decode)
     """Guards against a request that its client gave up and that connects all the same."""
     network.hangs = "pd_capabilities"
     receiver = decode.request(7)
-    decode.step()
+    decode.steps()
     receiver.abort()
-    network.gate.set()
-    decode.until(lambda: not decode.queue.pending_reqs, "dropped")
+    network.hangs = ""
+    decode.steps()
     assert receiver.poll() == KVPoll.Failed and decode.registered == []
+    assert decode.queue.pending_reqs == []
+
+
+# ---- what the server is ----
+
+
+@pytest.mark.hazard("peer-ignores-prefix")
+def test_asked_until_it_answers_and_after_it_was_lost(network: Network, decode: Decode) -> None:
+    """Guards against a prefill server that is just starting and counts as stock for ever, and
+    against a prefix for a stock server that replaced a patched one at its address."""
+    network.refuses, network.says = True, capability.OURS
+    receiver, manager = decode.request(7, 0), decode.manager
+    decode.steps()
+    assert not is_ready(receiver) and not manager.peer_takes_delta(ADDRESS)
+    network.refuses = False
+    decode.steps(20)
+    assert is_ready(receiver) and manager.peer_takes_delta(ADDRESS)
+    assert not manager.peer_takes_delta("10.0.0.9:1")
+    manager.servers.lost(ADDRESS, True, "restarted")
+    network.says = None
+    again = decode.request(8, 0)
+    decode.steps()
+    assert is_ready(again) and not manager.peer_takes_delta(ADDRESS)
+
+
+def test_without_the_flag_it_is_asked_what_stock_asks(network: Network, decode: Decode) -> None:
+    """Guards against requests that a stock server would not make."""
+    manager = decode.manager
+    manager.server_args.disaggregation_decode_enable_radix_cache = False
+    manager.start_delta(DisaggregationMode.DECODE, manager.server_args)
+    assert manager.try_ensure_parallel_info(ADDRESS) and not manager.peer_takes_delta(ADDRESS)
+    assert not any("pd_capabilities" in url for url in network.asked)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "warned"),
+    [("none", "EAGLE", 1), ("EAGLE", "EAGLE", 0), (None, "EAGLE", 0), ("none", None, 0)],
+)
+def test_prompts_without_draft_kv_are_said_once(
+    network: Network,
+    decode: Decode,
+    caplog: pytest.LogCaptureFixture,
+    theirs: str | None,
+    ours: str | None,
+    warned: int,
+) -> None:
+    """Guards against drafts that are rejected behind every prompt, and no line that says why; and
+    against one for each handshake."""
+    network.says = msgspec.structs.replace(capability.OURS, incarnation="a", speculative=theirs)
+    decode.manager.server_args.speculative_algorithm = ours
+    for room in (7, 8):
+        decode.request(room, 0)
+        decode.steps()
+        decode.manager.servers.disconnect(ADDRESS)
+    assert caplog.text.count("prompts arrive without draft KV") == warned
+
+
+def test_a_draft_behind_the_target() -> None:
+    """Guards against values in the draft model's buffers, where decode has a draft of as many
+    layers as the target and prefill has none: stock looks for pipeline stages there."""
+    made = bare.prefill("nixl")
+    made.kv_args.prefill_start_layer = 0
+    ours, theirs = [1, 2, 3, 4], [11, 12, 13, 14, 21, 22, 23, 24]
+    assert made.get_mha_kv_ptrs_with_pp(ours, theirs) == ([1, 2], [3, 4], [11, 12], [13, 14], 2)
+    made.pp_size = 2
+    *_, values, layers = made.get_mha_kv_ptrs_with_pp(ours, theirs)
+    assert (values, layers) == ([21, 22], 2)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_sockets_are_bounded_as_in_stock_without_the_flag(
+    flag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against queues that grow without end where nobody looks whether the peer is alive, and
+    against a scheduler that waits for a dead peer where somebody does."""
+    monkeypatch.setattr(CommonKVReceiver, "drops_dead_sockets", False)
+    monkeypatch.setattr(CommonKVReceiver, "_socket_cache", {})
+    manager = bare.without_engine(conn.NixlKVManager)
+    manager.server_args.disaggregation_decode_enable_radix_cache = flag
+    manager.start_delta(DisaggregationMode.DECODE, manager.server_args)
+    made, _ = CommonKVReceiver._connect("tcp://127.0.0.1:9")
+    assert (made.getsockopt(zmq.SNDHWM) == 0) == flag
+    made.close(linger=0)
+
+
+@pytest.mark.hazard("late-word-revives-room")
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        (conn.NixlKVManager, KVPoll.Failed),
+        # Of a backend that this patch set has nothing to do with.
+        (CommonKVManager, KVPoll.Success),
+    ],
+)
+def test_a_room_that_failed(kind: Any, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a late message that brings a failed room back to life; and against another
+    backend of SGLang's that behaves otherwise, or needs variables of ours."""
+    if kind is CommonKVManager:
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "not read here")
+    made = bare.without_engine(kind)
+    made.start_delta(DisaggregationMode.PREFILL, made.server_args)
+    for status in (KVPoll.Transferring, KVPoll.WaitingForInput):
+        made.update_status(1, status)
+    assert made.request_status == {1: KVPoll.Transferring}
+    for status in (KVPoll.Failed, KVPoll.Success):
+        made.update_status(1, status)
+    assert made.request_status == {1: last}

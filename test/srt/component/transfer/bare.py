@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
@@ -134,8 +136,9 @@ def _mooncake() -> Any:
     )
 
 
-def bare(backend: str, mode: Any) -> Any:
-    """A manager of either side; its metadata buffer is ``manager.aux``."""
+def bare(backend: str, mode: Any, sockets: Any = None) -> Any:
+    """A manager of either side; its metadata buffer is ``manager.aux``, and what it says to peers
+    goes to ``manager.sockets``."""
     manager = {"nixl": _nixl, "mooncake": _mooncake}[backend]()
     manager.aux = np.zeros((SLOTS, ITEM), dtype=np.uint8)
     manager.kv_args = SimpleNamespace(
@@ -146,16 +149,16 @@ def bare(backend: str, mode: Any) -> Any:
         aux_item_lens=[ITEM],
         state_type="none",
     )
-    manager.start_delta(mode, manager.server_args)
-    (manager.decode_ranks or manager.servers)._sockets = Sockets()
-    if manager.decode_ranks is not None:
-        manager.decode_ranks._strangers = Sockets()
+    manager.sockets = sockets or Sockets()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PeerSockets", lambda *_: manager.sockets)
+        manager.start_delta(mode, manager.server_args)
     return manager
 
 
-def prefill(backend: str) -> Any:
+def prefill(backend: str, sockets: Any = None) -> Any:
     """A prefill rank's manager; NIXL's transfer workers have nothing to drop."""
-    manager = bare(backend, DisaggregationMode.PREFILL)
+    manager = bare(backend, DisaggregationMode.PREFILL, sockets)
     if backend == "nixl":
         manager.transfers = SimpleNamespace(open=lambda *_: None, cancel=lambda *_: None)
     return manager

@@ -122,7 +122,7 @@ def test_a_decode_rank_too_many(say: Dialect) -> None:
         if request_first:
             assert manager.rooms.claim(7)[1] is None
         reader.handle(say.announcement(room=7))
-        _, _, message = manager.decode_ranks._sockets.sent.pop()
+        _, _, message = manager.sockets.sent.pop()
         assert message.room == 7 and "other decode ranks" in message.reason
         assert manager.rooms.destinations(7) == [first]
     manager.rooms.forget(manager.rooms.room(7))
@@ -137,7 +137,7 @@ def test_a_room_of_a_peer_that_never_registered(say: Dialect, ours: bool) -> Non
     manager, reader = say.listener()
     reader.handle(say.announcement(ours=ours))
     assert state(manager) == ([], {}, {}, [])
-    sent = manager.decode_ranks._strangers.sent
+    sent = manager.sockets.sent
     assert [(host, port, m.room, m.unknown_peer) for host, port, m in sent] == (
         [("10.0.0.2", 4000, 7, True)] if ours else []
     )
@@ -151,7 +151,7 @@ def test_a_room_that_ended_before_it_was_announced_is_answered(say: Dialect) -> 
     manager.rooms.claim(7)
     manager.rooms.fail(7, Reason.ABORTED, "aborted")
     reader.handle(say.announcement(room=7))
-    ((_, _, message),) = manager.decode_ranks._sockets.sent
+    ((_, _, message),) = manager.sockets.sent
     assert (message.room, message.reason) == (7, "aborted")
     assert manager.rooms.destinations(7) == []
 
