@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from component.transfer import bare
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import manager, wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
 from sglang.srt.disaggregation.delta.nixl import prefill
 from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.prefill import scheduler
+from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
 from unit.delta.fakes import Clock
 from unit.delta.nixl.fakes import FakeAgent
-from unit.delta.nixl.sides import Side, manager_of
+from unit.delta.nixl.sides import FROM, Side
 
 ADDRESS = "10.0.0.1:8998"
 TRANSFER_TIMEOUT_S = 10.0
@@ -73,40 +74,45 @@ class PrefillRank:
     """One prefill rank and the decode ranks ``peers``, which share one layout."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, peers: Sequence[str] = ("decode",), **limits: int
+        self,
+        patch: pytest.MonkeyPatch,
+        peers: Sequence[str] = ("decode",),
+        prefill_side: Side | None = None,
+        decode_side: Side | None = None,
+        **limits: int,
     ) -> None:
         self.clock = Clock()
-        self.side = Side(2**40, 40)
-        self.decode = {name: Side(2**41 + 2**30 * n, 60) for n, name in enumerate(peers)}
+        self.side = prefill_side or Side(2**40, 40)
+        self.decode = {
+            name: decode_side or Side(2**41 + 2**30 * n, 60) for n, name in enumerate(peers)
+        }
         memories = {name: side.memory for name, side in self.decode.items()}
         self.agent = FakeAgent({"": self.side.memory, **memories})
         patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
         patch.setattr(prefill, "TransferPool", functools.partial(Steps, clock=self.clock))
+        patch.setattr(manager, "RoomTable", functools.partial(RoomTable, clock=self.clock))
         settings = Settings(doubt_s=DOUBT_S, **limits)
         patch.setattr(prefill, "Settings", SimpleNamespace(read=lambda: settings))
         patch.setattr(prefill.atexit, "register", lambda *_: None)
         for module in (prefill, scheduler):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
-        self.manager: Any = bare.prefill("nixl")
-        layout = manager_of(self.side)
+        self.sockets = Sockets(self.agent)
+        self.manager: Any = bare.prefill("nixl", self.sockets)
         self.manager.__dict__.update(
             agent=self.agent,
             kv_args=self.side.args,
-            get_mha_kv_ptrs_with_pp=layout.get_mha_kv_ptrs_with_pp,
-            is_dummy_cp_rank=False,
-            enable_all_cp_ranks_for_transfer=False,
+            is_mla_backend=self.side.is_mla,
+            attn_tp_size=self.side.size,
+            attn_tp_rank=self.side.rank,
         )
-        self.manager.rooms._clock = self.clock
-        self.manager.rooms._ticked_at = self.clock()
-        self.sockets = Sockets(self.agent)
-        self.manager.decode_ranks._sockets = self.manager.decode_ranks._strangers = self.sockets
         patch.setattr(
             backend_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
         )
         self.manager.start_transfers()
         self.pool: Steps = self.manager.transfers
         self._label_handles(self.pool.backend)
-        self.announcements = NixlAnnouncements(self.manager)
+        #: A message of a decode rank arrives.
+        self.take = NixlAnnouncements(self.manager).take
         for name in peers:
             self.register(name)
 
@@ -121,9 +127,9 @@ class PrefillRank:
 
         backend.post = labelled
 
-    def register(self, name: str) -> None:
-        """A decode rank says where its pools are."""
-        self.announcements._register(self.decode[name].info(name))
+    def register(self, name: str, **own: Any) -> None:
+        """A decode rank says where its pools are; ``own``: as in ``Side.registration``."""
+        self.take(self.decode[name].registration(name, **own))
 
     def sender(self, room: int) -> Any:
         """A request of ``room`` reaches this rank."""
@@ -131,10 +137,13 @@ class PrefillRank:
 
     def announce(
         self, room: int, pages: Sequence[int], slot: int = 0, peer: str = "decode", prefix: int = 0,
-        of: int = 1, in_note: bool = False,
+        of: int = 1, in_note: bool = False, state: Sequence[int] = (), is_stock: bool = False,
     ) -> None:  # fmt: skip
-        """A decode rank lists its pages; ``of``: ranks that will; ``in_note``: it takes metadata in
-        a note."""
+        """A decode rank lists its pages, and those of ``state``; ``of``: ranks that will;
+        ``in_note``: it takes metadata in a note."""
+        listed, states = (np.array(each, np.int32).tobytes() for each in (pages, state))
+        texts = [str(number).encode() for number in (room, slot, of)]
+        frames = [conn.GUARD, texts[0], *FROM, peer.encode(), listed, *texts[1:], states]
         frame = wire.DeltaFrame(
             decode_prefix_len=prefix,
             num_pages=len(pages),
@@ -143,19 +152,7 @@ class PrefillRank:
             metadata_slots=5,
             takes_metadata=in_note,
         )
-        self.announcements._announce(
-            conn.TransferInfo(
-                room=room,
-                endpoint="10.0.0.2",
-                dst_port=4000,
-                agent_name=peer,
-                dst_kv_indices=np.array(pages, np.int32),
-                dst_aux_index=slot,
-                required_dst_info_num=of,
-                dst_state_indices=[],
-                delta=frame,
-            )
-        )
+        self.take(frames if is_stock else [*frames, wire.encode_frame(frame)])
 
     def withdraw(self, room: int, peer: str = "decode") -> None:
         """Decode gives the room up."""
@@ -164,7 +161,7 @@ class PrefillRank:
     def tick(self, seconds: float) -> None:
         """Time passes, and the workers look at what is due."""
         self.clock.now += seconds
-        self.manager.rooms._ticked_at = self.clock()  # the process was not suspended
+        self.manager.rooms.tick()  # the process was not suspended
         self.pool.run()
 
     def settle(self, state: str | Exception = "DONE", room: int | None = None) -> None:
@@ -187,8 +184,14 @@ class PrefillRank:
     def leftovers(self) -> dict[str, Any]:
         """Entries that no room must leave behind."""
         tables = {**self.manager.open_rooms(), **self.pool.tables()}
-        tables["users"] = sum(peer.users for peer in self.manager.peers._peers.values())
+        tables["users"] = sum(map(self._users, list(self.manager.decode_kv_args_table)))
         return {name: rooms for name, rooms in tables.items() if rooms}
+
+    def _users(self, name: str) -> int:
+        """Transfers to a decode rank that hold it."""
+        peer = self.manager.peers.hold(name)
+        self.manager.peers.release(peer)
+        return int(peer.users)
 
     def check(self) -> None:
         """Nothing is left once what was broken off is over, and nobody was misused."""

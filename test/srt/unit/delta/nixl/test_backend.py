@@ -1,24 +1,31 @@
-"""What a chunk moves, byte by byte, and what decode is told."""
+"""What the chunks of a room move, byte by byte, and what decode is told."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta import observability, wire
+from sglang.srt.disaggregation.delta.event_log import Moved
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.nixl import backend, descriptors
-from sglang.srt.disaggregation.delta.nixl.descriptors import Form
+from sglang.srt.disaggregation.delta.nixl import backend, prefill
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
+from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
 from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 from unit.delta.nixl.prefill_rank import PrefillRank
-from unit.delta.nixl.sides import PAGE, ROOM, WRITER, Bench, Side
+from unit.delta.nixl.sides import KEY_BYTES, PAGE, Side
+from unit.delta.transfer.steps import ROOM, pages
 
 #: Pages of prefill and of decode: none, one, neighbours on both sides, on one, and in any order.
 PAGES: dict[str, tuple[list[int], list[int]]] = {
@@ -28,6 +35,8 @@ PAGES: dict[str, tuple[list[int], list[int]]] = {
     "a run on one side": ([2, 3, 4, 5], [9, 3, 16, 0]),
     "scattered": ([7, 0, 11, 4, 5, 1], [1, 16, 3, 8, 9, 2]),
 }
+#: What comes in another chunk, where there is one.
+MORE = ([9, 10], [15, 12])
 #: Prefill rank, ranks; decode rank, ranks; KV heads of the model. Latent pages any rank has whole.
 RANKS = {
     "of equal size": (0, 1, 0, 1, 2),
@@ -36,224 +45,329 @@ RANKS = {
     "to the last of two": (0, 1, 1, 2, 4),
     "from the last of two": (1, 2, 0, 1, 2),
     "from a rank with a replica": (1, 4, 0, 1, 2),
+    "from the replica that sends": (2, 4, 0, 1, 2),
     "whole tokens": (0, 1, 1, 2, 1),
 }
-#: What goes with the pages.
-STATE = ((4, 0), (1, 5))
-GOES: dict[str, dict[str, Any]] = {
-    "an early chunk": {"is_last": False},
-    "metadata": {},
-    "metadata in the note": {"in_note": True},
-    "early state": {"is_last": False, "state": STATE},
-    "state": {"state": STATE},
-    "state, metadata in the note": {"state": STATE, "in_note": True},
+#: What goes with the pages: state, and the metadata in a note.
+GOES = {
+    "metadata": (False, False),
+    "metadata in the note": (False, True),
+    "state": (True, False),
+    "state, metadata in the note": (True, True),
 }
+#: Of prefill and of decode: pages of state, metadata slots.
+STATE, SLOTS = ((4, 0), (1, 5)), (3, 1)
 #: Lists that NIXL prepares: of strided rows, of all rows, none, of this rank only, or none as the
 #: peer is a stock one.
 LISTS = ("strided", "long", "none", "ours only", "stock peer")
 CASES = [
     (ranks, goes, lists)
     for ranks, goes, lists in product(RANKS, GOES, LISTS)
-    if (ranks == "of equal size" or "state" not in goes)
-    and (lists != "stock peer" or "in_note" not in GOES[goes])
+    if (ranks == "of equal size" or not GOES[goes][0])
+    and not (lists == "stock peer" and GOES[goes][1])
 ]
+#: Costs with which a form is always taken, where it can be.
+FORMS = {"ranges": "0,0,1,1", "prepared": "1,1,0,0"}
 
 
-def bench_of(ranks: str) -> Bench:
-    """A rank and the decode rank that it serves."""
+def rank_of(patch: pytest.MonkeyPatch, ranks: str, form: str = "prepared") -> PrefillRank:
+    """A prefill rank and the decode rank that it serves."""
+    patch.setenv(DESCRIPTOR_COSTS.name, FORMS.get(form, form))
     rank, size, their_rank, their_size, total = RANKS[ranks]
     is_mla = ranks == "latent"
-    return Bench(
-        Side(2**63 - 5000, 12, rank, size, total, is_mla),
-        Side(2**40, 17, their_rank, their_size, total, is_mla),
-        is_mla,
+    ours = Side(2**63 - 5000, 12, rank, size, total, is_mla)
+    return PrefillRank(
+        patch, prefill_side=ours, decode_side=Side(2**40, 17, their_rank, their_size, total, is_mla)
     )
 
 
+def started(rank: PrefillRank, to: Sequence[int], **said: Any) -> Any:
+    """A room for these pages of decode, behind a prefix of one page of ours; ``said``: as in
+    ``announce``."""
+    sender = rank.sender(ROOM)
+    prefix = 0 if said.get("is_stock") else 1
+    rank.announce(ROOM, to, slot=SLOTS[1], prefix=prefix * PAGE, **said)
+    sender.init(prefix + len(to), SLOTS[0])
+    return sender
+
+
+def serve(rank: PrefillRank, ours: Sequence[int], to: Sequence[int], **said: Any) -> list[Any]:
+    """A room of one chunk from begin to end; the handles that it took."""
+    made = len(rank.agent.handles)
+    sender = started(rank, to, **said)
+    sender.send(pages(*ours))
+    rank.finish()
+    assert sender.poll() == KVPoll.Success
+    sender.clear()
+    rank.check()
+    return rank.agent.handles[made:]
+
+
+def expected(
+    rank: PrefillRank, ours: Sequence[int], to: Sequence[int], has_state: bool, in_slot: bool
+) -> list[npt.NDArray[np.uint8]]:
+    """Decode's buffers after that, by plain loops over layers, pages, tokens and heads."""
+    side, theirs = rank.side, rank.decode["decode"]
+    found = theirs.snapshot()
+    left = iter(found)
+    for _, source in side.kv:
+        target = next(left)
+        for page, at in zip(ours, to, strict=True):
+            move_heads(side, theirs, source[page], target[at])
+    for _, source in side.metadata:
+        target = next(left)
+        if in_slot:
+            target[SLOTS[1]] = source[SLOTS[0]]
+    for _, source in side.state:
+        target = next(left)
+        if has_state:
+            target[list(STATE[1])] = source[list(STATE[0])]
+    return found
+
+
+def move_heads(
+    ours: Side, theirs: Side, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]
+) -> None:
+    """Of one page of one buffer."""
+    from_, to = (
+        page.reshape(PAGE, len(side.heads), -1) for page, side in ((source, ours), (target, theirs))
+    )
+    for head in set(ours.heads) & set(theirs.heads):
+        holders = [
+            rank
+            for rank in sources_of(theirs.rank, ours.size, theirs.size)
+            if head in heads_of(rank, ours.size, ours.total)
+        ]
+        if ours.size == theirs.size or min(holders) == ours.rank:
+            to[:, head - theirs.heads.start] = from_[:, head - ours.heads.start]
+
+
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the event log gets. Prepared lists are used wherever they can be, whatever was
-    measured."""
-    seen: list[dict[str, Any]] = []
-
-    def choose(*, has_prepared: bool, **_: Any) -> Form:
-        return Form.PREPARED if has_prepared else Form.RANGES
-
-    monkeypatch.setattr(descriptors, "choose", choose)
-    monkeypatch.setattr(backend, "count_moved", lambda *_, **numbers: seen.append(numbers))
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[Moved]:
+    """What the event log says of the chunks."""
+    seen: list[Any] = []
+    log = SimpleNamespace(write=lambda event: isinstance(event, Moved) and seen.append(event))
+    monkeypatch.setattr(observability, "event_log", lambda side: log)
     return seen
-
-
-def assert_moved(bench: Bench, **chunk: Any) -> list[Any]:
-    """Post a chunk and compare all of decode's memory; the handles that it took."""
-    made = bench.chunk(**chunk)
-    expected = bench.expected(made)
-    posted = bench.post(made)
-    bench.finish(posted)
-    assert bench.agent.notes["decode"] == [], "no write may complete a room"
-    if made.is_last:
-        bench.backend.complete(made)
-    for was, is_now in zip(expected, bench.decode.snapshot(), strict=True):
-        assert np.array_equal(was, is_now)
-    bench.check()
-    return [each.handle for each in posted]
-
-
-def assert_told(bench: Bench, is_last: bool, has_state: bool, in_note: bool) -> None:
-    """Decode takes the room as complete with the last note, and has its metadata then."""
-    told, status = list(map(parse, bench.agent.notes["decode"])), TransferStatus()
-    status.expects_state = has_state
-    for note in told:
-        assert not status.finished_writers()
-        status.take(note, 1)
-    assert status.finished_writers() == ({WRITER} if is_last else set())
-    if in_note:
-        (note,) = told
-        assert (note.room, note.kind, note.writer) == (ROOM, "done", WRITER)
-        assert list(note.metadata) == [bytes(buffer[3]) for _, buffer in bench.prefill.metadata]
 
 
 @pytest.mark.hazard(
     "metadata-tied-to-state", "lists-cut-to-fit", "false-runs", "full-hit-without-metadata"
 )
-@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("which", PAGES)
 @pytest.mark.parametrize(("ranks", "goes", "lists"), CASES)
-def test_a_chunk(
-    moved: list[dict[str, Any]],
+def test_a_room(
+    moved: list[Moved],
     monkeypatch: pytest.MonkeyPatch,
     ranks: str,
     goes: str,
     lists: str,
-    pages: str,
+    which: str,
 ) -> None:
     """Guards against bytes at a wrong place in any form of descriptors; against metadata that go
     only with state or only with KV, or into decode's slot beside the note that has them; against
     state that goes with every chunk or of a model that has none; and against a full hit, for which
     nothing is written, that tells decode or the event log nothing."""
-    bench, (ours, theirs), what = bench_of(ranks), PAGES[pages], GOES[goes]
-    is_last, in_note = what.get("is_last", True), what.get("in_note", False)
-    has_state = is_last and "state" in what
-    bench.agent.is_strided = lists != "long"
+    rank, (has_state, in_note) = rank_of(monkeypatch, ranks), GOES[goes]
+    is_stock = lists == "stock peer"
+    if is_stock and which == "none":
+        return  # that is a dummy's
+    rank.agent.is_strided = lists != "long"
     if lists == "none":
-        bench.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
+        rank.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
     elif lists == "ours only":
-        bench.agent.script["prep_xfer_dlist"].extend([None, RuntimeError("no memory")] * 2)
-    read = bench.prefill.memory.at
-    monkeypatch.setattr(backend, "read_memory", lambda *where: read(*where).tobytes())
-    handles = assert_moved(bench, pages=ours, to=theirs, is_stock=lists == "stock peer", **what)
-    assert_told(bench, is_last, has_state, in_note)
-    kinds = ["kv"] * (bool(ours) and ranks != "from a rank with a replica")
-    kinds += ["state"] * has_state + ["aux"] * (is_last and not in_note)
-    can = lists in ("strided", "long")
-    sides = bench.prefill.args.gpu_id, bench.decode.args.gpu_id
-    for handle, kind in zip(handles, kinds, strict=True):
+        rank.agent.script["prep_xfer_dlist"].extend([None, RuntimeError("no memory")] * 2)
+    chunks = [PAGES[which], MORE] if which == "scattered" else [PAGES[which]]
+    ours, to = ([page for chunk in chunks for page in chunk[side]] for side in (0, 1))
+    was = expected(rank, ours, to, has_state, not in_note)
+    sender = started(
+        rank, to, in_note=in_note, state=STATE[1] if has_state else (), is_stock=is_stock
+    )
+    for source, _ in chunks:
+        assert rank.agent.notes["decode"] == [], "no write may complete a room"
+        sender.send(pages(*source), list(STATE[0]) if has_state else None)
+        rank.finish()
+    for before, is_now in zip(was, rank.decode["decode"].snapshot(), strict=True):
+        assert np.array_equal(before, is_now)
+    assert_told(rank, has_state, in_note)
+    assert sender.poll() == KVPoll.Success
+    sender.clear()
+    rank.check()
+    kinds = ["kv"] * len(chunks) * (bool(ours) and ranks != "from a rank with a replica")
+    kinds += ["state"] * has_state + ["aux"] * (not in_note)
+    sides = rank.side.args.gpu_id, rank.decode["decode"].args.gpu_id
+    for handle, kind in zip(rank.agent.handles, kinds, strict=True):
         assert handle.memory == ("DRAM" if kind == "aux" else "VRAM")
-        assert handle.is_prepared == (can and kind != "state")
+        assert handle.is_prepared == (lists in ("strided", "long") and kind != "state")
         devices = (0, 0) if kind == "aux" else sides
         assert {device for *_, device in handle.sources} == {devices[0]}
         assert {device for *_, device in handle.destinations} == {devices[1]}
-    (numbers,) = moved
-    assert numbers["is_last"] == is_last and bool(numbers["moved"]) == bool(kinds)
-    assert numbers["wire_s"] == 1.0, "the clock moves by a second each time it is asked"
+    assert [event.is_last for event in moved] == [False] * (len(chunks) - 1) + [True]
+    assert bool(moved[-1].bytes) == bool(kinds)
 
 
-@pytest.mark.usefixtures("moved")
+def assert_told(rank: PrefillRank, has_state: bool, in_note: bool) -> None:
+    """Decode takes the room as complete with the last note, and has its metadata then."""
+    told, status = list(map(parse, rank.agent.notes["decode"])), TransferStatus()
+    status.expects_state = has_state
+    for note in told:
+        assert not status.finished_writers() and note.room == ROOM
+        status.take(note, 1)
+    assert status.finished_writers() == {rank.side.rank}
+    if in_note:
+        (note,) = told
+        assert note.kind == "done"
+        assert list(note.metadata) == [bytes(buffer[SLOTS[0]]) for _, buffer in rank.side.metadata]
+
+
+@pytest.mark.hazard("foreign-geometry")
+@pytest.mark.parametrize("start_layer", [0, 2, 4])
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_a_pipeline_stage(monkeypatch: pytest.MonkeyPatch, is_mla: bool, start_layer: int) -> None:
+    """Guards against layers of another stage, of KV or of state, and values taken from where
+    another number of layers puts them: decode holds all six layers, this stage two."""
+    rank = rank_of(monkeypatch, "latent" if is_mla else "of equal size")
+    rank.manager.pp_size, args = 3, rank.side.args
+    args.prefill_start_layer, args.state_type = start_layer, "nsa" if is_mla else "mamba"
+    keys, values = ([base + 2**20 * layer for layer in range(6)] for base in (2**50, 2**51))
+    rank.decode["decode"].args.state_data_ptrs = keys if is_mla else keys[:2]
+    rank.manager.forget_peer("decode")
+    rank.register("decode", kv=keys if is_mla else keys + values)
+    sender = started(rank, [0], in_note=True, state=[0])
+    sender.send(pages(0), [0])
+    rank.tick(0.25)
+    found = [[address for address, *_ in each.destinations] for each in rank.agent.handles]
+    mine = slice(start_layer, start_layer + 2)
+    assert found == [
+        keys[mine] + ([] if is_mla else values[mine]),
+        keys[mine] if is_mla else keys[:2],
+    ]
+
+
 @pytest.mark.parametrize("ranks", ["to the last of two", "from the last of two"])
-def test_slices_are_prepared_once(ranks: str) -> None:
+def test_slices_are_prepared_once(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
     """Guards against a row a token a buffer for each chunk, a million for a long one, against a
     list for each chunk, and against lists of a peer that was loaded anew."""
-    bench = bench_of(ranks)
+    rank = rank_of(monkeypatch, ranks)
     for first in range(3):
-        pages = [first, first + 5, first + 3]
-        assert_moved(bench, pages=pages, to=pages[::-1], is_last=False)
-    assert bench.agent.calls["make_prepped_xfer"] == 3
-    assert bench.agent.calls["prep_xfer_dlist"] == 2
-    bench.peers.forget("decode")
-    bench.peers.add(bench.decode.info("decode"))
-    assert_moved(bench, pages=[1], to=[2], is_last=False)
-    assert bench.agent.calls["prep_xfer_dlist"] == 3
-    assert bench.agent.calls["get_xfer_descs"] == bench.agent.calls["initialize_xfer"] == 0
+        own = [first, first + 5, first + 3]
+        serve(rank, own, own[::-1], in_note=True)
+    calls = rank.agent.calls
+    assert (calls["make_prepped_xfer"], calls["prep_xfer_dlist"]) == (3, 2)
+    rank.manager.forget_peer("decode")
+    rank.register("decode")
+    serve(rank, [1], [2], in_note=True)
+    assert calls["prep_xfer_dlist"] == 3
+    assert calls["get_xfer_descs"] == calls["initialize_xfer"] == 0
+
+
+#: With these costs the form depends on what is counted: a descriptor a run, or one a page (where
+#: heads are cut out of them, one a token), in each of 4 buffers.
+CHOICES = [
+    ("of equal size", "0,1,7.5,0", "prepared"),
+    ("of equal size", "0,1,8.5,0", "ranges"),
+    ("of equal size", "15.5,0,0,1", "ranges"),
+    ("of equal size", "16.5,0,0,1", "prepared"),
+    ("to the last of two", "0,1,63.5,0", "prepared"),
+    ("to the last of two", "0,1,64.5,0", "ranges"),
+    ("to the last of two", "63.5,0,0,1", "ranges"),
+    ("to the last of two", "64.5,0,0,1", "prepared"),
+]
 
 
 @pytest.mark.hazard("drained-per-request")
-@pytest.mark.parametrize("form", Form, ids=lambda form: form.value)
-@pytest.mark.parametrize(
-    ("ranks", "pages", "runs"),
-    [("of equal size", 4, 2), ("to the last of two", 4 * PAGE, 4 * PAGE)],
-    ids=["pages", "slices"],
-)
+@pytest.mark.parametrize(("ranks", "costs", "form"), CHOICES)
 def test_numbers_of_a_delivery(
-    monkeypatch: pytest.MonkeyPatch, ranks: str, pages: int, runs: int, form: Form
+    monkeypatch: pytest.MonkeyPatch, moved: list[Moved], ranks: str, costs: str, form: str
 ) -> None:
-    """Guards against a measured choice that is fed with something else than was measured, a
-    descriptor for each page where neighbours can be merged, a delivery that is counted in pages
-    where each token of them is a descriptor, counting what decode already had or what was not
-    sent, and taking time on the wire for time of a post."""
-    bench, asked, seen = bench_of(ranks), [], []
-    monkeypatch.setattr(descriptors, "choose", lambda **numbers: asked.append(numbers) or form)
-    bench.stats.posted = lambda **numbers: seen.append(numbers)  # type: ignore[method-assign]
+    """Guards against a choice by other costs than this machine's, or that is fed with something
+    else than was measured, a descriptor for each page where neighbours can be merged, counting what
+    decode already had or what was not sent, and taking time on the wire for time of a post."""
+    ticks, posted, transported = itertools.count(), [], []
+    clocked = functools.partial(backend.NixlBackend, clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(prefill, "NixlBackend", clocked)
+    rank = rank_of(monkeypatch, ranks, costs)
+    stats = rank.manager.transfer_stats
+    stats.posted, stats.transported = lambda **numbers: posted.append(numbers), transported.append
     before = STATS.totals["kv_transfer_sent_bytes"]
-    handles = assert_moved(bench, pages=[2, 3, 4, 7], to=[4, 5, 6, 1])
-    of_all = {"has_prepared": True, "costs": descriptors.COSTS}
-    assert asked == [
-        {"buffers": 4, "pages": pages, "runs": runs, **of_all},
-        {"buffers": 3, "pages": 1, "runs": 1, **of_all},
-    ]
-    kv = 4 * sum(bench.prefill.args.kv_item_lens) // (1 if ranks == "of equal size" else 2)
+    handles = serve(rank, [2, 3, 4, 7], [4, 5, 6, 1])
+    assert handles[0].is_prepared == (form == "prepared")
+    whole = ranks == "of equal size"
+    kv = 4 * sum(rank.side.args.kv_item_lens) // (1 if whole else 2)
     assert STATS.totals["kv_transfer_sent_bytes"] - before == kv
-    (numbers,) = seen
-    assert numbers["moved"] == kv + sum(bench.prefill.args.aux_item_lens)
-    sent = 4 * (runs if form is Form.RANGES else pages) + 3
-    assert sum(len(handle.sources) for handle in handles) == numbers["descriptors"] == sent
+    (event,), (numbers,) = moved, posted
+    assert event.bytes == numbers["moved"] == kv + sum(rank.side.args.aux_item_lens)
+    sent = 4 * ((2 if form == "ranges" else 4) if whole else 4 * PAGE) + 3
+    assert sum(len(handle.sources) for handle in handles) == sent
+    assert event.descriptors == numbers["descriptors"] == sent
     # The clock moves by a second each time it is asked: once in each build, once in each post.
+    assert (event.build_s, event.post_s, event.wire_s) == (2.0, 2.0, 1.0)
     assert (numbers["build_s"], numbers["post_s"]) == (2.0, 2.0)
+    assert transported == [0.0015] * 2
+
+
+#: Ranks, what this rank says of itself, what decode registers, what is sent, and the complaint.
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ("of equal size", {}, {}, {"pages": [12]}, "page 12 of a pool of 12"),
+    ("to the last of two", {}, {}, {"pages": [12]}, "page 12 of a pool of 12"),
+    ("of equal size", {}, {}, {"slot": 5}, "page 5 of a pool of 5"),
+    ("of equal size", {}, {}, {"slot": 5, "in_note": True}, "metadata slot 5 is not"),
+    ("of equal size", {}, {}, {"state": ((6,), (0,))}, "page 6 of a pool of 6"),
+    ("of equal size", {}, {}, {"state": ((1, 2), (3,))}, "2 pages of state, .* decode listed 1"),
+    ("of equal size", {}, {}, {"state": ((1,), ())}, "1 pages of state.* listed 0"),
+    ("of equal size", {"state_type": "none"}, {}, {"state": STATE}, "of the kind 'none'"),
+    ("latent", {"state_type": "new"}, {}, {"state": STATE}, "of the kind 'new'"),
+    (
+        "to the first of two", {}, {}, {"state": STATE},
+        "'mamba' needs equal tensor parallel sizes, not 1 on prefill and 2",
+    ),
+    ("latent", {}, {}, {"state": STATE}, "'mamba' needs equal tensor parallel sizes"),
+    (
+        "to the last of two", {"state_type": "swa"}, {}, {"state": STATE},
+        "'swa' needs equal tensor parallel sizes",
+    ),
+    ("of equal size", {}, {"kv": [2**64 - 8] * 4}, {}, "does not fit into 64 bits"),
+    ("to the last of two", {}, {"kv": [2**64 - 8] * 4}, {}, "does not fit into 64 bits"),
+    ("to the last of two", {}, {"item": PAGE * KEY_BYTES}, {}, "do not fit into decode's pages"),
+    (
+        "to the last of two", {}, {"item": 2 * PAGE * KEY_BYTES + 1}, {},
+        "do not fit into decode's pages",
+    ),
+    ("to the last of three", {}, {}, {}, "4 KV heads cannot be laid out"),
+]  # fmt: skip
 
 
 @pytest.mark.hazard("lists-cut-to-fit")
-@pytest.mark.parametrize("is_stock", [False, True])
-@pytest.mark.parametrize(
-    ("ranks", "chunk", "text"),
-    [
-        ("of equal size", {"pages": [1, 2], "to": [3, -1]}, "page -1 of a pool of"),
-        ("of equal size", {"pages": [12], "to": [3]}, "page 12 of a pool of 12"),
-        ("to the last of two", {"pages": [12], "to": [3]}, "page 12 of a pool of 12"),
-        ("of equal size", {"pages": [1], "to": [3], "slots": (5, 0)}, "page 5 of a pool of 5"),
-        ("of equal size", {"state": ((6,), (0,))}, "page 6 of a pool of 6"),
-        (
-            "of equal size",
-            {"state": ((1, 2), (3,))},
-            "2 pages of state, and decode rank decode listed 1",
-        ),
-        (
-            "of equal size",
-            {"pages": [1], "to": [3], "state": ((1,), ())},
-            "1 pages of state.* listed 0",
-        ),
-        (
-            "to the first of two",
-            {"pages": [1], "to": [3], "state": ((1,), (2,))},
-            "equal tensor parallel sizes, not 1 .* 2",
-        ),
-        # What a stock peer does not say, NIXL refuses:
-        ("of equal size", {"pages": [1], "to": [17]}, "page 17 of a pool of 17"),
-        ("to the last of two", {"pages": [1], "to": [17]}, "page 17 of a pool of 17"),
-        ("of equal size", {"slots": (0, 5)}, "page 5 of a pool of 5"),
-    ],
-)
-def test_what_does_not_fit(ranks: str, chunk: dict[str, Any], text: str, is_stock: bool) -> None:
-    """Guards against writing outside a pool, whole pages or heads of their tokens, against state
-    that is cut to fit or of other heads; and against metadata, without which decode never takes
-    the room, that go all the same."""
-    if is_stock and ("17" in text or chunk.get("slots") == (0, 5)):
-        return
-    bench, posted = bench_of(ranks), []
-    with pytest.raises(TransferError, match=text) as caught:
-        for each in bench.backend.post(bench.chunk(**chunk, is_stock=is_stock), "decode"):
-            posted.append(each)
-    assert caught.value.reason is Reason.MISMATCH
-    assert {each.handle.memory for each in posted} <= {"VRAM"}
-    bench.finish(posted)
-    bench.check()
+@pytest.mark.parametrize(("ranks", "ours", "theirs", "sent", "text"), REFUSED)
+def test_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: str,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    sent: dict[str, Any],
+    text: str,
+) -> None:
+    """Guards against reading or writing outside a pool, a peer's numbers that wrap around into
+    other memory or put heads beside its tokens, state that is cut to fit, of another kind or of
+    other heads; and against metadata, without which decode never takes the room, that go all the
+    same."""
+    rank = rank_of(monkeypatch, ranks.replace("three", "two"))
+    if "three" in ranks:
+        rank.decode["decode"].size, rank.decode["decode"].rank = 3, 0
+    rank.side.args.__dict__.update(ours)
+    rank.manager.forget_peer("decode")
+    rank.register("decode", **theirs)
+    state, failures = sent.get("state", ((), ())), STATS.failures[Reason.MISMATCH]
+    sender = rank.sender(ROOM)
+    rank.announce(ROOM, [3], state=state[1], in_note=sent.get("in_note", False))
+    sender.init(1, sent.get("slot", 0))
+    sender.send(pages(*sent.get("pages", [1])), list(state[0]))
+    rank.finish()
+    assert sender.poll() == KVPoll.Failed and STATS.failures[Reason.MISMATCH] == failures + 1
+    assert rank.agent.notes["decode"] == []
+    with pytest.raises(RuntimeError, match=text):
+        sender.failure_exception()
+    rank.check()
 
 
 @pytest.mark.parametrize("why", ["too much", "not in host memory"])
@@ -261,46 +375,12 @@ def test_metadata_that_cannot_go_in_a_note(monkeypatch: pytest.MonkeyPatch, why:
     """Guards against hidden states of some models in a message that is made for a few kilobytes;
     and against reading an address of the GPU, which ends the process: SGLang puts metadata there
     for one kind of memory pool."""
-    monkeypatch.setattr(backend, "read_memory", lambda *_: pytest.fail("read on the host"))
     if why == "too much":
         monkeypatch.setattr(wire, "MOST_METADATA", 10)
     else:
         monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
-    bench = Bench()
-    made = bench.chunk(pages=[1], to=[3], in_note=True)
-    posted = bench.post(made)
-    assert [each.handle.memory for each in posted] == ["VRAM", "DRAM"]
-    bench.finish(posted)
-    bench.backend.complete(made)
-    assert [parse(note).kind for note in bench.agent.notes["decode"]] == ["kv", "aux"]
-
-
-def test_a_metadata_slot_that_cannot_be() -> None:
-    """Guards against a copy from beyond the metadata buffers."""
-    bench = Bench()
-    with pytest.raises(TransferError, match="metadata slot 5 is not"):
-        bench.backend.complete(bench.chunk(slots=(5, 1), in_note=True))
-    assert bench.agent.notes["decode"] == [] and bench.users() == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "costs"),
-    [(None, descriptors.COSTS), ("10, 0.5,0,2e-3", descriptors.Costs(10.0, 0.5, 0.0, 0.002))],
-)
-def test_costs_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, costs: descriptors.Costs
-) -> None:
-    """Guards against constants of another machine where an operator gave this one's."""
-    if given is not None:
-        monkeypatch.setenv(DESCRIPTOR_COSTS.name, given)
-    asked: list[descriptors.Costs] = []
-    rank = PrefillRank(monkeypatch)
-    monkeypatch.setattr(
-        descriptors, "choose", lambda **numbers: asked.append(numbers["costs"]) or Form.RANGES
-    )
-    rank.announce(ROOM, [10])
-    sender = rank.sender(ROOM)
-    sender.init(1, 3)
-    sender.send(np.array([5], np.int32))
-    rank.finish()
-    assert set(asked) == {costs}
+    rank = rank_of(monkeypatch, "of equal size")
+    monkeypatch.setattr(backend, "read_memory", lambda *_: pytest.fail("read on the host"))
+    handles = serve(rank, [1], [3], in_note=True)
+    assert [handle.memory for handle in handles] == ["VRAM", "DRAM"]
+    assert [parse(note).kind for note in rank.agent.notes["decode"]] == ["kv", "aux"]

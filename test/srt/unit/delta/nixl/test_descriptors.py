@@ -199,15 +199,6 @@ def test_different_numbers_of_pages() -> None:
             runs_of(np.arange(ours), np.arange(theirs))
 
 
-def test_no_pages() -> None:
-    """Guards against a full prefix hit that raises or moves something."""
-    some = pool((8, 8), 4, 4096)
-    nothing = np.empty(0, np.int32)
-    ours, theirs = ranges(some, some, runs_of(nothing, nothing))
-    assert ours.shape == theirs.shape == (0, 3)
-    assert select(some, nothing).shape == (0,)
-
-
 @pytest.mark.hazard("foreign-geometry")
 @example(buffers=2, slots=2**30, page=2**30 - 1)
 @example(buffers=2**11, slots=2**20, page=2**20 - 1)

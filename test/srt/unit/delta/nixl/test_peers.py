@@ -185,40 +185,6 @@ def test_nixl_cannot_forget_it(scene: Scene, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.hazard("racing-peer-tables")
-@pytest.mark.parametrize("rounds", [300])
-def test_threads(scene: Scene, rounds: int) -> None:
-    """Guards against a count of users that goes wrong between the reader and the workers: below
-    zero, or never back to it."""
-    lowest: list[int] = []
-
-    def use() -> None:
-        for _ in range(rounds):
-            try:
-                peer = scene.peers.hold("d")
-            except TransferError:
-                continue
-            lowest.append(scene.peers.share(peer).users)
-            scene.peers.release(peer)
-            scene.peers.release(peer)
-            lowest.append(peer.users)
-
-    def come_and_go() -> None:
-        for _ in range(rounds):
-            scene.peers.add(info())
-            scene.peers.forget("d")
-
-    with ThreadPoolExecutor(6) as threads:
-        futures = [threads.submit(use) for _ in range(4)]
-        futures += [threads.submit(come_and_go) for _ in range(2)]
-        for future in futures:
-            future.result()
-    assert min(lowest, default=0) >= 0
-    scene.peers.add(info("e"))
-    scene.use("e")
-    scene.check("e")
-
-
-@pytest.mark.hazard("racing-peer-tables")
 def test_peers_change_between_posts(scene: Scene) -> None:
     """Guards against a change of NIXL's peers that waits for a post inside NIXL, where a release by
     a third thread waits for both with the interpreter's lock; against a post that begins meanwhile;
@@ -308,59 +274,21 @@ def test_lists_go_with_their_peer(scene: Scene) -> None:
     waits for the posts of others to do so, with the interpreter's lock."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
-    held = scene.peers.hold("d")
-    kept, alone = held.lists.get("VRAM", POOL), list[bool]()
-    weakref.finalize(held.lists.get("DRAM", POOL), lambda: alone.append(scene.peers._is_changing))
+    held, order = scene.peers.hold("d"), list[str]()
+    kept = held.lists.get("VRAM", POOL)
+    weakref.finalize(held.lists.get("DRAM", POOL), order.append, "released")
+    scene.agent.before["remove_remote_agent"] = lambda: order.append("removed")
     scene.agent.lists.clear()  # a note of the fake's
     scene.peers.forget("d")
     scene.peers.release(held)
     del held
-    assert alone == []
-    scene.use("e")
-    assert alone == [True] and kept.entries
+    assert order == []
+    scene.use("e")  # between the posts
+    assert order == ["released", "removed"] and kept.entries
     scene.check("e")
 
 
 # ---- prepared lists ----
-
-
-def test_prepared_once_by_whoever_comes_first() -> None:
-    """Guards against preparing a list for every worker: that takes a second for a large pool."""
-    agent = FakeAgent(peers={"d": object()})
-    lists = PreparedLists(agent, "d")
-    all_here, second = threading.Barrier(8), threading.Event()
-
-    def prepare() -> None:
-        """It takes so long that a second one would begin meanwhile."""
-        if agent.calls["prep_xfer_dlist"] == 1:
-            second.wait(0.1)
-        else:
-            second.set()
-
-    agent.before["prep_xfer_dlist"] = prepare
-
-    def get(_: int) -> Any:
-        all_here.wait()
-        return lists.get("VRAM", POOL)
-
-    with ThreadPoolExecutor(8) as threads:
-        found = set(map(id, threads.map(get, range(8))))
-    assert len(found) == 1 and agent.calls["prep_xfer_dlist"] == 1
-    assert lists.get("DRAM", POOL) is not lists.get("VRAM", POOL)
-    assert agent.calls["prep_xfer_dlist"] == 2
-
-
-@pytest.mark.parametrize("owner", [OURS, "d"])
-@pytest.mark.parametrize("error", [ValueError(), TypeError()])
-def test_an_older_nixl(owner: str, error: Exception) -> None:
-    """Guards against losing prepared lists, or a list of other memory, where the short form is not
-    known."""
-    agent, older = (FakeAgent(peers={"d": object()}) for _ in range(2))
-    older.script["prep_xfer_dlist"].append(error)
-    new, old = (PreparedLists(each, owner).get("VRAM", POOL) for each in (agent, older))
-    assert new is not None and old is not None
-    assert new.entries == old.entries and len(old.entries) == 10
-    assert (new.owner, new.memory) == (old.owner, old.memory) == (owner.strip(OURS), "VRAM")
 
 
 def test_lists_that_cannot_be_prepared(caplog: pytest.LogCaptureFixture) -> None:

@@ -152,7 +152,8 @@ class MooncakeRank:
         patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
         patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", str(DOUBT_S))
         patch.setattr(mooncake, "time", SimpleNamespace(monotonic=self.clock))
-        self.manager: Any = bare.prefill("mooncake")
+        self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
+        self.manager: Any = bare.prefill("mooncake", self.sockets)
         for side in (self.side, theirs):
             side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")
         self.manager.__dict__.update(
@@ -162,8 +163,6 @@ class MooncakeRank:
         self.manager.start_reader = lambda take, tick: self.__dict__.update(_take=take, _tick=tick)
         self.manager.start_prefill_thread()
         self.manager.chunk_deadlines = ChunkDeadlines(TRANSFER_TIMEOUT_S, self.clock)
-        self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
-        self.manager.decode_ranks._sockets = self.manager.decode_ranks._strangers = self.sockets
         self.queue = SimpleNamespace(chunks=[])
         self.queue.put = self.queue.chunks.append
         self.manager.transfer_queues = [self.queue]

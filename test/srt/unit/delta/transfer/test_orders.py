@@ -1,4 +1,5 @@
-"""A room on a prefill rank of each backend, in every order of what may happen to it."""
+"""A room on a prefill rank of each backend, in every order of what may happen to it; and one on two
+ranks that share its pages."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from unit.delta.transfer.ranks import TRANSFER_TIMEOUT_S
+from unit.delta.transfer.ranks import RANKS, TRANSFER_TIMEOUT_S
 from unit.delta.transfer.steps import BROKEN, arrived, failure_of, pages, started
 
 ENDS = (KVPoll.Success, KVPoll.Failed)
@@ -88,3 +90,29 @@ def test_every_order(rank: Any, causes: tuple[str, ...]) -> None:
             live(rank, room, order)
         except AssertionError as error:
             raise AssertionError(order) from error
+
+
+@pytest.mark.hazard("bad-kv-in-tree")
+@pytest.mark.parametrize("backend", RANKS)
+def test_each_page_is_sent_by_one_rank_of_a_context_parallel_group(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against pages that no rank sends: each says that it is done, and decode shares what
+    was in its pages before. SGLang's own function takes the pages of a chunk for neighbours."""
+    chunks = [[30, 31, 7, 9], [3, 20, 4]]  # of a tree that has been used
+    arrived_at: list[int] = []
+    for number in range(2):
+        rank = RANKS[backend](monkeypatch)
+        rank.manager.attn_cp_size, rank.manager.attn_cp_rank = 2, number
+        rank.manager.enable_all_cp_ranks_for_transfer = True
+        sender = started(rank, count=7)
+        for chunk in chunks:
+            sender.send(pages(*chunk))
+        rank.finish()
+        assert sender.poll() == KVPoll.Success
+        (_, source), (_, target) = rank.side.kv[0], rank.decode["decode"].kv[0]
+        for at, page in enumerate([*chunks[0], *chunks[1]]):
+            arrived_at += [at] * np.array_equal(target[10 + at], source[page])
+        rank.clear(sender)
+        rank.close()
+    assert sorted(arrived_at) == list(range(7))
