@@ -250,23 +250,14 @@ class Pair:
             assert {end.poll() for _ in range(3)} == {KVPoll.Success}
             end.clear()
 
-    @property
-    def rooms(self) -> Any:
-        """Prefill's table of rooms."""
-        return self.prefill.manager.rooms
-
     # ---- what became of them ----
 
     @staticmethod
-    def failure(endpoint: Any) -> Exception:
+    def reason(endpoint: Any) -> str:
         """What the scheduler is told of a failed room; its entries are gone after that."""
         with pytest.raises(Exception) as told:
             endpoint.failure_exception()
-        return told.value
-
-    def reason(self, endpoint: Any) -> str:
-        """The same as a text."""
-        return str(self.failure(endpoint))
+        return str(told.value)
 
     @staticmethod
     def sent() -> int:
@@ -281,12 +272,6 @@ class Pair:
     def leftovers(self) -> list[str]:
         """Entries of rooms, of which there must be none."""
         return [*idle_rooms(self.prefill.manager), *idle_rooms(self.decode.manager)]
-
-    def wipe(self) -> None:
-        """Empty decode's memory, to see what arrives."""
-        for layer in (*self.decode.kv, *self.decode.index):
-            layer.zero_()
-        self.decode.aux.zero_()
 
     def arrived(self, source: list[int], target: list[int], *, index: bool = False) -> bool:
         """Whether decode's memory holds exactly ``source`` pages at ``target``, nothing else; with

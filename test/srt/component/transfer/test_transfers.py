@@ -142,7 +142,7 @@ def test_announced_before_the_request(pair: Pair) -> None:
     room = pair.next_room()
     receiver = pair.receiver(room)
     receiver.announce(pages(4), 5, prefix_len=0)
-    until(lambda: room in pair.rooms.numbers(), "announcement")
+    until(lambda: room in pair.prefill.manager.rooms.numbers(), "announcement")
     assert room not in pair.prefill.manager.request_status, "left behind if its request never comes"
     sender = pair.sender(room)
     assert sender.poll() == KVPoll.WaitingForInput
@@ -243,8 +243,10 @@ def test_decode_gives_it_up(pair: Pair, stage: str, by: str) -> None:
     deferred.stop_following()
 
 
+@pytest.mark.hazard("late-notification", "room-number-reused")
 def test_decode_gives_it_up_when_all_was_sent(pair: Pair) -> None:
-    """Guards against pages held for their whole bound though nothing can be written any more."""
+    """Guards against pages held for their whole bound though nothing can be written any more, and
+    against such a room's completion counting for the next one."""
     sender, receiver = pair.ready_room(4)
     sender.send(pages(30))
     until(lambda: sender.poll() == KVPoll.Success, "sender")
@@ -255,6 +257,8 @@ def test_decode_gives_it_up_when_all_was_sent(pair: Pair) -> None:
     if deferred is not None:
         until(deferred.is_drained, "drained")
         deferred.stop_following()
+    pair.serve(31, 6)
+    assert pair.arrived([30, 31], [4, 6])
 
 
 def test_decode_gives_it_up_before_its_request_came(pair: Pair) -> None:
@@ -266,21 +270,6 @@ def test_decode_gives_it_up_before_its_request_came(pair: Pair) -> None:
     until(lambda: sender.poll() == KVPoll.Failed, "withdrawal")
     assert "decode cancelled it: the client went away" in pair.reason(sender)
     receiver.clear()
-
-
-@pytest.mark.hazard("late-notification", "room-number-reused")
-def test_a_late_completion_counts_for_no_other_room(pair: Pair) -> None:
-    """Guards against entries of rooms that were aborted and cleared, and against such a room's
-    completion counting for the next one."""
-    sender, receiver = pair.ready_room(4)
-    receiver.abort()
-    assert pair.reason(receiver)
-    sender.send(pages(30))  # its completion finds no room
-    until(lambda: sender.poll() == KVPoll.Success, "sender")
-    sender.clear()
-    pair.wipe()
-    pair.serve(31, 6)
-    assert pair.arrived([31], [6])
 
 
 @pytest.mark.hazard("exception-ends-worker")
