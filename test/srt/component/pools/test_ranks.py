@@ -1,47 +1,81 @@
-"""Head slices between ranks of unequal numbers, over real NIXL agents and Mooncake engines."""
+"""SGLang's own KV pools over real NIXL agents and Mooncake engines: a room of each kind of pool,
+and head slices between ranks of unequal numbers."""
 
 from __future__ import annotations
 
-from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
 from component import programs
-from component.pools.memory import RANK_LAYOUTS
+from component.pools.memory import CASES, RANK_LAYOUTS
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.delta.pages import sources_of
 
-#: Backends, NIXL with both forms of its descriptors.
-ARMS = ("nixl_ranges", "nixl_prepared", "mooncake")
 
-
-@cache
-def printed(backend: str) -> str:
+@pytest.fixture(scope="module", params=["nixl", "mooncake"])
+def printed(request: pytest.FixtureRequest) -> str:
     """What the program printed with this backend."""
-    return programs.run(__file__, "program_ranks.py", backend)
-
-
-@pytest.fixture(params=ARMS)
-def arm(request: pytest.FixtureRequest) -> str:
-    """One of ``ARMS``."""
     if request.param == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
-    name: str = request.param
-    return name
+    return programs.run(__file__, "program.py", request.param)
 
 
 @pytest.mark.hazard("unequal-tensor-parallelism")
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(("prefill", "decode", "heads"), RANK_LAYOUTS)
 def test_unequal_ranks_move_their_heads(
-    arm: str, prefill: int, decode: int, heads: int, page: int
+    printed: str, prefill: int, decode: int, heads: int, page: int
 ) -> None:
-    """Guards against heads at another rank's place, in either form, against lists that NIXL does
-    not prepare, against replicas missed or written over one another (SGLang sends rank r of 4 head
-    r % 2 of 2), and against a NIXL rank that sends nothing and says nothing: decode waits for every
-    one."""
-    said = printed(arm.partition("_")[0])
-    programs.passed(said, f"{arm}_{prefill}_{decode}_heads_{heads}_{page}")
+    """Guards against heads at another rank's place, in either form of NIXL's descriptors (one for
+    each page size), against lists that NIXL does not prepare, against replicas missed or written
+    over one another (SGLang sends rank r of 4 head r % 2 of 2), and against a rank that sends
+    nothing and says nothing: decode waits for every one."""
+    programs.passed(printed, f"{prefill}_{decode}_heads_{heads}_{page}")
 
 
-def test_slices_of_values_shorter_than_keys(arm: str) -> None:
+def test_slices_of_values_shorter_than_keys(printed: str) -> None:
     """Guards against values that are cut and placed by the length of keys."""
-    programs.passed(printed(arm.partition("_")[0]), f"{arm}_short_values")
+    programs.passed(printed, "short_values")
+
+
+@pytest.mark.parametrize("prefill_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("decode_size", [1, 2, 4, 8])
+def test_sources_are_those_that_sglang_connects(prefill_size: int, decode_size: int) -> None:
+    """Guards against a mapping of ours that differs from SGLang's: a rank that was told to send
+    nothing would hold heads that nobody else sends, or decode would not wait for one that writes.
+    """
+    info = PrefillServerInfo(
+        attn_tp_size=prefill_size,
+        attn_cp_size=1,
+        dp_size=1,
+        pp_size=1,
+        page_size=1,
+        kv_cache_dtype=None,
+        follow_bootstrap_room=False,
+    )
+    for rank in range(decode_size):
+        manager = SimpleNamespace(
+            attn_tp_size=decode_size,
+            attn_cp_size=1,
+            attn_cp_rank=0,
+            pp_size=1,
+            pp_rank=0,
+            kv_args=SimpleNamespace(engine_rank=rank),
+            is_mla_backend=False,
+            enable_all_cp_ranks_for_transfer=False,
+        )
+        CommonKVManager._resolve_rank_mapping(manager, info)
+        sources = sources_of(rank, prefill_size, decode_size)
+        assert info.target_tp_ranks[: len(sources)] == list(sources)
+        assert info.target_tp_rank == sources[0]
+        assert info.required_prefill_response_num == len(sources)
+
+
+@pytest.mark.parametrize(("pool", "page"), CASES)
+def test_a_room_moves_its_pages_byte_for_byte(printed: str, pool: str, page: int) -> None:
+    """Guards against pools that are not keys and values of one shape: latent buffers, bytes stored
+    for fp8, values shorter than keys, an index beside latent buffers. A delta, a full hit and a
+    whole prompt, scattered, in chunks; no byte outside the announced pages may change, and the
+    bytes counted are those of the KV moved."""
+    programs.passed(printed, f"{pool}_{page}")
