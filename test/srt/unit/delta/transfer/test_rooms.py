@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -176,42 +175,6 @@ def test_a_second_request_of_its_number(rank: Any, stage: str) -> None:
 
 
 # ---- what else it does ----
-
-
-def test_a_life(rank: Any) -> None:
-    """Guards against success that is said before decode has everything, and against metadata of
-    another slot."""
-    sender, was = started(rank), rank.decode["decode"].snapshot()
-    for page in (5, 6):
-        assert sender.poll() == KVPoll.WaitingForInput and rank.heard(ROOM) == []
-        sender.send(pages(page))
-        rank.tick(0.25)
-        rank.settle()
-    rank.finish()
-    assert [sender.poll() for _ in range(3)] == [KVPoll.Success] * 3
-    assert rank.heard(ROOM) == ["complete"] and arrived(rank, was, 10, 11)
-    for (_, source), (_, target) in zip(
-        rank.side.metadata, rank.decode["decode"].metadata, strict=True
-    ):
-        assert np.array_equal(target[2], source[3])
-    rank.clear(sender)
-
-
-@pytest.mark.hazard("full-hit-without-metadata")
-def test_a_full_hit(rank: Any) -> None:
-    """Guards against a room that is never done because it has no pages, and against one that is
-    done before its metadata arrived."""
-    sender, was = rank.sender(ROOM), rank.decode["decode"].snapshot()
-    rank.announce(ROOM, [], prefix=8)
-    sender.init(2, 3)
-    assert sender.num_kv_indices == 0
-    sender.send(pages())
-    rank.tick(0.25)
-    assert sender.poll() != KVPoll.Success and rank.heard(ROOM) == []
-    rank.finish()
-    assert sender.poll() == KVPoll.Success and rank.heard(ROOM) == ["complete"]
-    assert arrived(rank, was)
-    rank.clear(sender)
 
 
 @pytest.mark.hazard("late-word-revives-room")
