@@ -118,7 +118,7 @@ class Cache:
             "settings": limits,
             "alone": alone,
         }
-        fresh["copier"] = SlowCopier(self)
+        fresh["copier"] = SlowCopier(self, context.copier)
         self.buffer = self.tree.buffer = Pipelines(Context(**fresh), reduce_min, lambda: self.now)
         self.stage = self.buffer.context.stage
         #: Staging pages that the test itself holds, and whether its copies last.
@@ -371,23 +371,23 @@ class Later:
             copy()
 
 
-class SlowCopier(Copier):
+class SlowCopier:
     """Copies at once, or, while ``cache.slow``, later: what it reads or writes must still be there
     then."""
 
-    def __init__(self, cache: Cache) -> None:
-        super().__init__(cache.tree.cache_controller, lambda: None)
-        self._cache = cache
+    def __init__(self, cache: Cache, copier: Copier) -> None:
+        self._cache, self._copier = cache, copier
 
     def to_stage(self, pairs: Any) -> Any:
-        event = Later(self._cache, lambda: Copier.to_stage(self, pairs))
+        event = Later(self._cache, lambda: self._copier.to_stage(pairs))
         event.query()
         return event
 
     def to_device(self, pairs: Any) -> Any:
-        event = Later(self._cache, lambda: Copier.to_device(self, pairs))
+        event = Later(self._cache, lambda: self._copier.to_device(pairs))
         event.query()
-        return event, max(0, self._controller.layer_done_counter.producer_index)
+        counter = self._cache.tree.cache_controller.layer_done_counter
+        return event, max(0, counter.producer_index)
 
 
 def tags(tokens: Sequence[int], extra_key: str | None = None) -> torch.Tensor:

@@ -317,24 +317,6 @@ def test_a_store_that_takes_a_part_of_each_backup():
     assert copies.call_count - before > 50 and cache.now < 4, "it is not waited for any more"
 
 
-def test_what_waits_for_a_store_that_takes_a_part_is_not_forgotten():
-    """It takes more soon: a flush that may wait would throw away what waits meanwhile. For one
-    that takes nothing, or is down, nobody waits."""
-    cache = Cache(pages=8)
-    for number in range(4):
-        cache.compute(prompt(number, 2))
-    for takes, busy in ((1, True), (0, False)):
-        cache.store.takes = takes
-        cache.now += 0.07
-        steps(cache, 5)
-        assert cache.buffer.backups.queue and not cache.buffer.backups.running
-        assert cache.buffer.busy is busy
-    cache.store.takes = None
-    cache.now += 2.0
-    cache.settle()
-    assert not cache.buffer.backups.queue
-
-
 def test_no_copy_for_a_store_that_is_down():
     """What waits stays until the store answers a probe, which comes without any request."""
     cache = Cache()

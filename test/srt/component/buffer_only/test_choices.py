@@ -80,32 +80,6 @@ def test_a_fetch_goes_on_when_the_rest_is_found(alone: bool):
     assert cache.buffer.context.choices == {Choice.FASTER: 1}
 
 
-@pytest.mark.parametrize("how", ["aborted", "gone", "out of time"])
-def test_who_waited_for_the_stage_counts_no_more(how: str):
-    """The next one in line is computed sooner than fetched, unless the first, which computes now,
-    takes longer than a fetch."""
-    first, short = prompt(3, 9), prompt(1, 4)
-    cache = stored(first, short)
-    measured(cache, 0.03)
-    cache.hog()
-    cache.want("first", first)
-    cache.want("r", prompt(2, 6, base=short))
-    steps(cache, 4)
-    if how == "aborted":
-        cache.tree.release_aborted_request("first")
-    elif how == "gone":
-        cache.buffer.prefetches.in_line(["r"])
-    else:
-        assert not cache.tree.check_prefetch_progress("first")
-        cache.step()
-        cache.now += 10.1
-    assert cache.prefetch("r").choice is None
-    cache.step()
-    faster = how == "out of time"
-    assert cache.prefetch("r").choice is (Choice.FASTER if faster else Choice.SLOWER)
-    assert cache.state("r") is (State.FOUND if faster else State.MISSED)
-
-
 def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
     """Those before it compute for longer than its call takes."""
     prompts = {f"r{number}": prompt(number, 5) for number in range(4)}

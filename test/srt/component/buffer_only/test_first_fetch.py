@@ -131,15 +131,3 @@ def test_where_no_step_waits_for_answers(why: str, changes: dict[str, object]):
     cache.buffer.prefetches.in_line(["r"], not changes)
     steps(cache, 1, work=False)
     assert cache.state("r") is State.QUERYING and cache.threads["query"].waits == [], why
-
-
-def test_nobody_waits_for_an_answer_where_the_server_is_full():
-    """Who could have been admitted in an earlier step was not: nobody behind it gets in either."""
-    cache = prompt_store()
-    for number in range(4):
-        if number == 3:  # r0 runs, and nobody is known to be kept out
-            cache.buffer.prefetches.in_line(["r1", "r2"])
-        cache.want(f"r{number}", prompt(number, 5))
-        cache.now += 0.1
-        steps(cache, 1, work=False)
-        assert len(cache.threads["query"].waits) == (1, 1, 1, 2)[number]

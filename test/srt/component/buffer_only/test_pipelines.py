@@ -1,20 +1,16 @@
-"""A prompt through both pipelines; who drives them: SGLang's loops in every iteration, and what one
-step costs."""
+"""A prompt through both pipelines, and what copies wait for."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, nodes
-from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import Copier
+from component.buffer_only.scenes import steps, stored
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 
@@ -36,132 +32,57 @@ def test_evicted_node_by_node_and_read_back():
     assert cache.serve("r", tokens) == 6 * PAGE
 
 
-class Loop:
-    """As much of a scheduler as SGLang's own methods use when they find nothing to run."""
-
-    chunked_req = None
-    enable_hierarchical_cache = True
-    enable_priority_preemption = False
-
-    def __init__(self, cache: Cache, waiting: list[Any], full: bool) -> None:
-        self.tree_cache, self.waiting_queue = cache.tree, waiting
-        self.running_batch = SimpleNamespace(batch_is_full=full, reqs=[])
-        self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
-
-    def process_prefill_chunk(self) -> None: ...
-
-    def maybe_prepare_mlp_sync_batch(self, batch: Any) -> Any:
-        return batch
-
-    def get_new_batch_prefill(self) -> Any:
-        return Scheduler._get_new_batch_prefill_raw(self, None)
+# ---- what copies wait for ----
 
 
-@pytest.mark.hazard("idle-server")
-@pytest.mark.parametrize("prefill_server", [False, True])
-@pytest.mark.parametrize(("waiting", "full"), [([], False), (["a request"], True)])
-def test_every_iteration_is_a_step(prefill_server: bool, waiting: list[str], full: bool):
-    """With nothing to run, and with no room for another request, copies and answers of the store
-    still have to be seen: what waits for them would wait for ever."""
-    cache = Cache()
-    cache.compute(prompt(1, 3))
-    cache.settle()
-    cache.flush()
-    cache.compute(prompt(2, 12))
-    cache.want("r", prompt(1, 3))
-    loop: Any = Loop(cache, waiting, full)
-    if prefill_server:
-        full = loop.running_batch.batch_is_full = False  # its loop resets it
-        loop.waiting_queue = []
-    for _ in range(12):
-        cache.work()
-        if prefill_server:
-            mixin = SchedulerDisaggregationPrefillMixin
-            assert mixin.get_next_disagg_prefill_batch_to_run(loop) is None
-        else:
-            assert loop.get_new_batch_prefill() is None
-    assert cache.state("r") is State.STAGED and len(cache.store.content) == 15
-
-
-@pytest.mark.hazard("launch-per-node")
-def test_a_long_prompt_in_chunks_is_presented_once():
-    """Presented with all its ancestors after every chunk, a prompt of n chunks would cost n * n."""
-    cache = Cache(tokens=200 * PAGE)
-    requested = []
-    request = cache.buffer.backups.request
-    cache.buffer.backups.request = lambda node: requested.append(node) or request(node)
-    tokens = prompt(1, 100)
-    for chunk in range(1, 100):
-        cache.compute(tokens[: chunk * PAGE], chunked=True)
-    assert not requested
-    cache.compute(tokens)
-    assert len(requested) <= 100
-    cache.settle()
-    assert len(cache.store.content) == 100
-
-
-class Order:
-    """Streams and launches, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def stream(self, name: str) -> Any:
-        return SimpleNamespace(
-            name=name, wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}")
-        )
-
-
-def copier(order: Order, *of_scheduler: Any) -> Copier:
-    """One whose launches and waits are noted."""
-    controller = SimpleNamespace(
-        write_stream=order.stream("write"), load_stream=order.stream("load"),
-        write_queue=[], load_queue=[], ack_write_queue=[], ack_load_queue=[],
-    )  # fmt: skip
-    ack = SimpleNamespace(finish_event="event")
-
-    def start_writing() -> None:
-        order.log.append(f"write {len(controller.write_queue)}")
-        controller.ack_write_queue.append(ack)
-
-    def start_loading() -> int:
-        order.log.append(f"load {len(controller.load_queue)}")
-        controller.ack_load_queue.append(ack)
-        return 2
-
-    controller.start_writing, controller.start_loading = start_writing, start_loading
-    return Copier(controller, *of_scheduler)
+def launches(cache: Cache, forward_stream: str | None = "forward") -> list[str]:
+    """Launches of SGLang's controller from now on, and what each one waits for."""
+    log: list[str] = []
+    controller = cache.tree.cache_controller
+    cache.tree.forward_stream = forward_stream
+    for name, launch in (("write", "start_writing"), ("load", "start_loading")):
+        start = getattr(controller, launch)
+        noted = mock.Mock(side_effect=lambda name=name, start=start: log.append(name) or start())
+        setattr(controller, launch, noted)
+        stream = getattr(controller, f"{name}_stream")
+        stream.wait_stream = lambda other, name=name: log.append(f"{name} waits for {other}")
+    return log
 
 
 @pytest.mark.hazard("copy-not-ordered")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_copies_wait_for_the_forward_pass(overlap: bool):
+@pytest.mark.parametrize("forward_stream", ["forward", None])
+def test_copies_wait_for_the_forward_pass(forward_stream: str | None):
     """Launched beside it, a write would store KV that is not computed yet, and a load overwrite
     slots that a batch which still runs writes to."""
-    order = Order()
-    forward = order.stream("forward") if overlap else None
-    found = copier(order, lambda: forward)
-    pair = (torch.arange(4), torch.arange(4))
-    assert found.to_stage([pair, pair]) == "event"
-    assert found.to_device([pair]) == ("event", 2)
-    assert [line for line in order.log if "waits" not in line] == ["write 2", "load 1"]
-    if overlap:
-        assert order.log[::2] == ["write waits for forward", "load waits for forward"]
+    cache = Cache()
+    log = launches(cache, forward_stream)
+    cache.compute(prompt(1, 3))
+    cache.settle()
+    cache.flush()
+    assert cache.serve("r", prompt(1, 3)) == 2 * PAGE
+    if forward_stream:
+        assert log == ["write waits for forward", "write", "load waits for forward", "load"]
+    else:
+        assert log == ["write", "load"]
 
 
 @pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize(
-    ("written", "waits"),
-    [(None, True), ([], False), ([4, 5, 9], False), ([9, 3], True)],
+    ("written", "waits"), [("unknown", 1), ("nothing", 0), ("another's slot", 0), ("its own", 1)]
 )
-def test_a_load_runs_beside_the_batch_that_runs(written: list[int] | None, waits: bool):
+def test_a_load_runs_beside_the_batch_that_runs(written: str, waits: bool):
     """Unless that writes to a slot which a finished request gave back, and the load has now; after
     the load, it would be the running batch's KV there."""
-    order = Order()
-    slots = None if written is None else torch.tensor(written, dtype=torch.int64)
-    pairs = [(torch.arange(2), torch.arange(2)), (torch.arange(2), torch.arange(2, 4))]
-    copier(order, lambda: order.stream("forward"), lambda: slots).to_device(pairs)
-    assert ("load waits for forward" in order.log) is waits
+    cache = stored(prompt(1, 3))
+    cache.compute(prompt(2, 4))
+    held = cache.match(prompt(2, 4)).device_indices
+    others = [slot for slot in range(len(cache.device.k_buffer[0])) if slot not in held.tolist()]
+    slots = {"nothing": held[:0], "another's slot": held, "its own": torch.tensor(others)}
+    cache.want("r", prompt(1, 3))
+    steps(cache, 4)
+    log, cache.tree.written = launches(cache), slots.get(written)
+    cache.admit("r", prompt(1, 3))
+    assert log == ["load waits for forward"] * waits + ["load"]
 
 
 @pytest.mark.parametrize("another_was_faster", [False, True])
@@ -186,16 +107,4 @@ def test_a_load_into_slots_that_the_running_batch_still_reads(another_was_faster
     given_back = cache.allocator.available_size() - free
     cache.tree.dec_lock_ref(req.last_node)
     assert given_back == (len(tokens) if another_was_faster else 0)
-    order = Order()
-    loads = copier(order, lambda: order.stream("forward"), lambda: cache.tree.written)
-    loads.to_device([(torch.arange(PAGE), own[:PAGE])])
-    assert ("load waits for forward" in order.log) is another_was_faster
-
-
-def test_the_schedulers_forward_stream_is_the_one_that_is_waited_for():
-    """It is made after the cache."""
-    cache = Cache()
-    copier = cache.tree._build_context(16).copier
-    assert copier._forward_stream() is None
-    cache.tree.forward_stream, cache.tree.written = "made later", "slots"
-    assert (copier._forward_stream(), copier._written()) == ("made later", "slots")
+    assert (cache.tree.written is None) is another_was_faster, "a load waits where it is not known"

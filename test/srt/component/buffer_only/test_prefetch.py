@@ -4,6 +4,7 @@ and how long the request waits."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -220,15 +221,18 @@ def test_batches_wait_for_the_copy(with_batch: bool):
 
 
 @pytest.mark.hazard("store-exception")
-@pytest.mark.parametrize("method", ["batch_exists", "batch_get_v1", "nonsense"])
+@pytest.mark.parametrize("method", ["batch_exists", "batch_get_v1", "nonsense", "our mistake"])
 def test_a_store_that_fails_costs_a_hit(method: str):
-    """And neither a thread nor a request."""
+    """And neither a thread nor a request, also where it is none of the store's."""
     cache = stored(PROMPT)
     if method == "nonsense":
         cache.store.answer("batch_get_v1", lambda _: method)
+    elif method == "our mistake":
+        cache.buffer.context.store.read = mock.Mock(side_effect=KeyError(method))
     else:
         cache.store.fail(method)
     assert cache.serve("r", PROMPT) == 0
+    vars(cache.buffer.context.store).pop("read", None)
     cache.settle()
     cache.flush()
     assert cache.serve("again", PROMPT) == 8 * PAGE

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
-from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import ALONE, pages_fetched
 from sglang.srt.disaggregation.delta import event_log
@@ -55,19 +54,6 @@ def test_many_requests_with_long_prefixes_on_the_device(stage: int):
     assert cache.buffer.context.counters["prefetch_timeouts"] == 0
 
 
-def test_parked_hits_do_not_keep_others_from_the_store():
-    """However many wait with their pages in the stage, the next one is asked for; with no hit it
-    is ready at once."""
-    prompts = [prompt(number, 2) for number in range(60)]
-    cache = stored(*prompts, pages=200, tokens=200 * PAGE)
-    line = in_line(cache, prompts)
-    steps(cache, 20)
-    assert states(cache, line) == ["STAGED"] * 60
-    cache.want("missing", prompt(99, 5))
-    steps(cache, 2)
-    assert cache.tree.check_prefetch_progress("missing")
-
-
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("late", [False, True])
 def test_first_in_line_is_fetched_first(late: bool):
@@ -88,17 +74,6 @@ def test_first_in_line_is_fetched_first(late: bool):
     assert states(cache, order) == [there, "STAGED", "STAGED", "FOUND"]
     assert cache.stage.used(Direction.PREFETCH) == 12
     assert admit_in_line(cache, order) == 4 * 4 * PAGE
-
-
-def test_a_request_that_is_in_no_queue_any_more():
-    """Whoever ended it, and whether or not anybody was told: it keeps no page."""
-    prompts = [prompt(1, 5), prompt(2, 5)]
-    cache = stored(*prompts)
-    in_line(cache, prompts)
-    steps(cache, 4)
-    assert cache.stage.used() == 8
-    cache.buffer.prefetches.in_line(["r1"])
-    assert cache.prefetch("r0") is None and cache.stage.used() == 4
 
 
 @ALONE
@@ -189,17 +164,6 @@ def test_what_is_asked_again_keeps_nobody_waiting(alone: bool):
 # ---- what a step costs, and what is told ----
 
 
-def test_an_admission_that_sees_what_a_load_needs():
-    """SGLang counts the pages of a hit in the stage before it admits the request: it is told of
-    them, but not of more than the request may take over."""
-    cache = stored(prompt(1, 9))
-    cache.want("r", prompt(1, 9))
-    steps(cache, 4)
-    asked = [("r", 0, 36), ("r", 0, 5 * PAGE + 1), ("r", 3 * PAGE, 36), ("r", 9 * PAGE, 36)]
-    found = [cache.buffer.prefetches.loadable(*each) for each in [*asked, ("other", 0, 36)]]
-    assert found == [8 * PAGE, 5 * PAGE, 5 * PAGE, 0, 0]
-
-
 def test_a_step_with_nothing_new_looks_at_nobody(monkeypatch: pytest.MonkeyPatch):
     """Hits in the stage, hits that it is too full for, those behind one with the same prefix, and
     what the store has not: a thousand that wait would cost each step milliseconds."""
@@ -224,35 +188,6 @@ def test_a_step_with_nothing_new_looks_at_nobody(monkeypatch: pytest.MonkeyPatch
             cache.tree.check_hicache_events()
         assert not any(cache.tree.check_prefetch_progress(rid) for rid in list(line)[5:])
     assert admit_in_line(cache, line) == (6 * 4 + 3 * 5) * PAGE
-
-
-def test_who_waits_is_matched_when_the_tree_has_more_for_it(monkeypatch: pytest.MonkeyPatch):
-    """Every request that ends inserts something: to match all prompts that wait for the stage would
-    take each such step longer than its batch. What the tree has of them is used meanwhile."""
-    base = prompt(1, 4)
-    prompts = [[*prompt(10 + number, 8, base=base), 0] for number in range(6)]
-    cache = stored(*prompts, tokens=200 * PAGE)
-    cache.compute(base)
-    cache.settle()
-    line = in_line(cache, prompts)
-    for _ in range(8):
-        cache.buffer.prefetches.in_line(line)
-        cache.step()
-        waits = [rid for rid in line if not cache.tree.check_prefetch_progress(rid)]
-    assert len(waits) >= 4 and states(cache, waits) == ["FOUND"] * len(waits)
-    (shared,) = nodes(cache.tree)
-    used = shared.last_access_time
-    cache.compute(prompt(99, 2))
-    with monkeypatch.context() as patched:
-        patched.setattr(cache.tree, "match_prefix", lambda params: pytest.fail("one is matched"))
-        assert not any(map(cache.tree.check_prefetch_progress, waits))
-    assert shared.last_access_time > used
-    cache.compute([*line[waits[-1]][:-1], *prompt(99, 1)])  # by another request
-    for _ in range(2):  # SGLang may have found no place for it
-        assert [rid for rid in waits if cache.tree.check_prefetch_progress(rid)] == waits[-1:]
-    cache.evict(1000)  # and gone again, with what it hangs below
-    assert not any(map(cache.tree.check_prefetch_progress, waits))
-    admit_in_line(cache, line)
 
 
 def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

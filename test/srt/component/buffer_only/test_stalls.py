@@ -147,22 +147,6 @@ def test_most_do_not_wait_for_slow_lookups(alone: bool, dead: bool):
     assert cache.buffer.context.choices[Choice.UNASKED] - before < 150
 
 
-@ALONE
-def test_slow_lookups_that_are_given_up_are_learned(alone: bool):
-    """With the policy ``timeout`` each one is given up before its answer: that it took longer than
-    the others is known all the same."""
-    pace = Pace(5.0)
-    cache = paced(pace, tokens=1200 * PAGE, alone=alone, settings={"policy": "timeout"})
-    cache.buffer.ran(1.0, 1000)
-    stream(cache, [prompt(0, 6)])
-    assert cache.buffer.context.counters["prefetch_timeouts"] == 1
-    cache.now += 10
-    cache.step()
-    waits = stream(cache, [prompt(number, 6) for number in range(1, 11)])
-    assert max(waits) == 0 and cache.buffer.context.choices[Choice.UNASKED] == 10
-    pace.call_s = 0.0
-
-
 def stream(cache: Cache, prompts: list[list[int]]) -> list[float]:
     """Requests, one every three steps, each admitted as soon as it may; how long each one waited,
     in seconds."""

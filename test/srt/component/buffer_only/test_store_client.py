@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -60,6 +62,10 @@ class Scene:
         self.now += 10.0
         self.client.query(KEYS)
         until(lambda: self.client.up)
+
+    def calm(self) -> None:
+        """Every call has returned, or hangs at a gate."""
+        until(lambda: self.client.under_way == len(self.store.hanging()))
 
     def settled(self) -> None:
         """Every call has returned."""
@@ -205,6 +211,58 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
     until(lambda: scene.client.up)
     assert scene.client.query(KEYS).pages == 3, "those that hang take nobody's place"
     scene.settled()
+
+
+def waited(scene: Scene) -> float:
+    """A read hangs; how long after its deadline a probe is answered, with a look every half
+    second."""
+    scene.hang("batch_get_v1")
+    assert scene.call("batch_get_v1").fault is Fault.DEADLINE
+    start = scene.now
+    while not scene.client.poll():
+        scene.now += 0.5
+        scene.client.poll()
+        scene.calm()
+    return scene.now - start
+
+
+def test_when_a_store_is_asked_again() -> None:
+    """A dead store is not asked over and over, and none is never asked again; nor has one whose
+    look-ups work and whose reads hang a deadline a second. An outage after it has worked is a new
+    one."""
+    scene = Scene(first_retry=1.0, longest_retry=8.0)
+    for call in range(1, 6):
+        scene.store.fail("batch_exists", call)
+    assert waited(scene) == 31.0, "the sixth: after 1, 3, 7, 15, 23 and 31 s"
+    assert waited(scene) == 8.0
+    assert scene.call("batch_get_v1").pages == 3
+    assert [waited(scene) for _ in range(4)] == [1.0, 4.0, 8.0, 8.0]
+    scene.settled()
+
+
+def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a thread for every call, a store that exits the interpreter or just its
+    thread, threads that outlive their store, and a system that has no more of them: that call has
+    failed, and the next one may work."""
+    before = set(threading.enumerate())
+    scene, gate = Scene(), Gate()
+    scene.store.fail("batch_exists", 1, SystemExit(3))
+    assert [scene.call("batch_exists").pages for _ in range(20)] == [0] + [3] * 19
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    scene.store.get_stats = gate.pass_through
+    scene.client.get_stats()
+    assert gate.entered.wait(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("no more")))
+        assert scene.call("batch_exists").fault is Fault.ERROR
+    assert scene.call("batch_exists").pages == 3
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2 and scene.client.close()
+    gate.open()
+    for thread in own:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:

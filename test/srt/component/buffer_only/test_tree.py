@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_arguments
-from component.buffer_only.checks import nodes
-from component.buffer_only.scenes import steps
+from component.buffer_only.scenes import steps, stored
 from component.buffer_only.scripted_store import ScriptedStore, until
-from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
+from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
@@ -112,23 +113,53 @@ def test_sizes_of_the_stage(given: dict[str, Any], pages: int | None):
     assert host.available_size() == host.size
 
 
-def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.MonkeyPatch):
-    """After each change, which it sees by numbers that the trees of both servers have. A flush is
-    one: decode may have computed all that was asked before it."""
-    checks = []
-    monkeypatch.setattr(invariants, "idle_rooms", lambda manager: [])
-    monkeypatch.setattr(invariants, "idle_problems", lambda server: checks.append(server) or [])
-    cache = Cache()
-    server = SimpleNamespace(
-        disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=None), tree_cache=cache.tree,
-        _checked=None, _leftover_since=None,
-    )  # fmt: skip
-    for _ in range(2):
-        invariants.BalancedScheduler.check_invariants(server)
-    assert len(checks) == 1
-    cache.tree.reset()
-    invariants.BalancedScheduler.check_invariants(server)
-    assert len(checks) == 2
+@pytest.mark.hazard("wrong-gauges")
+def test_gauges_and_counters():
+    """Gauges are what is there now; counters grow by what has happened since the last update, at
+    most once in a second, and each token counts once."""
+    cache, collector = stored(prompt(1, 3)), mock.Mock()
+    labels = {"tp_rank": "0", "storage_backend": "a test"}
+
+    def values(*names: str, **more: str) -> list[float | None]:
+        names = [f"sglang:{name}".replace(":.", ":hicache_buffer_") for name in names]
+        return [REGISTRY.get_sample_value(name, labels | more) for name in names]
+
+    mine = metrics.BufferMetrics(clock=lambda: cache.now)
+    mine.update(cache.buffer)  # where nobody scrapes, nothing happens
+    mine.bind(labels, collector)
+    cache.store.fail("batch_exists")
+    for rid in ("fails", "r"):
+        cache.flush()
+        cache.serve(rid, prompt(1, 3))
+        cache.now += 1.0
+        cache.settle()
+    cache.compute(prompt(2, 2))
+    mine.update(cache.buffer)
+    assert values(".pages", ".write_pages", ".read_pages", ".peak_pages") == [16, 0, 0, 3]
+    assert values(".pending_intents", ".pending_tokens") == [1, 2 * PAGE]
+    assert values(".store_read_pages_total", ".store_written_pages_total") == [2, 4]
+    # As SGLang 0.5.23 names it, and as before.
+    hit = values("storage_prefetch_hit_tokens_total", ".prefetch_hit_tokens_total")
+    assert hit == [2 * PAGE] * 2
+    assert values(".store_faults_total", fault="error") == [1]
+    assert values(".store_faults_total", fault="deadline") == [0], "there before the first one"
+    assert values(".prefetch_choices_total", choice="slower") == [0]
+    assert values(".load_back_seconds_sum", ".load_back_seconds_count") == [1.0, 1]
+    cache.evict(1000)
+    cache.compute(prompt(3, 2))
+    cache.step(work=False)
+    cache.store.hang("batch_set_v1")
+    steps(cache, 2)
+    for write_pages in (0, 2):  # at most once in a second
+        mine.update(cache.buffer)
+        assert values(".write_pages") == [write_pages]
+        cache.now += 1.0
+    assert values(".store_up", ".store_calls", ".store_overdue_calls") == [0, 1, 1]
+    assert values(".dropped_tokens_total", reason="evicted") == [2 * PAGE]
+    # SGLang's own counters, in tokens.
+    told = [each.args for each in collector.log_prefetched_tokens.mock_calls]
+    assert told == [(2 * PAGE,), (0,)]
+    assert collector.log_backuped_tokens.mock_calls[0].args == (4 * PAGE,)
 
 
 def test_without_the_mode_everything_is_sglangs():
@@ -246,15 +277,3 @@ def test_keys_of_the_prefix():
     assert len({method for method, _, _ in seen}) == 3
     for _, keys, before in seen:
         assert before == chain[: len(before)] and keys == chain[len(before) :][: len(keys)]
-
-
-def test_ranks_that_hold_the_same_kv_write_once():
-    """Of a latent-attention model one rank writes for all; the others keep the same books, and take
-    its word for what is stored."""
-    cache = Cache()
-    cache.buffer.context.skip_backup = True
-    cache.compute(prompt(1, 3))
-    cache.step()
-    assert cache.stage.used() == 3
-    cache.settle()
-    assert not cache.store.asked("batch_set_v1") and nodes(cache.tree)[0].storage_backed

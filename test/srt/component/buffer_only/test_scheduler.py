@@ -1,0 +1,354 @@
+"""The scheduler's part: who is idle, what is prefetched, in which namespace, what is reported, and
+that each iteration of SGLang's loops is a step."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import nodes
+from component.buffer_only.scenes import steps, stored
+from component.buffer_only.servers import PLACES, Server, request
+from component.buffer_only.test_first_fetch import prompt_store
+from component.buffer_only.test_prefetch import pages_fetched
+from sglang.srt.mem_cache.buffer_only.patience import MOST_S
+from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.scheduler import NAP_S
+
+PROMPT = prompt(1, 9)
+UPDATES = [f"update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")]
+
+
+def busy_server() -> tuple[Cache, Server]:
+    """A write waits for its turn."""
+    cache = Cache(tokens=80 * PAGE)
+    cache.compute(PROMPT)
+    return cache, Server(cache)
+
+
+def keys_of(server: Server, cache: Cache) -> frozenset[str]:
+    """Under which keys a prompt is written after a flush."""
+    assert server.flush_cache()
+    cache.store.content.clear()
+    cache.compute(PROMPT)
+    cache.settle()
+    return frozenset(cache.store.content)
+
+
+# ---- who is idle ----
+
+
+@pytest.mark.hazard("flush-or-detach-under-way", "idle-server")
+def test_busy_pipelines_are_not_idle_and_do_not_sleep(monkeypatch: pytest.MonkeyPatch):
+    """Idle checks of memory would find the locks of a copy, and a sleeping scheduler would not see
+    that it has ended. One that looks without a pause would keep the interpreter from the threads
+    that work for it."""
+    naps: list[float] = []
+    monkeypatch.setattr("time.sleep", naps.append)
+    cache, server = busy_server()
+    for idle in (False, True):
+        assert server.is_fully_idle() is idle and server.is_fully_idle(for_health_check=True)
+        server.maybe_sleep_on_idle()
+        assert (naps, server.calls["sleep"]) == ([NAP_S], idle)
+        cache.settle()
+    assert NAP_S < 0.001
+
+
+@pytest.mark.parametrize("then", ["its time is over", "all is written", "the engine is paused"])
+def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(
+    then: str, monkeypatch: pytest.MonkeyPatch
+):
+    """``/flush_cache?timeout=``: refused when the time is over, it would be for ever. Its time is
+    the ranks' agreed one: each by its own clock, they would empty their trees in different steps.
+    """
+    cache, server = busy_server()
+    assert server.flush_cache_wrapped(SimpleNamespace(timeout_s=60.0)) is None
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)  # this rank's own clock
+    for now in (1.0, 60.999):
+        cache.now = now
+        cache.step(work=False)
+        server.process_input_requests([])
+        assert not server.told and nodes(cache.tree)
+    if then == "its time is over":
+        cache.now = 61.001
+        cache.step(work=False)
+    elif then == "all is written":
+        cache.settle()
+    else:
+        server.pause_generation(SimpleNamespace(mode="in_place"))
+    server.process_input_requests([])
+    assert [told.success for told in server.told] == [True] and not nodes(cache.tree)
+
+
+@pytest.mark.hazard("flush-or-detach-under-way")
+@pytest.mark.parametrize(
+    ("tags", "flushed"), [(None, True), (["kv_cache"], True), (["weights"], False)]
+)
+def test_a_flush_waits_for_no_store(tags: list[str] | None, flushed: bool):
+    """A store that takes nothing would keep a server from being flushed for ever; an update of the
+    weights, which asserts that the flush was done, would end it. Before memory is released SGLang
+    unmaps the pool, and asserts that the server is idle."""
+    cache, server = busy_server()
+    server.release_memory_occupation(SimpleNamespace(tags=tags))
+    assert server.calls["released"] == 1 and bool(nodes(cache.tree)) is not flushed
+    cache.compute(prompt(2, 3))
+    assert not server.is_fully_idle() and server.flush_cache() and not nodes(cache.tree)
+
+
+@pytest.mark.hazard("idle-server")
+@pytest.mark.parametrize("prefill_server", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_every_iteration_is_a_step(prefill_server: bool, full: bool):
+    """With nothing to run, and with no room for another request, copies and answers of the store
+    still have to be seen: what waits for them would wait for ever."""
+    cache = stored(PROMPT[: 3 * PAGE])
+    server = Server(cache)
+    cache.compute(prompt(2, 12))
+    cache.want("r", PROMPT[: 3 * PAGE])
+    server.waiting_queue = [request("r")]
+    server.running_batch.batch_is_full = full
+    form = server.get_next_disagg_prefill_batch_to_run if prefill_server else None
+    for _ in range(12):
+        cache.work()
+        assert (form or server.get_new_batch_prefill)() is None
+    assert cache.state("r") is State.STAGED and len(cache.store.content) == 15
+
+
+# ---- whose keys ----
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_new_weights_have_keys_of_their_own(update: str):
+    """Or the store would serve the old weights' KV after an update, unless it is cleared. Weights
+    that come in many pieces are named once, when the cache is flushed at the end and they are in
+    memory: until then the keys are this server's alone."""
+    cache, server = busy_server()
+    server.name_keys()
+    found = [keys_of(server, cache)]
+    change, done = getattr(server, update), SimpleNamespace(flush_cache=True)
+    assert change(done) is done
+    found.append(keys_of(server, cache))
+    server.offload_tags = {"weights"}
+    for _ in range(2):
+        cache.want("r", PROMPT)
+        change(SimpleNamespace(flush_cache=False))
+        assert cache.prefetch("r") is None, "it would load KV of the old weights"
+        found.append(keys_of(server, cache))
+    server.offload_tags = set()
+    found.append(keys_of(server, cache))
+    assert len(set(found)) == 5 and all(len(keys) == 9 for keys in found)
+    other = Cache(tokens=80 * PAGE)
+    twin = Server(other, tp_worker=server.tp_worker)
+    twin.name_keys()
+    assert keys_of(twin, other) == found[-1], "servers with the same weights meet"
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+@pytest.mark.parametrize(
+    ("extra_key", "lora_id", "expected"),
+    [(None, None, None), ("t", None, "t"), ("t", "lora", "tlora"), (None, "lora", "lora"),
+     ("\ud800", "lora", "\ud800lora"), (["a"], "lora", "['a']lora"), (["a"], None, "['a']")],
+)  # fmt: skip
+def test_namespaces_reach_the_request(extra_key: Any, lora_id: str | None, expected: str | None):
+    """This release drops the tenant's key when it builds its request: tenants would share KV. The
+    next request has none, whatever the one before had."""
+    server = Server(Cache())
+    for given, built in ((extra_key, expected), (None, lora_id)):
+        req = request("r", lora_id=lora_id, extra_key=lora_id)
+        server.handle_generate_request(SimpleNamespace(extra_key=given, req=req))
+        assert req.extra_key == built
+
+
+@pytest.mark.hazard("tenants-meet-in-store")
+def test_the_images_of_a_request_reach_its_keys():
+    """Of a model that takes images; of others the key stays as it is, also where there is none."""
+    item = SimpleNamespace(pad_value=1_000_005, hash=5)
+    req = request("r", [1, 1_000_005, 2], multimodal_inputs=SimpleNamespace(mm_items=[item]))
+    server = Server(Cache())
+    for takes_images, key in ((False, None), (True, "")):
+        server.model_config.is_multimodal = takes_images
+        server.handle_generate_request(SimpleNamespace(extra_key=None, req=req))
+        assert req.extra_key == key
+    assert req.extra_key.images == ((1, 5),)
+
+
+# ---- what is asked for, and what is reported ----
+
+
+@pytest.mark.parametrize(
+    ("wanted", "start", "pages"),
+    [(True, 12, 3), (True, 11, 2), (True, 0, 0), (True, -1, 9), (False, 12, 9)],
+)
+def test_a_request_waits_for_no_hit_that_it_cannot_use(wanted: bool, start: int, pages: int):
+    """With logprobs of its prompt it computes from there on, whatever the store has of that."""
+    cache = stored(PROMPT)
+    req = request("r", PROMPT[:-1], return_logprob=wanted, logprob_start_len=start)
+    req.output_ids = [*PROMPT[-1:], 0]
+    Server(cache).handle_generate_request(SimpleNamespace(extra_key=None, req=req))
+    steps(cache, 4)
+    assert len(pages_fetched(cache)) == pages
+
+
+@pytest.mark.hazard("wrong-gauges")
+@pytest.mark.parametrize(
+    ("device", "fetched", "retracted", "expected"),
+    [
+        (12, 2, False, (4, 8)),
+        (6, 2, False, (0, 6)),
+        (12, 0, False, (12, 0)),
+        (0, 2, False, (0, 0)),
+        (12, 2, True, (12, 0)),
+    ],
+)
+def test_storage_hits_are_reported_as_such(
+    device: int, fetched: int, retracted: bool, expected: tuple[int, int]
+):
+    """Never as host hits, for the host keeps nothing; no more than the request hit at all; and
+    once, though it runs in several chunks, and perhaps again after a retraction."""
+    cache = stored(PROMPT[: fetched * PAGE])
+    cache.serve("r", PROMPT)
+    req = request("r", cached_tokens_device=device, retracted_stain=retracted)
+    server = Server(cache, batch=SimpleNamespace(reqs=[req]), waiting_queue=[req])
+    for _ in range(2):
+        assert server.get_new_batch_prefill() is server.batch
+    assert (req.cached_tokens_device, req.cached_tokens_storage) == expected
+    assert req.cached_tokens_host == 0
+
+
+def test_prefetches_know_the_line_and_who_runs():
+    """They are fetched in the order of the queue, with those behind it that wait for their decode
+    server; what is kept for a request that runs, or has left, would never be given back."""
+    cache = Cache()
+    for rid in "abcd":
+        cache.want(rid, PROMPT)
+    server = Server(cache, disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[request("c")]))
+    server.waiting_queue = [request("b"), request("a")]
+    server.get_new_batch_prefill()
+    assert [one.rid for one in cache.buffer.prefetches.line] == ["b", "a", "c"]
+    server.batch = SimpleNamespace(reqs=[request("b")])
+    server.get_new_batch_prefill()
+    assert [one.rid for one in cache.buffer.prefetches.line] == ["a", "c"]
+
+
+def chunked(left: int, **changes: Any) -> dict[str, Any]:
+    """A request of which ``left`` tokens are to be computed, in chunks of sixteen."""
+    changes.setdefault("running", 1)
+    req = request("long", [0] * (left + 19), prefix_indices=[0] * 20)
+    req.output_ids = [0]
+    return changes | {"chunked_req": req, "chunked_prefill_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({"running": PLACES - 1}, False),
+        ({"running": PLACES}, True),
+        ({"running": PLACES, "enable_priority_preemption": True}, False),
+        # A place of its own, which is not among those that run.
+        (chunked(1, running=PLACES - 1), True),
+        (chunked(1, running=PLACES - 1, enable_priority_preemption=True), False),
+        (chunked(100), True),
+        (chunked(13), True),
+        (chunked(13, enable_priority_preemption=True), True),
+        (chunked(12), False),
+        (chunked(12, is_mixed_chunk=True), True),
+        (chunked(11, is_mixed_chunk=True), False),
+        (chunked(100) | {"chunked_prefill_size": None}, False),
+    ],
+)
+def test_prefetches_know_whether_somebody_can_be_admitted(changes: dict[str, Any], full: bool):
+    """A step that gives the store time for a request that does not get in takes longer for
+    nothing. Behind one in chunks SGLang looks at one request all the same, and would load the hit
+    of that long before it can run: less than a page of this step is left to it."""
+    cache = prompt_store()
+    server = Server(cache, **changes)
+    cache.want("r", PROMPT)
+    server.waiting_queue = [request("r")]
+    server.get_new_batch_prefill()
+    assert cache.threads["query"].waits == ([] if full else [MOST_S])
+
+
+def test_nobody_is_admitted_since_one_found_no_room():
+    """SGLang remembers that until something has ended."""
+    cache = prompt_store()
+    server = Server(cache, waiting_queue=[request("r")])
+    cache.want("r", PROMPT)
+    server.running_batch.batch_is_full = True
+    server.get_new_batch_prefill()
+    assert cache.threads["query"].waits == []
+
+
+# ---- batches ----
+
+
+def batch(tokens: int, extend: bool = True) -> Any:
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: extend, is_decode=lambda: not extend),
+        prefill_stats=SimpleNamespace(log_input_tokens=tokens),
+        out_cache_loc="slots",
+    )
+
+
+def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """A batch that was launched under another one begins when that has ended; a decode batch that
+    still has the figures of its prefill computes none."""
+    cache, now = Cache(), 100.0
+    server = Server(cache)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    first, second, third = batch(1000), batch(500), batch(1, extend=False)
+    with mock.patch.object(cache.buffer, "ran") as ran:
+        server.run_batch(first)
+        now = 101.0
+        server.run_batch(second)
+        now = 102.0
+        server.process_batch_result(first, None)
+        server.run_batch(third)
+        now = 105.0
+        server.process_batch_result(second, None)
+        server.process_batch_result(third, None)
+    assert [call.args for call in ran.mock_calls] == [(2.0, 1000), (3.0, 500), (0.0, 0)]
+    assert server.calls["result"] == 3
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_what_a_server_begins_with(paired: bool):
+    """A prefill server of a pair does not wait for the store: its requests wait for their decode
+    server meanwhile. Copies wait for the forward stream, which is made after the cache. And a full
+    collection that looked through what the start left would stop the server for most of a second
+    at some early request."""
+    cache, left = prompt_store(), [1]
+    server = Server(cache, forward_stream="made later")
+    if paired:
+        server.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+    assert any(each is left for each in gc.get_objects())
+    server.run_event_loop()
+    assert not any(each is left for each in gc.get_objects())
+    assert server.calls["ran"] == 1 and cache.tree.forward_stream == "made later"
+    cache.want("r", PROMPT)
+    cache.step(work=False)
+    assert cache.threads["query"].waits == ([] if paired else [MOST_S])
+
+
+@pytest.mark.hazard("copy-not-ordered")
+@pytest.mark.parametrize(("generates", "told"), [(False, [2, -1]), (True, [])])
+def test_who_waits_for_what_is_loaded(generates: bool, told: list[int]):
+    """SGLang tells the layers which copy to wait for where a model generates, and nowhere else: an
+    embedding would be that of KV which is not there yet. A batch keeps the layer events of its
+    prefill: where decoding runs without CUDA graphs, it would wait for whatever copy was made with
+    them since. Slots that a draft model writes are not known: its verification writes to more than
+    the batch says."""
+    cache, heard = Cache(), []
+    server = Server(cache, is_generation=generates)
+    server.spec_algorithm = SimpleNamespace(is_none=lambda: generates)
+    server.tp_worker.set_hicache_consumer = heard.append
+    for extend, index, waits_for in [(True, 2, 2), (True, -1, -1), (False, 2, -1)]:
+        if extend or generates:
+            running = batch(1, extend)
+            running.hicache_consumer_index = index
+            assert server.run_batch(running).hicache_consumer_index == waits_for
+    assert heard == told and cache.tree.written == ("slots" if generates else None)
