@@ -19,8 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from component.buffer_only.scripted_store import Gate, ScriptedStore, until
-from component.buffer_only.threads import ManualThreads
+from component.buffer_only.scripted_store import Gate, ManualThreads, ScriptedStore, until
 from sglang.srt import server_args as arguments
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache

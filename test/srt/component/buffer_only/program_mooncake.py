@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,9 +22,10 @@ from typing import Any
 os.environ.setdefault("MC_FORCE_TCP", "1")
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
 
-from component.buffer_only.backends import combined, config  # noqa: E402
-from component.buffer_only.host_pools import (  # noqa: E402
+from component.buffer_only.backends import (  # noqa: E402  # noqa: E402
     THROUGH_MOONCAKE,
+    combined,
+    config,
     content,
     fill,
     hashes,
@@ -85,68 +85,6 @@ def pages(master: Master, kind: str, layout: str, page: int) -> None:
     assert reader.batch_set_v1([first, gone], at(0, 3)) == [True, True]
     assert writer.batch_get_v1([first], at(0)) == [True]
     assert content(ours, 0) == content(ours, 4), "what is stored is not written again"
-
-
-def master_hangs(master: Master) -> None:
-    """Every kind of call is given up in time; once the master goes on, so does the store."""
-    pool = host_pool("mha", "page_first_direct")
-    client = client_of(backend(pool, master.extra_config, "hangs"))
-    keys = hashes(2)
-    assert client.write(keys, slots(0, 1)).pages == 2
-    master.freeze()
-    try:
-        start = time.monotonic()
-        outcome = client.read(keys, slots(2, 3))
-        assert outcome.fault is Fault.DEADLINE and outcome.overdue is not None
-        assert client.query(keys).fault is Fault.DOWN
-        assert client.write(keys, slots(0, 1)).fault is Fault.DOWN
-        assert time.monotonic() - start < 2 * DEADLINE
-        assert client.overdue == 1 and not outcome.overdue.returned.done()
-    finally:
-        master.thaw()
-    until(lambda: client.query(keys).fault is None, "up again")
-    until(lambda: client.under_way == client.overdue == 0, "returned")
-    assert client.read(keys, slots(2, 3)).pages == 2
-    assert [content(pool, 2), content(pool, 3)] == [content(pool, 0), content(pool, 1)]
-
-
-def master_restarts(master: Master) -> None:
-    """While pages are written and read: hits are lost, nothing is wrong, and it goes on."""
-    pool = host_pool("mha", "page_first_direct")
-    client = client_of(backend(pool, master.extra_config, "restarts"))
-    turns, wrong, stop = [0, 0], [], threading.Event()
-
-    def use(first: int) -> None:
-        turn = 0
-        while not stop.is_set():
-            turn += 1
-            key = f"{first * 1_000_000 + turn:064x}"
-            pool.kv_buffer[:, first] = turn % 1000
-            before = content(pool, first)
-            written = client.write([key], slots(first))
-            if written.overdue is None and client.read([key], slots(first + 1)).pages:
-                turns[first // 2] += 1
-                if content(pool, first + 1) != before:
-                    wrong.append(key)
-
-    threads = [threading.Thread(target=use, args=(first,)) for first in (0, 2)]
-    for thread in threads:
-        thread.start()
-    try:
-        until(lambda: min(turns) > 5, "in use")
-        master.kill()
-        # Calls fail at once, and hang while Mooncake's client tries to connect again.
-        until(lambda: client.faults[Fault.ERROR] > 5 or not client.up, "noticed")
-        assert client.query(hashes(2)).fault is not None
-        master.start()
-        before = list(turns)
-        until(lambda: min(now - was for now, was in zip(turns, before, strict=True)) > 5, "again")
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
-    assert wrong == []
 
 
 def holder_hangs(master: Master) -> None:
@@ -212,8 +150,6 @@ def hold(extra: dict[str, Any]) -> None:
 SCENARIOS: dict[str, Callable[[Master], None]] = {
     # First: with no other server's memory in the store, the pages lie with the one that hangs.
     "holder_hangs": holder_hangs,
-    "master_hangs": master_hangs,
-    "master_restarts": master_restarts,
     "full": full,
 }
 SCENARIOS |= {

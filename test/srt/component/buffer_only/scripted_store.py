@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.page_store import Job
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 PATIENCE = 60.0
@@ -211,3 +212,35 @@ class ScriptedStore(HiCacheStorage):
         room[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self.page.scatter(page, room)
         return len(content) == self.page.size
+
+
+class ManualThreads:
+    """Like ``IOThreads``, but their jobs are done on the test's thread, when ``run`` says so."""
+
+    def __init__(self, name: str, threads: int = 1) -> None:
+        self.name = name
+        self.jobs: deque[Job] = deque()
+        #: Whether they do their jobs as soon as somebody waits for some, and how long that may be.
+        self.prompt = False
+        self.waits: list[float] = []
+
+    def submit(self, work) -> Job:
+        job = Job(work)
+        self.jobs.append(job)
+        return job
+
+    def run(self, jobs: int | None = None) -> int:
+        """Do the oldest ``jobs`` jobs, or all that are there; how many that were."""
+        count = len(self.jobs) if jobs is None else min(jobs, len(self.jobs))
+        for _ in range(count):
+            self.jobs.popleft().run()
+        return count
+
+    def wait(self, jobs: Iterable[Job], seconds: float) -> bool:
+        self.waits.append(seconds)
+        if self.prompt:
+            self.run()
+        return all(job.wait(0) for job in jobs)
+
+    def close(self, until: float) -> bool:
+        return True

@@ -33,14 +33,16 @@ class Stock(Scheduler):
     new_token_ratio = 1.0
     _pending_flush, _engine_paused = None, False
 
-    def __init__(self, cache: Cache, running: int = 0, **changes: Any) -> None:
+    def __init__(
+        self, cache: Cache, running: int = 0, found_no_room: bool = False, **changes: Any
+    ) -> None:
         self.calls: Counter[str] = Counter()
         self.tree_cache, self.token_to_kv_pool_allocator = cache.tree, cache.allocator
         self.req_to_token_pool = SimpleNamespace(clear=lambda: None)
         self.waiting_queue: list[Any] = []
         self.running_batch = SimpleNamespace(
             reqs=[request("running") for _ in range(running)],
-            batch_is_full=False,
+            batch_is_full=found_no_room,
             is_empty=lambda: not self.running_batch.reqs,
         )
         self.grammar_manager = SimpleNamespace(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.scenes import steps, stored
+from component.buffer_only.servers import Server
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT = prompt(1, 9)
@@ -122,15 +121,12 @@ def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: b
     before: those that run would be retracted for a request that cannot be admitted."""
     cache = stored(LONG, pages=8)
     running, taken = request(new_tokens=8 * PAGE), cache.allocator.alloc(15 * PAGE)
-    scheduler: Any = SimpleNamespace(
-        page_size=PAGE, tree_cache=cache.tree, token_to_kv_pool_allocator=cache.allocator,
-        running_batch=SimpleNamespace(reqs=[] if chunked else [running]), new_token_ratio=1.0,
-        chunked_req=None,
-    )  # fmt: skip
+    server = Server(cache)
+    server.running_batch.reqs = [] if chunked else [running]
     if chunked:  # seven pages of its prompt are to come
         running.prefix_indices = taken[: 2 * PAGE]
-        scheduler.chunked_req = running
-    cache.tree.admission_room = lambda: BufferOnlyScheduler._admission_room(scheduler)
+        server.chunked_req = running
+    server.run_event_loop()
     room = cache.tree.room()
     assert room == (18 if chunked else 17) * PAGE
     cache.want("r", LONG)
@@ -138,7 +134,7 @@ def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: b
         assert not cache.tree.check_prefetch_progress("r")
         cache.step()
         assert cache.tree.protected_size() == 0 and cache.tree.room() == room
-    scheduler.running_batch.reqs, scheduler.chunked_req = [], None
+    server.running_batch.reqs, server.chunked_req = [], None
     while not cache.tree.check_prefetch_progress("r"):
         cache.step()
     cache.allocator.free(taken)

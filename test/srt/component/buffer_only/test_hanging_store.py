@@ -11,8 +11,8 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, nodes
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scenes import steps, stored
+from component.buffer_only.scripted_store import ManualThreads
 from component.buffer_only.test_prefetch import ALONE
-from component.buffer_only.threads import ManualThreads
 from sglang.srt.mem_cache.buffer_only import pipelines, store_client
 from sglang.srt.mem_cache.buffer_only.backup_queue import STUCK
 from sglang.srt.mem_cache.buffer_only.prefetch import State

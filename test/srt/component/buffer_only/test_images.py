@@ -10,9 +10,7 @@ import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
-from sglang.srt.mem_cache.buffer_only import images, page_store
-from sglang.srt.mem_cache.buffer_only.images import ImageKey, image_key
-from sglang.srt.mem_cache.buffer_only.page_store import hashes_of
+from sglang.srt.mem_cache.buffer_only.images import image_key
 
 ONE = 0x1234567890ABCDEF
 #: Another image with the same placeholder.
@@ -118,27 +116,3 @@ def test_where_images_begin():
     req.multimodal_inputs.mm_items[1].pad_value = 3_000_000
     assert image_key(req).images[0] == (0, 5)
     assert image_key(request()) == "" and image_key(request()).images == ()
-
-
-def test_keys_without_images_and_of_tenants_that_are_called_like_one():
-    """Of a prompt's text, and of requests of models that take no images, they are what they were. A
-    client chooses its salt: it shares nothing with requests that show the image."""
-    store, key = Cache().buffer.context.store, ImageKey("")
-    hashes = hashes_of(TEXT, None, PAGE)
-    assert store.keys(hashes, key) == store.keys(hashes, None)
-    assert store.keys(hashes, ImageKey("tenant")) == store.keys(hashes, "tenant")
-    key.images = ((0, ONE),)
-    shown = set(store.keys(hashes, key))
-    for salt in (str(ONE), f"images {ONE}"):
-        assert not shown & set(store.keys(hashes, salt))
-
-
-def test_models_without_images_do_not_pay_for_them(monkeypatch: pytest.MonkeyPatch):
-    """Of a long conversation each backup would walk the whole path, and name each page."""
-    cache = Cache(tokens=100 * PAGE)
-    monkeypatch.setattr(images, "path_pieces", lambda *_: pytest.fail("walked a path"))
-    monkeypatch.setattr(page_store, "images_before", lambda *_: pytest.fail("named images"))
-    for pages in (2, 4, 6):
-        cache.serve("turn", prompt(1, pages))
-        cache.settle()
-    assert len(cache.store.content) == 6

@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
 from sglang.srt.mem_cache.buffer_only.query import THREADS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
-from sglang.srt.mem_cache.buffer_only.waiting_line import WaitingLine
 
 #: More in front than are looked at in a step.
 SKIPPED = [f"skipped {number}" for number in range(20)]
@@ -102,6 +101,30 @@ def test_a_burst_whose_first_read_fails():
         assert cache.compute(line[rid], rid=rid) == 9 * PAGE
 
 
+def test_who_waits_for_the_stage_uses_what_the_tree_has_of_it():
+    """It is matched when the tree has more for it, and not in each step: what it hangs below would
+    be the oldest of all, and go first."""
+    base = prompt(1, 4)
+    tokens = prompt(2, 6, base=base)
+    cache = stored(tokens, tokens=200 * PAGE)
+    cache.compute(base)
+    cache.settle()
+    cache.hog()
+    cache.want("r", tokens)
+    steps(cache, 4)
+    assert not cache.tree.check_prefetch_progress("r")
+    cache.compute(prompt(99, 4))
+    steps(cache, 4)
+    assert not cache.tree.check_prefetch_progress("r")
+    assert cache.evict(4 * PAGE) == 4 * PAGE and cache.held_tokens(base) == 4 * PAGE
+    cache.compute(tokens[:-1])  # by another request
+    assert cache.tree.check_prefetch_progress("r")
+    cache.evict(1000)  # and gone again, with what it hangs below
+    assert not cache.tree.check_prefetch_progress("r")
+    cache.unhog()
+    assert cache.run("r", tokens) == 9 * PAGE
+
+
 # ---- what is asked again ----
 
 
@@ -164,39 +187,12 @@ def test_what_is_asked_again_keeps_nobody_waiting(alone: bool):
 # ---- what a step costs, and what is told ----
 
 
-def test_a_step_with_nothing_new_looks_at_nobody(monkeypatch: pytest.MonkeyPatch):
-    """Hits in the stage, hits that it is too full for, those behind one with the same prefix, and
-    what the store has not: a thousand that wait would cost each step milliseconds."""
-    prompts = [prompt(number, 5) for number in range(8)]
-    prompts += [prompt(90 + number, 1, base=prompts[7]) for number in range(3)]
-    cache = stored(*prompts[2:], tokens=200 * PAGE)
-    line = in_line(cache, prompts)
-    for _ in range(8):
-        cache.buffer.prefetches.in_line(line)
-        ready = [rid for rid in line if cache.tree.check_prefetch_progress(rid)]
-        cache.step()
-    for _ in range(2):
-        cache.buffer.prefetches.in_line(line)
-        cache.step()
-    assert ready == [f"r{number}" for number in range(5)]
-    assert states(cache, line) == ["MISSED"] * 2 + ["STAGED"] * 3 + ["FOUND"] * 6
-    with monkeypatch.context() as patched:
-        patched.setattr(WaitingLine, "__iter__", lambda line: pytest.fail("all are looked at"))
-        patched.setattr(cache.tree, "match_prefix", lambda params: pytest.fail("one is matched"))
-        for _ in range(3):
-            cache.buffer.prefetches.in_line(line)
-            cache.tree.check_hicache_events()
-        assert not any(cache.tree.check_prefetch_progress(rid) for rid in list(line)[5:])
-    assert admit_in_line(cache, line) == (6 * 4 + 3 * 5) * PAGE
-
-
 def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Histograms and the event log say where the time of a request went."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_EVENT_LOG", str(tmp_path))
     event_log.event_log.cache_clear()
     tokens = prompt(1, 5)
     cache = stored(tokens)
-    cache.buffer.context.times.take()
     cache.want("r", tokens)
     for seconds in (1.0, 2.0, 4.0, 8.0, 16.0):
         cache.now += seconds

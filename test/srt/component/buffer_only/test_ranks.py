@@ -94,25 +94,6 @@ def test_one_collective_a_step(ranks: Ranks):
     assert hits(ranks, 4)
 
 
-@pytest.mark.hazard("stale-beliefs")
-def test_a_page_that_only_one_rank_has_lost(ranks: Ranks):
-    """The KV of all ranks is needed: what is looked up while it is used is lost for all of them."""
-    ranks.each(lambda cache: cache.compute(PROMPT))
-    ranks.live(6)
-    first = ranks.caches[0]
-    first.store.drop(first.keys(PROMPT)[2])
-    for cache in ranks.caches:
-        cache.now += 11.0
-    ranks.live()
-    ranks.each(lambda cache: cache.compute(PROMPT))
-    ranks.live(4)
-    assert ranks.each(lambda cache: nodes(cache.tree)[0].stored) == 2 * PAGE
-    ranks.each(lambda cache: cache.compute(PROMPT))
-    ranks.live(6)
-    assert ranks.each(lambda cache: nodes(cache.tree)[0].storage_backed)
-    assert set(first.keys(PROMPT)) <= set(first.store.content)
-
-
 def test_ranks_that_do_different_things_end(ranks: Ranks):
     """They would go on with different pages under the same keys."""
     ranks.caches[1].compute(prompt(3, 2))

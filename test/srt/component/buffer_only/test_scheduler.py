@@ -14,7 +14,7 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import steps, stored
 from component.buffer_only.servers import PLACES, Server, request
-from component.buffer_only.test_first_fetch import prompt_store
+from component.buffer_only.test_choices import prompt_store
 from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.mem_cache.buffer_only.patience import MOST_S
 from sglang.srt.mem_cache.buffer_only.prefetch import State
@@ -247,6 +247,7 @@ def chunked(left: int, **changes: Any) -> dict[str, Any]:
     ("changes", "full"),
     [
         ({"running": PLACES - 1}, False),
+        ({"found_no_room": True}, True),
         ({"running": PLACES}, True),
         ({"running": PLACES, "enable_priority_preemption": True}, False),
         # A place of its own, which is not among those that run.
@@ -271,16 +272,6 @@ def test_prefetches_know_whether_somebody_can_be_admitted(changes: dict[str, Any
     server.waiting_queue = [request("r")]
     server.get_new_batch_prefill()
     assert cache.threads["query"].waits == ([] if full else [MOST_S])
-
-
-def test_nobody_is_admitted_since_one_found_no_room():
-    """SGLang remembers that until something has ended."""
-    cache = prompt_store()
-    server = Server(cache, waiting_queue=[request("r")])
-    cache.want("r", PROMPT)
-    server.running_batch.batch_is_full = True
-    server.get_new_batch_prefill()
-    assert cache.threads["query"].waits == []
 
 
 # ---- batches ----

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from component.buffer_only import backends
-from component.buffer_only.host_pools import (
+from component.buffer_only.backends import (
     KINDS,
     LAYOUTS,
     PAGE,

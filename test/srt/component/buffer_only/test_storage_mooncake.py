@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from component import programs
-from component.buffer_only.host_pools import THROUGH_MOONCAKE
+from component.buffer_only.backends import THROUGH_MOONCAKE
 from component.buffer_only.masters import PROGRAM
 
 pytestmark = pytest.mark.skipif(
@@ -29,17 +29,6 @@ def test_another_server_reads_what_one_wrote(
     """Guards against host tensors that are not registered (NSA's index), against parts that change
     places, and against a missing page that moves the others."""
     programs.passed(output, f"pages_{kind}_{layout}_{page}")
-
-
-def test_the_master_hangs(output: str) -> None:
-    """Guards against storage threads that wait for ever, and a store that stays down after it."""
-    programs.passed(output, "master_hangs")
-
-
-def test_the_master_restarts_during_use(output: str) -> None:
-    """Guards against threads that end, wrong content, and a store that is lost for good: the keys
-    are gone, the client connects again by itself."""
-    programs.passed(output, "master_restarts")
 
 
 def test_the_server_that_has_the_pages_hangs(output: str) -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from component.buffer_only.host_pools import content, fill, hashes, host_pool, slots
+from component.buffer_only.backends import content, fill, hashes, host_pool, slots
 from component.buffer_only.scripted_store import Gate, ScriptedStore, until
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.store_client import PROBE_KEY, Fault, StoreClient
@@ -258,7 +258,9 @@ def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None
         assert scene.call("batch_exists").fault is Fault.ERROR
     assert scene.call("batch_exists").pages == 3
     own = set(threading.enumerate()) - before
-    assert len(own) == 2 and scene.client.close()
+    assert [thread.name for thread in own] == [
+        "hicache-store-scripted"
+    ] * 2 and scene.client.close()
     gate.open()
     for thread in own:
         thread.join(10)

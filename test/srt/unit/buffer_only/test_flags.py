@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 
 import pytest
@@ -181,12 +180,6 @@ def test_refused_models(config, named):
     assert named in message and config.model_path in message and f"Use {compat.MODE}" in message
 
 
-def test_plain_models():
-    """Multi-head, latent and sparse attention."""
-    for hf_config in (SimpleNamespace(), SimpleNamespace(index_topk=64)):
-        compat.check_model(SimpleNamespace(hf_config=hf_config, is_hybrid_swa=False))
-
-
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
@@ -202,13 +195,3 @@ def test_plain_models():
 def test_threshold(text, tokens):
     """What SGLang will complain about itself, or reads from a file, is not guessed at here."""
     assert compat.prefetch_threshold(text) == tokens
-
-
-def test_command_line():
-    """Both flags, with SGLang's behaviour as the default."""
-    parser = argparse.ArgumentParser()
-    compat.add_arguments(parser)
-    plain = parser.parse_args([])
-    assert (plain.hicache_host_memory_mode, plain.hicache_buffer_pages) == ("cache", None)
-    given = parser.parse_args([compat.MODE, "buffer_only", compat.PAGES, "512"])
-    assert (given.hicache_host_memory_mode, given.hicache_buffer_pages) == ("buffer_only", 512)
