@@ -96,7 +96,7 @@ class Cache:
         self.allocator = PagedTokenToKVPoolAllocator(
             tokens, PAGE, torch.float32, "cpu", self.device, False
         )
-        self.tree = self._tree(args, rank)
+        self.tree = self.build_tree(args, rank)
         built = self.tree.buffer
         assert built.close()
         self.client = StoreClient(
@@ -123,10 +123,13 @@ class Cache:
         #: Staging pages that the test itself holds, and whether its copies last.
         self.hogs: list[StagingPages] = []
         self.slow = False
+        #: Copies to the device, of which those may be under way that were made while it was.
+        self.loads: list[Later] = []
         if reduce_min is list:  # one of several ranks cannot step alone
             self.made.append(self)
 
-    def _tree(self, args: Any, rank: int) -> Any:
+    def build_tree(self, args: Any, rank: int = 0) -> Any:
+        """The tree as SGLang makes it."""
         names = {
             "get_tensor_model_parallel_rank": lambda: rank,
             "get_tensor_model_parallel_world_size": lambda: 1,
@@ -268,8 +271,8 @@ class Cache:
         finally:
             self.tree.dec_lock_ref(req.last_node)
         if self.tree.ready_to_load_host_cache() >= 0:
-            for event, _ in self.buffer.prefetches.load_backs._copies._launches:
-                event.synchronize()  # a batch waits for the layers that are being loaded
+            while self.loads:
+                self.loads.pop().synchronize()  # a batch waits for the layers that are being loaded
         if rid is not None:
             self.buffer.prefetches.cancel(rid)
         return req.prefix_indices, node
@@ -385,6 +388,7 @@ class SlowCopier:
     def to_device(self, pairs: Any) -> Any:
         event = Later(self._cache, lambda: self._copier.to_device(pairs))
         event.query()
+        self._cache.loads.append(event)
         counter = self._cache.tree.cache_controller.layer_done_counter
         return event, max(0, counter.producer_index)
 

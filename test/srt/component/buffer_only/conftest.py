@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -10,6 +12,7 @@ from component.buffer_only.cache import Cache
 from component.buffer_only.checks import end
 from component.one_rank import one_rank
 from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
+from sglang.srt.mem_cache import memory_pool_host
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,8 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """The process group of a server with one rank."""
-    with one_rank():
+    """The process group of a server with one rank, on a machine with memory enough: SGLang's host
+    pools, also of a few pages, are refused where less than ten gigabytes are free."""
+    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 40))
+    with one_rank(), mock.patch.object(memory_pool_host, "psutil", memory):
         yield
 
 

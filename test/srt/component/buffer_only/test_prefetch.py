@@ -12,6 +12,7 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, nodes
 from component.buffer_only.scenes import reach, steps, stored
 from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.prefetch_states import MOST_ANEW
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 9)
@@ -157,6 +158,23 @@ def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: 
     assert cache.run("r", PROMPT) == 8 * PAGE
     fetched = pages_fetched(cache)
     assert len(fetched) == len(set(fetched)) == 4 + evicted
+
+
+def test_what_the_tree_held_goes_again_and_again():
+    """The store is asked for it anew a few times, and then the request computes: it would wait for
+    ever on a server on which others evict its prefix each time that somebody has brought it."""
+    cache = stored(PROMPT)
+    ready = []
+    while True not in ready and len(ready) < 20:
+        cache.compute(PROMPT[: 4 * PAGE])
+        if not ready:
+            cache.want("r", PROMPT)
+        steps(cache, 6)
+        assert cache.state("r") is State.STAGED
+        assert cache.evict(1000) == 4 * PAGE
+        ready.append(cache.tree.check_prefetch_progress("r"))
+    assert ready == [False] * MOST_ANEW + [True]
+    assert cache.compute(PROMPT, rid="r") == 0
 
 
 @pytest.mark.hazard("slots-freed-under-copy")

@@ -165,7 +165,7 @@ def test_gauges_and_counters():
 def test_without_the_mode_everything_is_sglangs():
     """The patch set is installed on servers that do not ask for it."""
     args = server_arguments(hicache_host_memory_mode="cache", hicache_buffer_pages=None)
-    tree = Cache()._tree(args, 0)
+    tree = Cache().build_tree(args)
     try:
         assert tree.buffer is None and not tree.cache_controller.staging
         assert tree.cache_controller.prefetch_thread.is_alive()
