@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
+from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import ALONE, pages_fetched
 from sglang.srt.disaggregation.delta import event_log
@@ -113,12 +114,13 @@ def test_who_waits_for_the_stage_uses_what_the_tree_has_of_it():
     cache.want("r", tokens)
     steps(cache, 4)
     assert not cache.tree.check_prefetch_progress("r")
+    (shared,) = nodes(cache.tree)
+    used = shared.last_access_time
     cache.compute(prompt(99, 4))
-    steps(cache, 4)
-    assert not cache.tree.check_prefetch_progress("r")
-    assert cache.evict(4 * PAGE) == 4 * PAGE and cache.held_tokens(base) == 4 * PAGE
+    assert not cache.tree.check_prefetch_progress("r") and shared.last_access_time > used
     cache.compute(tokens[:-1])  # by another request
-    assert cache.tree.check_prefetch_progress("r")
+    for _ in range(2):  # SGLang may have found no place for it
+        assert cache.tree.check_prefetch_progress("r")
     cache.evict(1000)  # and gone again, with what it hangs below
     assert not cache.tree.check_prefetch_progress("r")
     cache.unhog()

@@ -102,6 +102,8 @@ def test_mooncake_asks_as_sglang_does(kind: str, layout: str, changes: dict[str,
             store.batch_exists(hashes(3))
         calls[stage] = backends.relative(client.calls, pool)
     assert calls[True] == calls[False]
+    stats = store.get_stats()
+    assert stats.backup_pgs == [2] and stats.prefetch_pgs == [2] * (not changes)
     assert len(calls[True][0][1]) == (8 if changes else 4 if kind == "mha" else 2)
 
 
