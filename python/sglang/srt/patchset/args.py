@@ -137,5 +137,4 @@ def _upstream() -> type[_Base]:
     from sglang.srt import server_args
 
     order = server_args.ServerArgs.__mro__
-    following: type[_Base] = order[order.index(DisaggArgs) + 1]
-    return following
+    return order[order.index(DisaggArgs) + 1]

@@ -6,16 +6,13 @@ import enum
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any  # Any: attach makes it, and reads this module
 
 from sglang.srt.patchset.base_version import installed_version
 from sglang.srt.patchset.table import BASE_VERSION, GROUPS, Group, Replacement
 
-if TYPE_CHECKING:
-    from sglang.srt.patchset.attach import Attachment
-
-#: Set by :func:`sglang.srt.patchset.attach.activate`, once for a process.
-attachment: Attachment | None = None
+#: ``attach.Attachment``, which ``attach.activate`` sets once for a process.
+attachment: Any = None
 
 
 class PatchsetError(RuntimeError):

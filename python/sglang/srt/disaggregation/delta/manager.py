@@ -47,8 +47,7 @@ def kv_poll() -> type[KVPoll]:
     asks for them is called for each room in each step."""
     from sglang.srt.disaggregation.base import conn
 
-    states: type[KVPoll] = conn.KVPoll
-    return states
+    return conn.KVPoll
 
 
 def is_failed(status: KVPoll | None) -> bool:

@@ -278,8 +278,7 @@ def _addresses(
     """``base + page * item_len + offset`` for all of them, in that order of nesting, 1-D."""
     of_buffer = np.array(bases, dtype=np.uint64)[:, None, None]
     of_page = pages.astype(np.uint64)[None, :, None] * np.uint64(item_len)
-    flat: Addresses = (of_buffer + of_page + offsets[None, None, :]).reshape(-1)
-    return flat
+    return (of_buffer + of_page + offsets[None, None, :]).reshape(-1)
 
 
 def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:

@@ -12,10 +12,9 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol  # Any: a message in its backend's own class
+from typing import TYPE_CHECKING, Any  # Any: a message in its backend's own class
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 from typing_extensions import Self, override
 
@@ -24,6 +23,7 @@ from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import of_one_shape
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.nixl.conn import TransferInfo  # or Mooncake's
 else:
@@ -90,44 +90,6 @@ def _sender(frames: list[bytes]) -> str:
             host, port = (frame[:64].decode("ascii", "replace") for frame in frames[start:][:2])
             return f"{host}:{port}"
     return "an unknown peer"
-
-
-class KVArgs(Protocol):
-    """This rank's memory, as SGLang describes it to its backends; lists go by buffer."""
-
-    kv_data_ptrs: list[int]
-    #: Bytes of a whole buffer, and of a page in it.
-    kv_data_lens: list[int]
-    kv_item_lens: list[int]
-    aux_data_ptrs: list[int]
-    aux_data_lens: list[int]
-    aux_item_lens: list[int]
-    state_data_ptrs: list[int]
-    state_data_lens: list[int]
-    state_item_lens: list[int]
-    gpu_id: int
-    engine_rank: int
-    kv_head_num: int
-    #: Tokens.
-    page_size: int
-
-
-class Announcement(Protocol):
-    """SGLang's ``TransferInfo`` of either backend as it is bound: what both have."""
-
-    room: int
-    #: Where the decode rank's control socket listens.
-    endpoint: str
-    dst_port: int
-    #: Destination pages, 1-D.
-    dst_kv_indices: npt.NDArray[np.int32]
-    #: Metadata slot; None for a dummy over Mooncake.
-    dst_aux_index: int | None
-    #: Decode ranks that announce the room to this prefill rank.
-    required_dst_info_num: int
-    delta: wire.DeltaFrame | None
-    delta_error: str | None
-    later_prefix_len: int | None
 
 
 @dataclasses.dataclass
@@ -259,7 +221,7 @@ def check_registration(
         )
 
 
-def check_announcement(info: Announcement) -> None:
+def check_announcement(info: DeltaTransferInfo) -> None:
     """Whether the numbers in a room's announcement can be; before any descriptor is made of them.
 
     Raises:

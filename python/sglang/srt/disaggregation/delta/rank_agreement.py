@@ -61,8 +61,7 @@ def minimum(values: list[int], group: ProcessGroup) -> list[int]:
         return values
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
-    smallest: list[int] = tensor.tolist()
-    return smallest
+    return tensor.tolist()
 
 
 def gathered(mine: Any, group: ProcessGroup) -> list[Any]:

@@ -22,8 +22,7 @@ ATTRIBUTE = "index_k_with_scale_buffer"
 
 def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
     """The index cache of each layer (pages, bytes of a page); none where ``pool`` has no index."""
-    found: Sequence[torch.Tensor] = getattr(pool, ATTRIBUTE, ())
-    return found
+    return getattr(pool, ATTRIBUTE, ())
 
 
 def has_other_state(pool: KVCache) -> bool:

@@ -38,8 +38,7 @@ class Rooms(OrderedDict[int, bool | None]):
     @staticmethod
     def of(manager: Any) -> Rooms:
         """Those of a rank's manager."""
-        rooms: Rooms = manager.__dict__.setdefault("lead_rooms", Rooms())
-        return rooms
+        return manager.__dict__.setdefault("lead_rooms", Rooms())
 
     def note(self, room: int, what: bool | None) -> None:
         """The oldest one is forgotten for it, if there are too many."""

@@ -84,8 +84,7 @@ def _decode_kernel(
 
 
 def _ints(tensor: torch.Tensor) -> Ints:
-    array: Ints = tensor.numpy().astype(np.int64, copy=False)
-    return array
+    return tensor.numpy().astype(np.int64, copy=False)
 
 
 def _write(out_indices: torch.Tensor, slots: Ints | None) -> None:

@@ -32,5 +32,4 @@ leaves the device leaves the tree.
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported; how long a request was in which state
 ``host_pool``, ``index_pool``, ``tree``, ``scheduler``, ``weight_updates``  mixins for SGLang's
-``upstream``    what is used of SGLang's classes, for the type checker
 """

@@ -32,8 +32,10 @@ from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPag
 from sglang.srt.mem_cache.buffer_only.touch import recent
 
 if TYPE_CHECKING:
+    from torch import Event
+
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
-    from sglang.srt.mem_cache.buffer_only.upstream import Event, Node
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
 @dataclass(eq=False)
@@ -143,7 +145,7 @@ class Backups:
         """The backups in flight, oldest first."""
         return tuple(self._running)
 
-    def request(self, node: Node) -> None:
+    def request(self, node: TreeNode) -> None:
         """Have ``node`` written, and before it all above it that is neither stored nor waiting."""
         chain = []
         while node.parent is not None and node.pending is None and not covered(node):
@@ -197,7 +199,7 @@ class Backups:
         for backup in self._running:
             backup.orphan = True
 
-    def forget_stored(self, root: Node) -> None:
+    def forget_stored(self, root: TreeNode) -> None:
         """The store was cleared: nothing is durable any more, and what is on its way may not be."""
         for backup in self._running:
             backup.orphan = True

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import Node
     from sglang.srt.mem_cache.radix_cache import TreeNode
 else:
     TreeNode = object
@@ -54,7 +53,7 @@ class Segment:
     """Tokens of a path: from ``start`` to ``end`` back from the end of ``node`` (start > end >=
     0)."""
 
-    node: Node
+    node: TreeNode
     start: int
     end: int
 
@@ -62,7 +61,7 @@ class Segment:
         return self.start - self.end
 
 
-def path_pieces(node: Node, tokens: int) -> Iterator[tuple[Node, int]]:
+def path_pieces(node: TreeNode, tokens: int) -> Iterator[tuple[TreeNode, int]]:
     """The nodes under the last ``tokens`` tokens up to the end of ``node``, last node first.
 
     Yields each with how far its end lies back from the end of ``node``.
@@ -74,7 +73,7 @@ def path_pieces(node: Node, tokens: int) -> Iterator[tuple[Node, int]]:
         node = node.parent
 
 
-def split_marks(front: Node, child: Node, split_len: int) -> None:
+def split_marks(front: TreeNode, child: TreeNode, split_len: int) -> None:
     """``front`` has just taken over the first ``split_len`` tokens of ``child``."""
     front.stored, child.stored = _cut(child.stored, split_len)
     front.launched, child.launched = _cut(child.launched, split_len)
@@ -109,14 +108,14 @@ class PendingBackup:
 
     __slots__ = ("node", "serial", "tokens")
 
-    def __init__(self, serial: int, node: Node, tokens: int) -> None:
+    def __init__(self, serial: int, node: TreeNode, tokens: int) -> None:
         self.serial = serial
         #: The last node of the path that is to be written.
         self.node = node
         #: Tokens to write, up to the end of ``node``.
         self.tokens = tokens
 
-    def pieces(self) -> list[Node]:
+    def pieces(self) -> list[TreeNode]:
         """The nodes that the tokens lie in now, in the order of the prompt."""
         return [node for node, _ in path_pieces(self.node, self.tokens)][::-1]
 
@@ -145,7 +144,7 @@ class BackupQueue:
         """The oldest entry."""
         return next(iter(self._queue.values()), None)
 
-    def add(self, node: Node) -> bool:
+    def add(self, node: TreeNode) -> bool:
         """Queue ``node``, which has no entry; False where the queue has no room for it."""
         tokens = len(node.key)
         if self.tokens + tokens > self.max_tokens:
@@ -165,7 +164,7 @@ class BackupQueue:
         self.dropped[reason] += sum(map(_unlaunched, pending.pieces()))
         self._remove(pending)
 
-    def deleted(self, node: Node) -> None:
+    def deleted(self, node: TreeNode) -> None:
         """``node``, a leaf, has left the tree; what a split made of its front may still be
         there."""
         pending = node.pending
@@ -192,10 +191,10 @@ class BackupQueue:
             node.pending = None
 
 
-def _unlaunched(node: Node) -> int:
+def _unlaunched(node: TreeNode) -> int:
     return len(node.key) - node.launched
 
 
-def covered(node: Node | None) -> bool:
+def covered(node: TreeNode | None) -> bool:
     """Whether all of ``node`` is in the store or launched before; the root always is."""
     return node is None or node.parent is None or node.launched >= len(node.key)

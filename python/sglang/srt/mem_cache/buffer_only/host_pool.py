@@ -28,7 +28,8 @@ from sglang.srt.patchset.compat_buffer_only import prefetch_threshold
 
 if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.buffer_only.upstream import DevicePool, HostPool
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache as _Pool
     from sglang.srt.server_args import ServerArgs
 
@@ -74,7 +75,7 @@ def staging() -> bool:
     return _WANTED.get() is not None
 
 
-def chosen_pages(device_pool: DevicePool, page_size: int, args: ServerArgs) -> int:
+def chosen_pages(device_pool: KVCache, page_size: int, args: ServerArgs) -> int:
     """Pages of the staging buffer of ``device_pool`` by the server's arguments; 0 where
     ``--hicache-size`` says it in gigabytes.
 
@@ -97,7 +98,7 @@ def chosen_pages(device_pool: DevicePool, page_size: int, args: ServerArgs) -> i
 class _Sized:
     """A device pool that claims another size: SGLang derives the host pool's size from it."""
 
-    def __init__(self, pool: DevicePool, size: int) -> None:
+    def __init__(self, pool: KVCache, size: int) -> None:
         self._pool = pool
         self.size = size
 
@@ -106,8 +107,8 @@ class _Sized:
 
 
 def _sized(
-    pool: DevicePool, page_size: int, ratio: float, gigabytes: float
-) -> tuple[DevicePool | _Sized, float, float]:
+    pool: KVCache, page_size: int, ratio: float, gigabytes: float
+) -> tuple[KVCache | _Sized, float, float]:
     """``pool``, or a view of it, with a ratio and a size from which SGLang computes the wanted
     number of host pages."""
     wanted = _WANTED.get()
@@ -119,7 +120,7 @@ def _sized(
     return _Sized(pool, (physical_pages(wanted.pages, pool.layer_num) - 1) * page_size), 1.0, 0
 
 
-def _check(host: HostPool) -> None:
+def _check(host: HostKVCache) -> None:
     """Before memory is taken: the page-first layouts want at least a page a layer."""
     wanted = _WANTED.get()
     if wanted is not None and wanted.gigabytes:
@@ -127,7 +128,7 @@ def _check(host: HostPool) -> None:
         check_size(wanted.gigabytes, host.page_num, host.page_size, needed)
 
 
-def _finish(host: HostPool, device_pool: DevicePool) -> None:
+def _finish(host: HostKVCache, device_pool: KVCache) -> None:
     wanted = _WANTED.get()
     if wanted is None:
         return
@@ -167,7 +168,7 @@ class StagePoolMHA(_StagePool):
 
     @override
     def __init__(
-        self, device_pool: DevicePool, host_to_device_ratio: float, host_size: int, page_size: int,
+        self, device_pool: KVCache, host_to_device_ratio: float, host_size: int, page_size: int,
         layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
     ) -> None:  # fmt: skip
         super().__init__(
@@ -186,7 +187,7 @@ class StagePoolMLA(_StagePool):
 
     @override
     def __init__(
-        self, device_pool: DevicePool, host_to_device_ratio: float, host_size: int, page_size: int,
+        self, device_pool: KVCache, host_to_device_ratio: float, host_size: int, page_size: int,
         layout: str, pin_memory: bool = True, device: str = "cpu", allocator_type: str = "default",
         override_kv_cache_dim: int | None = None,
     ) -> None:  # fmt: skip

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.buffer_only.backup_queue import path_pieces
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import Node, Request
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
 class ImageKey(str):
@@ -26,7 +27,7 @@ class ImageKey(str):
     images: tuple[tuple[int, int], ...] = ()
 
 
-def image_key(req: Request) -> ImageKey:
+def image_key(req: Req) -> ImageKey:
     """The ``extra_key`` of ``req`` with its images, each where it is first shown; that it is shown
     again the tokens say. Of several with one placeholder they do not say which, so that all are
     named. One without a place counts from the start."""
@@ -53,12 +54,12 @@ def images_before(extra_key: str | None, tokens: int) -> str:
     return " ".join(str(name) for at, name in getattr(extra_key, "images", ()) if at < tokens)
 
 
-def tokens_above(node: Node) -> int:
+def tokens_above(node: TreeNode) -> int:
     """Tokens of the prompt before those of ``node``."""
     return sum(len(one.key) for one, _ in path_pieces(node, sys.maxsize)) - len(node.key)
 
 
-def has_own_images(node: Node) -> bool:
+def has_own_images(node: TreeNode) -> bool:
     """Whether all nodes above ``node`` have the images of its own request there."""
     own = node.key.extra_key
     if not isinstance(own, ImageKey):

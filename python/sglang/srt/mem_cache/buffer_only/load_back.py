@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
-    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node, Tree
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
 @dataclass(eq=False)
 class LoadBack:
     """Staged pages on their way to the device. Until they are there, ``node`` is locked."""
 
-    node: Node
+    node: TreeNode
     staging: list[StagingPages]
     #: When it was queued; agreed milliseconds.
     since_ms: int
@@ -52,8 +53,12 @@ class LoadBacks:
         return [*self._copies.owners, *(load_back for load_back, _ in self._queued)]
 
     def add(
-        self, key: Key, hashes: Sequence[str], pages: Sequence[int], staging: list[StagingPages]
-    ) -> tuple[torch.Tensor, Node] | None:
+        self,
+        key: RadixKey,
+        hashes: Sequence[str],
+        pages: Sequence[int],
+        staging: list[StagingPages],
+    ) -> tuple[torch.Tensor, TreeNode] | None:
         """The last part of ``key`` enters the tree; the next launch copies it from the staging
         buffer.
 
@@ -131,7 +136,7 @@ class LoadBacks:
             staging.release()
 
 
-def _allocate(tree: Tree, node: Node, tokens: int) -> torch.Tensor | None:
+def _allocate(tree: HiRadixCache, node: TreeNode, tokens: int) -> torch.Tensor | None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     allocator = tree.token_to_kv_pool_allocator
@@ -145,7 +150,9 @@ def _allocate(tree: Tree, node: Node, tokens: int) -> torch.Tensor | None:
         tree.dec_lock_ref(node)
 
 
-def _append(tree: Tree, parent: Node, key: Key, slots: torch.Tensor, hashes: list[str]) -> Node:
+def _append(
+    tree: HiRadixCache, parent: TreeNode, key: RadixKey, slots: torch.Tensor, hashes: list[str]
+) -> TreeNode:
     """A new leaf that is in the store already."""
     node = type(tree.root_node)(priority=parent.priority if parent.parent is not None else 0)
     node.parent, node.key, node.value, node.hash_value = parent, key, slots.clone(), hashes

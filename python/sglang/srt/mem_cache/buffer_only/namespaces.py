@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.buffer_only import page_parts
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.upstream import HostPool
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 
 #: Grows when an identity is encoded in another way: pages of the old one are not read.
@@ -69,7 +69,7 @@ class Namespace:
         return self.seed.hex()[:12]
 
 
-def pool_identity(pool: HostPool, tp_size: int) -> dict[str, Any]:
+def pool_identity(pool: HostKVCache, tp_size: int) -> dict[str, Any]:
     """How KV lies in a page of ``pool``, on each of ``tp_size`` ranks.
 
     The number of ranks counts even where a rank's share is as large with more of them: with more
@@ -176,8 +176,7 @@ def _sums(tensor: torch.Tensor) -> list[int]:
         if len(weights) < len(words):
             weights = _weights(len(words), words.device)
         sums.append((words.long() * weights[: len(words)]).sum())
-    found: list[int] = torch.stack(sums).tolist() if sums else []
-    return found
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import HostPool
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 #: Layouts whose rows are pages; those of the others are slots.
 _PAGE_ROWS = ("page_first_direct", "page_head")
@@ -89,7 +89,7 @@ class Value:
 # ---- what a pool has ----
 
 
-def describe(pool: HostPool, groups: int = 1) -> tuple[Part, ...]:
+def describe(pool: HostKVCache, groups: int = 1) -> tuple[Part, ...]:
     """The parts of a page in one of SGLang's host pools, in the order in which they are stored.
 
     Args:
@@ -112,13 +112,13 @@ def describe(pool: HostPool, groups: int = 1) -> tuple[Part, ...]:
     raise ValueError(f"the parts of a page of {type(pool).__name__} are not known")
 
 
-def tensors(pool: HostPool) -> list[torch.Tensor]:
+def tensors(pool: HostKVCache) -> list[torch.Tensor]:
     """All host tensors of a pool, each in one stretch of memory: what a store has to register."""
     index = getattr(pool, "index_k_with_scale_buffer", [])
     return [pool.kv_buffer, *([index] if isinstance(index, torch.Tensor) else index)]
 
 
-def _keys_and_values(pool: HostPool, groups: int) -> tuple[Part, ...]:
+def _keys_and_values(pool: HostKVCache, groups: int) -> tuple[Part, ...]:
     sides = [("k", _rows(pool, pool.kv_buffer[0])), ("v", _rows(pool, pool.kv_buffer[1]))]
     if groups == 1:
         return tuple(Part(label, rows) for label, rows in sides)
@@ -135,7 +135,7 @@ def _keys_and_values(pool: HostPool, groups: int) -> tuple[Part, ...]:
 
 
 def _rows(
-    pool: HostPool, buffer: torch.Tensor | Sequence[torch.Tensor], by_page: bool = False
+    pool: HostKVCache, buffer: torch.Tensor | Sequence[torch.Tensor], by_page: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Views of a buffer as (pages, bytes): one where a page lies together, else one a layer.
 
@@ -179,8 +179,7 @@ def page_numbers(host_indices: torch.Tensor, page_size: int) -> list[int]:
     pages = torch.div(rows[:, 0], page_size, rounding_mode="floor")
     if not torch.equal(rows, pages[:, None] * page_size + torch.arange(page_size)):
         raise ValueError(f"the host slots are not whole pages of {page_size} slots in order")
-    numbers: list[int] = pages.tolist()
-    return numbers
+    return pages.tolist()
 
 
 def keys(

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.buffer_only.store_client import Outcome, StoreClient
-    from sglang.srt.mem_cache.buffer_only.upstream import Node
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 logger = logging.getLogger(__name__)
 
 
-def page_hashes(node: Node, page_size: int) -> list[str]:
+def page_hashes(node: TreeNode, page_size: int) -> list[str]:
     """SGLang's page hashes of ``node``; computed now if it was inserted without."""
     from sglang.srt.mem_cache.radix_cache import compute_node_hash_values
 
@@ -169,7 +169,7 @@ class PageStore:
             keys += own.within(images, b"images").keys([page_hash])
         return keys
 
-    def path_keys(self, node: Node) -> list[str]:
+    def path_keys(self, node: TreeNode) -> list[str]:
         """Keys of all pages up to the end of ``node``, in the order of the prompt."""
         extra_key, hashes = node.key.extra_key, list[str]()
         while node.parent is not None:

@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.buffer_only.touch import Touches
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import Node, Tree
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Context:
     """What backup, prefetch and load back of one rank work with."""
 
-    tree: Tree
+    tree: HiRadixCache
     stage: Stage
     store: PageStore
     copier: Copier
@@ -72,7 +73,7 @@ class Context:
             self.stage.pages,
         )
 
-    def prefix_keys(self, node: Node) -> list[str] | None:
+    def prefix_keys(self, node: TreeNode) -> list[str] | None:
         """Keys of all pages up to the end of ``node``, where the backend wants them."""
         return self.store.path_keys(node) if self.settings.pass_prefix_keys else None
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
     from sglang.srt.mem_cache.buffer_only.page_store import Job
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
-    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node
     from sglang.srt.mem_cache.buffer_only.worth import Choice
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
 class State(enum.Enum):
@@ -100,7 +100,7 @@ class Prefetch:
 
     rid: str
     #: Of the prompt, whole pages, at least one token short of the end.
-    key: Key
+    key: RadixKey
     #: When the state was entered, and how long each one lasted before; agreed milliseconds.
     since_ms: int = 0
     spent_ms: Counter[State] = field(default_factory=Counter)
@@ -136,7 +136,7 @@ class Prefetch:
     #: What was known when it was last not ready, and how far the tree reached for it: pages, and
     #: the node in which they end.
     unready: object = None
-    reached: tuple[int, Node] | None = None
+    reached: tuple[int, TreeNode] | None = None
     #: Tokens that came into the tree for it.
     loaded: int = 0
 

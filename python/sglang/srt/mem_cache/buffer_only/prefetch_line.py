@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
-    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 #: Requests for which the tree is looked at in a step, to fetch for them.
 MOST_LOOKED_AT = 16
@@ -61,7 +61,7 @@ class PrefetchLine(PrefetchStates):
 
     # ---- what the scheduler says and asks ----
 
-    def request(self, rid: str, key: Key) -> None:
+    def request(self, rid: str, key: RadixKey) -> None:
         """Fetch what the store has of ``key`` beyond what the tree holds."""
         self.cancel(rid)
         if len(key) >= self._context.settings.prefetch_threshold:
@@ -110,7 +110,7 @@ class PrefetchLine(PrefetchStates):
             return 0
         return max(0, min(prefetch.staged_from(held // page), (most - held) // page)) * page
 
-    def load(self, rid: str, held: int, tokens: int) -> tuple[torch.Tensor, Node] | None:
+    def load(self, rid: str, held: int, tokens: int) -> tuple[torch.Tensor, TreeNode] | None:
         """The request is admitted: ``tokens`` staged tokens enter the tree behind the ``held`` ones
         that it has, and are copied under the batch that is being formed.
 
@@ -358,7 +358,7 @@ class PrefetchLine(PrefetchStates):
             return False
         return not self._has_room(prefetch, *self._match(prefetch))
 
-    def _has_room(self, prefetch: Prefetch, held: int, node: Node) -> bool:
+    def _has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
         """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
         copy locks them: those that run would be retracted for what a waiting request holds."""
         tree = self._context.tree
@@ -368,7 +368,9 @@ class PrefetchLine(PrefetchStates):
         finally:
             tree.dec_lock_ref(node)
 
-    def _load(self, prefetch: Prefetch, start: int, stop: int) -> tuple[torch.Tensor, Node] | None:
+    def _load(
+        self, prefetch: Prefetch, start: int, stop: int
+    ) -> tuple[torch.Tensor, TreeNode] | None:
         """Staged pages enter the tree, and wait for the next copy."""
         context = self._context
         new = (stop - start) * context.page_size

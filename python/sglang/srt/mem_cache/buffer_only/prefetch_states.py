@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
-    from sglang.srt.mem_cache.buffer_only.upstream import Node
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 #: What the store has not of a prompt is asked for again so long after the last time, while its
 #: request waits; then not any more. Nobody waits for these.
@@ -242,7 +242,7 @@ class PrefetchStates:
 
     # ---- small things ----
 
-    def _match(self, prefetch: Prefetch) -> tuple[int, Node]:
+    def _match(self, prefetch: Prefetch) -> tuple[int, TreeNode]:
         """Pages of the prompt that the tree has, and the node in which they end."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 

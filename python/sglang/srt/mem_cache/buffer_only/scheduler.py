@@ -21,9 +21,8 @@ from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.mem_cache.buffer_only.upstream import Request
 
 #: Between two steps without a batch, while something is under way to the store or from it.
 NAP_S = 0.0005
@@ -79,14 +78,14 @@ class BufferOnlyScheduler(NamingScheduler):
             self._request_namespace = None
 
     @override
-    def init_req_max_new_tokens(self, req: Request) -> None:
+    def init_req_max_new_tokens(self, req: Req) -> None:
         super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
         if self._request_namespace:
             # SGLang's /generate also hands on a list of texts.
             req.extra_key = f"{self._request_namespace}{req.lora_id or ''}"
 
     @override
-    def _prefetch_kvcache(self, req: Request) -> None:
+    def _prefetch_kvcache(self, req: Req) -> None:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         if self.model_config.is_multimodal:  # before the first look at the tree
@@ -143,7 +142,7 @@ class BufferOnlyScheduler(NamingScheduler):
             room -= len(chunked.origin_input_ids) - len(chunked.prefix_indices)
         return int(room)
 
-    def _waiting(self) -> list[Request]:
+    def _waiting(self) -> list[Req]:
         """Requests that have not run, in the order in which they will."""
         # On a prefill server they wait for their decode server first.
         bootstrap = self._bootstrap_queue
@@ -240,7 +239,7 @@ class BufferOnlyScheduler(NamingScheduler):
             super().maybe_sleep_on_idle()
 
 
-def report_storage_hit(req: Request, tokens: int) -> None:
+def report_storage_hit(req: Req, tokens: int) -> None:
     """``req`` starts to run, with ``tokens`` of its prefix fetched for it from the store.
 
     SGLang counts every cached token that is in the device tree as a device hit. What was evicted

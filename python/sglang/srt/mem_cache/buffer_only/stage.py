@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.buffer_only.settings import Share
 
 if TYPE_CHECKING:
     import torch
+    from torch import Event, Stream
 
-    from sglang.srt.managers.cache_controller import CacheOperation
-    from sglang.srt.mem_cache.buffer_only.upstream import Controller, Event, Stream
+    from sglang.srt.managers.cache_controller import CacheOperation, HiCacheController
 
 
 class Direction(enum.Enum):
@@ -231,7 +231,7 @@ class Copier:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: HiCacheController,
         forward_stream: Callable[[], Stream | None],
         written: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
@@ -245,8 +245,7 @@ class Copier:
         self._after_forward(controller.write_stream)
         controller.write_queue.extend(self._operations(pairs))
         controller.start_writing()
-        finish_event: Event = controller.ack_write_queue.pop().finish_event
-        return finish_event
+        return controller.ack_write_queue.pop().finish_event
 
     def to_device(self, pairs: Sequence[Pair]) -> tuple[Event, int]:
         """The same to the device, layer by layer; finish event and the batch's consumer index.

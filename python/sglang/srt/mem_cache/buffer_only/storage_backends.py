@@ -19,8 +19,8 @@ from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import HostPool
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 else:
     HiCacheStorage = object
@@ -43,9 +43,9 @@ class PartStore(HiCacheStorage):
     page_values: tuple[page_parts.Value, ...] = ()
     #: Called for every value that was shorter in the store than it must be.
     on_short: Callable[[], None] | None = None
-    part_pool: HostPool
+    part_pool: HostKVCache
 
-    def keep(self, pool: HostPool, values: Sequence[page_parts.Value]) -> None:
+    def keep(self, pool: HostKVCache, values: Sequence[page_parts.Value]) -> None:
         """Take over if ``pool`` is a staging buffer."""
         self.part_pool = pool
         self.page_values = tuple(values)
@@ -88,8 +88,7 @@ class PartStore(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         if not self.page_values:
-            result: list[bool] = super().batch_get_v1(keys, host_indices, extra_info)
-            return result
+            return super().batch_get_v1(keys, host_indices, extra_info)
         pages = self._pages(keys, host_indices)
         slots = [(value, page) for page in pages for value in self.page_values]
         memory = [
@@ -111,8 +110,7 @@ class PartStore(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         if not self.page_values:
-            result: list[bool] = super().batch_set_v1(keys, host_indices, extra_info)
-            return result
+            return super().batch_set_v1(keys, host_indices, extra_info)
         pages = self._pages(keys, host_indices)
         slots = [(value, page) for page in pages for value in self.page_values]
         names = self._names(keys)
@@ -198,7 +196,7 @@ class PartsFactory(StorageBackendFactory):
         )
 
 
-def _refuse_lost_parts(name: str, pool: HostPool) -> None:
+def _refuse_lost_parts(name: str, pool: HostKVCache) -> None:
     extra = [part.label for part in page_parts.describe(pool) if part.extra]
     if extra and name not in MIXINS:
         raise ValueError(

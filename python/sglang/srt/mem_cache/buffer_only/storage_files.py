@@ -59,8 +59,7 @@ class FileParts(_File):
             self.keep(mem_pool_host, page_parts.together(page_parts.describe(mem_pool_host)))
 
     def value_key(self, page_hash: str, value: page_parts.Value) -> str:
-        path: str = self._get_component_path(page_hash, value.label or None)
-        return path
+        return self._get_component_path(page_hash, value.label or None)
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         found = _readable(keys, _size)

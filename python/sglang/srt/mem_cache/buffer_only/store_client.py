@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.buffer_only.page_parts import leading
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.upstream import Backend
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class StoreClient:
 
     def __init__(
         self,
-        store: Backend,
+        store: HiCacheStorage,
         name: str,
         settings: StoreClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,

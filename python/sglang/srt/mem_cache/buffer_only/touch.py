@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.pipelines import Context
-    from sglang.srt.mem_cache.buffer_only.upstream import Node
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 #: Paths that wait to be touched, at most; the oldest go first.
 MOST_WAITING = 256
@@ -36,7 +36,7 @@ OWN_USES = 2
 class Touch:
     """A path that is looked up: its first ``tokens`` tokens, which are noted as stored."""
 
-    node: Node
+    node: TreeNode
     #: From the start of the path to the end of ``node``, which no split and no deletion changes.
     length: int
     tokens: int
@@ -56,7 +56,7 @@ class Touches:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._thread = context.make_thread("touch")
-        self._waiting: dict[Node, None] = {}
+        self._waiting: dict[TreeNode, None] = {}
         self._running: Touch | None = None
 
     @property
@@ -64,7 +64,7 @@ class Touches:
         """The path that is looked up now."""
         return self._running
 
-    def used(self, node: Node) -> None:
+    def used(self, node: TreeNode) -> None:
         """A request has used ``node``, which is in the store, and all above it.
 
         Called from the first node of its path to the last, which stands for all of them.
@@ -112,7 +112,7 @@ class Touches:
         """End the thread; False if it runs on at ``until``, of ``time.monotonic``."""
         return self._thread.close(until)
 
-    def _start(self, node: Node) -> Touch | None:
+    def _start(self, node: TreeNode) -> Touch | None:
         context, store = self._context, self._context.store
         tokens, hashes = 0, []
         path = _path(node)
@@ -135,7 +135,7 @@ class Touches:
         return Touch(node, length, tokens, self._thread.submit(look_up))
 
 
-def _path(node: Node) -> list[Node]:
+def _path(node: TreeNode) -> list[TreeNode]:
     """From the first node below the root down to ``node``."""
     found = []
     while node.parent is not None:
@@ -144,10 +144,10 @@ def _path(node: Node) -> list[Node]:
     return found[::-1]
 
 
-def recent(node: Node, now_ms: int, touch_ms: int) -> None:
+def recent(node: TreeNode, now_ms: int, touch_ms: int) -> None:
     """The store has just taken or given ``node``: it is asked for that in ``touch_ms`` at the
     earliest, if the request that brought it is the only one that has used its path."""
-    above: Node = node
+    above: TreeNode = node
     while above.parent is not None:
         if above.hit_count > OWN_USES:
             return

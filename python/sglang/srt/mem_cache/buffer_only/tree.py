@@ -28,11 +28,13 @@ from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     import torch
+    from torch import Stream
 
-    from sglang.srt.mem_cache.buffer_only.upstream import Key, Node, Request, Stream
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
     from sglang.srt.server_args import ServerArgs
 else:
     HiRadixCache = object
@@ -130,7 +132,7 @@ class BufferOnlyTree(HiRadixCache):
     # ---- backup ----
 
     @override
-    def _inc_hit_count(self, node: Node, chunked: bool = False) -> None:
+    def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
         if self.buffer is None:
             super()._inc_hit_count(node, chunked)
         elif not chunked:
@@ -146,7 +148,7 @@ class BufferOnlyTree(HiRadixCache):
         return super().insert(params)
 
     @override
-    def cache_unfinished_req(self, req: Request, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         before = self.token_to_kv_pool_allocator.available_size()
         super().cache_unfinished_req(req, chunked=chunked)
         if self.token_to_kv_pool_allocator.available_size() > before:
@@ -155,21 +157,21 @@ class BufferOnlyTree(HiRadixCache):
             self.written = None
 
     @override
-    def _split_node(self, key: Key, child: Node, split_len: int) -> Any:
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
         front = super()._split_node(key, child, split_len)
         if self.buffer is not None:
             split_marks(front, child, split_len)
         return front
 
     @override
-    def _delete_leaf(self, node: Node) -> None:
+    def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         if self.buffer is not None:
             self.buffer.backups.queue.deleted(node)
 
     # ---- prefetch, load back ----
 
-    def request_prefetch(self, rid: str, key: Key) -> None:
+    def request_prefetch(self, rid: str, key: RadixKey) -> None:
         """Prefetch the part of ``key`` (a ``RadixKey``) that the store has and the tree has not.
 
         At least one token of the prompt is always left to compute.
@@ -201,7 +203,7 @@ class BufferOnlyTree(HiRadixCache):
     def init_load_back(self, params: Any) -> Any:
         if self.buffer is None:
             return super().init_load_back(params)
-        req: Request = params.req
+        req: Req = params.req
         held, tokens = len(req.prefix_indices), params.host_hit_length
         # Not a hit in host memory: ``report_storage_hit`` says what it is.
         req.host_hit_length = 0
@@ -317,7 +319,7 @@ class PendingLast:
     def __init__(self, strategy: EvictionStrategy) -> None:
         self._strategy = strategy
 
-    def get_priority(self, node: Node) -> Any:
+    def get_priority(self, node: TreeNode) -> Any:
         """The order of eviction, smallest first."""
         pending = node.pending is not None and not node.storage_ready
         return (pending, self._strategy.get_priority(node))

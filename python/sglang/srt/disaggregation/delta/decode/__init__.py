@@ -29,5 +29,4 @@ holds of its prompt and moves only the rest. In the order of a request's life:
 ``heartbeat``         when one counts as lost
 ``flush``             flushes, weight updates and release of memory while pages are owned
 ``invariants``        what must hold of pool and tree at any time
-``protocols``         what all of them use of SGLang's objects, as types
 """

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.claims import Claims
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.disaggregation.delta.decode.prefix_tree import KnownPrefix, PrefixLease
-    from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ class DecodeBudget:
         """``claims``: what admitted requests hold; the tree tells it of every change."""
         self._queue = queue
         self._tree = queue.tree_cache
-        self._allocator: PageAllocator = queue.token_to_kv_pool_allocator
+        self._allocator: BaseTokenToKVPoolAllocator = queue.token_to_kv_pool_allocator
         self._page, self._step = claims.page, claims.step
         self.claims = self._tree.claims = claims
         #: Tokens that this rank has and another one has not; zero while ranks are in step.

@@ -45,8 +45,9 @@ from sglang.srt.disaggregation.delta.rank_agreement import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def under_way(queue: RadixPreallocQueue) -> ArrivingPrefixes:
 class Candidate:
     """One request in line. ``entry``: the prealloc queue's; None for a retracted request."""
 
-    entry: QueueEntry | None
+    entry: DecodeRequest | None
     req: Req
     #: Whether it may share a prefix; after ``settle``, on all ranks.
     shares: bool = False
@@ -332,7 +333,7 @@ class AgreedSteps:
     @contextmanager
     def step(
         self,
-        checked: list[QueueEntry],
+        checked: list[DecodeRequest],
         first: list[Candidate],
         limits: Limits,
         arriving: ArrivingPrefixes,
@@ -400,7 +401,7 @@ class AgreedSteps:
         )
 
 
-def _state(entry: QueueEntry, now: float, limits: Limits, failed: int) -> State:
+def _state(entry: DecodeRequest, now: float, limits: Limits, failed: int) -> State:
     """What this rank thinks of a request without pages. ``failed``: a poll that says so."""
     if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
         return State.FAILED

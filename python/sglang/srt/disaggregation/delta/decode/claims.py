@@ -27,7 +27,8 @@ from sglang.srt.disaggregation.delta.decode.admission import (
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
 class Stage(Enum):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +59,16 @@ class DeferredFree:
         #: Prefill ranks that write for the room.
         self.writers = writers
         self._writers_are_gone = False
-        self._entry: QueueEntry | None = None
+        self._entry: DecodeRequest | None = None
         self._since = 0.0
 
     @property
-    def entry(self) -> QueueEntry:
+    def entry(self) -> DecodeRequest:
         """The queue entry whose pages, row, lock and metadata slot are kept."""
         assert self._entry is not None, "nothing is kept, or it was freed"
         return self._entry
 
-    def keep(self, entry: QueueEntry) -> None:
+    def keep(self, entry: DecodeRequest) -> None:
         """``entry``, whose client has been answered, keeps what it owns from now on."""
         self._entry, self._since = entry, time.monotonic()
 
@@ -91,7 +91,7 @@ class DeferredFree:
         may_free = self.is_drained() or self._is_overdue()
         return int(KVPoll.Success if may_free else KVPoll.Transferring)
 
-    def free(self, free_entry: Callable[[QueueEntry], None]) -> None:
+    def free(self, free_entry: Callable[[DecodeRequest], None]) -> None:
         """Give what is kept to ``free_entry``, once, and follow the room no longer."""
         self.stop_following()
         entry, self._entry = self._entry, None

@@ -18,7 +18,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import Req
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 else:
     Scheduler = object

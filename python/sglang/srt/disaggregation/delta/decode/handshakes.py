@@ -22,10 +22,11 @@ from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.waiting import fail, why_failed
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.address_pool import AddressPool
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
     from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +174,7 @@ def _ask_all(ask: AskRank, wanted: list[Rank]) -> dict[Rank, dict[str, Any] | No
 def _ask_rooms(address: str, rooms: list[int]) -> dict[str, int]:
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-    answer: dict[str, int] = CommonKVReceiver.query_prefill_dp_ranks(address, rooms)
-    return answer
+    return CommonKVReceiver.query_prefill_dp_ranks(address, rooms)
 
 
 def bootstrap_addr(req: Req) -> str:
@@ -186,8 +186,7 @@ def bootstrap_addr(req: Req) -> str:
 def _address(host: str, port: int) -> str:
     from sglang.srt.utils.network import NetworkAddress
 
-    address: str = NetworkAddress(host, port).to_host_port_str()
-    return address
+    return NetworkAddress(host, port).to_host_port_str()
 
 
 _DEADLINE = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
@@ -205,7 +204,7 @@ class _Reached:
     """Polls a receiver, and in the lowest bit, whether its prefill server was reached so far or the
     request was attempted here already. Of several ranks' the smallest counts."""
 
-    def __init__(self, entry: QueueEntry) -> None:
+    def __init__(self, entry: DecodeRequest) -> None:
         self._entry = entry
 
     def poll(self) -> int:
@@ -230,7 +229,7 @@ class Handshakes:
     def advance(self) -> None:
         """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed."""
         queue = self._queue
-        pending: dict[str, list[QueueEntry]] = {}
+        pending: dict[str, list[DecodeRequest]] = {}
         for entry in queue.pending_reqs:
             if entry.kv_receiver.conclude_state is None:  # else who polls it answers
                 pending.setdefault(bootstrap_addr(entry.req), []).append(entry)
@@ -245,7 +244,7 @@ class Handshakes:
                 self._attempts[address] = _Attempts()
         queue.kv_manager.servers.connections.forget_unwanted(pending)
 
-    def finish(self) -> list[QueueEntry]:
+    def finish(self) -> list[DecodeRequest]:
         """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
         from sglang.srt.disaggregation.base.conn import KVPoll
         from sglang.srt.disaggregation.utils import poll_and_all_reduce
@@ -276,7 +275,7 @@ class Handshakes:
                 queue.without_prefill.try_here(entry)
         return failed
 
-    def _in_time(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
+    def _in_time(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
         """Fail those that have waited for longer than a transfer may take."""
         allowed = self._queue.kv_manager.waiting_timeout
         now, left = self._queue.clock(), []
@@ -293,7 +292,7 @@ class Handshakes:
             )
         return left
 
-    def _advance(self, address: str, entries: list[QueueEntry]) -> list[QueueEntry]:
+    def _advance(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
         """Those of ``entries`` that are still not ready."""
         known = self._is_known(address)
         if known is None:

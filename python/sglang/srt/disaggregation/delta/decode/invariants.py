@@ -29,9 +29,10 @@ from sglang.srt.disaggregation.delta.pages import page_ceil
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.claims import Claims
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
-    from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
     from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 else:
     Scheduler = object
 

@@ -45,7 +45,7 @@ from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -167,7 +167,7 @@ class LocalTurns:
             and only_prefill_can(req) is None
         )
 
-    def take(self, entry: QueueEntry, decision: Decision) -> None:
+    def take(self, entry: DecodeRequest, decision: Decision) -> None:
         """``entry`` has its row and pages, and is computed locally: prefill is notified."""
         req = entry.req
         entry.kv_receiver.yield_room()
@@ -181,7 +181,7 @@ class LocalTurns:
         self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len, drafts))
         self._made(req, decision)
 
-    def announced(self, entry: QueueEntry, decision: Decision) -> None:
+    def announced(self, entry: DecodeRequest, decision: Decision) -> None:
         """``entry`` was announced: prefill computes it."""
         tokens = entry.req.kv_allocated_len - entry.req.cache_protected_len
         address, now = bootstrap_addr(entry.req), self._clock()

@@ -37,8 +37,8 @@ from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodePreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
+    from sglang.srt.managers.schedule_batch import Req
 else:
     DecodePreallocQueue = object
 
@@ -52,10 +52,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
     """
 
     # Owned by the upstream class; named for the type checker.
-    queue: list[QueueEntry]
-    pending_reqs: list[QueueEntry]
+    queue: list[DecodeRequest]
+    pending_reqs: list[DecodeRequest]
     retracted_queue: list[Req]
-
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
     #: Candidates of the next step. More than can be tried only while the line moves: each costs a
@@ -120,8 +119,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def prefill_dp_rank(self, req: Req) -> int | None:
         """The data-parallel rank that serves ``req``; None where prefill has to be queried."""
-        rank: int | None = super()._resolve_prefill_dp_rank(req)
-        return rank
+        return super()._resolve_prefill_dp_rank(req)
 
     @override
     def _resolve_pending_reqs(self) -> None:
@@ -139,14 +137,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self._resolve_pending_reqs()
         failed = self._handshakes.finish()
         self._leave(failed)
-        admitted: list[QueueEntry] = []
+        admitted: list[DecodeRequest] = []
         ready = self._ready()
         if ready:  # equal on all ranks, so all of them take the step
             limits = self._limits
             arriving = line.under_way(self)
             first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
             checked = self._to_check(ready, first)
-            taken: list[QueueEntry] = []
+            taken: list[DecodeRequest] = []
             with self._steps.step(checked, first, limits, arriving) as (agreed, candidates):
                 failed += self._answer(checked, agreed)
                 stopped = self._admit(candidates, arriving, agreed, admitted, taken)
@@ -160,8 +158,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     @override
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
         if not self.shares_prefixes:
-            resumed: list[Req] = super().resume_retracted_reqs(rids_to_check)
-            return resumed
+            return super().resume_retracted_reqs(rids_to_check)
         paused = self._memory_is_away or getattr(self.scheduler, "_engine_paused", False)
         if not self.retracted_queue or paused:
             return []
@@ -198,11 +195,13 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """The settings, read once: each step would spend a tenth of its time on the environment."""
         return Limits.read(self._page, self.tree_cache.is_eagle)
 
-    def _ready(self) -> list[QueueEntry]:
+    def _ready(self) -> list[DecodeRequest]:
         """Requests whose handshake is done on all ranks and that have no pages yet, in order."""
         return [entry for entry in self.queue if entry.waiting_for_input]
 
-    def _to_check(self, ready: list[QueueEntry], first: Sequence[Candidate]) -> list[QueueEntry]:
+    def _to_check(
+        self, ready: list[DecodeRequest], first: Sequence[Candidate]
+    ) -> list[DecodeRequest]:
         """Those whose state the ranks agree on in this step: the candidates, none of which may get
         in after it failed, and the next part of the line."""
         at = self._next_part if line.CHECKED < len(ready) > self._next_part else 0
@@ -222,7 +221,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     # ---- who leaves without pages ----
 
-    def _answer(self, checked: list[QueueEntry], agreed: AdmissionVote) -> list[QueueEntry]:
+    def _answer(self, checked: list[DecodeRequest], agreed: AdmissionVote) -> list[DecodeRequest]:
         """Notify the clients of requests that failed, were aborted or waited for too long; end
         waits for prefixes that lasted as long as they may."""
         if min(agreed.states, default=State.FINE) == State.FINE:
@@ -234,7 +233,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     # ---- admission ----
 
     def _first_in_line(
-        self, ready: list[QueueEntry], arriving: ArrivingPrefixes
+        self, ready: list[DecodeRequest], arriving: ArrivingPrefixes
     ) -> list[Candidate]:
         """The next candidates; who waits for a prefix that is still arriving is passed over."""
         first = []
@@ -265,8 +264,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
         candidates: list[Candidate],
         arriving: ArrivingPrefixes,
         agreed: AdmissionVote,
-        admitted: list[QueueEntry],
-        taken: list[QueueEntry],
+        admitted: list[DecodeRequest],
+        taken: list[DecodeRequest],
     ) -> Candidate | None:
         """Add who gets pages to ``admitted``, or to ``taken`` if it is computed locally; return the
         first one that does not get any, with its refusal.

@@ -233,8 +233,7 @@ class PrefillServers:
             deferred = self._deferred.get(room)
             if deferred is not None and deferred.progress is not None:
                 return deferred.progress
-            progress: Progress = self._manager.progress(room)
-            return progress
+            return self._manager.progress(room)
 
     def collect_arrivals(self, room: int) -> None:
         """Read what the transport says has arrived, for ``room`` which was given up."""

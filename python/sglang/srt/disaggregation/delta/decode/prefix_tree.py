@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
         ScheduleBatchDisaggregationDecodeMixin,
     )
-    from sglang.srt.disaggregation.delta.decode.protocols import Req, Rows, TreeNode
     from sglang.srt.managers.overlap_utils import FutureMap
-    from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
     from sglang.srt.server_args import ServerArgs
 else:
     RadixCache = ScheduleBatchDisaggregationDecodeMixin = object
@@ -85,7 +85,7 @@ class PrefixLease:
         req.prefix_indices = self.indices
         req.cache_protected_len = self.length
 
-    def bind(self, rows: Rows, req: Req, slots: torch.Tensor) -> None:
+    def bind(self, rows: ReqToTokenPool, req: Req, slots: torch.Tensor) -> None:
         """Write the request's row and make it the owner of its slots and of the lock.
 
         ``slots`` (1-D int64) follow the lease's. The caller knows that a row is free.

@@ -17,7 +17,6 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServer
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
     from sglang.srt.disaggregation.delta.manager import DeltaManager
 else:
@@ -38,11 +37,7 @@ class _FrameAppender:
 class DeltaReceiver(CommonKVReceiver):
     """Decode's side of a room: announces the prefix that it already holds."""
 
-    _connect_to_bootstrap_server: Any  # these belong to the upstream class
-    kv_mgr: Any
-    bootstrap_addr: Any
-    bootstrap_room: Any
-    conclude_state: KVPoll | None
+    _connect_to_bootstrap_server: Any  # of the upstream class
     #: Prefill was told of pages, and may write to them.
     announced = False
     _epoch = 0
@@ -59,8 +54,7 @@ class DeltaReceiver(CommonKVReceiver):
 
     @property
     def _servers(self) -> PrefillServers | None:
-        servers: PrefillServers | None = self.kv_mgr.servers
-        return servers
+        return self.kv_mgr.servers
 
     def _fail(self, kind: Reason, text: str) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll

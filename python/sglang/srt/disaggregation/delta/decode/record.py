@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tenso
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.disaggregation.delta.decode.protocols import Req
     from sglang.srt.disaggregation.delta.decode.turn_choice import Announced
-    from sglang.srt.managers.schedule_batch import MultimodalDataItem
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
 
 #: Of a prefix in front of arriving KV, about so many tokens are compared.
 SAMPLED = 1024

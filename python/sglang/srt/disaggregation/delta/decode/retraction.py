@@ -11,7 +11,8 @@ from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.sparse_index import load_index
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import PageAllocator, Req
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 
@@ -38,7 +39,10 @@ def _tail(chunk: Any, start: int) -> Any:
 
 
 def restore_private(
-    req: Req, slots: torch.Tensor, allocator: PageAllocator, draft_pool: KVCache | None = None
+    req: Req,
+    slots: torch.Tensor,
+    allocator: BaseTokenToKVPoolAllocator,
+    draft_pool: KVCache | None = None,
 ) -> None:
     """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
     draft model also its KV, which has the same slots, and with sparse attention the index.

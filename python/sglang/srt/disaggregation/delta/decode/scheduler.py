@@ -27,9 +27,8 @@ from sglang.srt.disaggregation.delta.sparse_index import has_other_state
 from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.protocols import Req
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.managers.utils import GenerationBatchResult
 else:
@@ -162,16 +161,14 @@ class DecodeLineFields(logging.Filter):
 class DisaggScheduler(DecodeFlush):
     """Attaches the decode tree and the counters to SGLang's scheduler."""
 
-    _namespace: str | None = None
     # Owned by the upstream class; named for the type checker.
-    enable_lora: bool | None
     waiting_queue: list[Any]
     last_batch: ScheduleBatch | None
+    _namespace: str | None = None
 
     @property
     def _deferred(self) -> Sequence[Req]:  # type: ignore[override]
-        deferred: Sequence[Req] = self.disagg_decode_transfer_queue.deferred_requests
-        return deferred
+        return self.disagg_decode_transfer_queue.deferred_requests
 
     @override
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:

@@ -18,11 +18,11 @@ from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
-    from sglang.srt.disaggregation.delta.decode.protocols import Req, TreeNode
     from sglang.srt.managers.overlap_utils import FutureMap
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 Pair = tuple[int, int]
 

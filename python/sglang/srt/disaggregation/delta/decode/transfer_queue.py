@@ -28,16 +28,11 @@ from sglang.srt.disaggregation.delta.event_log import Admitted, event_log, now
 from sglang.srt.disaggregation.delta.observability import STATS
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+    from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import (
-        MetadataBuffers,
-        QueueEntry,
-        Req,
-        SlotAllocator,
-    )
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 else:
     DecodeTransferQueue = object
 
@@ -48,7 +43,7 @@ EMPTY = 0
 _NO_PAGES: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-def take_slot(allocator: SlotAllocator, buffers: MetadataBuffers) -> int:
+def take_slot(allocator: ReqToMetadataIdxAllocator, buffers: MetadataBuffers) -> int:
     """A free slot that says of no room that its metadata are there; the caller knows one is free.
 
     It is cleared here too: a transfer that was given up may have written since it was freed.
@@ -134,7 +129,7 @@ class StepWrites:
         return self._pages
 
 
-def announce(queue: RadixPreallocQueue, entry: QueueEntry, slots: torch.Tensor) -> None:
+def announce(queue: RadixPreallocQueue, entry: DecodeRequest, slots: torch.Tensor) -> None:
     """Send prefill the pages to fill; from here on they belong to the transfer.
 
     Later in the same turn of the loop where the step in flight may write to them. ``queue``: the
@@ -192,7 +187,7 @@ def _count(req: Req, pages: npt.NDArray[np.int32], page_bytes: int, at: float) -
 class Arrival:
     """One transfer as the ranks poll it: complete when its KV *and* its metadata are here."""
 
-    def __init__(self, entry: QueueEntry, buffers: MetadataBuffers) -> None:
+    def __init__(self, entry: DecodeRequest, buffers: MetadataBuffers) -> None:
         self._entry = entry
         self._buffers = buffers
 
@@ -248,7 +243,7 @@ class Arrival:
 class RadixTransferQueue(DecodeTransferQueue):
     """Puts the KV of finished transfers into the decode tree. Stock behaviour without the flag."""
 
-    queue: list[QueueEntry]  # owned by the upstream class; named for the type checker
+    queue: list[DecodeRequest]  # owned by the upstream class; named for the type checker
 
     @cached_property
     def deferred(self) -> list[DeferredFree]:
@@ -263,8 +258,7 @@ class RadixTransferQueue(DecodeTransferQueue):
     @override
     def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
         if not getattr(self.tree_cache, "serves_decode", False):
-            stock: list[Req] = super().pop_transferred(rids_to_check)
-            return stock
+            return super().pop_transferred(rids_to_check)
         if not self.queue and not self.deferred:
             return []
         from sglang.srt.disaggregation.base.conn import KVPoll
@@ -298,7 +292,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         self.queue = waiting
         return transferred
 
-    def _landed(self, entry: QueueEntry) -> bool:
+    def _landed(self, entry: DecodeRequest) -> bool:
         """The transfer is complete. False if its metadata were overwritten after the poll."""
         req = entry.req
         if req.finished_reason is None:
@@ -311,7 +305,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         self._free(entry)
         return False
 
-    def _give_up(self, entry: QueueEntry) -> None:
+    def _give_up(self, entry: DecodeRequest) -> None:
         """Answer the client of a failed transfer; keep what prefill may still write to."""
         from sglang.srt.disaggregation.utils import prepare_abort
 
@@ -338,7 +332,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         self.deferred.append(deferred)
         self.tree_cache.claims.deferred(entry.req)
 
-    def _leave_behind(self, entry: QueueEntry) -> None:
+    def _leave_behind(self, entry: DecodeRequest) -> None:
         """The request of ``entry`` starts over; what it owned stays in the entry."""
         req, claims = entry.req, self.tree_cache.claims
         entry.req = left = remains(req)
@@ -348,7 +342,7 @@ class RadixTransferQueue(DecodeTransferQueue):
             self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 
     @staticmethod
-    def _defer_free(entry: QueueEntry) -> DeferredFree:
+    def _defer_free(entry: DecodeRequest) -> DeferredFree:
         """What says that prefill stopped writing; at once where everything had arrived already."""
         defer_free = getattr(entry.kv_receiver, "defer_free", None)  # a warm-up's has none
         if defer_free is None or record_of(entry.req).arrived:
@@ -361,14 +355,14 @@ class RadixTransferQueue(DecodeTransferQueue):
         if scheduler.enable_metrics:
             scheduler.metrics_collector.increment_transfer_failed_reqs()
 
-    def _free(self, entry: QueueEntry) -> None:
+    def _free(self, entry: DecodeRequest) -> None:
         """Free all that a failed transfer owned; nothing of it enters the tree."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         release_kv_cache(entry.req, self.tree_cache, is_insert=False)
         self._free_slot(entry)
 
-    def _free_slot(self, entry: QueueEntry) -> None:
+    def _free_slot(self, entry: DecodeRequest) -> None:
         """Give the metadata slot back; what it says of its room is forgotten."""
         index = entry.metadata_buffer_index
         self.metadata_buffers.bootstrap_room[index, 0] = EMPTY

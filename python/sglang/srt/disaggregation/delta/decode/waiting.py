@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.decode.admission import Limits
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+    from sglang.srt.managers.schedule_batch import Req
 else:
     DecodeRequest = object
 
@@ -79,15 +79,15 @@ def log_waits(queue: RadixPreallocQueue, late: Sequence[Req]) -> None:
 
 def answer(
     queue: RadixPreallocQueue,
-    checked: Sequence[QueueEntry],
+    checked: Sequence[DecodeRequest],
     states: Sequence[int],
     limits: Limits,
-) -> list[QueueEntry]:
+) -> list[DecodeRequest]:
     """Notify the clients of those of ``checked`` that failed or waited for too long, by the
     ``states`` that the ranks agreed on; who leaves.
 
     Who waited long enough for another request's prefix is attempted from the next step on."""
-    gone: list[QueueEntry] = []
+    gone: list[DecodeRequest] = []
     lacks: Lacks | None = None
     for entry, state in zip(checked, states, strict=True):
         req = entry.req
@@ -113,7 +113,7 @@ def answer(
 
 
 def give_up(
-    scheduler: DisaggScheduler, entry: QueueEntry, message: str, status: HTTPStatus
+    scheduler: DisaggScheduler, entry: DecodeRequest, message: str, status: HTTPStatus
 ) -> None:
     """End a request of the prealloc queue; the caller takes it out of the lists.
 
@@ -133,14 +133,13 @@ def give_up(
     scheduler.stream_output([req], req.return_logprob)
 
 
-def why_failed(queue: RadixPreallocQueue, entry: QueueEntry) -> str:
+def why_failed(queue: RadixPreallocQueue, entry: DecodeRequest) -> str:
     """Why the room of a request failed, as far as this rank knows."""
     records = getattr(queue.kv_manager, "failure_records", {})
-    why: str = records.get(entry.req.bootstrap_room, "it was aborted, or failed on another rank")
-    return why
+    return records.get(entry.req.bootstrap_room, "it was aborted, or failed on another rank")
 
 
-def fail(queue: RadixPreallocQueue, entry: QueueEntry, what: str) -> None:
+def fail(queue: RadixPreallocQueue, entry: DecodeRequest, what: str) -> None:
     """End a request whose room failed; ``what`` began and did not end well."""
     req = entry.req
     place = f"rank={queue.tp_rank}, bootstrap_room={req.bootstrap_room}"
@@ -154,5 +153,4 @@ class CountedEntry(DecodeRequest):
     @property
     def priority(self) -> int | None:
         """Where SGLang schedules by priority it counts a queue by that, and asks its entries."""
-        priority: int | None = self.req.priority
-        return priority
+        return self.req.priority

@@ -20,8 +20,9 @@ from sglang.srt.disaggregation.delta.decode.waiting import give_up
 from sglang.srt.patchset import compat
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.protocols import QueueEntry, Req
+    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class WithoutPrefill:
         turns = self._queue.local_turns
         return turns is not None and bool(turns.may_save(req))
 
-    def save(self, entry: QueueEntry, why: str) -> bool:
+    def save(self, entry: DecodeRequest, why: str) -> bool:
         """Keep a request in line whose room failed before it was announced; False if that may not
         be."""
         if record_of(entry.req).is_alone or not self.may_save(entry.req):
@@ -93,7 +94,7 @@ class WithoutPrefill:
         self._in_line(entry, NoPrefill(NO_PREFILL, why))
         return True
 
-    def try_here(self, entry: QueueEntry) -> None:
+    def try_here(self, entry: DecodeRequest) -> None:
         """Its prefill server cannot be reached just now: a request is attempted locally, once."""
         record_of(entry.req).tried_here = True
         if self.may_save(entry.req):
@@ -105,11 +106,11 @@ class WithoutPrefill:
         from sglang.srt.disaggregation.decode import DecodeRequest
 
         receiver = NoPrefill(TRANSFER_FAILED, why)
-        entry: QueueEntry = DecodeRequest(req=req, kv_receiver=receiver)
+        entry: DecodeRequest = DecodeRequest(req=req, kv_receiver=receiver)
         self._queue.queue.insert(0, entry)
         self._in_line(entry, receiver)
 
-    def is_too_long(self, entry: QueueEntry) -> bool:
+    def is_too_long(self, entry: DecodeRequest) -> bool:
         """A request has more new tokens than may be computed locally: it waits for its prefill
         server again, or fails; whether it failed."""
         queue, receiver = self._queue, entry.kv_receiver
@@ -126,7 +127,7 @@ class WithoutPrefill:
         give_up(queue.scheduler, entry, message, HTTPStatus.INTERNAL_SERVER_ERROR)
         return True
 
-    def _in_line(self, entry: QueueEntry, receiver: NoPrefill) -> None:
+    def _in_line(self, entry: DecodeRequest, receiver: NoPrefill) -> None:
         queue = self._queue
         entry.kv_receiver, entry.waiting_for_input = receiver, True
         queue.pending_reqs = [other for other in queue.pending_reqs if other is not entry]

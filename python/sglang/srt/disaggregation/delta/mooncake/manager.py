@@ -26,9 +26,7 @@ from sglang.srt.disaggregation.delta.mooncake.messages import (
 )
 from sglang.srt.disaggregation.delta.mooncake.worker import (
     ChunkDeadlines,
-    ChunkQueue,
     ChunkWorker,
-    QueuedChunk,
     SettlingExecutor,
 )
 from sglang.srt.disaggregation.delta.pages import Pages, page_ceil
@@ -39,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+    from sglang.srt.disaggregation.common.utils import FastQueue
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferKVChunk
 else:
     MooncakeKVManager = object
 
@@ -111,7 +110,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
         page: int = self.kv_args.page_size
         return page_ceil(listed, page) // page  # it lists tokens
 
-    def fail_room(self, chunk: QueuedChunk, kind: Reason, text: str, *, settled: bool) -> None:
+    def fail_room(self, chunk: TransferKVChunk, kind: Reason, text: str, *, settled: bool) -> None:
         """Fail the room of a chunk here. Decode ranks of ours are notified why when all has
         settled; where that may take long (not ``settled``), and to stock ones, SGLang's own status
         is sent at once."""
@@ -164,7 +163,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
 
     @override
     def transfer_worker(
-        self, queue: ChunkQueue, executor: Executor, staging_buffer: object = None
+        self, queue: FastQueue, executor: Executor, staging_buffer: object = None
     ) -> None:
         worker = ChunkWorker(self, executor)
         while True:
@@ -225,13 +224,12 @@ class DeltaMooncakeManager(MooncakeKVManager):
         those of all layers would be hundreds of megabytes."""
         if not len(from_):
             return 0  # a replica sends them
-        status: int = self.engine.batch_transfer_sync(
+        return self.engine.batch_transfer_sync(
             session,
             (from_ + np.uint64(source)).tolist(),
             (to + np.uint64(target)).tolist(),
             [length] * len(from_),
         )
-        return status
 
     def slice_bytes(self, dst_tp_rank: int, dst_attn_tp_size: int) -> int:
         """Bytes of every page that go from this rank to a decode rank of another size."""

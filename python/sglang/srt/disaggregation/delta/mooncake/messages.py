@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self, override
 
@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.delta.wire import metadata_fit
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
+    from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -76,23 +77,6 @@ class MooncakeTransferInfo(DeltaTransferInfo):
         return info
 
 
-class Registration(Protocol):
-    """What a decode rank says of its memory: SGLang's ``KVArgsRegisterInfo`` of Mooncake."""
-
-    #: Its name, which ends with the port of its engine.
-    mooncake_session_id: str
-    #: Its rank, and the ranks of its tensor parallel group.
-    dst_tp_rank: int
-    dst_attn_tp_size: int
-    #: Addresses of its buffers, and the bytes of a page in each of those for KV.
-    dst_kv_ptrs: list[int]
-    dst_kv_item_len: int
-    dst_state_data_ptrs: list[int]
-    dst_aux_ptrs: list[int]
-    #: Its KV lies on the host, token by token.
-    enable_hisparse: bool
-
-
 class MooncakeAnnouncements(Announcements):
     """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
 
@@ -103,7 +87,7 @@ class MooncakeAnnouncements(Announcements):
         self.take_message(conn, frames, _REGISTRATION_FRAMES)
 
     @override
-    def _register(self, info: Registration) -> None:
+    def _register(self, info: KVArgsRegisterInfo) -> None:
         manager, session = self._manager, info.mooncake_session_id
         # SGLang chooses the queue by the port of the session.
         _, colon, port = session.rpartition(":")

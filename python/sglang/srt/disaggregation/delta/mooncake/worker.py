@@ -15,16 +15,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar  # Any: of whatever is submitted
+from typing import TYPE_CHECKING, Any, TypeVar  # Any: of whatever is submitted
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import count_sent
-from sglang.srt.disaggregation.delta.pages import Pages
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.mooncake.manager import DeltaMooncakeManager
-    from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo, Registration
-    from sglang.srt.disaggregation.delta.prefill.room import Room
+    from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeTransferInfo
+    from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, TransferKVChunk
 
 logger = logging.getLogger(__name__)
 
@@ -43,29 +42,6 @@ Result = TypeVar("Result")
 # ---- what waits in the queues, and until when ----
 
 
-class QueuedChunk(Protocol):
-    """SGLang's ``TransferKVChunk``, and the room that it is of."""
-
-    room: int
-    #: Pages on this side, and their place among the room's destination pages.
-    prefill_kv_indices: Pages
-    index_slice: slice
-    is_last_chunk: bool
-    #: With the last chunk: metadata slot, and pages of state where the model has some.
-    prefill_aux_index: int | None
-    state_indices: list[int] | None
-    #: Ours: the room that it is of. One that ended while this waited is over at once, and its
-    #: number may be used again before a worker comes to this chunk.
-    owner: Room
-
-
-class ChunkQueue(Protocol):
-    """SGLang's ``FastQueue``: one waits for chunks, any thread puts them in."""
-
-    def get(self) -> QueuedChunk:
-        """The next one; waits for it."""
-
-
 class ChunkDeadlines:
     """Each chunk's, from ``send()`` to its end. Filled by the scheduler, emptied by the workers,
     looked at by the reader thread: a worker in a call of the engine cannot look at its watch."""
@@ -77,26 +53,26 @@ class ChunkDeadlines:
         self._lock = threading.Lock()
         #: Of each chunk that is not over, by its identity, in the order of ``queued``: the chunk,
         #: when it is due, and the decode rank that it is written to (None: it waits).
-        self._due: dict[int, tuple[QueuedChunk, float, str | None]] = {}
+        self._due: dict[int, tuple[TransferKVChunk, float, str | None]] = {}
 
-    def queued(self, chunk: QueuedChunk) -> None:
+    def queued(self, chunk: TransferKVChunk) -> None:
         """It is put into its queue."""
         with self._lock:
             self._due[id(chunk)] = chunk, self._clock() + self.seconds, None
 
-    def sending(self, chunk: QueuedChunk, peer: str) -> None:
+    def sending(self, chunk: TransferKVChunk, peer: str) -> None:
         """It is written to the decode rank ``peer`` now."""
         with self._lock:
             if id(chunk) in self._due:
                 _, due, _ = self._due[id(chunk)]
                 self._due[id(chunk)] = chunk, due, peer
 
-    def over(self, chunk: QueuedChunk) -> None:
+    def over(self, chunk: TransferKVChunk) -> None:
         """It is over, or dropped. Harmless for one that is not in here."""
         with self._lock:
             self._due.pop(id(chunk), None)
 
-    def take_overdue(self) -> list[tuple[QueuedChunk, str | None]]:
+    def take_overdue(self) -> list[tuple[TransferKVChunk, str | None]]:
         """Take out the chunks that are late, and the decode rank that each is written to; None
         while it waits in its queue."""
         now, late = self._clock(), []
@@ -160,7 +136,7 @@ class ChunkWorker:
         self._manager = manager
         self._executor = SettlingExecutor(executor)
 
-    def take(self, chunk: QueuedChunk) -> None:
+    def take(self, chunk: TransferKVChunk) -> None:
         """Send one ``TransferKVChunk``, or fail its room. Never raises."""
         try:
             if self._manager.rooms.enter(chunk.owner):
@@ -175,7 +151,7 @@ class ChunkWorker:
         finally:
             self._manager.chunk_deadlines.over(chunk)
 
-    def _serve(self, chunk: QueuedChunk) -> None:
+    def _serve(self, chunk: TransferKVChunk) -> None:
         settled = True
         try:
             self._send(chunk)
@@ -192,7 +168,7 @@ class ChunkWorker:
             else:
                 self._manager.leave_later(chunk.room)
 
-    def _send(self, chunk: QueuedChunk) -> None:
+    def _send(self, chunk: TransferKVChunk) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager, room = self._manager, chunk.room
@@ -207,7 +183,7 @@ class ChunkWorker:
             manager.send_status(info, KVPoll.Success)
         manager.rooms.deliver(room)
 
-    def _send_to(self, info: MooncakeTransferInfo, chunk: QueuedChunk) -> None:
+    def _send_to(self, info: MooncakeTransferInfo, chunk: TransferKVChunk) -> None:
         """Everything of one chunk that goes to one decode rank."""
         manager, session = self._manager, info.mooncake_session_id
         manager.chunk_deadlines.sending(chunk, session)
@@ -247,7 +223,7 @@ class ChunkWorker:
         return self._manager.rooms.stopped(room) is not None
 
     def _send_pages(
-        self, info: MooncakeTransferInfo, target: Registration, chunk: QueuedChunk
+        self, info: MooncakeTransferInfo, target: KVArgsRegisterInfo, chunk: TransferKVChunk
     ) -> None:
         manager, session = self._manager, info.mooncake_session_id
         source = chunk.prefill_kv_indices

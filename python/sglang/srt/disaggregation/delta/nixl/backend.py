@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.peer_messages import KVArgs
+    from sglang.srt.disaggregation.base.conn import KVArgs
 
 logger = logging.getLogger(__name__)
 

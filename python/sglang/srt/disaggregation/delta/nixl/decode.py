@@ -122,15 +122,13 @@ class NixlDecode(NixlKVManager):
 
     @override
     def progress(self, room: int) -> DeltaTransferStatus:
-        status: DeltaTransferStatus = self.transfer_statuses[room]
-        return status
+        return self.transfer_statuses[room]
 
     @override
     def take_progress(self, room: int) -> DeltaTransferStatus:
         from sglang.srt.disaggregation.nixl.conn import TransferStatus
 
-        status: DeltaTransferStatus = self.transfer_statuses.pop(room, None) or TransferStatus()
-        return status
+        return self.transfer_statuses.pop(room, None) or TransferStatus()
 
     @override
     def expect_metadata(self, room: int, slot: int) -> bool:

@@ -341,8 +341,7 @@ def select(pool: Pool, pages: Pages) -> Selectors:
     pool.check(pages)
     firsts = np.arange(len(pool.bases), dtype=np.int32) * np.int32(pool.slots)
     slots = _slots_of(pages, pool.heads).astype(np.int32)
-    flat: Selectors = (firsts[:, None] + slots).reshape(-1)
-    return flat
+    return (firsts[:, None] + slots).reshape(-1)
 
 
 def _check_selectable(pool: Pool) -> None:

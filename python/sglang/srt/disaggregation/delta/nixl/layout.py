@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool, check_pair
-from sglang.srt.disaggregation.delta.peer_messages import KVArgs
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
 #: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
@@ -34,23 +35,6 @@ class Pair:
         check_pair(self.source, self.destination)
 
 
-class Registration(Protocol):
-    """What a decode rank says of its memory: SGLang's ``KVArgsRegisterInfo`` of NIXL."""
-
-    #: Its rank, and the ranks of its tensor parallel group.
-    decode_tp_rank: int
-    decode_tp_size: int
-    gpu_id: int
-    #: Addresses of its buffers, and the bytes of a page in each of those for KV.
-    dst_kv_ptrs: list[int]
-    dst_kv_item_len: int
-    dst_state_data_ptrs: list[int]
-    dst_aux_ptrs: list[int]
-    #: Of its NIXL agent.
-    agent_metadata: bytes
-    agent_name: str
-
-
 class Layout:
     """Reads SGLang's ``KVArgs`` of this rank and what a decode rank registered. Keeps nothing."""
 
@@ -59,7 +43,7 @@ class Layout:
         #: This rank's memory.
         self.ours: KVArgs = manager.kv_args
 
-    def kv(self, info: Registration, slots: int | None) -> Pair:
+    def kv(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
         """KV pools, of whole pages or of some heads of every token; no buffers where this rank
         sends nothing. ``slots``: pages of the decode rank's pool, if it said so.
 
@@ -79,7 +63,7 @@ class Layout:
             info.gpu_id,
         )
 
-    def metadata(self, info: Registration, slots: int | None) -> Pair:
+    def metadata(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
         """Metadata buffers; always in host memory."""
         ours = self.ours
         return self._pair(
@@ -96,7 +80,7 @@ class Layout:
         """Bytes of one metadata slot, over all buffers."""
         return sum(self.ours.aux_item_lens)
 
-    def state(self, info: Registration) -> Pair:
+    def state(self, info: KVArgsRegisterInfo) -> Pair:
         """State of a hybrid model.
 
         Raises:
@@ -120,7 +104,7 @@ class Layout:
             source, destination, lens, ours.state_data_lens[0] // lens[0], None, info.gpu_id
         )
 
-    def _heads(self, info: Registration, slots: int | None) -> Pair:
+    def _heads(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
         """The heads of every token that this rank sends to a rank of another tensor parallel size;
         no buffers where a replica sends them.
 
@@ -141,7 +125,7 @@ class Layout:
         except ValueError as error:
             raise TransferError(Reason.MISMATCH, str(error)) from error
 
-    def _slices(self, info: Registration, slots: int | None, plan: heads.HeadSlice) -> Pair:
+    def _slices(self, info: KVArgsRegisterInfo, slots: int | None, plan: heads.HeadSlice) -> Pair:
         ours, page = self.ours, self.ours.page_size
         lens = ours.kv_item_lens
         from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)

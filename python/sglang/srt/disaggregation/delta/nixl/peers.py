@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any  # Any: NIXL's binding has no types
+from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,11 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
-from sglang.srt.disaggregation.delta.nixl.layout import Pair, Registration
+from sglang.srt.disaggregation.delta.nixl.layout import Pair
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class Peer:
     #: What was prepared for it since NIXL was last told about it.
     lists: PreparedLists
 
-    def __init__(self, info: Registration) -> None:
+    def __init__(self, info: KVArgsRegisterInfo) -> None:
         self.name: str = info.agent_name
         #: What it registered.
         self.info = info
@@ -102,7 +105,7 @@ class Peer:
         self.lists = PreparedLists(None, self.name)
 
     def pair(
-        self, kind: str, slots: int | None, make: Callable[[Registration, int | None], Pair]
+        self, kind: str, slots: int | None, make: Callable[[KVArgsRegisterInfo, int | None], Pair]
     ) -> Pair:
         """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
         known = self._pairs.get(kind)
@@ -128,7 +131,7 @@ class Peers:
     def __init__(
         self,
         agent: Any,
-        table: dict[str, Registration],
+        table: dict[str, KVArgsRegisterInfo],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent = agent
@@ -184,7 +187,7 @@ class Peers:
                 self._is_changing = False
                 self._lock.notify_all()
 
-    def add(self, info: Registration) -> None:
+    def add(self, info: KVArgsRegisterInfo) -> None:
         """A decode rank registers; again is harmless. One that was forgotten is loaded anew, and
         nothing that was prepared before is used again: its connection may have been lost."""
         with self._lock:

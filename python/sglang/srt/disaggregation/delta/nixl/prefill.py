@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.descriptors import cut_chunk
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, Registration
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages, share_of_chunk
@@ -39,7 +39,7 @@ from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, NixlKVManager, NixlKVSender
 else:
     NixlKVManager = NixlKVSender = object
 
@@ -86,7 +86,7 @@ class NixlAnnouncements(Announcements):
         self.take_message(conn, frames[1:], _REGISTRATION_FRAMES)
 
     @override
-    def _register(self, info: Registration) -> None:
+    def _register(self, info: KVArgsRegisterInfo) -> None:
         check_registration(
             self._manager,
             kv_buffers=len(info.dst_kv_ptrs),
@@ -161,7 +161,7 @@ class NixlPrefill(NixlKVManager):
         return Peers(self.agent, self.decode_kv_args_table)
 
     @override
-    def _add_remote_peer(self, decode_kv_args: Registration) -> None:
+    def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
         self.peers.add(decode_kv_args)
 
     @override
@@ -217,7 +217,6 @@ class DeltaNixlSender(NixlKVSender):
 
     curr_idx: int  # of the upstream class; named for the type checker
     has_sent: bool
-    chunk_id: int
 
     def __init__(
         self, mgr: DeltaNixlManager, bootstrap_addr: str, bootstrap_room: int,

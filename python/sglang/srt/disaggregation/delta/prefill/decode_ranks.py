@@ -21,6 +21,7 @@ from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo  # or Mooncake's
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,6 @@ logger = logging.getLogger(__name__)
 _MOST_REGISTERED = 4096
 #: How long an answer to a rank that is not registered may take to be sent.
 _STRANGER_S = 2.0
-
-
-class Registered(Protocol):
-    """What a decode rank registered: SGLang's ``KVArgsRegisterInfo``, as far as it is used here."""
-
-    endpoint: str
-    dst_port: int
 
 
 class Frontend(Protocol):
@@ -64,7 +58,7 @@ class DecodeRanks:
         self.frontend: Frontend | None = None
         #: When each decode rank that pings was last heard of, by the name it registered under, and
         #: what it registered.
-        self._heard: dict[str, tuple[float, Registered]] = {}
+        self._heard: dict[str, tuple[float, KVArgsRegisterInfo]] = {}
         #: Where those listened that the last tick found gone.
         self._gone: list[tuple[str, int]] = []
         self._timeout_s = environment.PEER_TIMEOUT.read()
@@ -137,7 +131,10 @@ class DecodeRanks:
             raise wire.ControlError(f"a {type(message).__name__} is not for a prefill rank")
 
     def _answer(
-        self, asked: wire.Ping | wire.Withdraw, info: Registered | None, answer: wire.Message
+        self,
+        asked: wire.Ping | wire.Withdraw,
+        info: KVArgsRegisterInfo | None,
+        answer: wire.Message,
     ) -> None:
         """Answer a registered rank where it registered, and another one where it says it is."""
         if info is None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 
-#: ``peer_messages.Announcement``. Any: neither rooms nor their table look into it.
+#: ``peer_messages.DeltaTransferInfo`` of either backend. Any: rooms and their table do not read it.
 Announcement: TypeAlias = Any
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol  # Any: a result of SGLang's; ids as it has them
+from typing import TYPE_CHECKING, Any  # Any: a result of SGLang's; ids as it has them
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
 from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
-from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend, end_yielded
+from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
 from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
 
 if TYPE_CHECKING:
@@ -36,30 +36,14 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 else:
     CommonKVSender = SchedulerDisaggregationPrefillMixin = object
     Scheduler = object
 
 
-class Request(Protocol):
-    """SGLang's ``Req``, as far as it is used here."""
-
-    rid: str
-    #: Prefill's end of its room; SGLang's own sender where the backend knows no delta.
-    disagg_kv_sender: DeltaSender
-    #: Tokens computed so far, and of the prompt.
-    fill_ids: Sequence[int]
-    origin_input_ids: Sequence[int]
-    #: The send cursor, in tokens.
-    start_send_idx: int
-    req_pool_idx: int
-    #: What holds its answer to a schema; None where nothing does.
-    grammar: object
-
-
-def ended(requests: Sequence[Request], groups: Sequence[ProcessGroup]) -> list[str]:
+def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
     """The ids of those ``requests`` that have ended on all ranks of ``groups``: one collective a
     group, the same answer on each rank.
 
@@ -88,9 +72,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     in one step."""
 
     @override
-    def send_kv_chunk(
-        self, req: Request, last_chunk: bool = False, end_idx: int | None = None
-    ) -> None:
+    def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         if last_chunk:
             # Decode's grammar takes the first token, and fails the request where it cannot. SGLang
             # asks this one, too: it would free the pages that are being sent, and again at the end.
@@ -152,10 +134,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @property
     def _rooms(self) -> RoomTable | None:
         """This rank's rooms; None on a backend of SGLang's that knows no delta."""
-        rooms: RoomTable | None = getattr(
-            self.disagg_prefill_bootstrap_queue.kv_manager, "rooms", None
-        )
-        return rooms
+        return getattr(self.disagg_prefill_bootstrap_queue.kv_manager, "rooms", None)
 
     @override
     def process_prefill_chunk(self) -> None:
@@ -169,8 +148,8 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @override
     def process_disagg_prefill_inflight_queue(
         self, rids_to_check: list[str] | None = None
-    ) -> list[Request]:
-        queue: list[Request] = self.disagg_prefill_inflight_queue
+    ) -> list[Req]:
+        queue: list[Req] = self.disagg_prefill_inflight_queue
         groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
         if (
             rids_to_check is None  # a pipeline stage has asked its ranks already
@@ -181,8 +160,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             rids_to_check = ended(queue, groups)
             if not rids_to_check:
                 return []  # nothing to do for SGLang's, which would reduce once more
-        done: list[Request] = super().process_disagg_prefill_inflight_queue(rids_to_check)
-        return done
+        return super().process_disagg_prefill_inflight_queue(rids_to_check)
 
 
 def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
@@ -193,8 +171,7 @@ def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDAr
     the device would be kernels on the scheduler's stream, behind all that is queued there.
     """
     slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
-    taken: npt.NDArray[np.int32] = (slots[::page] // page).astype(np.int32)
-    return taken
+    return (slots[::page] // page).astype(np.int32)
 
 
 class DeltaScheduler(Scheduler):
@@ -210,12 +187,30 @@ class DeltaScheduler(Scheduler):
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
         if isinstance(recv_req, EndYielded):
-            end_yielded(self, recv_req.rid)
+            self._end_yielded(recv_req.rid)
             return
         queued = list(self.waiting_queue)
         super().abort_request(recv_req)
         if self._prefill_manager is not None:
             close_rooms(queued, self.waiting_queue)
+
+    def _end_yielded(self, rid: str) -> None:
+        """Forget the request ``rid``, whose client was answered. On all ranks in one step.
+
+        It waits for its announcement, or for its grammar; where else it might be, decode has
+        announced it all the same, and it ends like any other.
+        """
+        waiting = self.disagg_prefill_bootstrap_queue
+        for req in [req for req in waiting.queue if req.rid == rid]:
+            waiting.queue = [other for other in waiting.queue if other is not req]
+            req.disagg_kv_sender.clear()
+            if self.enable_hicache_storage:
+                self.tree_cache.release_aborted_request(rid)
+        grammars = self.grammar_manager
+        for req in [req for req in grammars.grammar_queue if req.rid == rid]:
+            grammars.grammar_queue = [other for other in grammars.grammar_queue if other is not req]
+            if hasattr(req.grammar, "cancel"):
+                req.grammar.cancel()
 
     @override
     def init_disaggregation(self) -> None:
@@ -240,7 +235,7 @@ class DeltaScheduler(Scheduler):
             super().maybe_sleep_on_idle()
 
 
-def close_rooms(before: Iterable[Request], after: Iterable[Request]) -> None:
+def close_rooms(before: Iterable[Req], after: Iterable[Req]) -> None:
     """Prefill: end the rooms of requests that an abort took out of the waiting queue.
 
     SGLang drops such a request and forgets its sender: its room would stay in every table, and

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any  # Any: a list of ids, or two of them, as 
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender, Request, ended
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender, ended
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 else:
     SchedulerPPMixin = object
@@ -41,7 +42,7 @@ class PrefillStages(SchedulerPPMixin):
 
     @override
     def get_rids(
-        self, req_queue: list[Request], is_send: bool, *poll_statuses_group: list[int]
+        self, req_queue: list[Req], is_send: bool, *poll_statuses_group: list[int]
     ) -> Any:  # a list of ids, or two of them, as SGLang's
         if is_send and req_queue is self.disagg_prefill_inflight_queue:
             manager = self.disagg_prefill_bootstrap_queue.kv_manager

@@ -25,8 +25,7 @@ from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput
 if TYPE_CHECKING:
     import zmq
 
-    from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaScheduler
-    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 else:
     TokenizerManager = object
 
@@ -95,8 +94,6 @@ class Frontend:
 
 class YieldingTokenizer(TokenizerManager):
     """Answers requests that decode computes itself. Stock on a server that is no prefill server."""
-
-    rid_to_state: dict[str, ReqState]  # owned by the upstream class; named for the type checker
 
     @override
     def init_disaggregation(self) -> None:
@@ -201,22 +198,3 @@ def empty_answer(rid: str) -> BatchStrOutput:
         routed_experts=None,
     )
     return BatchStrOutput(**lists)
-
-
-def end_yielded(scheduler: DeltaScheduler, rid: str) -> None:
-    """Forget the request ``rid``, whose client was answered. On all ranks in one step.
-
-    It waits for its announcement, or for its grammar; where else it might be, decode has announced
-    it all the same, and it ends like any other.
-    """
-    waiting = scheduler.disagg_prefill_bootstrap_queue
-    for req in [req for req in waiting.queue if req.rid == rid]:
-        waiting.queue = [other for other in waiting.queue if other is not req]
-        req.disagg_kv_sender.clear()
-        if scheduler.enable_hicache_storage:
-            scheduler.tree_cache.release_aborted_request(rid)
-    grammars = scheduler.grammar_manager
-    for req in [req for req in grammars.grammar_queue if req.rid == rid]:
-        grammars.grammar_queue = [other for other in grammars.grammar_queue if other is not req]
-        if hasattr(req.grammar, "cancel"):
-            req.grammar.cancel()
