@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.buffer_only.touch import recent
 if TYPE_CHECKING:
     from torch import Event
 
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 

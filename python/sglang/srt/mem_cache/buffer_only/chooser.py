@@ -10,8 +10,8 @@ from sglang.srt.mem_cache.buffer_only.settings import pages_of
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Hit, Speeds, choose, full_rounds
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.buffer_only.fetch import Fetches
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
 
 
 class Chooser:

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.buffer_only.touch import recent
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 

@@ -13,12 +13,8 @@ from sglang.srt.disaggregation.delta.event_log import Prefetched, now
 from sglang.srt.disaggregation.delta.metrics import Metric
 from sglang.srt.disaggregation.delta.observability import log_prefetched
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import Direction
-from sglang.srt.mem_cache.buffer_only.store_client import Fault
-from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
     from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
@@ -114,28 +110,44 @@ class BufferMetrics:
         self._updated_at: float | None = None
         self._labels: dict[str, object] | None = None
         self._collector: StorageMetricsCollector | None = None
+        self._page_size = 0
         self._seen: Counts[tuple[str, str]] = Counts()
 
-    def bind(self, labels: Mapping[str, object], collector: StorageMetricsCollector) -> None:
-        """Report under ``labels`` from now on, and to SGLang's ``StorageMetricsCollector``."""
-        self._labels, self._collector = dict(labels), collector
+    def bind(
+        self, labels: Mapping[str, object], collector: StorageMetricsCollector, page_size: int
+    ) -> None:
+        """Report under ``labels`` from now on, and to SGLang's ``StorageMetricsCollector``, which
+        counts tokens: ``page_size`` in a page."""
+        self._labels, self._collector, self._page_size = dict(labels), collector, page_size
 
-    def update(self, buffer: Pipelines) -> None:
-        """Called in every step; does something once in ``EVERY_S``."""
+    def update(
+        self,
+        times: Times,
+        gauges: Callable[[], dict[str, int]],
+        totals: Callable[[], dict[tuple[str, str, str], int]],
+    ) -> None:
+        """Called in every step; does something once in ``EVERY_S``.
+
+        Args:
+            times: durations that have ended.
+            gauges: the value of each of ``GAUGES`` now.
+            totals: each counter's value, by name, its own label (or none) and the label's value.
+        """
         if self._labels is None:
             return
         at = self._clock()
         if self._updated_at is not None and at - self._updated_at < EVERY_S:
             return
         self._updated_at = at
-        for name, seconds in buffer.context.times.take():
+        for name, seconds in times.take():
             METRICS[name].child(self._labels).observe(seconds)
-        for name, value in readings(buffer).items():
+        for name, value in gauges().items():
             METRICS[name].child(self._labels).set(value)
+        counted = totals()
         for method, pages in SGLANG.items():
-            new = buffer.context.counters[pages] - self._seen[pages, ""]
-            getattr(self._collector, method)(new * buffer.context.page_size)
-        for (name, label, key), total in totals(buffer).items():
+            new = counted[pages, "", ""] - self._seen[pages, ""]
+            getattr(self._collector, method)(new * self._page_size)
+        for (name, label, key), total in counted.items():
             counter = METRICS[name].child(self._labels, **({label: key} if label else {}))
             counter.inc(total - self._seen[name, key])
             self._seen[name, key] = total
@@ -178,37 +190,3 @@ class Times:
                 staged_ms=spent.get(State.STAGED, 0),
             )
         )
-
-
-def totals(buffer: Pipelines) -> dict[tuple[str, str, str], int]:
-    """Each counter's value, by name, its own label (or none) and the label's value."""
-    context = buffer.context
-    found = {(name, "", ""): context.counters[name] for name in COUNTERS}
-    name, label, _ = DROPPED
-    for reason, tokens in buffer.backups.queue.dropped.items():
-        found[name, label, reason] = tokens
-    name, label, _ = FAULTS
-    for fault in Fault:
-        found[name, label, fault.value] = context.store.client.faults[fault]
-    name, label, _ = CHOICES
-    for choice in Choice:
-        found[name, label, choice.value] = context.choices[choice]
-    return found
-
-
-def readings(buffer: Pipelines) -> dict[str, int]:
-    """The value of each gauge now."""
-    stage, queue = buffer.context.stage, buffer.backups.queue
-    client = buffer.context.store.client
-    return {
-        "pages": stage.pages,
-        "write_pages": stage.used(Direction.BACKUP),
-        "read_pages": stage.used(Direction.PREFETCH),
-        "peak_pages": stage.peak,
-        "stranded_pages": stage.stranded,
-        "pending_intents": len(queue),
-        "pending_tokens": queue.tokens,
-        "store_up": int(client.up),
-        "store_calls": client.under_way,
-        "store_overdue_calls": client.overdue,
-    }

@@ -2,81 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import Checksum, Reduce, TransferVote, agree
+from sglang.srt.disaggregation.delta.rank_agreement import Reduce, TransferVote, agree
+from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.backup import Backups
-from sglang.srt.mem_cache.buffer_only.metrics import Times
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
-from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, PageStore
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
-from sglang.srt.mem_cache.buffer_only.settings import Settings
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.store_client import Fault
 from sglang.srt.mem_cache.buffer_only.touch import Touches
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Context:
-    """What backup, prefetch and load back of one rank work with."""
-
-    tree: HiRadixCache
-    stage: Stage
-    store: PageStore
-    copier: Copier
-    settings: Settings
-    #: Another rank writes for this one (models whose ranks all hold the same KV).
-    skip_backup: bool = False
-    #: The server has no other rank, so that nothing has to be agreed on.
-    alone: bool = False
-    #: Of all transfers that were started.
-    checksum: Checksum = field(default_factory=Checksum)
-    #: What was done so far: see ``metrics.COUNTERS``.
-    counters: Counter[str] = field(default_factory=Counter)
-    #: Hits, by what became of them.
-    choices: Counter[Choice] = field(default_factory=Counter)
-    times: Times = field(default_factory=Times)
-    #: Agreed time in milliseconds, as of the last step.
-    now_ms: int = 0
-    #: Bytes of a page in the staging buffer.
-    page_bytes: int = 0
-    #: Makes threads, of a name and as many as wanted; tests make ones that stand still.
-    make_thread: Callable[..., IOThreads] = IOThreads
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return self.settings.page_size
-
-    def strand(self, staging: StagingPages) -> None:
-        """A call is overdue on some rank: ``staging`` stays out of use until it has returned."""
-        if staging.stranded:
-            return
-        staging.strand()
-        logger.warning(
-            "HiCache: a call of the store that was given up may still use %d staging pages. They "
-            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "
-            "it never does, restart the server. Look at sglang:hicache_buffer_store_overdue_calls",
-            len(staging.pages),
-            self.stage.stranded,
-            self.stage.pages,
-        )
-
-    def prefix_keys(self, node: TreeNode) -> list[str] | None:
-        """Keys of all pages up to the end of ``node``, where the backend wants them."""
-        return self.store.path_keys(node) if self.settings.pass_prefix_keys else None
-
+    from sglang.srt.mem_cache.buffer_only.context import Context
 
 #: How long the store may keep the threads when the server ends, all of them together.
 CLOSE_S = 10.0
@@ -110,6 +51,35 @@ class Pipelines:
     def busy(self) -> bool:
         """Whether anything waits or is on its way, apart from what was given up."""
         return self.backups.busy or self.prefetches.busy
+
+    def totals(self) -> dict[tuple[str, str, str], int]:
+        """For ``BufferMetrics.update``."""
+        context, dropped = self.context, self.backups.queue.dropped
+        name, label, _ = metrics.DROPPED
+        found = {(name, label, reason): tokens for reason, tokens in dropped.items()}
+        found |= {(name, "", ""): context.counters[name] for name in metrics.COUNTERS}
+        name, label, _ = metrics.FAULTS
+        faults = context.store.client.faults
+        found |= {(name, label, fault.value): faults[fault] for fault in Fault}
+        name, label, _ = metrics.CHOICES
+        return found | {(name, label, each.value): context.choices[each] for each in Choice}
+
+    def gauges(self) -> dict[str, int]:
+        """For ``BufferMetrics.update``."""
+        stage, queue = self.context.stage, self.backups.queue
+        client = self.context.store.client
+        return {
+            "pages": stage.pages,
+            "write_pages": stage.used(Direction.BACKUP),
+            "read_pages": stage.used(Direction.PREFETCH),
+            "peak_pages": stage.peak,
+            "stranded_pages": stage.stranded,
+            "pending_intents": len(queue),
+            "pending_tokens": queue.tokens,
+            "store_up": int(client.up),
+            "store_calls": client.under_way,
+            "store_overdue_calls": client.overdue,
+        }
 
     def step(self) -> None:
         """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""

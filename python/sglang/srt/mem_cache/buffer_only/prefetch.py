@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import PENDING
+from sglang.srt.mem_cache.buffer_only.stage import slots_of
+from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
-    from sglang.srt.mem_cache.buffer_only.page_store import Job
+    from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, Job, PageStore
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
-    from sglang.srt.mem_cache.buffer_only.worth import Choice
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
@@ -39,6 +39,44 @@ class State(enum.Enum):
     FETCHING = enum.auto()
     STAGED = enum.auto()
     MISSED = enum.auto()
+
+
+@dataclass(eq=False)
+class FirstFetch:
+    """Staging pages reserved for what a query may find. ``keys``, ``job`` and ``choice`` are set on
+    the query's thread, and read by the scheduler when the query has ended."""
+
+    #: Page of the prompt from which the store is asked, and its key.
+    begin: int
+    first_key: str
+    staging: StagingPages
+    #: Keys of all pages before ``begin``, where the backend wants them.
+    prefix_keys: list[str] | None
+    store: PageStore
+    threads: IOThreads
+    page_size: int
+    #: Pages of the smallest hit that is fetched.
+    least: int
+    #: Whether a hit of so many pages is fetched, by what is known when the query starts.
+    choose: Callable[[int], Choice]
+    keys: list[str] = field(default_factory=list)
+    job: Job | None = None
+    choice: Choice | None = None
+
+    def follow(self, query: Job) -> None:
+        """``query`` has found what it has found."""
+        found = query.found.keys if query.found is not None else []
+        if query.cancelled or len(found) < self.least:
+            return
+        choice = self.choose(len(found))
+        if choice is Choice.SLOWER or choice is Choice.TRIAL:
+            return  # the scheduler counts those
+        self.choice = choice
+        keys = self.keys = found[: len(self.staging.pages)]
+        slots = slots_of(self.staging.pages[: len(keys)], self.page_size)
+        self.job = self.threads.submit(
+            lambda job: self.store.read(keys, slots, self.prefix_keys, job)
+        )
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 #: Requests for which the tree is looked at in a step, to fetch for them.

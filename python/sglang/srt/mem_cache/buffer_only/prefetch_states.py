@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead, WaitingLi
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 #: What the store has not of a prompt is asked for again so long after the last time, while its

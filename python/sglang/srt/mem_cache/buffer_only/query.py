@@ -12,9 +12,9 @@ from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.worth import Mean
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.fetch import FirstFetch
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.buffer_only.page_store import Job
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.prefetch import FirstFetch
 
 #: Threads that ask the store; see ``fetch.THREADS``.
 THREADS = 2

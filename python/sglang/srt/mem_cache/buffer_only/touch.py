@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.buffer_only.backup_queue import path_pieces
 from sglang.srt.mem_cache.buffer_only.page_store import Job, page_hashes
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.pipelines import Context
+    from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 #: Paths that wait to be touched, at most; the oldest go first.

@@ -10,10 +10,11 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.rank_agreement import alone, over
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.backup_queue import split_marks
+from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
-from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
+from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import (
     Settings,
     call_pages,
@@ -91,7 +92,7 @@ class BufferOnlyTree(HiRadixCache):
         self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
             collector = self.storage_metrics_collector
-            self._buffer_metrics.bind(collector.labels, collector)
+            self._buffer_metrics.bind(collector.labels, collector, self.page_size)
         self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def _build_context(self, pages: int) -> Context:
@@ -249,7 +250,8 @@ class BufferOnlyTree(HiRadixCache):
             super().check_hicache_events()
             return
         self.buffer.step()
-        self._buffer_metrics.update(self.buffer)
+        buffer = self.buffer
+        self._buffer_metrics.update(buffer.context.times, buffer.gauges, buffer.totals)
         if self.enable_storage_metrics:
             self.storage_metrics_collector.log_storage_metrics(
                 self.buffer.context.store.client.get_stats()

@@ -1,0 +1,73 @@
+"""What backup, prefetch and load back of one rank share."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.delta.rank_agreement import Checksum
+from sglang.srt.mem_cache.buffer_only.metrics import Times
+from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, PageStore
+from sglang.srt.mem_cache.buffer_only.settings import Settings
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+from sglang.srt.mem_cache.buffer_only.worth import Choice
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Context:
+    """What backup, prefetch and load back of one rank work with."""
+
+    tree: HiRadixCache
+    stage: Stage
+    store: PageStore
+    copier: Copier
+    settings: Settings
+    #: Another rank writes for this one (models whose ranks all hold the same KV).
+    skip_backup: bool = False
+    #: The server has no other rank, so that nothing has to be agreed on.
+    alone: bool = False
+    #: Of all transfers that were started.
+    checksum: Checksum = field(default_factory=Checksum)
+    #: What was done so far: see ``metrics.COUNTERS``.
+    counters: Counter[str] = field(default_factory=Counter)
+    #: Hits, by what became of them.
+    choices: Counter[Choice] = field(default_factory=Counter)
+    times: Times = field(default_factory=Times)
+    #: Agreed time in milliseconds, as of the last step.
+    now_ms: int = 0
+    #: Bytes of a page in the staging buffer.
+    page_bytes: int = 0
+    #: Makes threads, of a name and as many as wanted; tests make ones that stand still.
+    make_thread: Callable[..., IOThreads] = IOThreads
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.settings.page_size
+
+    def strand(self, staging: StagingPages) -> None:
+        """A call is overdue on some rank: ``staging`` stays out of use until it has returned."""
+        if staging.stranded:
+            return
+        staging.strand()
+        logger.warning(
+            "HiCache: a call of the store that was given up may still use %d staging pages. They "
+            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "
+            "it never does, restart the server. Look at sglang:hicache_buffer_store_overdue_calls",
+            len(staging.pages),
+            self.stage.stranded,
+            self.stage.pages,
+        )
+
+    def prefix_keys(self, node: TreeNode) -> list[str] | None:
+        """Keys of all pages up to the end of ``node``, where the backend wants them."""
+        return self.store.path_keys(node) if self.settings.pass_prefix_keys else None
