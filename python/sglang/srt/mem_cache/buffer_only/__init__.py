@@ -29,6 +29,7 @@ leaves the device leaves the tree.
 ``patience``    how long a step gives answers to come, there
 ``worth``       load or recompute (pure); ``chooser``: with what a rank has measured
 ``load_back``   fetched pages enter the device tree at admission, and are copied there
+``context``     what these share
 ``pipelines``   backup and prefetch of a rank, and the step that drives them
 ``metrics``     what is reported; how long a request was in which state
 ``host_pool``, ``index_pool``, ``tree``, ``scheduler``, ``weight_updates``  mixins for SGLang's
