@@ -30,8 +30,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     InsertParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.page_store import PageStore
-from sglang.srt.mem_cache.buffer_only.pipelines import Context, Pipelines
+from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Direction, StagingPages

@@ -125,8 +125,9 @@ def test_gauges_and_counters():
         return [REGISTRY.get_sample_value(name, labels | more) for name in names]
 
     mine = metrics.BufferMetrics(clock=lambda: cache.now)
-    mine.update(cache.buffer)  # where nobody scrapes, nothing happens
-    mine.bind(labels, collector)
+    read = cache.buffer.context.times, cache.buffer.gauges, cache.buffer.totals
+    mine.update(*read)  # where nobody scrapes, nothing happens
+    mine.bind(labels, collector, PAGE)
     cache.store.fail("batch_exists")
     for rid in ("fails", "r"):
         cache.flush()
@@ -134,7 +135,7 @@ def test_gauges_and_counters():
         cache.now += 1.0
         cache.settle()
     cache.compute(prompt(2, 2))
-    mine.update(cache.buffer)
+    mine.update(*read)
     assert values(".pages", ".write_pages", ".read_pages", ".peak_pages") == [16, 0, 0, 3]
     assert values(".pending_intents", ".pending_tokens") == [1, 2 * PAGE]
     assert values(".store_read_pages_total", ".store_written_pages_total") == [2, 4]
@@ -151,7 +152,7 @@ def test_gauges_and_counters():
     cache.store.hang("batch_set_v1")
     steps(cache, 2)
     for write_pages in (0, 2):  # at most once in a second
-        mine.update(cache.buffer)
+        mine.update(*read)
         assert values(".write_pages") == [write_pages]
         cache.now += 1.0
     assert values(".store_up", ".store_calls", ".store_overdue_calls") == [0, 1, 1]
