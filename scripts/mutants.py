@@ -4,19 +4,22 @@
         --of disaggregation/delta/nixl disaggregation/delta/mooncake --tests test/srt/unit/delta
     python scripts/mutants.py compare old.csv new.csv
 
-``run`` draws statements below ``python/sglang/srt`` with the seed, and changes each in one way: a
-comparison, an operator, a number, a condition, or a call, an assignment or a ``raise`` that is left
-out. Texts, log lines and annotations are not changed. Tests are imported once. They first run
-unchanged, to learn which functions of the package each test file reaches. Then each mutant runs in
-a process of its own, against the files that reach it, until one fails (with ``--matrix``: all of
-them). A file that starts programs counts as reaching every function. Nothing is written in the
-tree: a function's code is replaced in memory, and programs find the changed module in a copy. So
+``run`` draws statements below ``python/sglang/srt`` with the seed, and changes each in one way. It
+changes bodies of functions only: comparisons, operators, integers and booleans, conditions and
+``not``; ``return x`` becomes ``return None``, ``break`` and ``continue`` are exchanged, and calls,
+``del``, ``raise`` and assignments to attributes or items are left out. Texts, log lines,
+``assert``, annotations, defaults, local names and coroutines are not changed. Tests are imported
+once. They first run unchanged, to learn which functions of the package each test file reaches;
+those that fail then are reported and left out. Then each mutant runs in a process of its own,
+against the files that reach it, until one fails (with ``--matrix``: all of them) or ``--limit``
+seconds are over. A file that starts programs counts as reaching every function. No tracked file is
+written: a function's code is replaced in memory, and programs find the changed module in a copy. So
 two of these may run side by side, and others meanwhile.
 
 The table has a row a mutant: file, line, change, and the tests that failed, ``no answer`` where it
-took too long or crashed, or nothing where it survived. ``run --again TABLE`` takes only those of
-its sample that a table killed. ``compare`` counts the killed ones by file, of the mutants in the
-second table, and names those that only one of two tables killed.
+took too long or crashed (which counts as killed), or nothing where it survived. ``run --again
+TABLE`` takes only those of its sample that a table killed. ``compare`` counts the killed ones by
+file, of the mutants in the second table, and names those that only one of two tables killed.
 """
 
 from __future__ import annotations

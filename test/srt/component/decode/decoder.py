@@ -1,7 +1,7 @@
 """A decode scheduler without a model: SGLang's real class, queues, pool, tree and batches.
 
-Only what needs a GPU, a peer or a client is replaced: the forward pass writes the tag of each new
-token, transfers are done by the test, and outputs are counted.
+Replaced are ``__init__``, the forward pass (it writes the tag of each new token), transfers (the
+test does them), output (it is counted), metrics, the order of equal leaves, and measured costs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hypothesis looks for a short sequence of events that breaks an invariant, and shrinks it.
 
-Fifty sequences of fifty steps for one rank and as many for two, with and without waiting for
-an arriving prefix, checked after every step; ten times as many at night.
+48 sequences of up to 50 steps for each setting of ``test_any_sequence_of_events``, checked after
+every step; ten times as many at night.
 """
 
 from __future__ import annotations

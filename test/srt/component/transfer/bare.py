@@ -1,5 +1,5 @@
-"""A rank's transfer manager as SGLang's own ``__init__`` leaves it; and such managers without a
-transfer library, threads or sockets: only what messages may change."""
+"""A rank's transfer manager with those attributes of SGLang's ``__init__`` that tests need, set by
+hand; and such managers without a transfer library, threads or sockets."""
 
 from __future__ import annotations
 

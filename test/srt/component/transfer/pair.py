@@ -1,5 +1,6 @@
-"""A prefill and a decode manager in one process, connected: the transfer library, sockets and
-handshake are real. What differs between the libraries is in ``component.nixl`` and
+"""A prefill and a decode manager in one process, connected: the transfer library, the sockets and
+the registration are real. ``connect`` writes what decode's handshake with the bootstrap server
+would leave. What differs between the libraries is in ``component.nixl`` and
 ``component.mooncake``."""
 
 from __future__ import annotations

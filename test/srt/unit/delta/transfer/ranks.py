@@ -1,5 +1,5 @@
-"""A prefill rank of each backend as its scheduler and its decode rank see it: senders above,
-messages beside, and below a transfer library of numpy whose writes end when a test says so."""
+"""A prefill rank of each backend as its scheduler and its decode rank see it: real senders and
+messages, and a transfer library that copies between numpy arrays when the test settles a write."""
 
 from __future__ import annotations
 
