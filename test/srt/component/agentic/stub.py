@@ -204,7 +204,7 @@ def process(*arguments: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         popen.terminate()
-        popen.wait(10)
+        popen.wait(60)
 
 
 def main(argv: list[str]) -> int:

@@ -69,7 +69,7 @@ class Master:
         """End it at once; harmless when it has ended."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
 

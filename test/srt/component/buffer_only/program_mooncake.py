@@ -111,12 +111,12 @@ def holder_hangs(master: Master) -> None:
         assert content(pool, 2) == expected != before, "this is why the pages stay out of use"
         until(lambda: client.query(keys).fault is None, "up again")
         other.kill()
-        other.wait(10)
+        other.wait(60)
         outcome = client.read(keys, slots(4, 5))
         assert outcome.pages == 0
     finally:
         other.kill()
-        other.wait(10)
+        other.wait(60)
 
 
 def full(master: Master) -> None:

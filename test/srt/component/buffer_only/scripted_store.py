@@ -7,7 +7,7 @@ as with Mooncake::
                                              # another server on the same store
     store.fail("batch_set_v1", call=2)       # the 2nd such call from now raises OSError
     gate = store.hang("batch_get_v1")        # the next one waits
-    ... gate.entered.wait(5) ...             # until then it has not touched any memory
+    ... gate.entered.wait(60) ...             # until then it has not touched any memory
     gate.open()                              # now it moves its bytes and returns
     store.answer("batch_set_v1", lambda results: results[:-1])   # nonsense of the next call
     store.drop(key), store.shorten(key)      # what is in the store changes

@@ -136,7 +136,7 @@ def test_a_hung_call_keeps_its_pages_until_it_returns(scene: Scene, method: str)
     assert scene.client.overdue == 1 and not outcome.overdue.returned.done()
     before = [content(scene.pool, page) for page in (4, 5)]
     gate.open()
-    outcome.overdue.returned.result(10)
+    outcome.overdue.returned.result(60)
     if method == "batch_get_v1":
         # It did write, long after it was given up: this is why the pages had to stay out of use.
         assert scene.store.written == [4]
@@ -151,7 +151,7 @@ def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -
     outcome = scene.client.write(["9" * 64], slots(5))
     fill(scene.pool, seed=5)
     gate.open()
-    outcome.overdue.returned.result(10)
+    outcome.overdue.returned.result(60)
     assert scene.store.disturbed == ["9" * 64]
 
 
@@ -169,11 +169,12 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
     assert scene.store.calls == [] and not scene.client.up
     assert scene.client.faults == {Fault.DEADLINE: 1, Fault.DOWN: 100}
     scene.store.fail("batch_exists")
+    probe = scene.store.hang("batch_exists", call=2)
     for seconds in (1.0, 3.0):  # a probe that fails or hangs holds up nobody, and is no answer
-        probe = scene.store.hang("batch_exists", call=2)
+        until(lambda: scene.client.under_way == 1)  # the read: the probe before has ended
         scene.now += seconds
         assert scene.call("batch_exists").fault is Fault.DOWN
-    assert probe.entered.wait(10)
+    assert probe.entered.wait(60)
     assert scene.store.calls == [("batch_exists", [PROBE_KEY])] * 2 and not scene.client.up
     scene.store.open_all()
     until(lambda: scene.client.up)
@@ -205,7 +206,7 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
         probe = scene.store.hang("batch_exists")
         scene.now += 1.0 + hanging
         assert not scene.client.poll()
-        assert probe.entered.wait(10), "the next one is due an interval later for each that hangs"
+        assert probe.entered.wait(60), "the next one is due an interval later for each that hangs"
     scene.now += 6.0
     scene.client.poll()
     until(lambda: scene.client.up)
@@ -252,7 +253,7 @@ def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert thread.daemon
     scene.store.get_stats = gate.pass_through
     scene.client.get_stats()
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("no more")))
         assert scene.call("batch_exists").fault is Fault.ERROR
@@ -263,7 +264,7 @@ def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None
     ] * 2 and scene.client.close()
     gate.open()
     for thread in own:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -277,7 +278,7 @@ def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:
 
     scene.store.get_stats = slow
     assert scene.client.get_stats() is None
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(60)
     assert scene.client.get_stats() is None and scene.client.under_way == 1
     gate.open()
     for answer in (1, 2):

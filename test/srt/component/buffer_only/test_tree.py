@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from component.buffer_only.cache import LAYERS, PAGE, Cache, prompt, server_arguments
 from component.buffer_only.scenes import steps, stored
 from component.buffer_only.scripted_store import ScriptedStore, until
+from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
@@ -161,6 +162,25 @@ def test_gauges_and_counters():
     told = [each.args for each in collector.log_prefetched_tokens.mock_calls]
     assert told == [(2 * PAGE,), (0,)]
     assert collector.log_backuped_tokens.mock_calls[0].args == (4 * PAGE,)
+
+
+def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.MonkeyPatch):
+    """After each change, which it sees by numbers that the trees of both servers have. A flush is
+    one: decode may have computed all that was asked before it."""
+    checks = []
+    monkeypatch.setattr(invariants, "idle_rooms", lambda manager: [])
+    monkeypatch.setattr(invariants, "idle_problems", lambda server: checks.append(server) or [])
+    cache = Cache()
+    server = SimpleNamespace(
+        disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=None), tree_cache=cache.tree,
+        _checked=None, _leftover_since=None,
+    )  # fmt: skip
+    for _ in range(2):
+        invariants.BalancedScheduler.check_invariants(server)
+    assert len(checks) == 1
+    cache.tree.reset()
+    invariants.BalancedScheduler.check_invariants(server)
+    assert len(checks) == 2
 
 
 def test_without_the_mode_everything_is_sglangs():

@@ -312,6 +312,23 @@ def test_adapters(page: int) -> None:
     assert held == [[0, 0, 80, 0], [80] * 4]
 
 
+@PAGES
+def test_adapters_of_what_prefill_sends(page: int) -> None:
+    """Guards against the same where prefill computes every prompt, and decode resumes some."""
+    decoder = Adapted(page, 1024)
+    reqs = [
+        decoder.submit(ids(number, 20), new=12, lora_id=of)
+        for number, of in enumerate(["a", "b", "c", None, "a", "d"])
+    ]
+    for _ in range(4):
+        for req in decoder.in_transfer:
+            decoder.deliver(req)
+        turn(decoder)
+    decoder.retract()
+    finish(decoder)
+    assert all(req.finished() for req in reqs)
+
+
 @pytest.mark.parametrize("leave", [False, True])
 def test_a_turn_of_another_adapter_waits_for_its_place(leave: bool) -> None:
     """Guards against a turn that joins a batch whose adapters leave no room for its own; and, when

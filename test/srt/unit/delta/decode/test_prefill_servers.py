@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.address_pool import AddressPool
 from sglang.srt.disaggregation.delta.capability import STOCK
 from sglang.srt.disaggregation.delta.decode import deferred_free
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
@@ -284,3 +286,13 @@ def test_freed_after_the_bound_and_said_so(
         deferred.free(freed.append)
     assert freed == [entry] and prefills.servers.deferred_rooms() == [8]
     assert DeferredFree().poll() == KVPoll.Success
+
+
+def test_queries_pile_up() -> None:
+    """Guards against a server that hangs and whose queries fill the memory."""
+    pool, gate = AddressPool("queries"), threading.Event()
+    queries = [pool.submit("p:1", gate.wait, 60) for _ in range(4100)]
+    refused = [query for query in queries if query.done()]
+    assert 0 < len(refused) <= 4 and "p:1 does not answer" in str(refused[0].exception())
+    gate.set()
+    assert queries[4000].result(60)
