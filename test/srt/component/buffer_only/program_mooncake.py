@@ -54,9 +54,9 @@ def backend(pool: Any, extra: dict[str, Any], tag: str = "") -> Any:
     return store
 
 
-def client_of(store: Any) -> StoreClient:
+def client_of(store: Any, deadline: float = DEADLINE) -> StoreClient:
     """The store behind a client with short times."""
-    settings = StoreClientSettings(deadline=DEADLINE, first_retry=0.1, longest_retry=0.5)
+    settings = StoreClientSettings(deadline=deadline, first_retry=0.1, longest_retry=0.5)
     return StoreClient(store, "mooncake", settings)
 
 
@@ -123,7 +123,7 @@ def full(master: Master) -> None:
     """Three times what the store holds is written to it: what it refuses is a failure and nothing
     else, and a page that is looked up now and then is not among those that it evicts."""
     pool = host_pool("mha", "page_first_direct")
-    client = client_of(backend(pool, master.extra_config, "full"))
+    client = client_of(backend(pool, master.extra_config, "full"), deadline=60.0)
     hot, cold, *others = (f"{number:064x}" for number in range(1, 3 * SEGMENT // PAGE_BYTES))
     assert client.write([hot, cold], slots(0, 1)).pages == 2
     written = content(pool, 0)

@@ -250,7 +250,7 @@ def test_the_way_from_decode_to_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -
 # ---- on the schedulers ----
 
 
-class Rank(Prefiller):
+class Rank(DeltaScheduler, Prefiller):
     """A prefill rank with requests that are not announced yet."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ class Rank(Prefiller):
 
     def end(self, rid: str) -> None:
         """The tokenizer's command, as SGLang's dispatcher gives it to the scheduler."""
-        DeltaScheduler.abort_request(self, EndYielded(rid=rid))  # type: ignore[arg-type]
+        self.abort_request(EndYielded(rid=rid))
 
 
 @pytest.fixture
