@@ -26,7 +26,7 @@ from chaos.tally import Outcome
 
 BANK = Bank(tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4))
 #: All are sent at once; a busy machine may leave out the last ones, as a run does whose time is up.
-PLAN = Plan(1, 0, 3.0, tuple(Send(0.0, i, i % 8) for i in range(12)), ())
+PLAN = Plan(1, 0, 1.0, tuple(Send(0.0, i, i % 8) for i in range(12)), ())
 ONE = "1.0-000000"
 """The first request of the plan."""
 IDLE = Load(0, 0)
