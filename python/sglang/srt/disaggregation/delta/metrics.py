@@ -61,6 +61,8 @@ class Metric:
     labels: tuple[str, ...] = ()
     #: Upper ends of a histogram's buckets, rising.
     buckets: tuple[float, ...] = ()
+    #: The values of ``labels`` that a scrape shows before the first is counted.
+    values: tuple[tuple[str, ...], ...] = ()
 
     @property
     def exported_name(self) -> str:
@@ -127,9 +129,12 @@ def declare(
     *,
     labels: tuple[str, ...] = (),
     buckets: tuple[float, ...] = (),
+    values: tuple[tuple[str, ...], ...] = (),
 ) -> tuple[Metric, ...]:
     """Metrics of one kind: ``texts`` has the help of each, by name."""
-    return tuple(Metric(name, kind, side, text, labels, buckets) for name, text in texts.items())
+    return tuple(
+        Metric(name, kind, side, text, labels, buckets, values) for name, text in texts.items()
+    )
 
 
 _DECLARED = (
@@ -165,6 +170,7 @@ _DECLARED = (
         "both",
         {"kv_transfer_failed": "Rooms that failed on this server, by reason"},
         labels=("reason",),
+        values=tuple((reason.value,) for reason in Reason),
     ),
     *declare(
         "counter",
@@ -261,15 +267,3 @@ _DECLARED = (
     *declare("histogram", "prefill", {"kv_transfer_bytes": "Bytes of a transfer"}, buckets=BYTES),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
-
-
-def _names(kind: str, side: str) -> tuple[str, ...]:
-    """Those of one kind and side that have no labels of their own."""
-    return tuple(m.name for m in _DECLARED if (m.kind, m.side, m.labels) == (kind, side, ()))
-
-
-DECODE_COUNTERS = _names("counter", "decode")
-PREFILL_COUNTERS = _names("counter", "prefill")
-DECODE_GAUGES = _names("gauge", "decode")
-TRANSFER_GAUGES = _names("gauge", "prefill")
-TRANSFER_HISTOGRAMS = _names("histogram", "prefill")

@@ -1,8 +1,7 @@
 """What is counted and written down of requests and peers: counters, durations, log lines.
 
-``STATS`` are this process's counters and ``AsyncTransferStats`` the durations and sizes of the
-transfers of a pool of workers; both are mirrored to Prometheus where metrics are on: who counts
-does not know whether anybody scrapes. ``RateLimitedLog`` writes a line at most once in a while for
+``STATS`` has this process's counters and durations, ``TransferReport`` the log line of a pool of
+transfer workers. ``RateLimitedLog`` writes a line at most once in a while for
 each peer (or other key). ``best_effort`` is for counting and logging: the error is logged once, and
 the caller goes on. The functions at the end are called where it happens, whether the event log is
 on or not; ``count_sent`` also counts.
@@ -14,8 +13,8 @@ import functools
 import logging
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar  # Any: prometheus_client has no types
 
 from sglang.srt.disaggregation.delta.event_log import (
@@ -27,14 +26,7 @@ from sglang.srt.disaggregation.delta.event_log import (
     event_log,
     now,
 )
-from sglang.srt.disaggregation.delta.metrics import (
-    DECODE_COUNTERS,
-    METRICS,
-    PREFILL_COUNTERS,
-    TRANSFER_GAUGES,
-    TRANSFER_HISTOGRAMS,
-    Reason,
-)
+from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.pages import Pages
 
 logger = logging.getLogger(__name__)
@@ -111,89 +103,87 @@ def best_effort(
     return guarded
 
 
-# ---- counters ----
+# ---- counters, durations and sizes ----
+
+Totals = defaultdict[tuple[str, ...], float]
+#: No label has this value.
+COUNT = "(count)"
 
 
-class Counters:
-    """This process's counters, by name. Increments come from any thread: a backend may send from
-    several at once."""
+class Telemetry:
+    """What this process counts and measures, by the names in ``METRICS``; mirrored to Prometheus
+    from ``bind`` on: who counts does not know whether anybody scrapes. Used from any thread."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, int] = dict.fromkeys((*DECODE_COUNTERS, *PREFILL_COUNTERS), 0)
-        #: Rooms that failed, by reason.
-        self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        #: Prometheus' children.
-        self._exported: dict[str, Any] = {}
-        self._failures_exported: dict[Reason, Any] = {}
+        #: Counters, and the sums of histograms, by name and the values of the metric's own labels;
+        #: and how many values each histogram was given, by name and ``COUNT``.
+        self.totals: Totals = defaultdict(float)
+        self._labels: dict[str, object] = {}
+        self._children: dict[tuple[str, ...], Any] = {}
         self._lock = threading.Lock()
 
-    def bind(self, names: Iterable[str], labels: Mapping[str, object]) -> None:
-        """Mirror the counters ``names``, and failures, to Prometheus under ``labels``."""
-        for name in names:
-            self._exported[name] = METRICS[name].child(labels)
-        failed = METRICS["kv_transfer_failed"]
-        self._failures_exported = {
-            reason: failed.child(labels, reason=reason.value) for reason in Reason
-        }
+    def bind(self, labels: Mapping[str, object], side: str = "") -> None:
+        """Mirror everything under ``labels`` from now on. The metrics of ``side`` ("prefill" or
+        "decode") whose label values are known are there from the start."""
+        self._labels = dict(labels)
+        for metric in METRICS.values():
+            if side and metric.side in (side, "both") and (metric.values or not metric.labels):
+                for value in metric.values or ((),):
+                    self._child(metric.name, dict(zip(metric.labels, value, strict=True)))
 
-    def add(self, name: str, amount: int) -> None:
-        """Count ``amount`` more of ``name``."""
+    def since(self, before: Totals) -> Totals:
+        """What was added to ``totals`` since they were ``before``, which is brought up to date."""
         with self._lock:
-            self.totals[name] += amount
-            exported = self._exported.get(name)
-            if exported is not None:
-                exported.inc(amount)
+            now = self.totals.copy()
+        added = Totals(float, {key: total - before[key] for key, total in now.items()})
+        before.update(now)
+        return added
 
-    def failed(self, reason: Reason) -> None:
-        """Count one failed room."""
+    def by(self, name: str) -> dict[tuple[str, ...], float]:
+        """A counter with labels of its own, by their values."""
+        return {key[1:]: total for key, total in self.totals.items() if key[0] == name}
+
+    @best_effort
+    def count(self, name: str, amount: float = 1, **own: str) -> None:
+        """``amount`` more of a counter; ``own``: the values of its own labels."""
+        key = (name, *own.values())
         with self._lock:
-            self.failures[reason] += 1
-            exported = self._failures_exported.get(reason)
-            if exported is not None:
-                exported.inc()
+            self.totals[key] += amount
+        if self._labels:
+            self._child(name, own).inc(amount)
+
+    @best_effort
+    def observe(self, name: str, value: float, **own: str) -> None:
+        """One more value of a histogram."""
+        key = (name, *own.values())
+        with self._lock:
+            self.totals[key] += value
+            self.totals[name, COUNT] += 1
+        if self._labels:
+            self._child(name, own).observe(value)
+
+    @best_effort
+    def set(self, name: str, value: float) -> None:
+        """The value of a gauge now."""
+        if self._labels:
+            self._child(name, {}).set(value)
+
+    def _child(self, name: str, own: Mapping[str, str]) -> Any:
+        key = (name, *own.values())
+        if key not in self._children:
+            self._children[key] = METRICS[name].child(self._labels, **own)
+        return self._children[key]
 
 
 #: One for each process: a scheduler process has one transfer manager.
-STATS = Counters()
+STATS = Telemetry()
+
+#: Of the log line: durations by their short names.
+_TIMES = {name: f"kv_transfer_{name}_seconds" for name in ("queue", "build", "post", "wire")}
 
 
-# ---- durations and sizes of transfers ----
-
-
-class Histogram:
-    """Values since the last ``clear``."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: upper ends of the buckets, rising; larger values have one of their own."""
-        self._bounds = bounds
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all values."""
-        self._counts = [0] * (len(self._bounds) + 1)
-        self.count = 0
-        self.total = 0.0
-        self.largest = 0.0
-
-    def add(self, value: float) -> None:
-        """One more value, of zero or more."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.count += 1
-        self.total += value
-        self.largest = max(self.largest, value)
-
-    def percentile(self, fraction: float) -> float:
-        """An upper bound of the value that ``fraction`` of all are not above; 0 without values."""
-        wanted, seen = fraction * self.count, 0
-        for bound, count in zip(self._bounds, self._counts, strict=False):
-            seen += count
-            if seen >= wanted and seen:
-                return min(bound, self.largest)
-        return self.largest
-
-
-class AsyncTransferStats:
-    """One for each transfer pool, of the time since the last log line. Used from any thread."""
+class TransferReport:
+    """Gauges and a log line of one transfer pool. Used from any thread."""
 
     def __init__(
         self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
@@ -202,59 +192,11 @@ class AsyncTransferStats:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._histograms = {name: Histogram(METRICS[name].buckets) for name in TRANSFER_HISTOGRAMS}
-        #: Prometheus' children again.
-        self._exported: dict[str, Any] = {}
-        self._gauges: dict[str, Any] = {}
         #: By worker: waiting, in flight, overdue.
         self._levels: dict[int, tuple[int, int, int]] = {}
         self._highest: dict[int, tuple[int, int, int]] = {}
-        #: Rooms that ended early, by reason, since the start of the process.
-        self.failures: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        self._failures_logged = self.failures.copy()
         self._logged_at = clock()
-
-    @best_effort
-    def bind(self, labels: Mapping[str, object]) -> None:
-        """Mirror everything to Prometheus under ``labels`` from now on. (Failures are counted
-        there by the delta layer.)"""
-        self._gauges = {name: METRICS[name].child(labels) for name in TRANSFER_GAUGES}
-        self._exported = {name: METRICS[name].child(labels) for name in TRANSFER_HISTOGRAMS}
-
-    # ---- for the backend ----
-
-    @best_effort
-    def posted(self, *, build_s: float, post_s: float, descriptors: int, moved: int) -> None:
-        """One transfer was posted. ``moved``: its bytes, without those that decode already has."""
-        self._add(
-            kv_transfer_build_seconds=build_s,
-            kv_transfer_post_seconds=post_s,
-            kv_transfer_descriptors=descriptors,
-            kv_transfer_bytes=moved,
-        )
-
-    @best_effort
-    def transported(self, seconds: float) -> None:
-        """What the transport's own telemetry says of one of its transfers."""
-        self._add(kv_transfer_transport_seconds=seconds)
-
-    # ---- for the workers ----
-
-    @best_effort
-    def queued(self, seconds: float) -> None:
-        """A transfer is about to be posted, so long after it was submitted."""
-        self._add(kv_transfer_queue_seconds=seconds)
-
-    @best_effort
-    def settled(self, seconds: float) -> None:
-        """A transfer was delivered, so long after its post."""
-        self._add(kv_transfer_wire_seconds=seconds)
-
-    @best_effort
-    def failed(self, reason: Reason) -> None:
-        """A room ended early."""
-        with self._lock:
-            self.failures[reason] += 1
+        self._logged = STATS.totals.copy()
 
     @best_effort
     def level(self, worker: int, waiting: int, in_flight: int, overdue: int) -> None:
@@ -267,74 +209,50 @@ class AsyncTransferStats:
             highest = zip(level, self._highest.get(worker, level), strict=True)
             self._highest[worker] = tuple(map(max, highest))  # type: ignore[assignment]
 
-    # ---- for whoever has a clock ----
-
     @best_effort
     def tick(self) -> None:
-        """Called every second or so, by any one thread: exports the gauges, and logs when it is
-        time to and something was moved or failed."""
+        """Called every second or so, by any one thread: sets the gauges, and logs when it is time
+        to and something was moved or failed."""
         with self._lock:
-            waiting = sum(level[0] for level in self._highest.values())
-            in_flight = sum(level[1] for level in self._highest.values())
-            overdue = sum(level[2] for level in self._levels.values())
+            highest, now = (
+                [sum(level[place] for level in levels.values()) for place in range(3)]
+                for levels in (self._highest, self._levels)
+            )
             self._highest = self._levels.copy()
-        values = (waiting, in_flight, overdue)
-        for gauge, value in zip(self._gauges.values(), values, strict=False):
-            gauge.set(value)
-        line = self.take_line()
-        if line is not None:
-            logger.info(line)
+        STATS.set("kv_transfer_waiting", highest[0])
+        STATS.set("kv_transfer_in_flight", highest[1])
+        STATS.set("kv_transfer_overdue", now[2])
+        passed = self._clock() - self._logged_at
+        if self._interval_s and passed >= self._interval_s:
+            self._logged_at += passed
+            line = self._line(passed, *now)
+            if line is not None:
+                logger.info(line)
 
-    def take_line(self) -> str | None:
-        """The log line of the time since the last one, if it is due and there is anything to say.
-        Starts the next interval."""
-        now = self._clock()
-        passed = now - self._logged_at
-        if not self._interval_s or passed < self._interval_s:
-            return None
-        self._logged_at = now
-        with self._lock:
-            line = self._line(passed)
-            for histogram in self._histograms.values():
-                histogram.clear()
-            self._failures_logged = self.failures.copy()
-        return line
-
-    def _line(self, passed: float) -> str | None:
-        names = ("queue", "build", "post", "wire")
-        times = [self._histograms[f"kv_transfer_{name}_seconds"] for name in names]
+    def _line(self, passed: float, waiting: int, in_flight: int, overdue: int) -> str | None:
+        """Of the ``passed`` seconds since the last line; None where there is nothing to say."""
+        total = STATS.since(self._logged)
         failed = [
-            f"{reason.value} {count - self._failures_logged[reason]}"
-            for reason, count in self.failures.items()
-            if count > self._failures_logged[reason]
+            f"{key[1]} {rooms:.0f}"
+            for key, rooms in total.items()
+            if key[0] == "kv_transfer_failed" and rooms
         ]
+        posted = total[_TIMES["queue"], COUNT]
         # A full prefix hit is queued and posted, but moves nothing that a transport counts.
-        if not times[0].count and not failed:
+        if not posted and not failed:
             return None
-        waiting, in_flight, overdue = (
-            sum(level[place] for level in self._levels.values()) for place in range(3)
+        means = ", ".join(
+            f"{short} {1e3 * total[name,] / max(total[name, COUNT], 1):.2f}"
+            for short, name in _TIMES.items()
         )
-        p50_p99 = ", ".join(
-            f"{name} {1e3 * of.percentile(0.5):.2f} / {1e3 * of.percentile(0.99):.2f}"
-            for name, of in zip(names, times, strict=True)
-        )
-        moved = self._histograms["kv_transfer_bytes"].total
+        moved = total["kv_transfer_bytes",]
         return (
-            f"KV transfers of the last {passed:.0f} s: {times[0].count} posted, "
-            f"{self._histograms['kv_transfer_descriptors'].total:.0f} descriptors, "
-            f"{moved / 1e6:.1f} MB, {moved / 1e9 / passed:.3f} GB/s; "
-            f"p50 / p99 in ms: {p50_p99}; "
+            f"KV transfers of the last {passed:.0f} s: {posted:.0f} posted, "
+            f"{total['kv_transfer_descriptors',]:.0f} descriptors, "
+            f"{moved / 1e6:.1f} MB, {moved / 1e9 / passed:.3f} GB/s; means in ms: {means}; "
             f"now {waiting} waiting, {in_flight} in flight, {overdue} overdue; "
             f"ended early: {', '.join(failed) or 'none'}"
         )
-
-    def _add(self, **values: float) -> None:
-        with self._lock:
-            for name, value in values.items():
-                self._histograms[name].add(value)
-        if self._exported:
-            for name, value in values.items():
-                self._exported[name].observe(value)
 
 
 # ---- what the event log is told ----
@@ -343,7 +261,7 @@ class AsyncTransferStats:
 @best_effort
 def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
     """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
-    STATS.add("kv_transfer_sent_bytes", moved)
+    STATS.count("kv_transfer_sent_bytes", moved)
     log = event_log("prefill")
     if log is not None:
         log.write(

@@ -9,7 +9,6 @@ wraps a few of its methods, is off by default, and is switched on by a variable.
 ``local_chunk``      them as SGLang's batches
 ``local_scheduler``  the methods of SGLang's scheduler around them
 ``without_prefill``  requests whose prefill server is lost
-``metrics``          metrics of local turns
 ``thread``           NIXL's progress thread waits for events instead of spinning
 ``admission``        reserves what each request can still generate
 ``resume``           of it: a retracted request comes back with what the tree holds of its prompt

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any  # Any: SGLang's objects
 
+from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.lead.local import LocalTurns, limits
 
@@ -39,7 +40,7 @@ def install(wrap: Wraps) -> None:
             return
         self.lead_turns = LocalTurns(self, limits(self.tree_cache.page_size))
         if self.metrics_reporter.enable_metrics:
-            self.lead_turns.metrics.bind(self.metrics_collector.labels)
+            STATS.bind(self.metrics_collector.labels)
         logger.info("turns may be computed here: %s", self.lead_turns.choice.limits)
 
     @wrap(

@@ -239,7 +239,7 @@ class BalancedScheduler(Scheduler):
         )
         if queue is None or not hasattr(self.tree_cache, "inserts"):
             return
-        state = (*STATS.totals.values(), self.tree_cache.inserts, self.tree_cache.generation)
+        state = (sum(STATS.totals.values()), self.tree_cache.inserts, self.tree_cache.generation)
         if state == self._checked:
             return
         rooms = idle_rooms(queue.kv_manager)

@@ -62,8 +62,6 @@ class LocalTurnsScheduler(Scheduler):
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
         turns = self.local_turns
-        if self.current_scheduler_metrics_enabled:
-            turns.metrics.bind(self.metrics_collector.labels)
         logger.info(
             "local prefill may compute turns of up to %d new tokens, fallback prefill of up to "
             "%d, in chunks of %d",

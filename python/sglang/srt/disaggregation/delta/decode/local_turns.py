@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its leas
 
 import torch
 
+from sglang.srt.disaggregation.delta.decode import turn_metrics
 from sglang.srt.disaggregation.delta.decode.adapters import adapters_fit
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.local_chunk import Turn, chunk_batch
@@ -39,7 +40,6 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
     read,
     read_there,
 )
-from sglang.srt.disaggregation.delta.decode.turn_metrics import TurnMetrics
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
@@ -81,7 +81,6 @@ class LocalTurns:
         self.choice = Choice(limits)
         self.pace = Pace(limits.share)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
-        self.metrics = TurnMetrics()
         #: Admitted, in order; the first may have been computed in part.
         self._queue: list[Turn] = []
         #: Chunks that were launched and whose result was not processed: the batch and its turns.
@@ -174,8 +173,8 @@ class LocalTurns:
         entry.kv_receiver.clear()
         req.time_stats.set_decode_transfer_queue_entry_time()
         req.time_stats.set_wait_queue_entry_time()
-        STATS.add("decode_prefix_prompt_tokens", len(req.origin_input_ids))
-        STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
+        STATS.count("decode_prefix_prompt_tokens", len(req.origin_input_ids))
+        STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
         record_of(req).hit_tokens = req.cache_protected_len
         drafts = not self._scheduler.spec_algorithm.is_none()
         self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len, drafts))
@@ -203,11 +202,11 @@ class LocalTurns:
             turn, record.turn = record.turn, None
             if turn is not None:
                 self.measured.shown(turn.address, turn.tokens, now - turn.at)
-                self.metrics.done(turn.decision, now - turn.at)
+                turn_metrics.done(turn.decision, now - turn.at)
 
     def _made(self, req: Req, decision: Decision) -> None:
         self.choice.made(decision)
-        self.metrics.decided(decision)
+        turn_metrics.decided(decision)
         logger.debug(
             "turn %s (room %s, %d new tokens): %s (%s); expected local %s s, remote %s s",
             req.rid,
@@ -265,7 +264,7 @@ class LocalTurns:
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(self._clock(), rids, self._largest >= self._limits.least)
         if gap is not None:
-            self.metrics.gap(*gap, self._limits.max_itl)
+            turn_metrics.gap(*gap, self._limits.max_itl)
 
     @property
     def _is_paused(self) -> bool:
@@ -326,7 +325,7 @@ class LocalTurns:
 
     def _launch(self, turns: list[Turn], unfinished: Turn | None) -> ScheduleBatch:
         scheduler = self._scheduler
-        STATS.add("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
+        STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
         batch = chunk_batch(scheduler, turns, unfinished)
         self._queue = self._queue[len(turns) - bool(unfinished) :]
         self._launched.append((batch, turns))
@@ -351,7 +350,7 @@ class LocalTurns:
         for turn in turns:
             if turn.req is not batch.chunked_req:
                 turn.req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
-                self.metrics.done(turn.decision, now - turn.at)
+                turn_metrics.done(turn.decision, now - turn.at)
         if not batch.is_empty():
             tokens = [req.output_ids[-1] for req in batch.reqs]
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)

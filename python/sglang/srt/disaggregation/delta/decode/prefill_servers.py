@@ -159,7 +159,7 @@ class PrefillServers:
     def fail(self, room: int, kind: Reason, text: str) -> None:
         """Fail one room that has neither ended nor failed."""
         if self._manager.fail_known(room, text):
-            STATS.failed(kind)
+            STATS.count("kv_transfer_failed", reason=kind.value)
 
     def withdraw(self, address: str, infos: list[dict[str, Any]], room: int, reason: str) -> None:
         """Notify the prefill ranks of ``room`` that it is not wanted any more. Best effort."""

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter as Counts
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of SGLang
 
@@ -20,7 +18,6 @@ from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
-from sglang.srt.disaggregation.delta.metrics import DECODE_COUNTERS, DECODE_GAUGES, METRICS
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state
@@ -70,49 +67,13 @@ def end_streaming(scheduler: DisaggScheduler, recv_req: AbortReq) -> None:
 EVERY_S = 1.0
 
 
-class DecodeMetrics:
-    """What one decode rank reports about its tree. Cheap where nobody scrapes."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._updated_at: float | None = None
-        self._labels: dict[str, object] = {}
-        self._gauges: dict[str, Any] = {}
-        #: Refusals by reason, counted also where metrics are off.
-        self.refusals: Counts[str] = Counts()
-
-    def bind(self, labels: Mapping[str, object]) -> None:
-        """Mirror everything to Prometheus under ``labels`` from now on."""
-        self._labels = dict(labels)
-        self._gauges = {name: METRICS[name].child(labels) for name in DECODE_GAUGES}
-
-    def refused(self, reason: str) -> None:
-        """A request did not get in for a reason that it was not refused for before."""
-        self.refusals[reason] += 1
-        if self._labels:
-            METRICS["decode_admission_refused"].child(self._labels, reason=reason).inc()
-
-    def speculated(self, req: Any) -> None:
-        """A request ended: count its drafts apart from those of others, by whether the tree held a
-        prefix of it. ``req``: SGLang's ``Req``."""
-        if self._labels and req.spec_verify_ct:
-            prefix = "hit" if record_of(req).hit_tokens else "miss"
-            for name, count in (
-                ("decode_spec_verify_steps", req.spec_verify_ct),
-                ("decode_spec_accepted_tokens", req.spec_accepted_tokens),
-            ):
-                METRICS[name].child(self._labels, prefix=prefix).inc(count)
-
-    def update(self, scheduler: DisaggScheduler) -> None:
-        """Set the gauges, at most once in ``EVERY_S``; called in every scheduling step."""
-        if not self._gauges:
-            return
-        now = self._clock()
-        if self._updated_at is not None and now - self._updated_at < EVERY_S:
-            return
-        self._updated_at = now
-        for name, value in readings(scheduler).items():
-            self._gauges[name].set(value)
+def speculated(req: Req) -> None:
+    """A request ended: count its drafts apart from those of others, by whether the tree held a
+    prefix of it."""
+    if req.spec_verify_ct:
+        prefix = "hit" if record_of(req).hit_tokens else "miss"
+        STATS.count("decode_spec_verify_steps", req.spec_verify_ct, prefix=prefix)
+        STATS.count("decode_spec_accepted_tokens", req.spec_accepted_tokens, prefix=prefix)
 
 
 def readings(scheduler: DisaggScheduler) -> dict[str, int]:
@@ -142,18 +103,23 @@ class DecodeLineFields(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = dict(STATS.totals)
+        self._last = STATS.totals.copy()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always lets the record pass."""
         if isinstance(record.msg, str) and record.msg.startswith("Decode batch"):
-            since = {name: total - self._last[name] for name, total in STATS.totals.items()}
-            self._last = dict(STATS.totals)
+            since = STATS.since(self._last)
+            prompt, hit, requested = (
+                since[name,]
+                for name in (
+                    "decode_prefix_prompt_tokens",
+                    "decode_prefix_hit_tokens",
+                    "kv_transfer_requested_bytes",
+                )
+            )
             record.msg += (
-                f", #prefix-hit-token: {since['decode_prefix_hit_tokens']}"
-                f", #prefix-miss-token: "
-                f"{since['decode_prefix_prompt_tokens'] - since['decode_prefix_hit_tokens']}"
-                f", kv requested (MB): {since['kv_transfer_requested_bytes'] / 1e6:.2f}"
+                f", #prefix-hit-token: {hit:.0f}, #prefix-miss-token: {prompt - hit:.0f}"
+                f", kv requested (MB): {requested / 1e6:.2f}"
             )
         return True
 
@@ -165,6 +131,7 @@ class DisaggScheduler(DecodeFlush):
     waiting_queue: list[Any]
     last_batch: ScheduleBatch | None
     _namespace: str | None = None
+    _gauges_at = 0.0
 
     @property
     def _deferred(self) -> Sequence[Req]:  # type: ignore[override]
@@ -232,13 +199,7 @@ class DisaggScheduler(DecodeFlush):
         super().init_disaggregation()
         logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
         if self.current_scheduler_metrics_enabled:
-            STATS.bind(DECODE_COUNTERS, self.metrics_collector.labels)
-            self.decode_metrics.bind(self.metrics_collector.labels)
-
-    @cached_property
-    def decode_metrics(self) -> DecodeMetrics:
-        """The gauges of the tree, and the refusals of admission."""
-        return DecodeMetrics()
+            STATS.bind(self.metrics_collector.labels, "decode")
 
     @override
     def process_decode_queue(self) -> None:
@@ -249,7 +210,11 @@ class DisaggScheduler(DecodeFlush):
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         if self.tree_cache.claims is not None:
             self.tree_cache.claims.catch_up()
-        self.decode_metrics.update(self)
+        exports = self.current_scheduler_metrics_enabled
+        if exports and time.monotonic() - self._gauges_at >= EVERY_S:
+            self._gauges_at = time.monotonic()
+            for name, value in readings(self).items():
+                STATS.set(name, value)
         if self._waiting_release is not None:
             self.release_when_idle()
 
@@ -281,7 +246,7 @@ class DisaggScheduler(DecodeFlush):
         self.disagg_decode_prealloc_queue.step_writes.result_processed()
         for req in counted:
             if req.finished():
-                self.decode_metrics.speculated(req)
+                speculated(req)
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:

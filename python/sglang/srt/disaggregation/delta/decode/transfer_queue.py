@@ -164,9 +164,9 @@ def announce(queue: RadixPreallocQueue, entry: DecodeRequest, slots: torch.Tenso
 
 def _count(req: Req, pages: npt.NDArray[np.int32], page_bytes: int, at: float) -> None:
     prompt = len(req.origin_input_ids)
-    STATS.add("decode_prefix_prompt_tokens", prompt)
-    STATS.add("decode_prefix_hit_tokens", req.cache_protected_len)
-    STATS.add("kv_transfer_requested_bytes", len(pages) * page_bytes)
+    STATS.count("decode_prefix_prompt_tokens", prompt)
+    STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
+    STATS.count("kv_transfer_requested_bytes", len(pages) * page_bytes)
     log = event_log("decode")
     if log is not None:
         log.write(

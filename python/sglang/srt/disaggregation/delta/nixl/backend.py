@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Desti
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
-    AsyncTransferStats,
+    STATS,
     count_moved,
     count_sent,
 )
@@ -95,7 +95,6 @@ class NixlBackend:
         agent: Any,
         peers: Peers,
         layout: Layout,
-        stats: AsyncTransferStats,
         *,
         writer: int,
         costs: descriptors.Costs = descriptors.COSTS,
@@ -105,7 +104,6 @@ class NixlBackend:
         self._agent = agent
         self._peers = peers
         self._layout = layout
-        self._stats = stats
         self._writer = writer
         self._costs = costs
         self._clock = clock
@@ -135,12 +133,10 @@ class NixlBackend:
         finally:
             self._peers.release(known)
         transfer.ended_at = self._clock()
-        self._stats.posted(
-            build_s=transfer.build_s,
-            post_s=transfer.post_s,
-            descriptors=transfer.descriptors,
-            moved=transfer.bytes,
-        )
+        STATS.observe("kv_transfer_build_seconds", transfer.build_s)
+        STATS.observe("kv_transfer_post_seconds", transfer.post_s)
+        STATS.observe("kv_transfer_descriptors", transfer.descriptors)
+        STATS.observe("kv_transfer_bytes", transfer.bytes)
         if not transfer.open:
             self._log(transfer)  # a full hit, or a replica: there is nothing to wait for
 
@@ -308,7 +304,8 @@ class NixlBackend:
         if not self._has_telemetry:
             return
         try:
-            self._stats.transported(self._agent.get_xfer_telemetry(handle).xferDuration / 1e6)
+            microseconds = self._agent.get_xfer_telemetry(handle).xferDuration
+            STATS.observe("kv_transfer_transport_seconds", microseconds / 1e6)
         except Exception as error:  # whatever it is, the transfer is done
             self._has_telemetry = False
             logger.warning(

@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.descriptors import cut_chunk
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
-from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
+from sglang.srt.disaggregation.delta.observability import TransferReport
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages, share_of_chunk
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
@@ -125,12 +125,11 @@ class NixlPrefill(NixlKVManager):
         assert self.rooms is not None
         #: Seconds that a chunk may take, from the queue to its end.
         self.transfer_s = environment.TRANSFER_TIMEOUT.read()
-        self.transfer_stats = AsyncTransferStats(environment.TRANSFER_LOG_INTERVAL.read())
+        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
         backend = NixlBackend(
             self.agent,
             self.peers,
             Layout(self),
-            self.transfer_stats,
             writer=self.writer_id,
             costs=descriptors.Costs(*environment.DESCRIPTOR_COSTS.read()),
         )
@@ -138,7 +137,7 @@ class NixlPrefill(NixlKVManager):
             backend,
             self.rooms,
             Settings.read(),
-            self.transfer_stats,
+            self.transfer_report,
             prepare_thread=self._prepare_thread,
         )
         self.watchdog = Watchdog(self.transfers, self.rooms)
@@ -147,7 +146,7 @@ class NixlPrefill(NixlKVManager):
 
     @override
     def room_stopped(self, room: Room, kind: Reason) -> None:
-        self.transfers.cancel(room, kind)
+        self.transfers.cancel(room)
 
     def _prepare_thread(self) -> None:
         import torch
@@ -203,7 +202,7 @@ class NixlPrefill(NixlKVManager):
         self.start_reader(NixlAnnouncements(self).take, self._tick)
 
     def _tick(self) -> None:
-        self.transfer_stats.tick()
+        self.transfer_report.tick()
         self.watchdog.tick()
         self.forget_silent_peers()
 

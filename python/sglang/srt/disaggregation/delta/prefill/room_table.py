@@ -113,7 +113,9 @@ class RoomTable:
                 reason = room.reason or (
                     f"room {number}: an earlier transfer still uses its number"
                 )
-                STATS.failed(Reason.ABORTED)  # ``fail`` counts none of another request's
+                STATS.count(
+                    "kv_transfer_failed", reason=Reason.ABORTED.value
+                )  # ``fail`` counts none of another request's
                 refused = Room(number, State.DRAINED, is_stopped=True, is_over=True, reason=reason)
                 return refused, reason
             self._move(room, Event.CLAIM)
@@ -153,7 +155,7 @@ class RoomTable:
             told = self._stop(number, room, text, error)
             is_here = self._listener.fail_known(number, text)
         if is_here:
-            STATS.failed(kind)
+            STATS.count("kv_transfer_failed", reason=kind.value)
             log = logger.info if kind is Reason.ABORTED else logger.error
             log("KV transfer of room %s failed: %s", number, text)
         if told is not None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import sparse_index, wire
-from sglang.srt.disaggregation.delta.metrics import PREFILL_COUNTERS, Reason
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
 from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
@@ -93,7 +93,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         if last_chunk:
             self.disagg_metadata_buffers.set_buf(req)
             if prefix:
-                STATS.add("kv_transfer_skipped_tokens", prefix)
+                STATS.count("kv_transfer_skipped_tokens", prefix)
         elif end <= start:
             # Decode holds all of this chunk, or it fills no page. The cursor never moves back: that
             # would send prefix pages into the delta's destinations.
@@ -222,9 +222,7 @@ class DeltaScheduler(Scheduler):
             address = self.send_to_tokenizer.socket.LAST_ENDPOINT
             manager.decode_ranks.frontend = Frontend(address)
         if self.current_scheduler_metrics_enabled:
-            STATS.bind(PREFILL_COUNTERS, self.metrics_collector.labels)
-            if hasattr(manager, "transfer_stats"):
-                manager.transfer_stats.bind(self.metrics_collector.labels)
+            STATS.bind(self.metrics_collector.labels, "prefill")
 
     @override
     def maybe_sleep_on_idle(self) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
+from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Settings
@@ -188,7 +188,7 @@ class TransferPool:
         backend: Backend,
         rooms: RoomTable,
         settings: Settings,
-        stats: AsyncTransferStats,
+        report: TransferReport,
         *,
         prepare_thread: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -201,7 +201,7 @@ class TransferPool:
         self._stopped = False
         self._threads = [
             _Thread(
-                Worker(backend, rooms, settings, stats, index, clock),
+                Worker(backend, rooms, settings, report, index, clock),
                 f"kv-transfer-{index}",
                 prepare_thread,
                 clock,
@@ -222,10 +222,10 @@ class TransferPool:
         """Queue a chunk of an open room. Dropped if the room has ended."""
         self._put(chunk.room, lambda worker: worker.submit(chunk))
 
-    def cancel(self, room: Room, reason: Reason) -> None:
+    def cancel(self, room: Room) -> None:
         """End a room that the table has given up: it is not notified. Harmless for one that is not
         open, or has ended."""
-        self._put(room.number, lambda worker: worker.cancel(room, reason))
+        self._put(room.number, lambda worker: worker.cancel(room))
 
     def forget(self, room: Room) -> None:
         """The request is done with: nothing is kept of its room but what is under way. A callback
@@ -301,7 +301,7 @@ class Watchdog:
         self._suspected = set(found)
         for index, text in troubles.items():
             if index not in self._known:
-                STATS.add("kv_transfer_stuck_workers", 1)
+                STATS.count("kv_transfer_stuck_workers", 1)
                 logger.critical(
                     "KV transfer worker %s; its rooms fail until it makes progress. If it does "
                     "not, restart this prefill server (py-spy dump shows where it hangs)",

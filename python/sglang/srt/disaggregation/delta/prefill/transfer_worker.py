@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
+from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
@@ -47,7 +47,7 @@ class Worker:
         backend: Backend,
         rooms: RoomTable,
         settings: Settings,
-        stats: AsyncTransferStats,
+        report: TransferReport,
         index: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,7 +55,7 @@ class Worker:
         ``now`` of ``step`` and the chunks' times are one clock, in seconds."""
         self._backend = backend
         self._table = rooms
-        self._stats = stats
+        self._report = report
         self._index = index
         self._clock = clock
         self._rooms: dict[int, RoomQueue] = {}
@@ -88,12 +88,11 @@ class Worker:
         self._complete(room)
         self._deliver(room)
 
-    def cancel(self, room: Room, reason: Reason) -> None:
+    def cancel(self, room: Room) -> None:
         """End the room, and no later one of its number, for a reason that the caller has already
         told whoever must know."""
         queue = self._of(room)
         if queue is not None and not queue.ended:
-            self._stats.failed(reason)
             self._end(queue)
 
     def forget(self, room: Room) -> None:
@@ -153,7 +152,7 @@ class Worker:
         chosen = self._queue.take()
         if chosen is not None:
             self._contain(chosen.send, self._post, chosen, now)
-        self._stats.level(
+        self._report.level(
             self._index, self._queue.waiting, self._queue.in_window, len(self._overdue)
         )
         if chosen is not None:
@@ -176,7 +175,7 @@ class Worker:
             self._end(room)
             return
         room.posted += 1
-        self._stats.queued(now - transfer.chunk.enqueued_at)
+        STATS.observe("kv_transfer_queue_seconds", now - transfer.chunk.enqueued_at)
         self._posted[transfer] = None
         failure: Exception | None = None
         try:
@@ -227,7 +226,7 @@ class Worker:
         del self._posted[transfer]
         moved = bool(transfer.handles) and not transfer.settles_at
         if moved and not room.ended:
-            self._stats.settled(now - transfer.posted_at)
+            STATS.observe("kv_transfer_wire_seconds", now - transfer.posted_at)
         for handle in transfer.handles:
             try:
                 self._backend.release(handle)
@@ -348,7 +347,6 @@ class Worker:
         """End the room and say why, unless it has ended: the first cause counts."""
         if room.ended:
             return
-        self._stats.failed(reason)
         text = f"room {room.number}: {text}"
         self._tell(room, self._table.room_failed, room.room, reason, text, error)
         self._end(room)
