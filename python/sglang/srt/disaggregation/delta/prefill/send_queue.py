@@ -8,8 +8,8 @@ the order within a room is kept.
 Overdue transfers take places in their peer's quota, so that a stopped peer does not get more and
 more of them; but one place is always left to try, and a transfer that is delivered shows that the
 peer is back, whatever became of those before it: their places are free again.
-``OverdueTransfers`` are still waited for, apart, and only so many. ``Deadlines`` says what is due,
-in logarithmic time; ``next_poll`` when the transport is asked about a transfer again.
+``Deadlines`` says what is due, in logarithmic time; ``next_poll`` when the transport is asked about
+a transfer again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-import logging
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from typing import Any, Generic, TypeVar  # Any: handles are the backend's own
 
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
-
-logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -278,46 +275,6 @@ NEVER_RELEASED: list[Any] = []
 def never_release(transfer: Transfer) -> None:
     """Give the handles of a transfer up: never polled, never released."""
     NEVER_RELEASED.extend(transfer.handles)
-
-
-class OverdueTransfers:
-    """Those of one worker that missed their deadline; at most ``limit``."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._transfers: OrderedDict[Transfer, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._transfers)
-
-    def add(self, transfer: Transfer) -> Transfer | None:
-        """Take one in. If that is one too many: the oldest, which is not waited for any more."""
-        self._transfers[transfer] = None
-        logger.error(
-            "room %d: a transfer to decode rank %s did not settle by its deadline. This server "
-            "still waits for it (%d such transfers); decode's pages stay in deferred release "
-            "until then, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
-            transfer.room.number,
-            transfer.peer,
-            len(self._transfers),
-        )
-        if len(self._transfers) <= self._limit:
-            return None
-        oldest, _ = self._transfers.popitem(last=False)
-        logger.critical(
-            "room %d: a transfer to decode rank %s has not settled, nor have %d later ones. This "
-            "server stops waiting for it and never releases its handle. The room's decode ranks "
-            "are not notified: its pages stay in deferred release for their "
-            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT. Check that decode rank and its network",
-            oldest.room.number,
-            oldest.peer,
-            self._limit,
-        )
-        return oldest
-
-    def discard(self, transfer: Transfer) -> None:
-        """It has settled after all; harmless for a transfer that is not in here."""
-        self._transfers.pop(transfer, None)
 
 
 #: The shortest pause, in seconds; every other one is a power of two times as long.

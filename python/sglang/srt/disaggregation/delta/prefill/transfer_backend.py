@@ -36,15 +36,13 @@ class Settings:
     window: int = 32
     #: Transfers to one peer that a worker may have under way.
     quota: int = 8
-    #: Transfers of a worker that did not settle by their deadline and are still polled.
-    overdue: int = 1024
     #: Seconds for which a transfer that the transport broke off counts as under way.
     doubt_s: float = 60.0
     #: Seconds without a finished step after which a worker with something to do is stuck.
     stuck_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("queues", "threads", "window", "quota", "overdue"):
+        for name in ("queues", "threads", "window", "quota"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.threads < self.queues:

@@ -64,7 +64,7 @@ class Worker:
         self._deadlines: Deadlines[ChunkSend] = Deadlines()
         #: Transfers with handles under way, in the order of posting; polled when they are due.
         self._posted: dict[Transfer, None] = {}
-        self._overdue = send_queue.OverdueTransfers(settings.overdue)
+        self._overdue: set[Transfer] = set()
         self._stopped = False
 
     # ---- commands ----
@@ -262,9 +262,15 @@ class Worker:
                 continue  # broken off: it has a time of its own
             transfer.poll_at = send_queue.next_poll(now, now - transfer.posted_at, is_overdue=True)
             self._mark_overdue(transfer)
-            given_up = self._overdue.add(transfer)
-            if given_up is not None:
-                self._give_up(given_up)
+            self._overdue.add(transfer)
+            logger.error(
+                "room %d: a transfer to decode rank %s did not settle by its deadline. This server "
+                "still waits for it (%d such transfers); decode's pages stay in deferred release "
+                "until then, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+                room.number,
+                transfer.peer,
+                len(self._overdue),
+            )
         self._say_if_overdue(room)
 
     def _mark_overdue(self, transfer: Transfer) -> None:
@@ -273,12 +279,6 @@ class Worker:
             self._queue.mark_overdue(transfer)
             transfer.is_overdue = True
             transfer.room.overdue += 1
-
-    def _give_up(self, transfer: Transfer) -> None:
-        """Never poll it again. Its room is never left, and its handles are never released."""
-        send_queue.never_release(transfer)
-        self._posted.pop(transfer, None)
-        self._queue.finish(transfer)
 
     def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: object) -> None:
         """Whatever a bug raises here costs the send's room, and no other one."""
@@ -295,7 +295,10 @@ class Worker:
                 if transfer.phase is Phase.POSTED:
                     self._mark_overdue(transfer)
                     self._overdue.discard(transfer)
-                    self._give_up(transfer)
+                    # Its room is never left, and its handles are never released.
+                    send_queue.never_release(transfer)
+                    self._posted.pop(transfer, None)
+                    self._queue.finish(transfer)
             self._deadlines.discard(send)
             self._say_if_overdue(room)
 
