@@ -13,6 +13,7 @@ from current.decode import Decode
 from current.test_local_turns import LOCAL, Peers
 from current.texts import text
 from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, StepTimes
+from sglang.srt.disaggregation.delta.observability import Telemetry
 
 #: Seconds: of a chunk as a constant and a slope a token, and of a decode step.
 CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
@@ -28,6 +29,18 @@ plain = pytest.mark.server(PLAIN, env=ENV)
 loops = pytest.mark.parametrize(
     (), [pytest.param(marks=overlap, id="overlap"), pytest.param(marks=plain, id="plain")]
 )
+
+
+class Noted(Telemetry):
+    """Also keeps the gaps, with a chunk and without."""
+
+    def __init__(self, gaps: dict[bool, list[float]]) -> None:
+        super().__init__()
+        self.gaps = gaps
+
+    def observe(self, name: str, value: float, **own: str) -> None:
+        if name == "decode_itl_seconds":
+            self.gaps[own["chunk"] == "true"].append(value)
 
 
 class Bounded:
@@ -54,13 +67,7 @@ class Bounded:
         turns = self._make(self._decode.scheduler, limits, lambda: self.now)
         turns.peers = Peers()
         turns.measured.vote_there = lambda address, tokens: 9_000_000
-        count = turns.metrics.gap
-
-        def note(seconds: float, has_chunk: bool, most: float | None) -> None:
-            self.gaps[has_chunk].append(seconds)
-            count(seconds, has_chunk, most)
-
-        turns.metrics.gap = note
+        turns.telemetry = Noted(self.gaps)
         self._decode.scheduler.lead_turns = self.turns = turns
         return turns
 
@@ -105,7 +112,7 @@ def running(decode: Decode, new: int) -> str:
 
 def decisions(bounded: Bounded) -> dict[tuple[str, str], int]:
     """Where the turns were computed, and why."""
-    return dict(bounded.turns.metrics.turns)
+    return dict(bounded.turns.telemetry.by("decode_turns"))
 
 
 @loops

@@ -12,6 +12,7 @@ import pytest
 from current.decode import Decode
 from current.environment import DRAFTS
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.delta.observability import Telemetry
 
 CHUNK = 128
 LOCAL = {
@@ -209,13 +210,14 @@ def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
     second = [[*p, *a, *talk(50, 3)] for p, a in zip(first, answers, strict=True)]
     expected = decode.learn(second, 8)
     steps.reset()
+    decode.scheduler.lead_turns.telemetry = stats = Telemetry()
     rids = [decode.ask(prompt, 8) for prompt in first]
     decode.finish()
     assert steps.tokens == [] and [decode.output(rid) for rid in rids] == answers
     rids = [decode.ask(prompt, 8) for prompt in second]
     decode.finish()
     assert [decode.output(rid) for rid in rids] == expected
-    turns = decode.scheduler.lead_turns.metrics.turns
+    turns = stats.by("decode_turns")
     assert turns["remote", "long"] == turns["local", "always"] == 2
 
 

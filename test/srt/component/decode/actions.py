@@ -68,7 +68,7 @@ class Life:
         ]
         # Warm-up requests of a real server begin like these prompts.
         self.bank += [[10, 11, 12, 13] * 8, [0] * 30]
-        self._bytes = STATS.totals["kv_transfer_requested_bytes"]
+        self._bytes = STATS.totals["kv_transfer_requested_bytes",]
         #: How often the interesting cases were reached.
         self.seen = dict.fromkeys(
             (
@@ -111,7 +111,7 @@ class Life:
         self.seen["hits"] = sum(room.prefix_len > 0 for room in admitted)
         self.seen["full_hits"] = sum(len(room.pages) == 0 for room in admitted)
         pages = sum(len(room.pages) for room in admitted)
-        asked = STATS.totals["kv_transfer_requested_bytes"] - self._bytes
+        asked = STATS.totals["kv_transfer_requested_bytes",] - self._bytes
         assert asked == pages * sum(self.decoder.kv_manager.item_lens)
 
     # ---- requests come and go ----

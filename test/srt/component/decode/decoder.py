@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN, Limits
+from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -151,6 +152,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
                 dtype=torch.float32,
             ),
             spec_num_accepted_tokens=0,
+            telemetry=Telemetry(),
             spec_num_forward_ct=0,
             grammar_manager=SimpleNamespace(
                 grammar_queue=[],
@@ -187,6 +189,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         off = (
             "enable_hisparse",
             "enable_metrics",
+            "current_scheduler_metrics_enabled",
             "enable_overlap",
             "enable_hierarchical_cache",
             "enable_hicache_storage",

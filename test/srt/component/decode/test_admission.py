@@ -201,7 +201,7 @@ def test_a_blocked_head_is_matched_once(
             insert(decoder, ids(number + 10, 16))
         assert decoder.tree_cache.protected_size() == protected
     assert decoder.queued == blocked and len(matches) == 1
-    assert decoder.decode_metrics.refusals[reason] == 1
+    assert decoder.telemetry.by("decode_admission_refused")[reason,] == 1
     finish(decoder)
     assert all(len(req.output_ids) == req.sampling_params.max_new_tokens for req in blocked)
 
@@ -313,7 +313,7 @@ def test_copies_of_a_prompt_hold_up_nobody(
     for _ in range(2):
         decoder.tick_queues()
         assert decoder.in_transfer == reqs[::32] and len(matches) == 4
-    assert decoder.decode_metrics.refusals == {"prefix_arriving": 4 * 31}
+    assert decoder.telemetry.by("decode_admission_refused") == {("prefix_arriving",): 4 * 31}
 
 
 @pytest.mark.parametrize("what", ["takes too long", "fails"])

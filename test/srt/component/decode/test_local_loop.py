@@ -78,7 +78,7 @@ def test_arrivals_do_not_take_every_place() -> None:
     decoder.max_running_requests = 3
     decoder.play(endless_arrivals(decoder))
     finish(decoder)
-    assert decoder.local_turns.metrics.turns["remote", "long"] >= 4
+    assert decoder.local_turns.telemetry.by("decode_turns")["remote", "long"] >= 4
 
 
 def test_who_has_come_from_prefill_waits_for_one_chunk() -> None:
@@ -178,7 +178,7 @@ def test_a_burst_with_one_new_prefix(leaves: bool, monkeypatch: pytest.MonkeyPat
     often; and against requests that wait for one whose client has left."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "32")
     decoder = decoder_of(16)
-    before = STATS.totals["decode_local_tokens"]
+    before = STATS.totals["decode_local_tokens",]
     reqs = [decoder.submit([*PROMPT, *[9] * 64, number]) for number in range(4)]
     turn(decoder)
     assert decoder.local == reqs[:1]
@@ -186,7 +186,7 @@ def test_a_burst_with_one_new_prefix(leaves: bool, monkeypatch: pytest.MonkeyPat
         decoder.abort(reqs.pop(0).rid)
     finish(decoder)
     # The first of them all of it, in chunks of 32, and the others a token.
-    assert STATS.totals["decode_local_tokens"] - before == 32 * leaves + 64 + len(reqs)
+    assert STATS.totals["decode_local_tokens",] - before == 32 * leaves + 64 + len(reqs)
     assert [req.cached_tokens for req in reqs] == [80, *[144] * (len(reqs) - 1)]
     assert all(req.output_ids == [2] * 8 for req in reqs)
 
@@ -307,7 +307,7 @@ def test_adapters(page: int) -> None:
         finish(decoder)
         assert [req.output_ids for req in reqs] == [[2] * 12] * 4
         held.append([req.cached_tokens for req in reqs])
-    assert decoder.local_turns.metrics.turns["local", "always"] == 9
+    assert decoder.local_turns.telemetry.by("decode_turns")["local", "always"] == 9
     # At first only who has no adapter finds the history.
     assert held == [[0, 0, 80, 0], [80] * 4]
 

@@ -98,7 +98,7 @@ def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
     assert all(hasattr(req, name) for name in changes)
     req.__dict__.update(changes)
     decoder.tick_queues()
-    assert decoder.local_turns.metrics.turns == {tuple(where.split()): 1}
+    assert decoder.local_turns.telemetry.by("decode_turns") == {tuple(where.split()): 1}
     is_local = where.startswith("local")
     assert (req in decoder.local) == is_local == decoder.rooms[0].yielded
 
@@ -160,7 +160,7 @@ def test_overlapped(page: int, seed: int, steps: int, monkeypatch: pytest.Monkey
     if isinstance(decoder, Ahead):
         decoder.answers_are_right()
     finish(decoder)
-    turns = decoder.local_turns.metrics.turns
+    turns = decoder.local_turns.telemetry.by("decode_turns")
     assert turns["local", "always"] > 10 and turns["remote", "long"] > 0
 
 
@@ -195,7 +195,7 @@ def test_new_talks_fail_by_name(remote: Decoder, at: str) -> None:
     assert reason["status_code"] == 500
     assert other in remote.in_transfer
     finish(remote)
-    assert ("local", "no_prefill") not in remote.local_turns.metrics.turns
+    assert ("local", "no_prefill") not in remote.local_turns.telemetry.by("decode_turns")
 
 
 @pytest.mark.parametrize("lost", [LOST, 0], ids=["hidden states", "without the flag"])
@@ -252,7 +252,7 @@ def test_a_server_that_cannot_be_reached(unreachable: Decoder, before: bool) -> 
     seconds(unreachable, 11)
     assert req.finished() and unreachable.mailbox.ends[req.rid] == 1
     finish(unreachable)
-    assert unreachable.local_turns.metrics.turns["local", "no_prefill"] == before
+    assert unreachable.local_turns.telemetry.by("decode_turns")["local", "no_prefill"] == before
 
 
 def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:

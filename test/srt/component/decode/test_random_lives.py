@@ -103,7 +103,7 @@ def test_random_life(
     assert len(life.decoder.submitted) > 100
     reached: Counter[str] = Counter(life.seen)
     if life.decoder.local_turns is not None:
-        turns = life.decoder.local_turns.metrics.turns
+        turns = life.decoder.local_turns.telemetry.by("decode_turns")
         reached.update({f"{where} {reason}": count for (where, reason), count in turns.items()})
     assert all(reached[what] > 0 for what in reaches), f"not all is reached: {reached}"
 
@@ -190,8 +190,8 @@ def test_ranks_that_measure(two_ranks: None, seed: int, draft_steps: int) -> Non
     limits = Limits(tokens=60, chunk=24, share=0.3)
     sides = live(seed, limits=limits, draft_steps=draft_steps, batch=44)
     ours, theirs = (life.decoder.local_turns for life in sides)
-    assert ours.metrics.turns == theirs.metrics.turns
-    assert {where for where, _ in ours.metrics.turns} == {"local", "remote"}
+    assert ours.telemetry.by("decode_turns") == theirs.telemetry.by("decode_turns")
+    assert {where for where, _ in ours.telemetry.by("decode_turns")} == {"local", "remote"}
     assert ours.measured.votes() != theirs.measured.votes(), "they measured the same"
 
 
@@ -201,7 +201,7 @@ def test_ranks_that_lose_prefill(two_ranks: None, seed: int) -> None:
     loss before the other does."""
     limits = Limits(tokens=20, chunk=24, always=True, when_lost=60)
     sides = live(seed, limits=limits, batch=40, fail_handshake=4, fail_transfer=6)
-    ours, theirs = (life.decoder.local_turns.metrics.turns for life in sides)
+    ours, theirs = (life.decoder.local_turns.telemetry.by("decode_turns") for life in sides)
     assert ours == theirs and ours["local", "transfer_failed"] > 0
 
 

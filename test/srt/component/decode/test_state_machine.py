@@ -136,7 +136,8 @@ class LocalServer(DecodeServer):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "lives"):
-            for (where, reason), count in self.decoder.local_turns.metrics.turns.items():
+            turns = self.decoder.local_turns.telemetry.by("decode_turns")
+            for (where, reason), count in turns.items():
                 self.taken.update({where: count, reason: count})
 
 

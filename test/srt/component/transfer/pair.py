@@ -263,7 +263,7 @@ class Pair:
     @staticmethod
     def sent() -> int:
         """KV bytes sent so far, by all pairs."""
-        return STATS.totals["kv_transfer_sent_bytes"]
+        return STATS.totals["kv_transfer_sent_bytes",]
 
     @property
     def page_bytes(self) -> int:

@@ -49,7 +49,7 @@ def test_a_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> N
 @pytest.fixture
 def decode_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """A logger with the fields, and counters that the test may change."""
-    monkeypatch.setattr(STATS, "totals", dict(STATS.totals))
+    monkeypatch.setattr(STATS, "totals", STATS.totals.copy())
     logger, fields = logging.getLogger("test_log_lines"), DecodeLineFields()
     logger.addFilter(fields)
     yield logger
@@ -62,13 +62,13 @@ def test_fields_of_decode_lines(
     """Guards against totals in the place of differences, against fields in front of SGLang's own,
     which tools parse from the left, and against other lines that change or eat the difference."""
     with caplog.at_level(logging.INFO):
-        STATS.add("decode_prefix_prompt_tokens", 100)
-        STATS.add("decode_prefix_hit_tokens", 64)
-        STATS.add("kv_transfer_requested_bytes", 1_250_000)
+        STATS.count("decode_prefix_prompt_tokens", 100)
+        STATS.count("decode_prefix_hit_tokens", 64)
+        STATS.count("kv_transfer_requested_bytes", 1_250_000)
         decode_lines.info("Prefill batch, #new-seq: %d", 2)
         decode_lines.info({"no": "text"})
         decode_lines.info("Decode batch, #running-req: 3, gen throughput (token/s): 12.00")
-        STATS.add("decode_prefix_prompt_tokens", 10)
+        STATS.count("decode_prefix_prompt_tokens", 10)
         decode_lines.info("Decode batch, #running-req: 4")
         decode_lines.info("Decode batch")
     assert caplog.messages == [

@@ -139,9 +139,9 @@ class Telemetry:
         before.update(now)
         return added
 
-    def by(self, name: str) -> dict[tuple[str, ...], float]:
+    def by(self, name: str) -> Totals:
         """A counter with labels of its own, by their values."""
-        return {key[1:]: total for key, total in self.totals.items() if key[0] == name}
+        return Totals(float, {key[1:]: n for key, n in self.totals.items() if key[0] == name})
 
     @best_effort
     def count(self, name: str, amount: float = 1, **own: str) -> None:

@@ -81,7 +81,7 @@ class LocalTurns:
     ) -> None:
         self._scheduler, self._limits, self._clock = scheduler, limits, clock
         self.measured = Measured(limits.max_itl)
-        self.peers = Peers()
+        self.peers, self.telemetry = Peers(), STATS
         self.choice, self.pace = Choice(limits), Pace(limits.share)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
         #: Admitted in this step, in no batch yet; and the batch that they are built into.
@@ -180,12 +180,12 @@ class LocalTurns:
             turn, req.lead_turn = turn_of(req), None
             if turn is not None:
                 self.measured.shown(turn.address, turn.tokens, now - turn.at)
-                turn_metrics.done(turn.decision, now - turn.at)
+                turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
 
     def _made(self, req: Any) -> None:
         turn = req.lead_turn
         self.choice.made(turn.decision)
-        turn_metrics.decided(turn.decision)
+        turn_metrics.decided(self.telemetry, turn.decision)
         logger.debug(
             "turn %s (room %s, %d new tokens): %s (%s); expected here %s s, from prefill %s s",
             req.rid,
@@ -323,7 +323,7 @@ class LocalTurns:
         if batch is not None:
             self._launched.append(batch)
             self.pace.chunk(batch.extend_num_tokens, self._beside)
-            STATS.count("decode_local_tokens", batch.extend_num_tokens)
+            self.telemetry.count("decode_local_tokens", batch.extend_num_tokens)
             self.times.launched(batch.extend_num_tokens, self._clock())
         return batch
 
@@ -364,7 +364,7 @@ class LocalTurns:
         batch.filter_batch(reqs_to_exclude=batch.chunked_req)
         for req in batch.reqs:
             turn, req.lead_turn = req.lead_turn, None
-            turn_metrics.done(turn.decision, now - turn.at)
+            turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
         self._computed.append(batch)
 
     def decoded(self, reqs: list[Any]) -> None:
@@ -372,7 +372,7 @@ class LocalTurns:
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(self._clock(), rids, self._fits(self._limits.least))
         if gap is not None:
-            turn_metrics.gap(*gap, self._limits.max_itl)
+            turn_metrics.gap(self.telemetry, *gap, self._limits.max_itl)
 
     def join(self, running: Any, but: Any = None) -> Any:
         """The running batch with the computed requests, without those of the batch ``but``."""

@@ -16,7 +16,6 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability, wire
 from sglang.srt.disaggregation.delta.event_log import Moved
-from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import backend, prefill
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
@@ -26,6 +25,8 @@ from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 from unit.delta.nixl.prefill_rank import PrefillRank
 from unit.delta.nixl.sides import KEY_BYTES, PAGE, Side
 from unit.delta.transfer.steps import ROOM, pages
+
+MISFIT = "kv_transfer_failed", "mismatch"
 
 #: Pages of prefill and of decode: none, one, neighbours on both sides, on one, and in any order.
 PAGES: dict[str, tuple[list[int], list[int]]] = {
@@ -283,27 +284,27 @@ def test_numbers_of_a_delivery(
     """Guards against a choice by other costs than this machine's, or that is fed with something
     else than was measured, a descriptor for each page where neighbours can be merged, counting what
     decode already had or what was not sent, and taking time on the wire for time of a post."""
-    ticks, posted, transported = itertools.count(), [], []
+    ticks = itertools.count()
     clocked = functools.partial(backend.NixlBackend, clock=lambda: float(next(ticks)))
     monkeypatch.setattr(prefill, "NixlBackend", clocked)
     rank = rank_of(monkeypatch, ranks, costs)
-    stats = rank.manager.transfer_stats
-    stats.posted, stats.transported = lambda **numbers: posted.append(numbers), transported.append
-    before = STATS.totals["kv_transfer_sent_bytes"]
+    before = STATS.totals.copy()
     handles = serve(rank, [2, 3, 4, 7], [4, 5, 6, 1])
     assert handles[0].is_prepared == (form == "prepared")
     whole = ranks == "of equal size"
     kv = 4 * sum(rank.side.args.kv_item_lens) // (1 if whole else 2)
-    assert STATS.totals["kv_transfer_sent_bytes"] - before == kv
-    (event,), (numbers,) = moved, posted
-    assert event.bytes == numbers["moved"] == kv + sum(rank.side.args.aux_item_lens)
+    since = STATS.since(before).items()
+    added = {key[0].removeprefix("kv_transfer_"): n for key, n in since if len(key) == 1}
+    (event,) = moved
+    assert added["sent_bytes"] == kv
+    assert event.bytes == added["bytes"] == kv + sum(rank.side.args.aux_item_lens)
     sent = 4 * ((2 if form == "ranges" else 4) if whole else 4 * PAGE) + 3
     assert sum(len(handle.sources) for handle in handles) == sent
-    assert event.descriptors == numbers["descriptors"] == sent
+    assert event.descriptors == added["descriptors"] == sent
     # The clock moves by a second each time it is asked: once in each build, once in each post.
     assert (event.build_s, event.post_s, event.wire_s) == (2.0, 2.0, 1.0)
-    assert (numbers["build_s"], numbers["post_s"]) == (2.0, 2.0)
-    assert transported == [0.0015] * 2
+    assert (added["build_seconds"], added["post_seconds"]) == (2.0, 2.0)
+    assert added["transport_seconds"] == pytest.approx(0.003)
 
 
 #: Ranks, what this rank says of itself, what decode registers, what is sent, and the complaint.
@@ -357,13 +358,13 @@ def test_what_does_not_fit(
     rank.side.args.__dict__.update(ours)
     rank.manager.forget_peer("decode")
     rank.register("decode", **theirs)
-    state, failures = sent.get("state", ((), ())), STATS.failures[Reason.MISMATCH]
+    state, failures = sent.get("state", ((), ())), STATS.totals[MISFIT]
     sender = rank.sender(ROOM)
     rank.announce(ROOM, [3], state=state[1], in_note=sent.get("in_note", False))
     sender.init(1, sent.get("slot", 0))
     sender.send(pages(*sent.get("pages", [1])), list(state[0]))
     rank.finish()
-    assert sender.poll() == KVPoll.Failed and STATS.failures[Reason.MISMATCH] == failures + 1
+    assert sender.poll() == KVPoll.Failed and STATS.totals[MISFIT] == failures + 1
     assert rank.agent.notes["decode"] == []
     with pytest.raises(RuntimeError, match=text):
         sender.failure_exception()

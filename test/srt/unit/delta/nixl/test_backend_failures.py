@@ -9,6 +9,7 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability
+from sglang.srt.disaggregation.delta.observability import COUNT, STATS
 from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import PrefillRank
@@ -161,8 +162,11 @@ def test_a_lost_peer_may_register_again(rank: PrefillRank, noticed_by: str) -> N
 def test_what_fails_one_transfer(rank: PrefillRank, state: Any) -> None:
     """Guards against forgetting a peer, and failing all its rooms, because one transfer failed; and
     against times of broken transfers."""
-    seen: list[float] = []
-    rank.manager.transfer_stats.transported = seen.append
+    seen = STATS.totals.copy()
+
+    def transported() -> float:
+        return STATS.since(seen)["kv_transfer_transport_seconds", COUNT]
+
     sender = sent(rank)
     first, *others = rank.agent.under_way()
     rank.agent.settle(first, state)
@@ -170,11 +174,11 @@ def test_what_fails_one_transfer(rank: PrefillRank, state: Any) -> None:
     for each in others:
         rank.agent.settle(each)
     rank.finish()
-    assert sender.poll() == KVPoll.Failed and seen == []
+    assert sender.poll() == KVPoll.Failed and transported() == 0
     failure_of(sender)
     assert "decode" in rank.manager.decode_kv_args_table
     served(rank)
-    assert seen == [0.0015] * 3
+    assert transported() == 3
 
 
 @pytest.mark.hazard("drained-per-request")

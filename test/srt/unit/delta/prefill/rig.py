@@ -16,7 +16,7 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import AsyncTransferStats
+from sglang.srt.disaggregation.delta.observability import TransferReport
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room import State as RoomState
@@ -223,13 +223,13 @@ class Bench(Side):
     def __init__(self, sockets: Any = None, **settings: int) -> None:
         super().__init__(sockets)
         self.transport = Transport()
-        self.stats = AsyncTransferStats(clock=self.clock)
+        self.report = TransferReport(clock=self.clock)
         self.worker = Worker(
-            self.transport, self.table, Settings(**settings), self.stats, 0, self.clock
+            self.transport, self.table, Settings(**settings), self.report, 0, self.clock
         )
         self._commands: deque[Callable[[], None]] = deque()
         self.manager.room_stopped = lambda room, kind: self._commands.append(
-            lambda: self.worker.cancel(room, kind)
+            lambda: self.worker.cancel(room)
         )
 
     def open(self, *numbers: int, peers: str | list[str] = "D") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.delta.observability import STATS, AsyncTransferStats
+from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
@@ -64,11 +64,11 @@ class Threads(Side):
                 self.transport,
                 self.table,
                 self.settings,
-                AsyncTransferStats(),
+                TransferReport(),
                 prepare_thread=lambda: self.prepared.append(threading.get_ident()),
                 clock=lambda: time.monotonic() + self.ahead_s,
             )
-        self.manager.room_stopped = self.pool.cancel
+        self.manager.room_stopped = lambda room, kind: self.pool.cancel(room)
         self.sockets.send = lambda host, port, told: self._over.put(told.room)
         delivered = self.manager.room_delivered
 
@@ -168,7 +168,7 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     threads, posted = Threads(queues=1, threads=1), threading.Event()
     threads.transport.held = True
     monkeypatch.setattr(
-        AsyncTransferStats, "level", lambda *_: posted.set() if threads.transport.posts else 0
+        TransferReport, "level", lambda *_: posted.set() if threads.transport.posts else 0
     )
     threads.pool.start()
     threads.send(1)
@@ -239,7 +239,7 @@ def test_a_worker_that_raises(started: Threads) -> None:
 def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCaptureFixture) -> None:
     """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
     fail with its name, rooms of others do not, and it serves again when it goes on."""
-    counted, failed = STATS.totals["kv_transfer_stuck_workers"], started.manager.failure_records
+    counted, failed = STATS.totals["kv_transfer_stuck_workers",], started.manager.failure_records
     watchdog = Watchdog(started.pool, started.table)
     for number in range(1, 20):
         started.claim(number)
@@ -253,7 +253,7 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
     for _ in range(3):
         watchdog.tick()
     assert sorted(failed) == theirs and len(theirs) < 20
-    assert STATS.totals["kv_transfer_stuck_workers"] == counted + 1
+    assert STATS.totals["kv_transfer_stuck_workers",] == counted + 1
     name = f"kv-transfer-{worker_of(0, started.settings.workers)}"
     for text in failed.values():
         assert f"transfer worker {name} hangs in a call" in text

@@ -71,11 +71,11 @@ class Scene(Side):
         self.manager.update_status(ROOM, KVPoll.Bootstrapping)
 
     def do_claim(self) -> bool:
-        counted = sum(STATS.failures.values())
+        counted = sum(STATS.by("kv_transfer_failed").values())
         has_failed = self.status() == KVPoll.Failed and ROOM not in self.requests
         refused = self.claim()
         counted += refused is not None and not has_failed
-        assert sum(STATS.failures.values()) == counted
+        assert sum(STATS.by("kv_transfer_failed").values()) == counted
         return refused is None
 
     def do_enter(self) -> bool:

@@ -317,17 +317,17 @@ def test_a_chunk_of_an_earlier_request_of_its_number(rank: Any, is_late: bool) -
 def test_each_chunk_has_its_own_deadline(rank: Any) -> None:
     """Guards against a deadline that begins when the worker gets to a chunk, or is another's."""
     first, second = started(rank), started(rank, 8)
-    late = STATS.failures[Reason.TIMEOUT]
+    late = STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value]
     first.send(pages(5))
     rank.tick(4.0)
     second.send(pages(5))
     rank.tick(5.9)
-    assert STATS.failures[Reason.TIMEOUT] == late
+    assert STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value] == late
     for room in (ROOM, 8):
         rank.tick(0.1)
         assert rank.manager.request_status[room] == KVPoll.Failed
         rank.tick(3.9)
-    assert STATS.failures[Reason.TIMEOUT] == late + 2
+    assert STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value] == late + 2
     rank.finish()
     for sender in (first, second):
         text = str(failure_of(sender))

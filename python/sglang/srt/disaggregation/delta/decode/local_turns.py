@@ -40,7 +40,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
     read,
     read_there,
 )
-from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
@@ -80,6 +80,7 @@ class LocalTurns:
         self.measured = Measured(limits.max_itl)
         self.choice = Choice(limits)
         self.pace = Pace(limits.share)
+        self.telemetry: Telemetry = scheduler.telemetry
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
         #: Admitted, in order; the first may have been computed in part.
         self._queue: list[Turn] = []
@@ -202,11 +203,11 @@ class LocalTurns:
             turn, record.turn = record.turn, None
             if turn is not None:
                 self.measured.shown(turn.address, turn.tokens, now - turn.at)
-                turn_metrics.done(turn.decision, now - turn.at)
+                turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
 
     def _made(self, req: Req, decision: Decision) -> None:
         self.choice.made(decision)
-        turn_metrics.decided(decision)
+        turn_metrics.decided(self.telemetry, decision)
         logger.debug(
             "turn %s (room %s, %d new tokens): %s (%s); expected local %s s, remote %s s",
             req.rid,
@@ -264,7 +265,7 @@ class LocalTurns:
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(self._clock(), rids, self._largest >= self._limits.least)
         if gap is not None:
-            turn_metrics.gap(*gap, self._limits.max_itl)
+            turn_metrics.gap(self.telemetry, *gap, self._limits.max_itl)
 
     @property
     def _is_paused(self) -> bool:
@@ -350,7 +351,7 @@ class LocalTurns:
         for turn in turns:
             if turn.req is not batch.chunked_req:
                 turn.req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
-                turn_metrics.done(turn.decision, now - turn.at)
+                turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
         if not batch.is_empty():
             tokens = [req.output_ids[-1] for req in batch.reqs]
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)

@@ -33,7 +33,6 @@ from sglang.srt.disaggregation.delta.decode.retraction import restore_private
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce
 from sglang.srt.disaggregation.delta.decode.without_prefill import WithoutPrefill
-from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
 
@@ -401,7 +400,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             record.wait.prefix_since = self.clock()
         if refusal.reason not in record.refused_for:
             record.refused_for.add(refusal.reason)
-            STATS.count("decode_admission_refused", reason=refusal.reason)
+            self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
 
     def _log_waits(self, reqs: Sequence[Req], limits: Limits) -> None:
         """A warning once for each wait that has become long."""

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
-from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state
 from sglang.srt.patchset.compat import FLAG
@@ -67,13 +67,13 @@ def end_streaming(scheduler: DisaggScheduler, recv_req: AbortReq) -> None:
 EVERY_S = 1.0
 
 
-def speculated(req: Req) -> None:
+def speculated(stats: Telemetry, req: Req) -> None:
     """A request ended: count its drafts apart from those of others, by whether the tree held a
     prefix of it."""
     if req.spec_verify_ct:
         prefix = "hit" if record_of(req).hit_tokens else "miss"
-        STATS.count("decode_spec_verify_steps", req.spec_verify_ct, prefix=prefix)
-        STATS.count("decode_spec_accepted_tokens", req.spec_accepted_tokens, prefix=prefix)
+        stats.count("decode_spec_verify_steps", req.spec_verify_ct, prefix=prefix)
+        stats.count("decode_spec_accepted_tokens", req.spec_accepted_tokens, prefix=prefix)
 
 
 def readings(scheduler: DisaggScheduler) -> dict[str, int]:
@@ -131,6 +131,8 @@ class DisaggScheduler(DecodeFlush):
     waiting_queue: list[Any]
     last_batch: ScheduleBatch | None
     _namespace: str | None = None
+    #: What this server counts; tests have one for each.
+    telemetry: Telemetry = STATS
     _gauges_at = 0.0
 
     @property
@@ -246,7 +248,7 @@ class DisaggScheduler(DecodeFlush):
         self.disagg_decode_prealloc_queue.step_writes.result_processed()
         for req in counted:
             if req.finished():
-                speculated(req)
+                speculated(self.telemetry, req)
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
