@@ -123,12 +123,13 @@ class Telemetry:
         self._lock = threading.Lock()
 
     def bind(self, labels: Mapping[str, object], side: str = "") -> None:
-        """Mirror everything under ``labels`` from now on. The metrics of ``side`` ("prefill" or
-        "decode") whose label values are known are there from the start."""
+        """Mirror everything under ``labels`` from now on. The counters of ``side`` ("prefill" or
+        "decode") whose label values are known are there from the start: a rate needs their zero."""
         self._labels = dict(labels)
         for metric in METRICS.values():
-            if side and metric.side in (side, "both") and (metric.values or not metric.labels):
-                for value in metric.values or ((),):
+            known = () if metric.labels and not metric.values else metric.values or ((),)
+            if metric.kind == "counter" and side and metric.side in (side, "both"):
+                for value in known:
                     self._child(metric.name, dict(zip(metric.labels, value, strict=True)))
 
     def since(self, before: Totals) -> Totals:
