@@ -1,17 +1,5 @@
 """Prefill: rooms, and their transfers on worker threads; the scheduler only appends to a queue.
 
-``scheduler``         the thin overrides of the prefill scheduler, and of its end of a room
-``stages``            pipeline stages that take in the same requests, and end them together
-``room``              the states of a room, every step between them, and who is notified
-``room_table``        the owner of a room: who may write, complete or given up, what may be freed
-``decode_ranks``      what decode ranks ask and are told, and whether they live
-``served_rooms``      which data-parallel rank serves a room, for decode servers that have to ask
-``yielded``           requests that decode computes itself
-``transfer_pool``     the threads, their watchdog, and what the rest of the process calls
-``transfer_worker``   the state machine of one thread, driven by ``step(now)``
-``send_queue``        its parts: records, what is posted next, what is due, what is overdue
-``transfer_backend``  what is queued, by which settings, and how it moves: a third backend goes here
-
 Life of a room, on one worker from beginning to end::
 
     open -> submit ... submit(is_last) -> chunk_done for each -> forget
